@@ -1,0 +1,103 @@
+"""Who may still read a tensor that a step writes in place.
+
+A run whose steps are donated is a chain: one object with a generation, counted up at each write. A table leads
+from each storage that is written to its chain, and each state remembers the generations it was made at. A
+state is spent when a chain of its tensors has moved on since. So a donated step costs one addition, however
+many tensors there are, and every record that shares them, by whatever way, finds out when it looks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from looplib import _interrupts
+
+if TYPE_CHECKING:
+    from looplib.state import TrainState
+
+
+class Chain:
+    """The states of one run that write the same tensors."""
+
+    __slots__ = ("buffers", "generation", "params", "step", "writer")
+
+    def __init__(self, writer: str) -> None:
+        self.generation = 0
+        self.writer = writer
+        self.step: int | None = None  # where the run stands, for the error
+        self.params: set[str] = set()  # the names of those it owns
+        self.buffers: set[str] = set()
+
+
+_owners: dict[int, tuple[Chain, weakref.ref[Tensor]]] = {}
+chains = 0  # chains made so far: a state made at an earlier count may share tensors with one it does not know
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # sparse, or a tensor of a torch.func transform: it has no storage to write in place
+        return 0
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in torch.utils._pytree.tree_iter(tree) if isinstance(leaf, Tensor))
+
+
+def generations(trees: Iterable[Any]) -> dict[Chain, int]:
+    """The chains of these tensors and where each stands now."""
+    found = {}
+    if _owners:
+        for tensor in tensors_in(tuple(trees)):
+            owner = _owners.get(_storage(tensor))
+            if owner is not None:
+                found[owner[0]] = owner[0].generation
+    return found
+
+
+def stale_chain(tree: Any, seen: dict[Chain, int]) -> Chain | None:
+    """A chain that has written one of these tensors since `seen`, or None."""
+    for chain, generation in generations((tree,)).items():
+        if seen.get(chain, 0) != generation:
+            return chain
+    return None
+
+
+def own(chain: Chain, tensors: Iterable[Tensor]) -> None:
+    """From now on these tensors are written by `chain`."""
+    global chains
+    chains += 1
+    for tensor in tensors:
+        if key := _storage(tensor):
+
+            def forget(reference: weakref.ref[Tensor], key: int = key) -> None:
+                if (owner := _owners.get(key)) is not None and owner[1] is reference:
+                    del _owners[key]
+
+            _owners[key] = (chain, weakref.ref(tensor, forget))
+
+
+# The last donated step: its argument and its result. When an interrupt strikes before the result has a name,
+# the argument, which is spent, takes the result's place, so that the caller's variable holds the run.
+_in_flight: tuple[weakref.ref[TrainState], weakref.ref[TrainState]] | None = None
+rescued: tuple[weakref.ref[TrainState], TrainState] | None = None
+
+
+def in_flight(old: TrainState, new: TrainState) -> None:
+    global _in_flight, rescued
+    _in_flight = (weakref.ref(old), weakref.ref(new))
+    rescued = None
+
+
+def _rescue() -> None:
+    global rescued
+    if _in_flight is not None and (new := _in_flight[1]()) is not None:
+        rescued = (_in_flight[0], new)
+
+
+_interrupts.before_raising.append(_rescue)

@@ -1,0 +1,198 @@
+"""Where a module keeps its parameters and buffers.
+
+A state names tensors as the innermost module does; a slot is a place in one of the module's own dictionaries
+where such a tensor stands. Reading slots tells whether a state is bound; writing them for the time of a call
+runs the module on another state's tensors, as `torch.func.functional_call` does, at a tenth of its cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+Slot = tuple[dict[str, Any], str]
+
+# Children by which torch's wrappers hold the module they wrap: not part of a name.
+_TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+class Members(NamedTuple):
+    """The slots of each name; tied ones share a name, the first, as in `named_parameters`."""
+
+    params: dict[str, list[Slot]]
+    buffers: dict[str, list[Slot]]
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`model.named_modules()` without what wrappers add to the names."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield prefix, module
+        parallel = isinstance(module, (DataParallel, DistributedDataParallel))
+        for name, child in module._modules.items():
+            if child is not None:
+                transparent = name in _TRANSPARENT or (parallel and name == "module")
+                yield from walk(child, prefix if transparent else f"{prefix}.{name}".lstrip("."))
+
+    yield from walk(model, "")
+
+
+def members(model: nn.Module) -> Members:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; looplib needs a torch.nn.Module")
+    found = Members({}, {})
+    names: dict[int, str] = {}
+    for prefix, module in named_modules(model):
+        for slots, own in ((found.params, module._parameters), (found.buffers, module._buffers)):
+            for key, tensor in own.items():
+                if tensor is None:
+                    continue
+                if is_lazy(tensor):
+                    raise ValueError(
+                        f"{prefix}.{key} has no shape yet (a lazy module): run the model on one batch first"
+                    )
+                name = names.setdefault(id(tensor), f"{prefix}.{key}".lstrip("."))
+                slots.setdefault(name, []).append((own, key))
+    return found
+
+
+def tensors(slots: dict[str, list[Slot]]) -> dict[str, Tensor]:
+    return {name: places[0][0][places[0][1]] for name, places in slots.items()}
+
+
+def check_names(what: str, given: Mapping[str, Tensor], slots: dict[str, list[Slot]], model: nn.Module) -> None:
+    """Raise unless `given` fits the model in names, shapes and dtypes."""
+    own = tensors(slots)
+    title = f"the state's {what} are not those of this {type(model).__name__}"
+    if given.keys() != own.keys():
+        missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+        raise ValueError(
+            f"{title}: missing {missing or 'none'}, unexpected {unexpected or 'none'}; "
+            "make the state with ll.init_state from the same model"
+        )
+    for name, tensor in given.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(
+                f"{title}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(own[name].shape)}; "
+                "make the state with ll.init_state from the same model"
+            )
+
+
+def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] | None) -> list[str]:
+    """The names that are trained: those of `predicate`, or those whose parameter requires a gradient."""
+    own = tensors(members(model).params)
+    chosen = [
+        name
+        for name, tensor in own.items()
+        if (tensor.requires_grad if predicate is None else predicate(name, tensor))
+    ]
+    if not chosen:
+        reason = "none requires a gradient" if predicate is None else f"{predicate} chose none"
+        raise ValueError(f"no parameter of this {type(model).__name__} is trainable: {reason}")
+    return chosen
+
+
+R = TypeVar("R")
+
+
+class Host:
+    """A module that runs on any state's tensors, in modes of its own, and is left as it was."""
+
+    def __init__(self, model: nn.Module, training: bool) -> None:
+        self.model = model
+        self.slots = members(model)
+        # A module whose root is in training mode keeps the submodules that were put into eval mode: they were
+        # chosen. One whose root is not (as pretrained ones are handed out) is trained whole.
+        self.modes = [(module, training and (module.training or not model.training)) for module in model.modules()]
+        self.engine = next((type(m).__name__ for m in model.modules() if _owns_parameters(m)), None)
+
+    def run(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]
+    ) -> R:
+        """`body()` with these tensors in the module and the random streams at `seed`."""
+        swaps = [
+            (owner, key, own, tensor)
+            for slots, tensors in ((self.slots.params, params), (self.slots.buffers, buffers))
+            for name, places in slots.items()
+            for owner, key in places
+            if (own := owner[key]) is not (tensor := tensors[name])
+        ]
+        if any(own.shape != tensor.shape for _, _, own, tensor in swaps):
+            self.explain(params, buffers, None)
+        modes = [(module, mode) for module, mode in self.modes if module.training is not mode]
+        generators = _generators(next(iter(params.values())).device if params else _CPU)
+        streams = [generator.get_state() for generator in generators]
+        try:
+            for owner, key, _, tensor in swaps:
+                owner[key] = tensor
+            for module, mode in modes:
+                module.training = mode
+            for generator in generators:
+                generator.manual_seed(seed)
+            return body()
+        finally:
+            for owner, key, own, _ in swaps:
+                owner[key] = own
+            for module, mode in modes:
+                module.training = not mode
+            for generator, stream in zip(generators, streams, strict=True):
+                generator.set_state(stream)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that stand in the module now: some modules put new ones there, rather than write."""
+        return tensors(self.slots.buffers)
+
+    def holds(self, params: Mapping[str, Tensor]) -> bool:
+        """Whether these are the module's own parameters."""
+        return all(places[0][0][places[0][1]] is params[name] for name, places in self.slots.params.items())
+
+    def explain(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
+        """Raise what an error of torch's is due to, if it is the state's or the batch's fault."""
+        check_names("parameters", params, self.slots.params, self.model)
+        check_names("buffers", buffers, self.slots.buffers, self.model)
+        devices = {tensor.device for tensor in params.values()}
+        leaves = torch.utils._pytree.tree_flatten_with_path(batch)[0]
+        strays = [
+            f"batch{torch.utils._pytree.keystr(path)} is on {leaf.device}"
+            for path, leaf in leaves
+            if isinstance(leaf, Tensor) and leaf.device not in devices
+        ]
+        if strays and params:
+            raise ValueError(
+                f"{', '.join(strays)}, and the parameters are on {', '.join(sorted(map(str, devices)))}: move the "
+                "batch, or let make_loader(..., device=...) do it"
+            )
+
+
+_CPU = torch.device("cpu")
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    """An engine that works on its own parameters whatever stands in the slots, without an error."""
+    return isinstance(module, DistributedDataParallel) or "FSDPModule" in {c.__name__ for c in type(module).__mro__}
+
+
+@cache
+def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    if device.type in ("cuda", "xpu"):
+        backend = getattr(torch, device.type)
+        return torch.default_generator, backend.default_generators[device.index or 0]
+    if device.type == "mps":
+        return torch.default_generator, torch.mps._get_default_mps_generator()
+    return (torch.default_generator,)
+
+
+def rank() -> int:
+    """This process's rank, 0 without torch.distributed."""
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if ready else 0

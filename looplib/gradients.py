@@ -1,0 +1,298 @@
+"""From a state and a batch to gradients.
+
+`make_grad_fn` runs the user's loss function on the user's module, with the state's tensors in it for the time of
+the call, and takes the gradient inside, so that hooks, buffers and recomputation see what a raw loop shows
+them. Everything between loss and update (clipping, accumulation, precision) wraps a `GradFn` into another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from looplib import _modules
+from looplib._random import mix
+from looplib.metrics import Mean, Metric
+from looplib.metrics import batch_size as count_examples
+from looplib.state import TrainState
+
+Grads = dict[str, Tensor]
+LossFn = Callable[[nn.Module, Any], Any]
+
+
+class Gradients(NamedTuple):
+    """What a `GradFn` returns.
+
+    Attributes:
+        grads: name -> gradient of the mean loss; of the summed loss where `Part.sums` asked for that. The
+            tensors are the caller's own.
+        metrics: name -> mergeable record; holds "loss".
+        buffers: name -> the buffers after the forward pass.
+        samples: examples in the batch.
+        weight: what the summed loss is to be divided by; None when `grads` are the mean's already.
+    """
+
+    grads: Grads
+    metrics: dict[str, Metric]
+    buffers: dict[str, Tensor]
+    samples: int
+    weight: Tensor | float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of an optimizer step a call of a `GradFn` is, for those that wrap one.
+
+    Attributes:
+        index: the microbatch, which the randomness depends on.
+        sums: give the gradient of the summed loss, and its weight, rather than that of the mean.
+        into: gradients so far, to be added to in place.
+        donate: the state's buffers may be written in place.
+    """
+
+    index: int = 0
+    sums: bool = False
+    into: Mapping[str, Tensor] | None = None
+    donate: bool = False
+
+
+WHOLE = Part()
+
+
+class GradFn(Protocol):
+    """`grad_fn(state, batch, part=WHOLE) -> Gradients`, pure."""
+
+    def __call__(self, state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients: ...
+
+
+def make_grad_fn(
+    model: nn.Module,
+    loss_fn: LossFn,
+    *,
+    trainable: Callable[[str, Tensor], bool] | None = None,
+    allow_unused: bool = False,
+    batch_size: Callable[[Any], int] = count_examples,
+) -> GradFn:
+    """The gradient of a loss, as a pure function of state and batch.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> def loss_fn(model, batch):
+    ...     x, y = batch
+    ...     return torch.nn.functional.mse_loss(model(x), y)
+    >>> grad_fn = ll.make_grad_fn(model, loss_fn)
+    >>> gradients = grad_fn(ll.init_state(model), (torch.zeros(4, 2), torch.ones(4, 1)))
+    >>> sorted(gradients.grads), gradients.samples
+    (['bias', 'weight'], 4)
+
+    The module is in training mode for the time of the call, but for submodules that were in eval mode when
+    `make_grad_fn` was called. torch's random streams are at a place that depends on `(seed, step, rank,
+    microbatch)` alone, and afterwards where they were. On a state that is bound to the module its own tensors are
+    used, hooks and all, else the state's are put in their places for the time of the call.
+
+    Args:
+        model: the module, wrapped by torch's engines or not.
+        loss_fn: `loss_fn(model, batch)`, which gives a scalar loss (the mean over the examples), or a
+            `Mean(total, weight)`, or `(loss, aux)` with a dict of scalars and metrics.
+        trainable: `(name, tensor) -> bool`; without it the parameters that require a gradient now.
+        allow_unused: leave out parameters that the loss does not reach, as a raw loop does, instead of raising.
+        batch_size: counts the examples in a batch.
+
+    Raises:
+        ValueError: a loss that is no scalar or reaches no parameter, a parameter without a gradient, a state of
+            another model, a batch on another device; each with the names.
+        TypeError: something else than the above returned by `loss_fn`.
+        RuntimeError: a module wrapped in DDP or FSDP2 with a state that is not bound, or without donation.
+    """
+    host = _modules.Host(model, training=True)
+    names = _modules.trainable_names(model, trainable)
+    chosen = frozenset(names)
+
+    def grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        params, buffers = of_this_model(host, state)
+        if host.engine and not (part.donate and host.holds(params)):
+            raise RuntimeError(
+                f"{host.engine} works on the module's own parameters, in place, and would be silently wrong on "
+                "others: use make_train_step(..., donate=True) and a bound state (from ll.init_state, or "
+                "state = ll.bind(model, state))"
+            )
+        leaves = {name: _leaf(params[name]) for name in names}
+        frozen = [] if len(names) == len(params) else [t for name, t in params.items() if name not in chosen]
+        frozen = [tensor for tensor in frozen if tensor.requires_grad]
+        stale = [leaf.grad for leaf in leaves.values()]
+        samples = batch_size(batch)
+
+        def body() -> Gradients:
+            for name, leaf in leaves.items():
+                leaf.grad = part.into.get(name) if part.into else None
+            loss, aux = _split(loss_fn(model, batch))
+            mean, total, weight = _scalars(loss, samples)
+            (total if part.sums else mean).backward()  # type: ignore[no-untyped-call]
+            metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
+            for name, value in aux.items():
+                metrics[name] = record(name, value, samples)
+            grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+            return Gradients(grads, metrics, host.buffers(), samples, weight if part.sums else None)
+
+        lent = buffers if part.donate else {name: tensor.clone() for name, tensor in buffers.items()}
+        seed = mix(state.seed, state.step, _modules.rank(), part.index)
+        grad_mode = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(True)
+            for tensor in frozen:
+                tensor.requires_grad_(False)
+            out = host.run(leaves if len(names) == len(params) else {**params, **leaves}, lent, seed, body)
+        except RuntimeError:
+            host.explain(params, buffers, batch)
+            raise
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
+            for tensor in frozen:
+                tensor.requires_grad_(True)
+            for leaf, grad in zip(leaves.values(), stale, strict=True):
+                leaf.grad = grad
+        if len(out.grads) < len(names) and not (allow_unused or part.sums):
+            raise ValueError(unreached(name for name in names if name not in out.grads))
+        if out.buffers and not part.donate:
+            kept = {name: _kept(buffers[name], lent[name], tensor) for name, tensor in out.buffers.items()}
+            return out._replace(buffers=kept)
+        return out
+
+    return grad_fn
+
+
+def of_this_model(host: _modules.Host, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state is a {type(state).__name__}; give a TrainState, such as ll.init_state returns")
+    params, buffers = state.params, state.buffers
+    if params.keys() != host.slots.params.keys() or buffers.keys() != host.slots.buffers.keys():
+        host.explain(params, buffers, None)
+    return params, buffers
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach().requires_grad_()
+
+
+def _kept(before: Tensor, lent: Tensor, after: Tensor) -> Tensor:
+    # torch counts the writes to a tensor, but batch norm's kernels write their float statistics uncounted.
+    untouched = after is lent and lent._version == 0 and not lent.is_floating_point()
+    return before if untouched else after.detach()
+
+
+def unreached(names: Iterable[str]) -> str:
+    return (
+        f"no gradient reached {', '.join(names)}: the loss does not depend on them. Choose what is trained "
+        "(make_grad_fn(..., trainable=...) and the same for init_state), or leave them as they are with "
+        "allow_unused=True"
+    )
+
+
+def _split(out: Any) -> tuple[Any, Mapping[str, Any]]:
+    if isinstance(out, tuple) and not isinstance(out, Mean):
+        if len(out) == 2 and isinstance(out[1], Mapping):
+            if "loss" in out[1]:
+                raise ValueError('the aux of loss_fn has a "loss"; that name is the loss itself: choose another')
+            return out
+        raise TypeError(
+            f"loss_fn returned a {type(out).__name__} of {', '.join(type(item).__name__ for item in out)}; "
+            "return a scalar loss, a Mean(total, weight), or (loss, aux) with a dict aux"
+        )
+    return out, {}
+
+
+def _scalars(loss: Any, samples: int) -> tuple[Tensor, Tensor, Tensor | float]:
+    """The mean loss, the summed loss, and the weight that lies between them."""
+    value = loss.total if isinstance(loss, Mean) else loss
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"loss_fn returned a {type(value).__name__}; return a scalar tensor, a Mean(total, weight), or "
+            "(loss, aux)" + ("; for a model's output, return output.loss" if hasattr(value, "loss") else "")
+        )
+    if value.numel() != 1:
+        raise ValueError(
+            f"the loss has shape {tuple(value.shape)}; return a scalar: loss.mean(), or for an exact average "
+            "over what counts, Mean(loss.sum(), weight)"
+        )
+    if not value.requires_grad:
+        raise ValueError(
+            "the loss does not depend on any trainable parameter: it was computed without them, detached, or "
+            "under no_grad"
+        )
+    if not isinstance(loss, Mean):
+        return value, value * samples, samples
+    weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+    return value / weight, value * loss.times, weight * loss.times
+
+
+def record(name: str, value: Any, samples: int) -> Metric:
+    """A value of the loss function as a record, cut off from the graph."""
+    if isinstance(value, Mean):
+        total, weight = (v.detach() if isinstance(v, Tensor) else v for v in value[:2])
+        return Mean(total, weight, value.times)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return Mean(value.detach(), 1, samples)
+    if isinstance(value, (int, float)):
+        return Mean(value, 1, samples)
+    if isinstance(value, Metric) and not isinstance(value, Tensor):
+        return value
+    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+    raise ValueError(f"{name!r} has {found}; give a scalar, a Mean(total, weight), or another metric")
+
+
+def clip_by_global_norm(grad_fn: GradFn, max_norm: float) -> GradFn:
+    """Scale the gradients down so that their global norm is at most `max_norm`; report it as `grad_norm`.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    >>> clipped = ll.clip_by_global_norm(grad_fn, 1.0)(ll.init_state(model), torch.full((4, 2), 100.0))
+    >>> torch.nn.utils.get_total_norm(clipped.grads.values()).item() <= 1.0
+    True
+
+    The norm, taken before the scaling, stays on the device. The bits are those of
+    `torch.nn.utils.clip_grad_norm_`. A norm that is infinite or NaN makes the gradients NaN, as there.
+
+    Args:
+        grad_fn: whose gradients.
+        max_norm: the largest 2-norm of all gradients together, above 0.
+
+    Raises:
+        ValueError: `max_norm` is not above 0; within `accumulate`, where it would clip each piece.
+
+    Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; give a norm above 0")
+
+    def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        if part.sums:
+            raise ValueError(
+                "clip_by_global_norm within accumulate would clip each piece: put it around, "
+                "clip_by_global_norm(accumulate(grad_fn, ...), max_norm)"
+            )
+        out = grad_fn(state, batch, part)
+        grads = list(out.grads.values())
+        norm = global_norm(grads)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for device in {grad.device for grad in grads}:
+            here = grads if len(grads) == 1 else [grad for grad in grads if grad.device == device]
+            torch._foreach_mul_(here, scale.to(device))
+        return out._replace(metrics={**out.metrics, "grad_norm": Mean(norm)})
+
+    return clipped
+
+
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all elements together, as a scalar tensor on the first tensor's device.
+
+    >>> global_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+    tensor(5.)
+    """
+    norms = torch._foreach_norm(list(tensors))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return norm

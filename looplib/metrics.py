@@ -1,0 +1,193 @@
+"""Numbers that merge.
+
+A metric is a small record of sums, so that the value over a whole is the merge of the values over its parts,
+however it was cut. Nothing leaves the device until `compute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import reduce
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from looplib.state import TrainState
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """What `merge` and `compute` accept: a record with these two methods, such as `Mean`."""
+
+    def merge(self, other: Any) -> Any:
+        """The record of both parts together."""
+
+    def compute(self) -> Any:
+        """The value: a number or a tensor of one element."""
+
+
+class Mean(NamedTuple):
+    """A weighted mean that merges exactly: `total / weight`.
+
+    >>> import torch
+    >>> Mean(torch.tensor(6.0), 3).merge(Mean(torch.tensor(2.0), 1)).compute()
+    tensor(2., dtype=torch.float64)
+
+    A loss_fn returns it where the average must be exact: for tokens, the summed loss and the number of tokens.
+    The mean of a whole batch, with the number of its examples, is `Mean(value, 1, times=len(x))`, which keeps
+    the value's own bits as long as it is alone.
+
+    Attributes:
+        total: sum, a tensor of one element, or a number.
+        weight: what it is divided by, likewise.
+        times: how many equal parts of (total, weight) the record stands for.
+
+    Merging adds in float64 (float32 on devices without it). A weight of 0 computes to NaN, as 0 / 0 does.
+    """
+
+    total: Tensor | float
+    weight: Tensor | float = 1
+    times: int = 1
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(
+            _wide(self.total) * self.times + _wide(other.total) * other.times,
+            _wide(self.weight) * self.times + _wide(other.weight) * other.times,
+        )
+
+    def compute(self) -> Tensor | float:
+        if isinstance(self.weight, (int, float)) and self.weight == 1:
+            return self.total
+        total = torch.as_tensor(self.total)  # stays on its device: no sync
+        return (total if total.is_floating_point() else total.double()) / self.weight
+
+
+def _wide(value: Tensor | float) -> Tensor | float:
+    if isinstance(value, Tensor) and value.device.type != "mps":
+        return value.double()
+    return value
+
+
+Metrics = Mapping[str, Metric]
+M = TypeVar("M", bound=Metrics)
+
+
+def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
+    """The metrics of all parts together, name by name.
+
+    >>> both = merge({"loss": Mean(1.0, 1, times=3)}, {"loss": Mean(5.0, 1)})
+    >>> compute(both)
+    {'loss': 2.0}
+
+    Raises ValueError when the parts do not have the same names.
+    """
+    for other in rest:
+        if other.keys() != first.keys():
+            raise ValueError(
+                f"metrics to merge must have the same names: found {sorted(first)} and {sorted(other)}; "
+                "let the metric or loss function return each name for every batch"
+            )
+    return {name: reduce(lambda a, b: a.merge(b), (m[name] for m in rest), first[name]) for name in first}
+
+
+def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
+    """The values as Python floats, with `prefix` before each name. Here, and only here, a device is waited for.
+
+    >>> compute({"loss": Mean(3.0, 4)}, prefix="train/")
+    {'train/loss': 0.75}
+
+    Raises TypeError for a value that is no metric, naming it.
+    """
+    values = {}
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            raise TypeError(
+                f"{name!r} is a {type(metric).__name__}, not a metric; give a record with merge and compute, "
+                "such as ll.Mean(total, weight)"
+            )
+        values[name] = metric.compute()
+    # One transfer for all of a device's values, not one each.
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    waiting = [tensor.detach().reshape(()) for tensor in tensors.values()]
+    if len(waiting) > 1 and len({(tensor.device, tensor.dtype) for tensor in waiting}) == 1:
+        numbers = torch.stack(waiting).tolist()
+    else:
+        numbers = [tensor.item() for tensor in waiting]
+    values.update(zip(tensors, numbers, strict=True))
+    return {prefix + name: float(value) for name, value in values.items()}
+
+
+def _leaves(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        if batch.dim():
+            yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _leaves(value)
+    elif not isinstance(batch, (str, bytes, int, float)):
+        leaves = torch.utils._pytree.tree_leaves(batch)
+        if leaves != [batch]:
+            yield from _leaves(leaves)
+
+
+def batch_size(batch: Any) -> int:
+    """The number of examples in a batch: the length of the first dimension of its first tensor.
+
+    >>> batch_size({"x": torch.zeros(16, 3), "y": torch.zeros(16)}), batch_size(["a", "b"])
+    (16, 2)
+
+    A batch without a tensor of at least one dimension counts as `len(batch)`. Raises TypeError if it has no
+    length either.
+    """
+    for leaf in _leaves(batch):
+        return leaf.size(0)
+    try:
+        return len(batch)
+    except TypeError:
+        raise TypeError(
+            f"cannot count the examples in a {type(batch).__name__}: a batch is a tensor, or a dict, list or "
+            "tuple with one, whose first dimension is the examples; for another, give make_grad_fn(..., "
+            "batch_size=lambda batch: ...)"
+        ) from None
+
+
+
+def evaluate(
+    eval_step: Callable[[TrainState, Any], Metrics], state: TrainState, batches: Iterable[Any], prefix: str = ""
+) -> dict[str, float]:
+    """The metrics over all batches, as floats: exact for any split, and training stays as it was.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(1, 1)
+    >>> eval_step = ll.make_eval_step(model, lambda model, x: {"mean": ll.Mean(x.sum(), len(x))})
+    >>> ll.evaluate(eval_step, ll.init_state(model), torch.arange(7.0).split(3), prefix="eval/")
+    {'eval/mean': 3.0}
+
+    Args:
+        eval_step: from `make_eval_step`.
+        state: what to evaluate; it is not changed.
+        batches: any iterable, such as a list, a DataLoader, or a looplib loader (read from its beginning).
+        prefix: put before each name.
+
+    Memory is that of one batch and one record of each metric. torch's random stream stands afterwards where it
+    stood, whatever the iterable draws. Raises ValueError if there is no batch, or if batches differ in their names.
+    """
+    total: Metrics | None = None
+    stream = torch.default_generator.get_state()
+    try:
+        for batch in batches(state.replace(epoch=0, batch=0, epoch_length=None)) if callable(batches) else batches:
+            metrics = eval_step(state, batch)
+            total = metrics if total is None else merge(total, metrics)
+    finally:
+        torch.default_generator.set_state(stream)
+    if total is None:
+        raise ValueError(
+            "evaluate got no batches: the iterable is empty, or a generator that was used up; give a list, a "
+            "DataLoader or a loader"
+        )
+    return compute(total, prefix)

@@ -1,0 +1,405 @@
+"""Any `torch.optim` class as two pure functions.
+
+torch's optimizers do the arithmetic; what they keep inside, parameters in groups and moments by parameter,
+is handed in and taken out again at each update. One instance of the class, empty between updates, serves as
+the engine. An update writes in place: into the given tensors when they are donated, else into copies.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Params = dict[str, Tensor]
+Grads = dict[str, Tensor]
+Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
+
+
+class Update(Protocol):
+    """`update(grads, opt_state, params, step, donate=False) -> (params, opt_state)`.
+
+    `grads` names the parameters to change; the others are handed through. `step` counts the updates before
+    this one: schedules are functions of it. With `donate`, the tensors of `params` and `opt_state` may be
+    written in place. An update that decides to change nothing returns the very dict `params` that it was given:
+    then `step` does not move.
+    """
+
+    def __call__(
+        self, grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False
+    ) -> tuple[Params, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """A pair of pure functions; `ll.optimizer` makes one of a `torch.optim` class, wrappers one of another.
+
+    Attributes:
+        init: `init(params) -> opt_state`, a pytree whose structure stays the same for the whole run.
+        update: see `Update`.
+        may_skip: the update may decide to change nothing, so the step keeps the buffers of before until then.
+    """
+
+    init: Callable[[Params], Any]
+    update: Update
+    may_skip: bool = False
+
+
+def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
+    """Make a `torch.optim` class, or a third party's with the same interface, an `Optimizer`.
+
+    >>> import looplib as ll, torch
+    >>> adamw = ll.optimizer(
+    ...     torch.optim.AdamW,
+    ...     lr=ll.warmup_cosine(3e-4, warmup=100, total=2000),
+    ...     weight_decay=0.1,
+    ...     groups=[(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})],  # norms and biases
+    ... )
+    >>> params = dict(torch.nn.Linear(2, 1).named_parameters())
+    >>> opt_state = adamw.init(params)
+    >>> grads = {name: torch.ones_like(tensor) for name, tensor in params.items()}
+    >>> new_params, opt_state = adamw.update(grads, opt_state, params, 0)
+
+    Args:
+        cls: the class, not an instance.
+        lr: learning rate, a number or a schedule `(step) -> float`.
+        groups: `(predicate(name, tensor), {hyperparameter: value or schedule})`; the first match wins, the
+            rest take the defaults.
+        hyperparameters: as the class takes them. Any of them, and any member of a tuple such as `betas`, may be
+            a schedule. Where torch has a fused kernel for the parameters it is used, unless `fused`, `foreach`,
+            `capturable` or `differentiable` is given.
+
+    `opt_state["state"][name]` holds what torch keeps for a parameter, under torch's names. An optimizer that
+    changes values in its groups (schedule-free ones do) has these in `opt_state["groups"]`.
+
+    Raises:
+        TypeError: no optimizer class; one whose `step` needs a closure (LBFGS); an unknown hyperparameter; one
+            that keeps state elsewhere than in `state` and `param_groups`.
+        ValueError: a value that the class refuses; gradients sparse where it needs dense ones, or dense where
+            it needs sparse ones; a gradient of a parameter that `init` did not see.
+    """
+    _check_class(cls)
+    for predicate, values in groups:
+        if not callable(predicate) or not isinstance(values, Mapping):
+            raise TypeError(
+                f"a group is (predicate(name, tensor), {{hyperparameter: value}}); found ({predicate!r}, {values!r})"
+            )
+    engine = _Engine(cls, {"lr": lr, **hyperparameters}, groups)
+    engine.try_values()
+    return Optimizer(engine.init, engine.update)
+
+
+def _check_class(cls: Any) -> None:
+    if not inspect.isclass(cls):
+        raise TypeError(
+            f"ll.optimizer needs the class, found an instance of {type(cls).__name__}: "
+            f"ll.optimizer(torch.optim.{type(cls).__name__}, lr=...), without the parameters"
+        )
+    if not callable(getattr(cls, "step", None)) or "params" not in inspect.signature(cls).parameters:
+        raise TypeError(f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer")
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{cls.__name__} evaluates the loss several times within one step (its step needs a closure), "
+            "which a step of given gradients cannot do: take a first-order optimizer such as AdamW or SGD"
+        )
+
+
+def _moves(value: Any) -> bool:
+    return callable(value) or (isinstance(value, (tuple, list)) and any(map(callable, value)))
+
+
+def _at(value: Any, step: int) -> Any:
+    """A hyperparameter's value at a step."""
+    if callable(value):
+        return value(step)
+    if isinstance(value, (tuple, list)):
+        return tuple(member(step) if callable(member) else member for member in value)
+    return value
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+class _Engine:
+    """One instance of an optimizer class, empty between the updates that it is lent tensors for."""
+
+    def __init__(self, cls: Any, defaults: dict[str, Any], groups: Groups) -> None:
+        self.cls = cls
+        self.defaults = defaults
+        self.groups = groups
+        self.moving = [
+            {key: value for key, value in {**defaults, **values}.items() if _moves(value)}
+            for values in [values for _, values in groups] + [{}]
+        ]
+        self.ours = cls.__module__.startswith("torch.optim")
+        # Without torch's profiler hook and grad-mode wrapper, 7 us a step. Third parties keep what they have.
+        self.step: Callable[[Any], Any] = inspect.unwrap(self.cls.step) if self.ours else self.cls.step
+        self.differentiable = bool(defaults.get("differentiable", False))
+        # Classes that make a parameter's state in their first step. Its later structure is known beforehand,
+        # its first values are not: so the first step is given none, as torch's own is.
+        self.lazy = self.cls is torch.optim.SGD or not hasattr(cls, "_init_group")
+        chosen = {"fused", "foreach", "capturable", "differentiable"} & defaults.keys()
+        self.fuse = "fused" in inspect.signature(cls).parameters and not chosen
+        self.instance: Any = None
+        self.kind: tuple[Any, ...] = ()
+        self.names: list[str] = []
+        self.partition: list[list[str]] = []
+
+    def try_values(self) -> None:
+        """Let the class refuse a hyperparameter now, not at the first step."""
+        values = {key: _at(value, 0) for key, value in self.defaults.items()}
+        for overrides in ({}, *(values for _, values in self.groups)):
+            self.cls([torch.zeros(2, 2)], **{**values, **{key: _at(value, 0) for key, value in overrides.items()}})
+
+    def divide(self, params: Params) -> list[list[str]]:
+        """The names of each group, those of the defaults last."""
+        members: list[list[str]] = [[] for _ in self.moving]
+        for name, tensor in params.items():
+            matches = (i for i, (predicate, _) in enumerate(self.groups) if predicate(name, tensor))
+            members[next(matches, -1)].append(name)
+        return members
+
+    def build(self, params: Params) -> Any:
+        """An instance over these tensors, with the hyperparameters of step 0."""
+        values: list[Mapping[str, Any]] = [*(values for _, values in self.groups), {}]
+        groups = [
+            {"params": [params[name] for name in names], **{key: _at(v, 0) for key, v in overrides.items()}}
+            for names, overrides in zip(self.divide(params), values, strict=True)
+        ]
+        defaults = {key: _at(value, 0) for key, value in self.defaults.items()}
+        made = self.cls(groups, **defaults, **({"fused": True} if self.fuse else {}))
+        if not self.ours and callable(getattr(made, "train", None)):
+            made.train()  # schedule-free optimizers refuse to step before
+        return made
+
+    def init(self, params: Params) -> dict[str, Any]:
+        if not params:
+            raise ValueError(f"{self.cls.__name__} got no parameters to optimize")
+        try:
+            return self.first_state(params)
+        except RuntimeError:
+            if not self.fuse:
+                raise
+            self.fuse = False  # torch has no fused kernel for this device or dtype
+            return self.first_state(params)
+
+    def first_state(self, params: Params) -> dict[str, Any]:
+        params = {name: tensor.detach() for name, tensor in params.items()}
+        made = self.build(params)
+        if self.cls is torch.optim.SGD:
+            momentum = {id(p) for group in made.param_groups if group["momentum"] for p in group["params"]}
+            return {
+                "state": {
+                    name: {"momentum_buffer": torch.zeros_like(p)} if id(p) in momentum else {}
+                    for name, p in params.items()
+                }
+            }
+        if self.lazy:
+            return self.rehearse(params)
+        for tensor in params.values():
+            tensor.grad = tensor.new_zeros(()).expand_as(tensor)  # it is only looked at, so it takes no memory
+        lists = len(inspect.signature(made._init_group).parameters) - 1
+        for group in made.param_groups:
+            made._init_group(group, *([] for _ in range(lists)))
+        return {"state": {name: dict(made.state[tensor]) for name, tensor in params.items()}}
+
+    def rehearse(self, params: Params) -> dict[str, Any]:
+        """The structure of the state, from one step on copies: for classes that only their step tells it of."""
+        copies = {name: tensor.clone().requires_grad_() for name, tensor in params.items()}
+        made = self.build(copies)
+        own = {key: value for key, value in vars(made).items() if isinstance(value, (int, float, Tensor))}
+        before = [dict(group) for group in made.param_groups]
+        for tensor in copies.values():
+            sparse = self.cls is torch.optim.SparseAdam
+            tensor.grad = torch.zeros_like(tensor).to_sparse() if sparse else torch.zeros_like(tensor)
+        made.step()
+        for key, value in vars(made).items():
+            if isinstance(value, (int, float, Tensor)) and own.get(key) is not value and own.get(key) != value:
+                raise TypeError(
+                    f"{self.cls.__name__} keeps {key!r} on the optimizer itself, out of reach of a pure update; "
+                    "looplib takes optimizers that keep their state in `state` and `param_groups`"
+                )
+        hyperparameters = inspect.signature(self.cls).parameters.keys()
+        groups = [
+            {
+                key: old.get(key, value)
+                for key, value in group.items()
+                if key != "params"
+                and key not in moving
+                and isinstance(value, (int, float, Tensor))
+                and (key not in hyperparameters or old[key] != value)
+            }
+            for group, old, moving in zip(made.param_groups, before, self.moving, strict=True)
+        ]
+        state: dict[str, Any] = {"state": {name: dict(made.state[tensor]) for name, tensor in copies.items()}}
+        return {**state, "groups": groups} if any(groups) else state
+
+    def update(
+        self, grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False
+    ) -> tuple[Params, Any]:
+        states = opt_state["state"]
+        if not grads.keys() <= states.keys():
+            raise ValueError(
+                f"the optimizer's state has nothing for {sorted(grads.keys() - states.keys())}: make the state "
+                "with the same model, and the same trainable=, as the gradient function"
+            )
+        if self.fuse and any(grad.is_sparse for grad in grads.values()):
+            self.fuse = False  # torch's fused kernels take dense gradients only
+        self.settle({name: params[name] for name in states})
+        fresh = self.lazy and step == 0
+        tensors = {name: params[name] if donate else params[name].detach().clone() for name in grads}
+        if fresh:
+            working: dict[str, dict[str, Any]] = {name: {} for name in grads}
+        elif donate:
+            working = {name: states[name] for name in grads}
+        else:
+            working = {name: {key: _copy(value) for key, value in states[name].items()} for name in grads}
+        written = (
+            {name: dict(states[name]) for name in grads} if donate and (fresh or not self.ours) else {}
+        )
+        groups = opt_state.get("groups", ())
+        if groups and fresh:
+            self.instance = self.build({name: params[name] for name in states})
+        self.run(grads, tensors, working, () if fresh else groups, step)
+        # A class may put new tensors into its state. A donated state keeps its own, so that those who share
+        # them are told by what stands in one table, made at the first step.
+        for name, old in written.items():
+            for key, tensor in old.items():
+                if isinstance(tensor, Tensor) and working[name][key] is not tensor:
+                    working[name][key] = tensor.copy_(working[name][key])
+        new_state: dict[str, Any] = {"state": {**states, **working}}
+        if groups:
+            new_state["groups"] = [
+                {key: _copy(group[key]) for key in kept}
+                for group, kept in zip(self.instance.param_groups, groups, strict=True)
+            ]
+        if not donate:
+            for name, tensor in tensors.items():
+                tensor.requires_grad_(params[name].requires_grad)
+        return {**params, **tensors}, new_state
+
+    def settle(self, params: Params) -> None:
+        """Make the instance one for these parameters."""
+        first = next(iter(params.values()))
+        if self.kind != (kind := (first.device, first.dtype, self.fuse)):
+            self.instance, self.kind = self.build(params), kind
+            self.clear()
+        if self.names != (names := list(params)):
+            self.names, self.partition = names, self.divide(params)
+
+    def clear(self) -> None:
+        """Let go of all tensors, which belong to states."""
+        self.instance.state = defaultdict(dict)
+        for group in self.instance.param_groups:
+            group["params"] = []
+
+    def run(
+        self,
+        grads: Grads,
+        tensors: Params,
+        working: dict[str, dict[str, Any]],
+        groups: Sequence[Mapping[str, Any]],
+        step: int,
+    ) -> None:
+        """The class's own step on these tensors, in place."""
+        instance = self.instance
+        for group, names, moving in zip(instance.param_groups, self.partition, self.moving, strict=True):
+            group["params"] = [tensors[name] for name in names if name in tensors]
+            for key, value in moving.items():
+                group[key] = _at(value, step)
+        for group, kept in zip(instance.param_groups, groups, strict=False):
+            group.update({key: _copy(value) for key, value in kept.items()})
+        stale = {name: tensor.grad for name, tensor in tensors.items()}
+        grad_mode = torch.is_grad_enabled()
+        try:
+            for name, grad in grads.items():
+                tensors[name].grad = grad
+                instance.state[tensors[name]] = working[name]
+            if self.ours:
+                torch._C._set_grad_enabled(self.differentiable)
+            self.step(instance)
+        except RuntimeError as error:
+            if "sparse" not in str(error).lower():
+                raise
+            kinds = {name: "sparse" if grad.is_sparse else "dense" for name, grad in grads.items()}
+            raise ValueError(
+                f"{self.cls.__name__} cannot take these gradients ({error}): {kinds}. Sparse ones come from "
+                "Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters with trainable=), "
+                "SGD and Adagrad take both kinds, the others dense ones only"
+            ) from error
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
+            for name, tensor in tensors.items():
+                tensor.grad = stale[name]
+            self.clear()
+
+
+class NonFiniteGradientsError(ArithmeticError):
+    """Too many steps in a row had gradients that are infinite or NaN."""
+
+
+def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
+    """Skip the update when a gradient is infinite or NaN, and give up after too many in a row.
+
+    >>> import looplib as ll, torch
+    >>> safe = ll.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), max_consecutive=5)
+    >>> params = {"w": torch.ones(1)}
+    >>> opt_state = safe.init(params)
+    >>> same, opt_state = safe.update({"w": torch.tensor([torch.inf])}, opt_state, params, 0)
+    >>> same is params, opt_state["notfinite_count"].item()
+    (True, 1)
+
+    A skipped step changes neither parameters nor buffers nor the optimizer's state nor `state.step`, so the
+    schedules stand still too; `state.batch` and `state.samples` move on, since the batch was consumed, and
+    `state.skipped` is True. The optimizer's state becomes `{"inner_state", "notfinite_count",
+    "total_notfinite"}`: skips in a row and in all. To know on the host whether to skip, each step waits for its
+    gradients.
+
+    Args:
+        optimizer: what updates when all is finite.
+        max_consecutive: how many skips in a row are accepted, 0 or more.
+
+    Raises:
+        NonFiniteGradientsError: one more skip in a row, from the step, with the parameters' names; the state
+            that was given is as it was.
+
+    Source: `optax.apply_if_finite`.
+    """
+    if isinstance(max_consecutive, bool) or not isinstance(max_consecutive, int) or max_consecutive < 0:
+        raise ValueError(f"max_consecutive is {max_consecutive!r}; give how many skips in a row to accept, 0 or more")
+
+    def init(params: Params) -> dict[str, Any]:
+        zero = torch.zeros((), dtype=torch.int64)
+        return {"inner_state": optimizer.init(params), "notfinite_count": zero, "total_notfinite": zero.clone()}
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False
+    ) -> tuple[Params, Any]:
+        count, total = opt_state["notfinite_count"], opt_state["total_notfinite"]
+        if _all_finite(grads):
+            new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate)
+            return new, {"inner_state": inner, "notfinite_count": torch.zeros_like(count), "total_notfinite": total}
+        if count >= max_consecutive:
+            bad = [name for name, grad in grads.items() if not _all_finite({name: grad})]
+            raise NonFiniteGradientsError(
+                f"gradients were not finite {int(count) + 1} times in a row (max_consecutive={max_consecutive}), "
+                f"now at step {step} in {len(bad)} of {len(grads)} parameters: {', '.join(bad[:5])}"
+                f"{', ...' if len(bad) > 5 else ''}. Lower the learning rate, clip the gradients, or look at "
+                "the batch; the state is as it was before it"
+            )
+        return params, {**opt_state, "notfinite_count": count + 1, "total_notfinite": total + 1}
+
+    return Optimizer(init, update, may_skip=True)
+
+
+def _all_finite(grads: Grads) -> bool:
+    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads.values()]
+    largest = torch._foreach_norm([grad for grad in dense if grad.numel()], ord=float("inf"))
+    return not largest or bool(torch.stack([norm.to(largest[0]) for norm in largest]).isfinite().all())

@@ -1,0 +1,524 @@
+"""When to do what: yes or no, as a function of the state that the step returned.
+
+A predicate is asked once for each batch, after the step, and answers from the counts in the state alone. As
+nothing in it counts, one predicate serves many runs, and a resumed run is answered as an uninterrupted one.
+What must remember (a best score, patience) is a record in `state.extra`; what the clock decides is not pure,
+and named `every_seconds` and `after_seconds`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, ClassVar, TypeVar
+
+from looplib.state import TrainState
+
+Number = float | Fraction
+_Self = TypeVar("_Self", bound="_Every")
+
+
+class Predicate:
+    """A function from a `TrainState` to bool that combines with others by ``&``, ``|`` and ``~``.
+
+    >>> import looplib as ll
+    >>> save_now = ll.every_n_steps(500) & ~ll.at_epoch_end() | ll.at_step(1)
+    >>> save_now
+    ((every_n_steps(500) & ~at_epoch_end()) | at_step(1))
+    >>> save_now(ll.TrainState(step=1000, epoch=2, batch=10))
+    True
+
+    The right side is asked only where the left one leaves the answer open.
+
+    Raises:
+        TypeError: when called with something else than a state; when used as a truth value (``if predicate:``,
+            ``and``, ``or``, ``not``); when combined with something that is no predicate.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, state: TrainState) -> bool:
+        try:
+            return self._fires(state)
+        except AttributeError:
+            if isinstance(state, TrainState):
+                raise
+        raise TypeError(
+            f"{self!r} was called with {type(state).__name__}, and needs the TrainState that the step returned: "
+            "predicate(state)."
+        )
+
+    def _fires(self, state: TrainState) -> bool:
+        raise NotImplementedError
+
+    def between(self, first: Number, last: Number = math.inf) -> Predicate:
+        """The same, within a window of what the predicate counts: steps, epochs or samples, ends included.
+
+        >>> import looplib as ll
+        >>> ll.every_n_steps(5).between(8, 25)  # fires at 10, 15, 20 and 25
+        every_n_steps(5).between(8, 25)
+
+        Raises ValueError for a window with its end before its beginning, or in numbers that the predicate does
+        not count in, and TypeError for a predicate that has no multiples to count.
+        """
+        raise TypeError(
+            f"between({first!r}, {last!r}): a window of {self!r} has no unit, as one of every_n_steps has. Say it in "
+            "steps, epochs or samples: predicate & after_steps(first) & ~after_steps(last + 1)."
+        )
+
+    def once(self) -> Predicate:
+        """The first firing only, which for a predicate that counts is known beforehand.
+
+        >>> import looplib as ll
+        >>> ll.every_n_steps(5).between(8, 25).once()
+        every_n_steps(5).between(10, 10)
+
+        Raises TypeError for a predicate whose first firing cannot be told from the state.
+        """
+        raise TypeError(
+            f"once(): the first firing of {self!r} cannot be told from the state. Keep a flag in state.extra: "
+            'state = state.replace(extra={"fired": True}).'
+        )
+
+    def __and__(self, other: Predicate) -> Predicate:
+        return _And(self, self._operand("&", other))
+
+    def __or__(self, other: Predicate) -> Predicate:
+        return _Or(self, self._operand("|", other))
+
+    def __invert__(self) -> Predicate:
+        return _Not(self)
+
+    def _operand(self, sign: str, other: object) -> Predicate:
+        if isinstance(other, Predicate):
+            return other
+        raise TypeError(
+            f"{self!r} {sign} {other!r}: both sides must be predicates. A function becomes one by "
+            f"ll.predicate(function); predicates are combined before the call, (a {sign} b)(state)."
+        )
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{self!r} has no truth value by itself: call it with the state, `if predicate(state):`, and combine "
+            "predicates with & | ~, not with `and`, `or`, `not`."
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _And(Predicate):
+    left: Predicate
+    right: Predicate
+
+    def _fires(self, state: TrainState) -> bool:
+        return self.left._fires(state) and self.right._fires(state)
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} & {self.right!r})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Or(Predicate):
+    left: Predicate
+    right: Predicate
+
+    def _fires(self, state: TrainState) -> bool:
+        return self.left._fires(state) or self.right._fires(state)
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} | {self.right!r})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Not(Predicate):
+    inner: Predicate
+
+    def _fires(self, state: TrainState) -> bool:
+        return not self.inner._fires(state)
+
+    def __repr__(self) -> str:
+        return f"~{self.inner!r}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class predicate(Predicate):
+    """Your own function of the state as a predicate; also a decorator.
+
+    >>> import looplib as ll
+    >>> @ll.predicate
+    ... def large_batch(state):
+    ...     return state.batch_samples > 512
+    >>> large_batch & ll.every_n_steps(10)
+    (predicate(large_batch) & every_n_steps(10))
+
+    Raises TypeError for what cannot be called.
+    """
+
+    function: Callable[[TrainState], Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"predicate: expected a function of the state, got {self.function!r}.")
+
+    def _fires(self, state: TrainState) -> bool:
+        return bool(self.function(state))
+
+    def __repr__(self) -> str:
+        return f"predicate({getattr(self.function, '__qualname__', self.function)})"
+
+
+class _Every(Predicate):
+    """What fires at the points offset, offset + n, offset + 2n, ... of a count; 0 is no such point."""
+
+    __slots__ = ()
+    n: Number
+    offset: Number
+    first: Number
+    last: Number
+
+    def between(self: _Self, first: Number, last: Number = math.inf) -> _Self:
+        window = replace(self, first=first, last=last)  # type: ignore[type-var]
+        return replace(window, first=max(first, self.first), last=min(last, self.last))  # type: ignore[type-var]
+
+    def once(self: _Self) -> _Self:
+        n, offset, first = map(_fraction, (self.n, self.offset, self.first))
+        point = offset + n * max(-((offset - first) // n), 0 if offset else 1)
+        if self.last != math.inf and point > _fraction(self.last):  # it never fires
+            return self
+        at = point if _fraction(float(point)) != point else float(point) if point % 1 else int(point)
+        return self.between(at, at)
+
+    def _check_ints(self) -> None:
+        for name, lowest in (("n", 1), ("offset", 0), ("first", 0), ("last", 0)):
+            value = getattr(self, name)
+            if (type(value) is not int or value < lowest) and (name, value) != ("last", math.inf):
+                raise ValueError(f"{self!r}: {name} must be an int of at least {lowest}, got {value!r}.")
+        self._check_order(self.n, self.offset, self.first, self.last)
+
+    def _check_order(self, n: Number, offset: Number, first: Number, last: Number) -> None:
+        if offset >= n:
+            raise ValueError(f"{self!r}: offset must be below n; to begin later, use between(first).")
+        if first > last:
+            raise ValueError(f"{self!r}: the window ends before it begins.")
+
+    def __repr__(self) -> str:
+        offset = f", offset={self.offset!r}" if self.offset else ""
+        last = "" if self.last == math.inf else f", {self.last!r}"
+        window = f".between({self.first!r}{last})" if self.first or last else ""
+        return f"{type(self).__name__}({self.n!r}{offset}){window}"
+
+
+def _crossed(before: int, now: int, n: int, offset: int, first: float, last: float) -> bool:
+    """Whether one of the points offset + k n in the window lies in (before, now]."""
+    top = min(now, last)
+    point = top - (top - offset) % n
+    return before < point >= first and point > 0
+
+
+def _fraction(value: Number) -> Fraction:
+    # 0.1 is meant as a tenth, not as the double next to it.
+    return value if isinstance(value, Fraction) else Fraction(value).limit_denominator(1_000_000)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class every_n_steps(_Every):
+    """Fires when an update brought `step` to a multiple of n, or to `offset` more than one.
+
+    >>> import looplib as ll
+    >>> log_now = ll.every_n_steps(50)
+    >>> log_now(ll.TrainState(step=100)), log_now(ll.TrainState(step=101))
+    (True, False)
+    >>> log_now(ll.TrainState(step=100, skipped=True))  # no update: step 100 has fired before
+    False
+    >>> ll.every_n_steps(50, offset=1).between(100, 200)  # 101, 151
+    every_n_steps(50, offset=1).between(100, 200)
+
+    Args:
+        n: steps from one firing to the next, at least 1.
+        offset: in [0, n).
+        first, last: see `between`, in steps.
+
+    Never at step 0. Raises ValueError for an `n` of 0, and whatever is no int or out of range.
+    """
+
+    n: int
+    offset: int = 0
+    first: int = field(default=0, kw_only=True)
+    last: float = field(default=math.inf, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._check_ints()
+
+    def _fires(self, state: TrainState) -> bool:
+        step = state.step
+        return not state.skipped and step % self.n == self.offset and self.first <= step <= self.last and step > 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class every_n_samples(_Every):
+    """Fires when the last batch reached or crossed a multiple of n samples, or `offset` more than one.
+
+    >>> import looplib as ll
+    >>> eval_now = ll.every_n_samples(100)
+    >>> eval_now(ll.TrainState(samples=128, batch_samples=64)), eval_now(ll.TrainState(samples=192, batch_samples=64))
+    (True, False)
+
+    Args:
+        n: samples from one point to the next, at least 1; a batch that crosses several fires once.
+        offset: in [0, n).
+        first, last: see `between`; the multiple crossed is in the window, not the count after the batch.
+
+    A batch counts whether or not its update was skipped. Raises ValueError as `every_n_steps` does.
+    """
+
+    n: int
+    offset: int = 0
+    first: int = field(default=0, kw_only=True)
+    last: float = field(default=math.inf, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._check_ints()
+
+    def _fires(self, state: TrainState) -> bool:
+        now = state.samples
+        return _crossed(now - state.batch_samples, now, self.n, self.offset, self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class every_n_epochs(_Every):
+    """Fires at the end of every n-th epoch; a fraction fires within epochs.
+
+    >>> import looplib as ll
+    >>> eval_now = ll.every_n_epochs(0.25)
+    >>> [batch for batch in range(1, 10) if eval_now(ll.TrainState(batch=batch, epoch_length=10))]
+    [3, 5, 8]
+    >>> ll.every_n_epochs(2)(ll.TrainState(epoch=4))
+    True
+
+    Args:
+        n: epochs from one point to the next. A fraction fires at the batch that reaches or crosses the point,
+            and needs a state with an `epoch_length`; it is read to a millionth, so that 0.1 is a tenth.
+        offset: in [0, n), in epochs.
+        first, last: see `between`, in epochs.
+
+    A batch counts whether or not its update was skipped.
+    Raises ValueError for an `n` that is not above 0 and finite, an `offset` or a window out of range, and when
+    called for a fraction with the state of a stream.
+    """
+
+    n: Number
+    offset: Number = 0
+    first: Number = field(default=0, kw_only=True)
+    last: Number = field(default=math.inf, kw_only=True)
+    # n, offset, first and last as whole numbers of parts, and the parts that an epoch has.
+    _parts: tuple[int, int, int, float, int] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        given = [self.n, self.offset, self.first] + ([] if self.last == math.inf else [self.last])
+        for value in given:
+            if isinstance(value, bool) or not isinstance(value, (int, float, Fraction)) or not 0 <= value < math.inf:
+                raise ValueError(f"{self!r}: expected numbers of epochs, at least 0 and finite, got {value!r}.")
+        exact = [_fraction(value) for value in given]
+        if exact[0] == 0:
+            raise ValueError(f"{self!r}: n must be above 0, and at least a millionth of an epoch.")
+        per_epoch = math.lcm(*(value.denominator for value in exact))
+        n, offset, first, last = [int(value * per_epoch) for value in exact] + [math.inf] * (4 - len(exact))
+        self._check_order(n, offset, first, last)
+        object.__setattr__(self, "_parts", (n, offset, first, last, per_epoch))
+
+    def _fires(self, state: TrainState) -> bool:
+        n, offset, first, last, per_epoch = self._parts
+        if per_epoch == 1:  # only ends of epochs, so that a stream will do
+            return not state.batch and _crossed(state.epoch - 1, state.epoch, n, offset, first, last)
+        length = state.epoch_length
+        if length is None:
+            raise ValueError(
+                f"{self!r}: a fraction of an epoch needs state.epoch_length, which a stream does not have; use "
+                "every_n_steps or every_n_samples, or ll.init_state(..., epoch_length=...)."
+            )
+        now = (state.epoch * length + state.batch) * per_epoch
+        return _crossed(now - per_epoch, now, n * length, offset * length, first * length, last * length)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class at_epoch_end(Predicate):
+    """Fires when the last batch completed an epoch: ``batch == 0 and epoch > 0``.
+
+    >>> import looplib as ll
+    >>> ll.at_epoch_end()(ll.TrainState(epoch=1)), ll.at_epoch_end()(ll.TrainState(epoch=1, batch=1))
+    (True, False)
+
+    Over a stream, ask it of the state that `ll.end_epoch` returned. It is ``every_n_epochs(1)`` by its name.
+    """
+
+    def _fires(self, state: TrainState) -> bool:
+        return state.batch == 0 and state.epoch > 0
+
+    def between(self, first: Number, last: Number = math.inf) -> Predicate:
+        return every_n_epochs(1).between(first, last)
+
+    def once(self) -> Predicate:
+        return every_n_epochs(1).once()
+
+    def __repr__(self) -> str:
+        return "at_epoch_end()"
+
+
+@dataclass(frozen=True, slots=True, repr=False, init=False)
+class at_step(Predicate):
+    """Fires when an update brought `step` to one of these.
+
+    >>> import looplib as ll
+    >>> profile_now = ll.at_step(10, 100, 1000)
+    >>> profile_now(ll.TrainState(step=100)), profile_now(ll.TrainState(step=101))
+    (True, False)
+
+    Raises ValueError for no steps, or one that is no int of at least 1.
+    """
+
+    steps: frozenset[int]
+
+    def __init__(self, *steps: int) -> None:
+        if not steps or any(type(step) is not int or step < 1 for step in steps):
+            raise ValueError(f"at_step{steps!r}: expected one or more steps, ints of at least 1.")
+        object.__setattr__(self, "steps", frozenset(steps))
+
+    def _fires(self, state: TrainState) -> bool:
+        return state.step in self.steps and not state.skipped
+
+    def once(self) -> Predicate:
+        return at_step(min(self.steps))
+
+    def __repr__(self) -> str:
+        return f"at_step({', '.join(map(str, sorted(self.steps)))})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _After(Predicate):
+    n: int
+    _every: ClassVar[type[every_n_steps | every_n_epochs | every_n_samples]]
+
+    def __post_init__(self) -> None:
+        if type(self.n) is not int or self.n < 0:
+            raise ValueError(f"{self!r}: n must be an int of at least 0.")
+
+    def once(self) -> Predicate:
+        if self.n == 0:
+            raise ValueError(f"{self!r}.once(): it is true before the first batch, so no batch is its first.")
+        return self._every(self.n).once()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.n!r})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class after_steps(_After):
+    """True once n updates were made and from then on, also of a state that has not stepped yet.
+
+    >>> import looplib as ll
+    >>> done = ll.after_steps(1000)
+    >>> done(ll.TrainState(step=999)), done(ll.TrainState(step=1000)), done(ll.TrainState(step=1001))
+    (False, True, True)
+
+    ``after_steps(0)`` is always true. Raises ValueError for an `n` that is no int of at least 0.
+    """
+
+    _every = every_n_steps
+
+    def _fires(self, state: TrainState) -> bool:
+        return state.step >= self.n
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class after_epochs(_After):
+    """True once n epochs were completed and from then on, also of a state that has not stepped yet.
+
+    >>> import looplib as ll
+    >>> done = ll.after_epochs(10)
+    >>> done(ll.TrainState(epoch=9, batch=99)), done(ll.TrainState(epoch=10))
+    (False, True)
+
+    ``after_epochs(0)`` is always true. Raises ValueError for an `n` that is no int of at least 0.
+    """
+
+    _every = every_n_epochs
+
+    def _fires(self, state: TrainState) -> bool:
+        return state.epoch >= self.n
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class after_samples(_After):
+    """True once n samples were consumed and from then on, also of a state that has not stepped yet.
+
+    >>> import looplib as ll
+    >>> done = ll.after_samples(1000)
+    >>> done(ll.TrainState(samples=960)), done(ll.TrainState(samples=1024))
+    (False, True)
+
+    ``after_samples(0)`` is always true. Raises ValueError for an `n` that is no int of at least 0.
+    """
+
+    _every = every_n_samples
+
+    def _fires(self, state: TrainState) -> bool:
+        return state.samples >= self.n
+
+
+class _Clock(Predicate):
+    __slots__ = ("clock", "due", "seconds")
+
+    def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+            raise ValueError(f"{type(self).__name__}({seconds!r}): expected a finite number of seconds above 0.")
+        self.seconds = seconds
+        self.clock = clock
+        self.due = clock() + seconds
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.seconds!r})"
+
+
+class every_seconds(_Clock):
+    """Fires when asked `seconds` or more after it fired last (or was made). It is NOT pure: it remembers.
+
+    >>> import looplib as ll
+    >>> times = iter([0, 30, 70, 100, 130])
+    >>> save_now = ll.every_seconds(60, clock=lambda: next(times))
+    >>> [save_now(ll.TrainState()) for _ in range(4)]
+    [False, True, False, True]
+
+    Make one for each use, combine it on the right (``every_n_steps(10) & every_seconds(60)``: asking is what
+    resets it), and with several ranks ask one of them and broadcast the answer. It begins anew in each process.
+    Raises ValueError for `seconds` that are not above 0 and finite.
+    """
+
+    __slots__ = ()
+
+    def _fires(self, state: TrainState) -> bool:
+        now = self.clock()
+        if now < self.due:
+            return False
+        self.due = now + self.seconds
+        return True
+
+
+class after_seconds(_Clock):
+    """True from `seconds` after it was made on: a budget of time. It is NOT pure: it asks a clock.
+
+    >>> import looplib as ll
+    >>> times = iter([0, 30, 60, 61])
+    >>> done = ll.after_seconds(60, clock=lambda: next(times))
+    >>> [done(ll.TrainState()) for _ in range(3)]
+    [False, True, True]
+
+    With several ranks, ask one of them and broadcast the answer. It begins anew in each process.
+    Raises ValueError for `seconds` that are not above 0 and finite.
+    """
+
+    __slots__ = ()
+
+    def _fires(self, state: TrainState) -> bool:
+        return self.clock() >= self.due

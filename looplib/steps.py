@@ -1,0 +1,237 @@
+"""One batch, one step.
+
+A train step takes a state and a batch and returns the next state and the metrics: gradients, update, counts. It
+is pure; with `donate` it may use the old state's memory for the new one's, and the old state is spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from looplib import _donation, _interrupts, _latest, _modules
+from looplib._random import mix
+from looplib.gradients import GradFn, Part, of_this_model, record
+from looplib.metrics import Mean, Metric, batch_size
+from looplib.optimizer import Optimizer
+from looplib.state import TrainState, make
+
+
+class TrainStep(Protocol):
+    """`train_step(state, batch) -> (state, metrics)`."""
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]: ...
+
+
+class EvalStep(Protocol):
+    """`eval_step(state, batch) -> metrics`."""
+
+    def __call__(self, state: TrainState, batch: Any) -> dict[str, Metric]: ...
+
+
+def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = False) -> TrainStep:
+    """The step of a training loop, as a function from a state and a batch to the next state and its metrics.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    >>> train_step = ll.make_train_step(grad_fn, optimizer)
+    >>> start = ll.init_state(model, optimizer)
+    >>> state, metrics = train_step(start, torch.ones(4, 2))
+    >>> state.step, state.samples, start.step
+    (1, 4, 0)
+    >>> sorted(ll.compute(metrics))
+    ['loss']
+
+    Args:
+        grad_fn: from `make_grad_fn`, wrapped at will.
+        optimizer: from `ll.optimizer`, wrapped at will; the one that made the state.
+        donate: write the new state over the old one, with the speed and memory of a loop in place. The old
+            state, and all that share a tensor that was written, raise DonatedStateError from then on. A signal
+            that arrives during the update is taken after it.
+
+    Raises:
+        DonatedStateError: the state was given to a donated step before.
+        ValueError, TypeError: see `make_grad_fn` and `ll.optimizer`; the state is as it was then.
+    """
+    if not callable(grad_fn) or isinstance(grad_fn, nn.Module):
+        raise TypeError(f"grad_fn is a {type(grad_fn).__name__}; give ll.make_grad_fn(model, loss_fn)")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; give what ll.optimizer returns, such as "
+            "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
+        )
+    part = Part(donate=donate)
+
+    def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
+        out = grad_fn(state, batch, part)
+        params, opt_state = optimizer.update(out.grads, state.opt_state, state.params, state.step)
+        applied = params is not state.params
+        values = _advance(state, out.samples, applied)
+        values |= {"params": params, "opt_state": opt_state, "buffers": out.buffers if applied else state.buffers}
+        new = make(values, state._seen and _donation.generations([values]))
+        _latest.metrics = out.metrics
+        return new, out.metrics
+
+    written: set[str] | None = None  # the buffers that the forward pass writes, known from the first step on
+
+    def donated_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
+        nonlocal written
+        params, buffers, opt_state = state.params, state.buffers, state.opt_state
+        _interrupts.install()
+        saved = {name: buffers[name].clone() for name in (buffers if written is None else written)}
+        versions = [tensor._version for tensor in buffers.values()]
+        try:
+            out = grad_fn(state, batch, part)
+            _interrupts.hold()
+        except BaseException:
+            _restore(buffers, saved)
+            raise
+        try:
+            new_params, new_opt_state = optimizer.update(out.grads, opt_state, params, state.step, donate=True)
+            applied = new_params is not params
+            values = _advance(state, out.samples, applied)
+            values |= {"params": new_params, "opt_state": new_opt_state}
+            if applied:
+                values["buffers"] = out.buffers
+                changed = {
+                    name
+                    for (name, tensor), version in zip(buffers.items(), versions, strict=True)
+                    if tensor._version != version
+                }
+                if written is None:  # batch norm's kernels write uncounted, so once the values are compared
+                    written = {name for name in saved if not torch.equal(saved[name], buffers[name])}
+                written |= changed
+                chain = _chain(state, out.grads.keys(), written)
+                chain.generation, chain.step = chain.generation + 1, values["step"]
+                new = make(values, {**state._seen, chain: chain.generation}, chain)
+                _donation.in_flight(state, new)
+            else:
+                _restore(buffers, saved)
+                values["buffers"] = buffers
+                new = make(values, state._seen, state._lane)
+            _latest.metrics = out.metrics
+        except BaseException:
+            _restore(buffers, saved)
+            raise
+        finally:
+            _interrupts.release()
+        return new, out.metrics
+
+    return donated_step if donate else pure_step
+
+
+def _advance(state: TrainState, samples: int, applied: bool) -> dict[str, Any]:
+    """The fields of the state after one more batch, but for what the step makes."""
+    epoch, batch, epoch_length = state.epoch, state.batch + 1, state.epoch_length
+    if batch == epoch_length:
+        epoch, batch = epoch + 1, 0
+    return {
+        "step": state.step + applied,
+        "epoch": epoch,
+        "batch": batch,
+        "epoch_length": epoch_length,
+        "samples": state.samples + samples,
+        "batch_samples": samples,
+        "skipped": not applied,
+        "seed": state.seed,
+        "extra": state.extra,
+    }
+
+
+def _restore(buffers: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    _interrupts.hold()
+    try:
+        with torch.no_grad():
+            for name, tensor in saved.items():
+                buffers[name].copy_(tensor)
+    finally:
+        _interrupts.release()
+
+
+def _chain(state: TrainState, params: Set[str], buffers: Set[str]) -> _donation.Chain:
+    """The chain of this run, as the owner of all that its step has written."""
+    chain = state._lane
+    if chain is None or chain.generation != state._seen.get(chain):
+        chain = _donation.Chain("a train step with donate=True")
+        _donation.own(chain, _donation.tensors_in(state.opt_state))
+    if not (params <= chain.params and buffers <= chain.buffers):
+        _donation.own(chain, [state.params[name] for name in params - chain.params])
+        _donation.own(chain, [state.buffers[name] for name in buffers - chain.buffers])
+        chain.params |= params
+        chain.buffers |= buffers
+    return chain
+
+
+def make_eval_step(model: nn.Module, metric_fn: Callable[[nn.Module, Any], Mapping[str, Any]]) -> EvalStep:
+    """A function from a state and a batch to metrics, which leaves everything as it was.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 3)
+    >>> def metric_fn(model, batch):
+    ...     x, y = batch
+    ...     hits = (model(x).argmax(1) == y).sum()
+    ...     return {"accuracy": ll.Mean(hits, len(y))}
+    >>> eval_step = ll.make_eval_step(model, metric_fn)
+    >>> metrics = eval_step(ll.init_state(model), (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)))
+    >>> sorted(metrics)
+    ['accuracy']
+
+    The module is in eval mode for the time of the call, without gradients, with copies of the state's buffers.
+
+    Args:
+        model: the module, wrapped or not.
+        metric_fn: `metric_fn(model, batch)`, a dict of metrics such as `Mean(total, weight)`, or of scalars, which
+            weigh by the number of examples in the batch.
+
+    Raises:
+        TypeError, ValueError: something else returned; a state of another model, a batch on another device.
+    """
+    forward = _without_training(model, metric_fn)
+
+    def eval_step(state: TrainState, batch: Any) -> dict[str, Metric]:
+        values = forward(state, batch)
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f'metric_fn returned a {type(values).__name__}; return a dict such as {{"loss": Mean(total, weight)}}'
+            )
+        samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
+        return {name: record(name, value, samples) for name, value in values.items()}
+
+    return eval_step
+
+
+def make_predict_step(model: nn.Module, predict_fn: Callable[[nn.Module, Any], Any]) -> Callable[[TrainState, Any], Any]:
+    """A function from a state and a batch to the model's outputs, which leaves everything as it was.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 3)
+    >>> predict_step = ll.make_predict_step(model, lambda model, x: model(x).softmax(1))
+    >>> predict_step(ll.init_state(model), torch.zeros(4, 2)).shape
+    torch.Size([4, 3])
+
+    As `make_eval_step`: eval mode, no gradients, copies of the buffers. Returns what
+    `predict_fn(model, batch)` does. Raises ValueError for a state of another model or a batch on another device.
+    """
+    return _without_training(model, predict_fn)
+
+
+def _without_training(model: nn.Module, function: Callable[[nn.Module, Any], Any]) -> Callable[[TrainState, Any], Any]:
+    host = _modules.Host(model, training=False)
+
+    def forward(state: TrainState, batch: Any) -> Any:
+        params, buffers = of_this_model(host, state)
+        lent = {name: tensor.clone() for name, tensor in buffers.items()}
+        seed = mix(state.seed, state.step, _modules.rank())
+        try:
+            with torch.no_grad():
+                return host.run(params, lent, seed, lambda: function(model, batch))
+        except RuntimeError:
+            host.explain(params, buffers, batch)
+            raise
+
+    return forward

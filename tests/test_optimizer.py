@@ -1,0 +1,323 @@
+"""Optimizers against torch's own loops: groups, schedules, third parties, refusals."""
+
+import copy
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import looplib as ll
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 6, generator=generator) for _ in range(count)]
+
+
+def loss_fn(model, x):
+    return (model(x) - 1).square().mean()
+
+
+def train(pure, count, donate=False, model=None):
+    model = model or net()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), pure, donate=donate)
+    state = ll.init_state(model, pure)
+    for batch in batches(count):
+        state, _ = step(state, batch)
+    return state
+
+
+def same(state, model):
+    return all(torch.equal(state.params[name], p) for name, p in model.named_parameters())
+
+
+def is_vector(name, tensor):
+    return tensor.ndim < 2
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_groups_and_schedules_on_any_hyperparameter_equal_the_raw_loop(donate):
+    def lr(step):
+        return 1e-2 / (1 + step)
+
+    def beta(step):
+        return 0.8 + 0.01 * step
+
+    model = net()
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    head = [model[3].weight]
+    rest = [model[0].weight]
+    raw = torch.optim.AdamW(
+        [{"params": head, "lr": 0.5, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}, {"params": rest}],
+        lr=1.0, weight_decay=0.1, fused=True,
+    )  # fmt: skip
+    for step, batch in enumerate(batches(20)):
+        for group in raw.param_groups[1:]:
+            group["lr"] = lr(step)
+        raw.param_groups[0]["lr"] = 0.5
+        raw.param_groups[1]["eps"] = 10.0 ** -(3 + step)
+        for group in raw.param_groups:
+            group["betas"] = (beta(step), 0.99)
+        raw.zero_grad()
+        loss_fn(model, batch).backward()
+        raw.step()
+
+    pure = ll.optimizer(
+        torch.optim.AdamW,
+        lr=lr,
+        betas=(beta, 0.99),
+        weight_decay=0.1,
+        groups=[
+            (lambda name, tensor: name == "3.weight", {"lr": 0.5, "weight_decay": 0.3}),
+            (is_vector, {"weight_decay": 0.0, "eps": lambda step: 10.0 ** -(3 + step)}),
+        ],
+    )
+    assert same(train(pure, 20, donate), model)
+
+
+def test_update_is_pure_and_takes_gradients_of_a_part():
+    pure = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    params = dict(net().named_parameters())
+    opt_state = pure.init(params)
+    grads = {"0.weight": torch.ones(5, 6)}
+    before = copy.deepcopy((params, opt_state, grads))
+    one = pure.update(grads, opt_state, params, 0)
+    two = pure.update(grads, opt_state, params, 0)
+    after = (params, opt_state, grads)
+    for left, right in zip(torch.utils._pytree.tree_leaves(before), torch.utils._pytree.tree_leaves(after), strict=True):
+        assert torch.equal(left, right)
+    for left, right in zip(torch.utils._pytree.tree_leaves(one), torch.utils._pytree.tree_leaves(two), strict=True):
+        assert torch.equal(left, right)
+    assert one[0]["3.bias"] is params["3.bias"]
+    assert not torch.equal(one[0]["0.weight"], params["0.weight"])
+    assert list(one[0]) == list(params)
+
+
+def test_the_engine_keeps_no_tensor():
+    import gc
+    import weakref
+
+    pure = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    state = train(pure, 2)
+    held = [weakref.ref(p) for p in state.params.values()]
+    del state
+    gc.collect()
+    assert all(ref() is None for ref in held)
+
+
+def test_fused_where_torch_has_it_unless_the_user_says(monkeypatch):
+    taken = []
+    for name in ("_fused_adamw", "_multi_tensor_adamw", "_single_tensor_adamw"):
+        adam = sys.modules["torch.optim.adam"]
+        name = name.replace("adamw", "adam")
+        original = getattr(adam, name)
+        monkeypatch.setattr(adam, name, lambda *args, _f=original, _n=name, **kw: (taken.append(_n), _f(*args, **kw)))
+    train(ll.optimizer(torch.optim.AdamW, lr=0.1), 1)
+    train(ll.optimizer(torch.optim.AdamW, lr=0.1, foreach=True), 1)
+    train(ll.optimizer(torch.optim.AdamW, lr=0.1, fused=False), 1)
+    assert taken == ["_fused_adam", "_multi_tensor_adam", "_single_tensor_adam"]
+    taken.clear()
+    # There is no fused kernel for complex parameters.
+    params = {"w": torch.ones(2, dtype=torch.complex64)}
+    pure = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    pure.update({"w": torch.ones(2, dtype=torch.complex64)}, pure.init(params), params, 0)
+    assert taken == ["_single_tensor_adam"]
+
+
+class Lion(torch.optim.Optimizer):
+    """As people copy it: state made in the step, and a count in the group."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99)):
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = p.clone()  # begins with a value that nobody can know beforehand
+                one, two = group["betas"]
+                p.add_((state["momentum"] * one + p.grad * (1 - one)).sign(), alpha=-group["lr"] / group["k"])
+                state["momentum"] = state["momentum"] * two + p.grad * (1 - two)  # a new tensor each time
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@pytest.mark.parametrize("name", ["Lion", "AdamWScheduleFree", "SGDScheduleFree"])
+def test_third_party_optimizers_equal_their_raw_loop(name, donate):
+    import schedulefree
+
+    cls = Lion if name == "Lion" else getattr(schedulefree, name)
+    options = {} if name == "Lion" else {"warmup_steps": 5, "foreach": False}
+    model = net()
+    raw = cls(model.parameters(), lr=1e-2, **options)
+    if name != "Lion":
+        raw.train()
+    for batch in batches(15):
+        raw.zero_grad()
+        loss_fn(model, batch).backward()
+        raw.step()
+    pure = ll.optimizer(cls, lr=1e-2, **options)
+    start = ll.init_state(net(), pure)
+    state = train(pure, 15, donate)
+    assert same(state, model)
+    structure = torch.utils._pytree.tree_structure
+    assert structure(state.opt_state) == structure(start.opt_state)
+    if name == "Lion":
+        assert [group["k"] for group in state.opt_state["groups"]] == [15]
+
+
+def test_a_donated_state_of_a_class_that_makes_new_tensors_is_still_spent():
+    pure = ll.optimizer(Lion, lr=1e-2)
+    model = net()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), pure, donate=True)
+    state, _ = step(ll.init_state(model, pure), batches(1)[0])
+    share = ll.TrainState(opt_state=state.opt_state)
+    step(state, batches(1)[0])
+    with pytest.raises(ll.DonatedStateError):
+        share.opt_state
+
+
+class Hidden(Lion):
+    def __init__(self, params, lr=1e-4):
+        super().__init__(params, lr)
+        self.calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        super().step()
+
+
+def test_state_out_of_reach_is_refused():
+    with pytest.raises(TypeError, match=r"Hidden keeps 'calls' on the optimizer itself"):
+        ll.init_state(net(), ll.optimizer(Hidden, lr=0.1))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_sparse_gradients():
+    def embedding_loss(model, tokens):
+        return model(tokens).square().sum()
+
+    tokens = torch.tensor([[0, 2], [2, 5]])
+    for cls, flags in [(torch.optim.SparseAdam, {}), (torch.optim.SGD, {}), (torch.optim.Adagrad, {})]:
+        torch.manual_seed(0)
+        model = nn.Embedding(8, 3, sparse=True)
+        ours = copy.deepcopy(model)
+        raw = cls(model.parameters(), lr=0.1, **flags)
+        for _ in range(4):
+            raw.zero_grad()
+            embedding_loss(model, tokens).backward()
+            raw.step()
+        for donate in (False, True):
+            pure = ll.optimizer(cls, lr=0.1)
+            step = ll.make_train_step(ll.make_grad_fn(ours, embedding_loss), pure, donate=donate)
+            state = ll.copy_state(ll.init_state(ours, pure))
+            for _ in range(4):
+                state, _ = step(state, tokens)
+            assert same(state, model)
+
+    dense = nn.Embedding(8, 3)
+    with pytest.raises(ValueError, match=r"SparseAdam cannot take these gradients.*'weight': 'dense'"):
+        pure = ll.optimizer(torch.optim.SparseAdam, lr=0.1)
+        ll.make_train_step(ll.make_grad_fn(dense, embedding_loss), pure)(ll.init_state(dense, pure), tokens)
+    with pytest.raises(ValueError, match=r"Adam cannot take these gradients.*'weight': 'sparse'"):
+        pure = ll.optimizer(torch.optim.Adam, lr=0.1)
+        ll.make_train_step(ll.make_grad_fn(ours, embedding_loss), pure)(ll.init_state(ours, pure), tokens)
+
+
+def test_refusals_say_what_to_do():
+    with pytest.raises(TypeError, match=r"needs the class, found an instance of AdamW: ll\.optimizer\(torch\.optim\.AdamW"):
+        ll.optimizer(torch.optim.AdamW(net().parameters()), lr=0.1)
+    with pytest.raises(TypeError, match=r"LBFGS evaluates the loss several times"):
+        ll.optimizer(torch.optim.LBFGS, lr=0.1)
+    with pytest.raises(TypeError, match=r"dict is no optimizer class"):
+        ll.optimizer(dict, lr=0.1)
+    with pytest.raises(TypeError, match=r"a group is \(predicate\(name, tensor\)"):
+        ll.optimizer(torch.optim.AdamW, lr=0.1, groups=[("bias", {"weight_decay": 0.0})])
+    with pytest.raises(ValueError, match=r"Invalid learning rate: -1"):
+        ll.init_state(net(), ll.optimizer(torch.optim.AdamW, lr=-1.0))
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'momentumm'"):
+        ll.optimizer(torch.optim.SGD, lr=0.1, momentumm=0.9)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'weight_decai'"):
+        ll.optimizer(torch.optim.SGD, lr=0.1, groups=[(is_vector, {"weight_decai": 0.9})])
+    pure = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    with pytest.raises(ValueError, match=r"nothing for \['other'\]: make the state with the same model"):
+        pure.update({"other": torch.ones(1)}, pure.init({"w": torch.ones(1)}), {"w": torch.ones(1)}, 0)
+
+
+# apply_if_finite
+
+
+def poisoned(count, bad):
+    return [batch * (math.inf if i in bad else 1.0) for i, batch in enumerate(batches(count))]
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@given(bad=st.sets(st.integers(0, 11), max_size=6))
+@settings(max_examples=20, deadline=None)
+def test_a_skipped_step_is_as_if_the_batch_had_not_been(donate, bad):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+    inner = ll.optimizer(torch.optim.AdamW, lr=ll.linear(0.1, total=20))
+    safe = ll.apply_if_finite(inner, max_consecutive=12)
+    model, plain = build(), build()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), safe, donate=donate)
+    state = ll.init_state(model, safe, epoch_length=5)
+    plain_step = ll.make_train_step(ll.make_grad_fn(plain, loss_fn), inner)
+    reference = ll.init_state(plain, inner)
+    in_a_row = 0
+    for i, batch in enumerate(poisoned(12, bad)):
+        state, _ = step(state, batch)
+        in_a_row = in_a_row + 1 if i in bad else 0
+        if i not in bad:
+            reference, _ = plain_step(reference, batch)
+        assert state.skipped == (i in bad)
+        assert state.opt_state["notfinite_count"] == in_a_row
+    for one, other in [
+        (state.params, reference.params),
+        (state.buffers, reference.buffers),
+        (state.opt_state["inner_state"], reference.opt_state),
+    ]:
+        leaves = [torch.utils._pytree.tree_leaves(tree) for tree in (one, other)]
+        assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True))
+    assert state.step == reference.step == 12 - len(bad)
+    assert state.opt_state["total_notfinite"] == len(bad)
+    assert (state.epoch, state.batch, state.samples) == (2, 2, 12 * 8)
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_too_many_in_a_row_give_up_loudly_with_the_state_intact(donate):
+    safe = ll.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), max_consecutive=2)
+    model = net()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), safe, donate=donate)
+    state = ll.init_state(model, safe)
+    good, bad = batches(1)[0], batches(1)[0] * math.nan
+    for batch in (bad, bad, good, bad, bad):
+        state, _ = step(state, batch)
+    before = copy.deepcopy(state)
+    with pytest.raises(ll.NonFiniteGradientsError, match=r"3 times in a row \(max_consecutive=2\), now at step 1 in 6"):
+        step(state, bad)
+    leaves = [torch.utils._pytree.tree_leaves(tree) for tree in (before, state)]
+    assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True))
+    state, _ = step(state, good)
+    assert state.step == 2
+
+
+def test_max_consecutive_is_checked():
+    for wrong in (-1, True, 1.5):
+        with pytest.raises(ValueError, match=r"max_consecutive is .*0 or more"):
+            ll.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), wrong)

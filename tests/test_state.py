@@ -1,0 +1,119 @@
+"""The record: frozen, a pytree, short to read."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+
+pytree = torch.utils._pytree
+
+
+def made():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    return model, ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=0.1), seed=4, epoch_length=10)
+
+
+def test_it_is_frozen_with_slots():
+    _, state = made()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.step = 3
+    with pytest.raises((AttributeError, TypeError)):
+        state.other = 3
+    assert not hasattr(state, "__dict__")
+    assert [field.name for field in dataclasses.fields(state)] == [
+        *("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "skipped"),
+        *("params", "buffers", "opt_state", "seed", "extra"),
+    ]
+
+
+def test_replace_shares_the_rest_and_names_what_is_unknown():
+    _, state = made()
+    for changed in (state.replace(step=7), dataclasses.replace(state, step=7)):
+        assert (changed.step, state.step) == (7, 0)
+        assert changed.params is state.params
+    with pytest.raises(TypeError, match=r"no field \['steps'\]; it has step, epoch"):
+        state.replace(steps=3)
+
+
+def test_repr_is_short_and_has_no_numbers_of_tensors():
+    _, state = made()
+    assert repr(state) == (
+        "TrainState(step=0, epoch=0, batch=0/10, samples=0, params=4 tensors (12 numbers), "
+        "buffers=3 tensors (5 numbers), seed=4)"
+    )
+    assert repr(state.replace(extra={"ema": state.params})).endswith("extra=dict of ema)")
+
+
+def test_it_is_a_pytree_of_its_tensors():
+    _, state = made()
+    leaves, spec = pytree.tree_flatten(state)
+    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves if leaf is not None)
+    doubled = pytree.tree_map(lambda t: t.detach() * 2, state)
+    assert isinstance(doubled, ll.TrainState)
+    assert doubled.seed == 4
+    assert torch.equal(doubled.params["0.weight"], state.params["0.weight"] * 2)
+    assert pytree.tree_unflatten(leaves, spec).params["0.weight"] is state.params["0.weight"]
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(state)[0]]
+    assert ".params['0.weight']" in paths
+
+
+def test_torch_func_sees_through_it():
+    _, state = made()
+    stacked = pytree.tree_map(lambda t: torch.stack([t.detach(), t.detach() + 1]), state)
+    totals = torch.func.vmap(lambda s: s.params["0.weight"].sum())(stacked)
+    torch.testing.assert_close(totals[1] - totals[0], torch.tensor(6.0))
+    plain = pytree.tree_map(lambda t: t.detach().double(), state.replace(buffers={}, opt_state=None))
+    gradient = torch.func.grad(lambda s: s.params["0.weight"].square().sum())(plain)
+    assert torch.equal(gradient.params["0.weight"], plain.params["0.weight"] * 2)
+
+
+def test_it_is_pickled_and_copied():
+    _, state = made()
+    state = state.replace(extra=[1, "two"])
+    for other in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state), copy.copy(state)):
+        assert repr(other) == repr(state)
+        for one, two in zip(pytree.tree_leaves(other), pytree.tree_leaves(state), strict=True):
+            assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+
+
+def test_copy_keeps_ties_and_flags():
+    shared = torch.ones(2, requires_grad=True)
+    state = ll.TrainState(params={"w": shared, "b": torch.zeros(1)}, extra={"same": shared})
+    copied = ll.copy_state(state)
+    assert copied.params["w"] is copied.extra["same"]
+    assert copied.params["w"] is not shared
+    assert copied.params["w"].requires_grad
+    assert not copied.params["b"].requires_grad
+    assert copied.params["w"].is_leaf
+
+
+def test_bind_copies_the_values_into_the_module():
+    model, state = made()
+    kept = ll.copy_state(state)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    bound = ll.bind(model, kept)
+    for name, parameter in model.named_parameters():
+        assert bound.params[name] is parameter
+        assert torch.equal(parameter, kept.params[name])
+    for name, buffer in model.named_buffers():
+        assert bound.buffers[name] is buffer
+        assert torch.equal(buffer, kept.buffers[name])
+    assert ll.bind(model, bound) is bound
+    ours = {id(leaf) for leaf in pytree.tree_leaves(bound)}
+    assert not any(id(leaf) in ours for leaf in pytree.tree_leaves(kept) if isinstance(leaf, torch.Tensor))
+
+
+def test_end_epoch_is_for_streams():
+    assert ll.end_epoch(ll.TrainState(epoch=2, batch=7)).epoch == 3
+    with pytest.raises(ValueError, match=r"epoch_length=10, so train_step ends its epochs"):
+        ll.end_epoch(made()[1])
+    with pytest.raises(ValueError, match=r"epoch_length is 0; an epoch has 1 batch or more"):
+        ll.init_state(nn.Linear(1, 1), epoch_length=0)
