@@ -167,11 +167,11 @@ def shuffled(count: int) -> Order:
 def weighted(weights: Tensor, count: int) -> Order:
     """With replacement. By cumulated weights: torch.multinomial ends at 2**24 of them."""
     bounds = weights.cumsum(0)
-    top = torch.nextafter(bounds[-1], torch.zeros_like(bounds[-1]))
 
     def order(epoch: int, generator: torch.Generator) -> Tensor:
+        # The largest number that rand gives, 1 - 2**-53, times the total is still rounded below the total.
         points = torch.rand(count, dtype=torch.float64, generator=generator) * bounds[-1]
-        return torch.searchsorted(bounds, points.clamp(max=top), right=True)
+        return torch.searchsorted(bounds, points, right=True)
 
     return order
 

@@ -130,13 +130,13 @@ def make_grad_fn(
             for name, leaf in leaves.items():
                 leaf.grad = part.into.get(name) if part.into else None
             loss, aux = _split(loss_fn(model, batch))
-            mean, total, weight = _scalars(loss, samples)
-            (total if part.sums else mean).backward()  # type: ignore[no-untyped-call]
+            objective, weight = _objective(loss, samples, part.sums)
+            objective.backward()  # type: ignore[no-untyped-call]
             metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
             for name, value in aux.items():
                 metrics[name] = record(name, value, samples)
-            grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-            return Gradients(grads, metrics, host.buffers(), samples, weight if part.sums else None)
+            grads = {name: grad for name, leaf in leaves.items() if (grad := leaf.grad) is not None}
+            return Gradients(grads, metrics, host.buffers(), samples, weight)
 
         lent = buffers if part.donate else {name: tensor.clone() for name, tensor in buffers.items()}
         seed = mix(state.seed, state.step, _modules.rank(), part.index)
@@ -205,8 +205,8 @@ def _split(out: Any) -> tuple[Any, Mapping[str, Any]]:
     return out, {}
 
 
-def _scalars(loss: Any, samples: int) -> tuple[Tensor, Tensor, Tensor | float]:
-    """The mean loss, the summed loss, and the weight that lies between them."""
+def _objective(loss: Any, samples: int, sums: bool) -> tuple[Tensor, Tensor | float | None]:
+    """What to differentiate: the mean loss, or the summed loss with its weight."""
     value = loss.total if isinstance(loss, Mean) else loss
     if not isinstance(value, Tensor):
         raise TypeError(
@@ -224,9 +224,9 @@ def _scalars(loss: Any, samples: int) -> tuple[Tensor, Tensor, Tensor | float]:
             "under no_grad"
         )
     if not isinstance(loss, Mean):
-        return value, value * samples, samples
+        return (value * samples, samples) if sums else (value, None)
     weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
-    return value / weight, value * loss.times, weight * loss.times
+    return (value * loss.times, weight * loss.times) if sums else (value / weight, None)
 
 
 def record(name: str, value: Any, samples: int) -> Metric:

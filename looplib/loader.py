@@ -120,10 +120,10 @@ def make_loader(
     index: its draws then depend on the batch size too.
 
     A stream (an `IterableDataset`, or anything else with `__iter__` alone) is read from its start for every
-    call, and the batches before `state.batch` are read and passed over. What it draws is a function of (seed,
-    epoch), and with workers of the worker's number. Its `set_epoch(epoch)` is called if there is one. An epoch
-    is one pass: call `state = ll.end_epoch(state)` after the for loop. For a state with an `epoch_length`, it
-    is that many batches instead.
+    call, and the batches before `state.batch` are read and passed over (a `state_dict` of its own is not used).
+    What it draws is a function of (seed, epoch), and with workers of the worker's number. Its
+    `set_epoch(epoch)` is called if there is one. An epoch is one pass: call `state = ll.end_epoch(state)` after
+    the for loop. For a state with an `epoch_length`, it is that many batches instead.
 
     Args:
         dataset: anything with `__len__` and `__getitem__`; a stream; or a DataLoader (or a

@@ -144,6 +144,9 @@ def batch_size(batch: Any) -> int:
     A batch without a tensor of at least one dimension counts as `len(batch)`. Raises TypeError if it has no
     length either.
     """
+    first = batch[0] if type(batch) in (tuple, list) and batch else batch
+    if isinstance(first, Tensor) and first.dim():  # the common case, which each step passes
+        return first.size(0)
     for leaf in _leaves(batch):
         return leaf.size(0)
     try:

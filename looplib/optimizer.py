@@ -147,6 +147,8 @@ class _Engine:
         self.lazy = self.cls is torch.optim.SGD or not hasattr(cls, "_init_group")
         chosen = {"fused", "foreach", "capturable", "differentiable"} & defaults.keys()
         self.fuse = "fused" in inspect.signature(cls).parameters and not chosen
+        self.kernel: Any = None
+        self.unit: Tensor | None = None
         self.instance: Any = None
         self.kind: tuple[Any, ...] = ()
         self.names: list[str] = []
@@ -250,49 +252,68 @@ class _Engine:
                 f"the optimizer's state has nothing for {sorted(grads.keys() - states.keys())}: make the state "
                 "with the same model, and the same trainable=, as the gradient function"
             )
-        if self.fuse and any(grad.is_sparse for grad in grads.values()):
+        if self.fuse and any([grad.is_sparse for grad in grads.values()]):
             self.fuse = False  # torch's fused kernels take dense gradients only
-        self.settle({name: params[name] for name in states})
         fresh = self.lazy and step == 0
-        tensors = {name: params[name] if donate else params[name].detach().clone() for name in grads}
-        if fresh:
-            working: dict[str, dict[str, Any]] = {name: {} for name in grads}
-        elif donate:
+        self.settle(params, states, fresh and "groups" in opt_state)
+        if donate:
+            tensors = {name: params[name] for name in grads}
             working = {name: states[name] for name in grads}
         else:
-            working = {name: {key: _copy(value) for key, value in states[name].items()} for name in grads}
-        written = (
-            {name: dict(states[name]) for name in grads} if donate and (fresh or not self.ours) else {}
-        )
-        groups = opt_state.get("groups", ())
-        if groups and fresh:
-            self.instance = self.build({name: params[name] for name in states})
-        self.run(grads, tensors, working, () if fresh else groups, step)
+            tensors, working = _copies(grads, params, states)
+        kept = {name: dict(states[name]) for name in grads} if donate and (fresh or not self.ours) else {}
+        if fresh:
+            working = {name: {} for name in grads}
+        instance = self.instance
+        for group, moving in zip(instance.param_groups, self.moving, strict=True):
+            for key, value in moving.items():
+                group[key] = _at(value, step)
+        if "groups" in opt_state and not fresh:
+            for group, values in zip(instance.param_groups, opt_state["groups"], strict=True):
+                group.update({key: _copy(value) for key, value in values.items()})
+        grad_mode = torch.is_grad_enabled()
+        try:
+            if self.ours:
+                torch._C._set_grad_enabled(self.differentiable)
+            if self.kernel is not None:
+                self.launch(grads, tensors, working)
+            else:
+                self.run(grads, tensors, working)
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
         # A class may put new tensors into its state. A donated state keeps its own, so that those who share
         # them are told by what stands in one table, made at the first step.
-        for name, old in written.items():
+        for name, old in kept.items():
             for key, tensor in old.items():
                 if isinstance(tensor, Tensor) and working[name][key] is not tensor:
                     working[name][key] = tensor.copy_(working[name][key])
         new_state: dict[str, Any] = {"state": {**states, **working}}
-        if groups:
+        if "groups" in opt_state:
             new_state["groups"] = [
-                {key: _copy(group[key]) for key in kept}
-                for group, kept in zip(self.instance.param_groups, groups, strict=True)
+                {key: _copy(group[key]) for key in values}
+                for group, values in zip(instance.param_groups, opt_state["groups"], strict=True)
             ]
-        if not donate:
-            for name, tensor in tensors.items():
-                tensor.requires_grad_(params[name].requires_grad)
         return {**params, **tensors}, new_state
 
-    def settle(self, params: Params) -> None:
+    def settle(self, params: Params, states: Mapping[str, Any], rebuild: bool) -> None:
         """Make the instance one for these parameters."""
-        first = next(iter(params.values()))
-        if self.kind != (kind := (first.device, first.dtype, self.fuse)):
-            self.instance, self.kind = self.build(params), kind
+        first = params[next(iter(states))]
+        kind = (first.device, first.dtype, self.fuse)
+        if rebuild or self.kind != kind or self.names != list(states):
+            chosen = {name: params[name] for name in states}
+            self.instance, self.kind, self.names = self.build(chosen), kind, list(states)
+            self.partition = self.divide(chosen)
             self.clear()
-        if self.names != (names := list(params)):
-            self.names, self.partition = names, self.divide(params)
+            # The class's own step finds its lists anew in each step, for ten times what the kernel takes. Where
+            # torch has one kernel for all of a group it is called as the class would.
+            alike = len({(tensor.device, tensor.dtype) for tensor in chosen.values()}) == 1
+            self.kernel = _KERNELS.get(self.cls) if self.fuse and alike else None
+
+    def one(self, device: torch.device) -> Tensor:
+        """A one to add, made once: a number would be made a tensor at each of the additions."""
+        if self.unit is None or self.unit.device != device:
+            self.unit = torch.ones((), device=device)
+        return self.unit
 
     def clear(self) -> None:
         """Let go of all tensors, which belong to states."""
@@ -300,30 +321,41 @@ class _Engine:
         for group in self.instance.param_groups:
             group["params"] = []
 
-    def run(
-        self,
-        grads: Grads,
-        tensors: Params,
-        working: dict[str, dict[str, Any]],
-        groups: Sequence[Mapping[str, Any]],
-        step: int,
-    ) -> None:
+    def launch(self, grads: Grads, tensors: Params, working: dict[str, dict[str, Any]]) -> None:
+        """Adam's fused kernel on these tensors, in place, as `torch.optim.adam._fused_adam` calls it."""
+        for group, members in zip(self.instance.param_groups, self.partition, strict=True):
+            names = members if len(members) == len(grads) else [name for name in members if name in grads]
+            if not names:
+                continue
+            states = [working[name] for name in names]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, self.one(steps[0].device))
+            self.kernel(
+                [tensors[name] for name in names],
+                [grads[name] for name in names],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+                steps,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=group["amsgrad"],
+                maximize=group["maximize"],
+            )
+
+    def run(self, grads: Grads, tensors: Params, working: dict[str, dict[str, Any]]) -> None:
         """The class's own step on these tensors, in place."""
         instance = self.instance
-        for group, names, moving in zip(instance.param_groups, self.partition, self.moving, strict=True):
+        for group, names in zip(instance.param_groups, self.partition, strict=True):
             group["params"] = [tensors[name] for name in names if name in tensors]
-            for key, value in moving.items():
-                group[key] = _at(value, step)
-        for group, kept in zip(instance.param_groups, groups, strict=False):
-            group.update({key: _copy(value) for key, value in kept.items()})
         stale = {name: tensor.grad for name, tensor in tensors.items()}
-        grad_mode = torch.is_grad_enabled()
         try:
             for name, grad in grads.items():
                 tensors[name].grad = grad
                 instance.state[tensors[name]] = working[name]
-            if self.ours:
-                torch._C._set_grad_enabled(self.differentiable)
             self.step(instance)
         except RuntimeError as error:
             if "sparse" not in str(error).lower():
@@ -335,10 +367,24 @@ class _Engine:
                 "SGD and Adagrad take both kinds, the others dense ones only"
             ) from error
         finally:
-            torch._C._set_grad_enabled(grad_mode)
             for name, tensor in tensors.items():
                 tensor.grad = stale[name]
             self.clear()
+
+
+_KERNELS: dict[Any, Any] = {torch.optim.Adam: torch._fused_adam_, torch.optim.AdamW: torch._fused_adamw_}
+
+
+def _copies(
+    grads: Grads, params: Params, states: Mapping[str, dict[str, Any]]
+) -> tuple[Params, dict[str, dict[str, Any]]]:
+    """Copies of what an update of these parameters writes, in one sweep."""
+    with torch.no_grad():
+        tensors = {name: params[name].clone() for name in grads}
+        working = {name: {key: _copy(value) for key, value in states[name].items()} for name in grads}
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(params[name].requires_grad)
+    return tensors, working
 
 
 class NonFiniteGradientsError(ArithmeticError):

@@ -185,7 +185,7 @@ class _Every(Predicate):
     def once(self: _Self) -> _Self:
         n, offset, first = map(_fraction, (self.n, self.offset, self.first))
         point = offset + n * max(-((offset - first) // n), 0 if offset else 1)
-        if self.last != math.inf and point > _fraction(self.last):  # it never fires
+        if point > self.last:  # it never fires
             return self
         at = point if _fraction(float(point)) != point else float(point) if point % 1 else int(point)
         return self.between(at, at)

@@ -27,8 +27,8 @@ _SHAPES: dict[Shape, Callable[[float], float]] = {
 }
 
 
+# Two values are mixed as weight * a + (1 - weight) * b, not b + weight * (a - b): that is exact at both ends.
 def _mix(start: float, final: float, weight: float) -> float:
-    # Two products, not final + weight * (start - final): exact at both ends.
     return weight * start + (1.0 - weight) * final
 
 
@@ -79,6 +79,8 @@ class constant(_Schedule):
     >>> import looplib as ll
     >>> ll.constant(3e-4)(1000)
     0.0003
+
+    Raises ValueError for a number that is not finite.
     """
 
     value: float
@@ -104,7 +106,8 @@ class linear(_Schedule):
     total: int
 
     def __call__(self, step: int) -> float:
-        return _mix(self.start, self.final, max(0, self.total - step) / self.total)
+        weight = max(0, self.total - step) / self.total
+        return weight * self.start + (1.0 - weight) * self.final
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,8 @@ class cosine(_Schedule):
 
     def __call__(self, step: int) -> float:
         angle = 2.0 * math.pi * self.cycles * (min(step, self.total) / self.total)
-        return _mix(self.start, self.final, 0.5 * (1.0 + math.cos(angle)))
+        weight = 0.5 * (1.0 + math.cos(angle))
+        return weight * self.start + (1.0 - weight) * self.final
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,8 @@ class polynomial(_Schedule):
             raise ValueError(f"polynomial: power must be above 0, got {self.power!r}.")
 
     def __call__(self, step: int) -> float:
-        return _mix(self.start, self.final, (max(0, self.total - step) / self.total) ** self.power)
+        weight: float = (max(0, self.total - step) / self.total) ** self.power
+        return weight * self.start + (1.0 - weight) * self.final
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +170,8 @@ class exponential(_Schedule):
     >>> import looplib as ll
     >>> [ll.exponential(1.0, factor=0.5)(step) for step in (0, 1, 3)]
     [1.0, 0.5, 0.125]
+
+    Raises ValueError for a number that is not finite.
     """
 
     start: float
@@ -177,7 +184,7 @@ class exponential(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class step_decay(_Schedule):
-    """`start`, multiplied by `factor` at every `every` steps.
+    """`start`, multiplied by `factor` after every `every` steps.
 
     >>> import looplib as ll
     >>> [ll.step_decay(1.0, every=30, factor=0.5)(step) for step in (0, 29, 30, 60)]
@@ -272,7 +279,8 @@ class cosine_restarts(_Schedule):
         while place >= length:
             place -= length
             length *= self.growth
-        return _mix(self.start, self.final, 0.5 * (1.0 + math.cos(math.pi * (place / length))))
+        weight = 0.5 * (1.0 + math.cos(math.pi * (place / length)))
+        return weight * self.start + (1.0 - weight) * self.final
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +308,8 @@ class cyclic(_Schedule):
     def __call__(self, step: int) -> float:
         cycle, place = divmod(step, self.rise + self.fall)
         height = min(place / self.rise, (self.rise + self.fall - place) / self.fall)
-        return _mix(self.peak, self.start, height * self.cycle_factor**cycle * self.step_factor**step)
+        weight = height * self.cycle_factor**cycle * self.step_factor**step
+        return weight * self.peak + (1.0 - weight) * self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +416,8 @@ class warmup_linear(_Schedule):
             return self.peak * (step / self.warmup)
         if step >= self.total:
             return self.final
-        return _mix(self.peak, self.final, (self.total - step) / (self.total - self.warmup))
+        weight = (self.total - step) / (self.total - self.warmup)
+        return weight * self.peak + (1.0 - weight) * self.final
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +440,8 @@ class warmup_cosine(warmup_linear):
         if step >= self.total:
             return self.final
         angle = math.pi * ((step - self.warmup) / (self.total - self.warmup))
-        return _mix(self.peak, self.final, 0.5 * (1.0 + math.cos(angle)))
+        weight = 0.5 * (1.0 + math.cos(angle))
+        return weight * self.peak + (1.0 - weight) * self.final
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,7 +484,7 @@ class warmup_stable_decay(_Schedule):
         if step >= self.total:
             return self.final
         done = step - (self.total - self.decay)
-        if done <= 0:
+        if done < 0:
             return self.peak
         return _mix(self.peak, self.final, _SHAPES[self.decay_shape](done / self.decay))
 

@@ -121,9 +121,10 @@ def test_fractions_of_epochs_are_exact(batches, epoch_length, resumes, n, offset
 
 
 def test_once_keeps_a_point_that_no_short_fraction_names():
-    once = ll.every_n_epochs(Fraction(1, 999_979), offset=Fraction(1, 999_983)).between(1).once()
-    # The first point from 1 on is 1 + 1 / 999,983, which the batch after the first epoch crosses.
-    assert [index for index, fired in enumerate(answers(once, [(1, False)] * 30, 10)) if fired] == [10]
+    n, offset = Fraction(1, 999_979), Fraction(1, 999_983)
+    once = ll.every_n_epochs(n, offset=offset).between(n).once()
+    assert once == ll.every_n_epochs(n, offset=offset).between(n + offset, n + offset)
+    assert answers(once, [(1, False)] * 30, 10) == [True] + [False] * 29
 
 
 @pytest.mark.parametrize(
