@@ -8,7 +8,6 @@ runs the module on another state's tensors, as `torch.func.functional_call` does
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -111,26 +110,32 @@ class Host:
     def __init__(self, model: nn.Module, training: bool) -> None:
         self.model = model
         self.slots = members(model)
+        self.device, self.generators = _CPU, _generators(_CPU)
         # A module whose root is in training mode keeps the submodules that were put into eval mode: they were
         # chosen. One whose root is not (as pretrained ones are handed out) is trained whole.
         self.modes = [(module, training and (module.training or not model.training)) for module in model.modules()]
+        # The same in one flat list, which each call runs through.
+        self.places = [
+            [(owner, key, name) for name, slots in group.items() for owner, key in slots] for group in self.slots
+        ]
         self.engine = next((type(m).__name__ for m in model.modules() if _owns_parameters(m)), None)
 
     def run(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]
     ) -> R:
         """`body()` with these tensors in the module and the random streams at `seed`."""
-        swaps = [
-            (owner, key, own, tensor)
-            for slots, tensors in ((self.slots.params, params), (self.slots.buffers, buffers))
-            for name, places in slots.items()
-            for owner, key in places
-            if (own := owner[key]) is not (tensor := tensors[name])
-        ]
-        if any(own.shape != tensor.shape for _, _, own, tensor in swaps):
-            self.explain(params, buffers, None)
+        swaps = []
+        for places, lent in zip(self.places, (params, buffers), strict=True):
+            for owner, key, name in places:
+                if (own := owner[key]) is not (tensor := lent[name]):
+                    swaps.append((owner, key, own, tensor))
+                    if own.shape != tensor.shape:
+                        self.explain(params, buffers, None)
         modes = [(module, mode) for module, mode in self.modes if module.training is not mode]
-        generators = _generators(next(iter(params.values())).device if params else _CPU)
+        device = next(iter(params.values())).device if params else _CPU
+        if device != self.device:
+            self.device, self.generators = device, _generators(device)
+        generators = self.generators
         streams = [generator.get_state() for generator in generators]
         try:
             for owner, key, _, tensor in swaps:
@@ -154,7 +159,7 @@ class Host:
 
     def holds(self, params: Mapping[str, Tensor]) -> bool:
         """Whether these are the module's own parameters."""
-        return all(places[0][0][places[0][1]] is params[name] for name, places in self.slots.params.items())
+        return all(owner[key] is params[name] for owner, key, name in self.places[0])
 
     def explain(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
         """Raise what an error of torch's is due to, if it is the state's or the batch's fault."""
@@ -182,7 +187,6 @@ def _owns_parameters(module: nn.Module) -> bool:
     return isinstance(module, DistributedDataParallel) or "FSDPModule" in {c.__name__ for c in type(module).__mro__}
 
 
-@cache
 def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
     if device.type in ("cuda", "xpu"):
         backend = getattr(torch, device.type)

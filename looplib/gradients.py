@@ -131,7 +131,7 @@ def make_grad_fn(
                 leaf.grad = part.into.get(name) if part.into else None
             loss, aux = _split(loss_fn(model, batch))
             objective, weight = _objective(loss, samples, part.sums)
-            objective.backward()  # type: ignore[no-untyped-call]
+            _backward(objective)
             metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
             for name, value in aux.items():
                 metrics[name] = record(name, value, samples)
@@ -227,6 +227,20 @@ def _objective(loss: Any, samples: int, sums: bool) -> tuple[Tensor, Tensor | fl
         return (value * samples, samples) if sums else (value, None)
     weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
     return (value * loss.times, weight * loss.times) if sums else (value / weight, None)
+
+
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+_ones: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+def _backward(loss: Tensor) -> None:
+    """`loss.backward()` for a loss that has been looked at: without its checks and the one it makes each time."""
+    kind = loss.device, loss.dtype
+    if (one := _ones.get(kind)) is None:
+        one = _ones[kind] = torch.ones((), device=loss.device, dtype=loss.dtype)
+    if loss.dim():
+        loss = loss.reshape(())
+    _run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def record(name: str, value: Any, samples: int) -> Metric:

@@ -95,14 +95,15 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
 
 
 def _check_class(cls: Any) -> None:
-    if not inspect.isclass(cls):
+    if not isinstance(cls, type):
         raise TypeError(
             f"ll.optimizer needs the class, found an instance of {type(cls).__name__}: "
             f"ll.optimizer(torch.optim.{type(cls).__name__}, lr=...), without the parameters"
         )
-    if not callable(getattr(cls, "step", None)) or "params" not in inspect.signature(cls).parameters:
+    step = getattr(cls, "step", None)
+    if not callable(step) or "params" not in inspect.signature(cls).parameters:
         raise TypeError(f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer")
-    closure = inspect.signature(cls.step).parameters.get("closure")
+    closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
             f"{cls.__name__} evaluates the loss several times within one step (its step needs a closure), "

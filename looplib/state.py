@@ -130,6 +130,7 @@ _COUNTS = tuple(name for name in _FIELDS if name not in _TREES)
 _slots = {name: getattr(TrainState, name) for name in _FIELDS}
 _read = {name: slot.__get__ for name, slot in _slots.items()}
 _write = tuple((name, slot.__set__) for name, slot in _slots.items())
+_read_counts = tuple((name, _read[name]) for name in _COUNTS)
 _set_born, _set_seen, _set_lane = (vars(_Marked)[name].__set__ for name in ("_born", "_seen", "_lane"))
 
 
@@ -144,6 +145,11 @@ def make(
     _set_born(state, _donation.chains)
     _set_lane(state, lane)
     return state
+
+
+def counts_of(state: TrainState) -> dict[str, Any]:
+    """All but the trees, of a state that is known to be good."""
+    return {name: read(state) for name, read in _read_counts}
 
 
 def _heal(state: TrainState) -> None:
@@ -359,4 +365,4 @@ def end_epoch(state: TrainState) -> TrainState:
             f"the state has epoch_length={state.epoch_length}, so train_step ends its epochs; "
             "end_epoch is for streams, whose states are made with epoch_length=None"
         )
-    return state.replace(epoch=state.epoch + 1, batch=0)
+    return state.replace(epoch=state.epoch + 1, batch=0, batch_samples=0)  # no batch, so no multiple is crossed

@@ -17,7 +17,7 @@ from looplib._random import mix
 from looplib.gradients import GradFn, Part, of_this_model, record
 from looplib.metrics import Mean, Metric, batch_size
 from looplib.optimizer import Optimizer
-from looplib.state import TrainState, make
+from looplib.state import TrainState, counts_of, make
 
 
 class TrainStep(Protocol):
@@ -127,20 +127,18 @@ def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = Fal
 
 def _advance(state: TrainState, samples: int, applied: bool) -> dict[str, Any]:
     """The fields of the state after one more batch, but for what the step makes."""
-    epoch, batch, epoch_length = state.epoch, state.batch + 1, state.epoch_length
-    if batch == epoch_length:
+    counts = counts_of(state)
+    epoch, batch = counts["epoch"], counts["batch"] + 1
+    if batch == counts["epoch_length"]:
         epoch, batch = epoch + 1, 0
-    return {
-        "step": state.step + applied,
-        "epoch": epoch,
-        "batch": batch,
-        "epoch_length": epoch_length,
-        "samples": state.samples + samples,
-        "batch_samples": samples,
-        "skipped": not applied,
-        "seed": state.seed,
-        "extra": state.extra,
-    }
+    counts["step"] += applied
+    counts["epoch"] = epoch
+    counts["batch"] = batch
+    counts["samples"] += samples
+    counts["batch_samples"] = samples
+    counts["skipped"] = not applied
+    counts["extra"] = state.extra
+    return counts
 
 
 def _restore(buffers: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

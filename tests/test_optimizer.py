@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import looplib as ll
 
@@ -114,23 +115,45 @@ def test_the_engine_keeps_no_tensor():
     assert all(ref() is None for ref in held)
 
 
-def test_fused_where_torch_has_it_unless_the_user_says(monkeypatch):
-    taken = []
-    for name in ("_fused_adamw", "_multi_tensor_adamw", "_single_tensor_adamw"):
-        adam = sys.modules["torch.optim.adam"]
-        name = name.replace("adamw", "adam")
-        original = getattr(adam, name)
-        monkeypatch.setattr(adam, name, lambda *args, _f=original, _n=name, **kw: (taken.append(_n), _f(*args, **kw)))
-    train(ll.optimizer(torch.optim.AdamW, lr=0.1), 1)
-    train(ll.optimizer(torch.optim.AdamW, lr=0.1, foreach=True), 1)
-    train(ll.optimizer(torch.optim.AdamW, lr=0.1, fused=False), 1)
-    assert taken == ["_fused_adam", "_multi_tensor_adam", "_single_tensor_adam"]
-    taken.clear()
-    # There is no fused kernel for complex parameters.
-    params = {"w": torch.ones(2, dtype=torch.complex64)}
-    pure = ll.optimizer(torch.optim.AdamW, lr=0.1)
-    pure.update({"w": torch.ones(2, dtype=torch.complex64)}, pure.init(params), params, 0)
-    assert taken == ["_single_tensor_adam"]
+class Kernels(TorchDispatchMode):
+    """The optimizer's kernels that were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_fused_where_torch_has_it_unless_the_user_says():
+    def kernels(dtype=torch.float32, **hyperparameters):
+        params = {"w": torch.ones(2, dtype=dtype)}
+        pure = ll.optimizer(torch.optim.AdamW, lr=0.1, **hyperparameters)
+        opt_state = pure.init(params)
+        with Kernels() as found:
+            pure.update({"w": torch.ones(2, dtype=dtype)}, opt_state, params, 0)
+        return {name for name in found.names if "fused" in name or name in ("_foreach_lerp_", "lerp_")}
+
+    assert kernels() == {"_fused_adamw_"}
+    assert kernels(foreach=True) == {"_foreach_lerp_"}
+    assert kernels(fused=False) == {"lerp_"}
+    assert kernels(torch.complex64) == {"lerp_"}  # there is no fused kernel for it
+    assert kernels(fused=True) == {"_fused_adamw_"}
+
+
+def test_the_kernel_called_directly_equals_the_class(monkeypatch):
+    module = sys.modules["looplib.optimizer"]
+    options = {"lr": lambda step: 0.1 / (1 + step), "groups": [(is_vector, {"weight_decay": 0.0, "maximize": True})]}
+    for cls in (torch.optim.Adam, torch.optim.AdamW):
+        for amsgrad in (False, True):
+            direct = train(ll.optimizer(cls, amsgrad=amsgrad, **options), 10)
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "_KERNELS", {})
+                through_class = train(ll.optimizer(cls, amsgrad=amsgrad, **options), 10)
+            leaves = [torch.utils._pytree.tree_leaves(state) for state in (direct, through_class)]
+            assert all(torch.equal(one, two) for one, two in zip(*leaves, strict=True))
 
 
 class Lion(torch.optim.Optimizer):
