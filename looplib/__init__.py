@@ -1,5 +1,7 @@
 """looplib: functional, composable PyTorch training loops."""
 
+from looplib._tree_file import CheckpointVersionError, DamagedCheckpointError
+from looplib.checkpoint import Checkpoint, CheckpointIO, Checkpoints, checkpoint_io
 from looplib.gradients import GradFn, Gradients, Part, clip_by_global_norm, global_norm, make_grad_fn
 from looplib.loader import Loader, make_loader
 from looplib.metrics import Mean, Metric, batch_size, compute, evaluate, merge
@@ -41,9 +43,14 @@ from looplib.schedules import (
 )
 from looplib.sinks import Sink, console, jsonl, read_jsonl, tee
 from looplib.state import DonatedStateError, TrainState, bind, copy_state, end_epoch, init_state
-from looplib.steps import EvalStep, TrainStep, make_eval_step, make_predict_step, make_train_step
+from looplib.steps import EvalStep, PredictStep, TrainStep, make_eval_step, make_predict_step, make_train_step
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointIO",
+    "CheckpointVersionError",
+    "Checkpoints",
+    "DamagedCheckpointError",
     "DonatedStateError",
     "EvalStep",
     "GradFn",
@@ -55,6 +62,7 @@ __all__ = [
     "Optimizer",
     "Part",
     "Predicate",
+    "PredictStep",
     "Schedule",
     "Sink",
     "TrainState",
@@ -68,6 +76,7 @@ __all__ = [
     "at_step",
     "batch_size",
     "bind",
+    "checkpoint_io",
     "clip_by_global_norm",
     "compute",
     "console",

@@ -72,6 +72,10 @@ def own(chain: Chain, tensors: Iterable[Tensor]) -> None:
     """From now on these tensors are written by `chain`."""
     global chains
     chains += 1
+    tensors = list(tensors)
+    for keys, reading in _reading:
+        if any(_storage(tensor) in keys for tensor in tensors):
+            reading.exception()  # waits; the error is for whoever asks for it
     for tensor in tensors:
         if key := _storage(tensor):
 
@@ -101,3 +105,17 @@ def _rescue() -> None:
 
 
 _interrupts.before_raising.append(_rescue)
+
+
+def written_in_place(state: TrainState) -> bool:
+    """Whether the next step may write over these tensors: they belong to a donated run, or to a module."""
+    return bool(state._seen) or any(isinstance(leaf, torch.nn.Parameter) for leaf in state.params.values())
+
+
+_reading: list[tuple[set[int], Any]] = []
+
+
+def let_finish(tree: Any, reading: Any) -> None:
+    """Until this future is done, whoever is about to write these tensors in place for the first time waits."""
+    _reading[:] = [(keys, future) for keys, future in _reading if not future.done()]
+    _reading.append(({_storage(tensor) for tensor in tensors_in(tree)}, reading))

@@ -120,9 +120,7 @@ class Host:
         ]
         self.engine = next((type(m).__name__ for m in model.modules() if _owns_parameters(m)), None)
 
-    def run(
-        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]
-    ) -> R:
+    def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
         """`body()` with these tensors in the module and the random streams at `seed`."""
         swaps = []
         for places, lent in zip(self.places, (params, buffers), strict=True):

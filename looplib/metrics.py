@@ -159,7 +159,6 @@ def batch_size(batch: Any) -> int:
         ) from None
 
 
-
 def evaluate(
     eval_step: Callable[[TrainState, Any], Metrics], state: TrainState, batches: Iterable[Any], prefix: str = ""
 ) -> dict[str, float]:

@@ -253,7 +253,7 @@ class _Engine:
                 f"the optimizer's state has nothing for {sorted(grads.keys() - states.keys())}: make the state "
                 "with the same model, and the same trainable=, as the gradient function"
             )
-        if self.fuse and any([grad.is_sparse for grad in grads.values()]):
+        if self.fuse and any(grad.is_sparse for grad in grads.values()):
             self.fuse = False  # torch's fused kernels take dense gradients only
         fresh = self.lazy and step == 0
         self.settle(params, states, fresh and "groups" in opt_state)

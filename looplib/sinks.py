@@ -79,13 +79,11 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
         for name, value in _plain(values).items():
             if name in row:
                 raise ValueError(
-                    f"the name {name!r} is taken by the state's own; give the value another, such as "
-                    f"'train/{name}'"
+                    f"the name {name!r} is taken by the state's own; give the value another, such as 'train/{name}'"
                 )
             if isinstance(value, int) and not -(2**63) <= value < 2**64:
                 raise ValueError(
-                    f"{name!r} is {value}, beyond the 64 bits that readers of JSON hold; give it as a float "
-                    "or a str"
+                    f"{name!r} is {value}, beyond the 64 bits that readers of JSON hold; give it as a float or a str"
                 )
             row[name] = _written(value)
         line = orjson.dumps(row) + b"\n"

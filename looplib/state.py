@@ -134,9 +134,7 @@ _read_counts = tuple((name, _read[name]) for name in _COUNTS)
 _set_born, _set_seen, _set_lane = (vars(_Marked)[name].__set__ for name in ("_born", "_seen", "_lane"))
 
 
-def make(
-    values: dict[str, Any], seen: dict[_donation.Chain, int], lane: _donation.Chain | None = None
-) -> TrainState:
+def make(values: dict[str, Any], seen: dict[_donation.Chain, int], lane: _donation.Chain | None = None) -> TrainState:
     """A state of all its fields, whose marks are known: without the walk over its tensors."""
     state = object.__new__(TrainState)
     for name, write in _write:

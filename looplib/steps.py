@@ -32,6 +32,12 @@ class EvalStep(Protocol):
     def __call__(self, state: TrainState, batch: Any) -> dict[str, Metric]: ...
 
 
+class PredictStep(Protocol):
+    """`predict_step(state, batch) -> outputs`."""
+
+    def __call__(self, state: TrainState, batch: Any) -> Any: ...
+
+
 def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = False) -> TrainStep:
     """The step of a training loop, as a function from a state and a batch to the next state and its metrics.
 
@@ -203,7 +209,7 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[nn.Module, Any], Mappi
     return eval_step
 
 
-def make_predict_step(model: nn.Module, predict_fn: Callable[[nn.Module, Any], Any]) -> Callable[[TrainState, Any], Any]:
+def make_predict_step(model: nn.Module, predict_fn: Callable[[nn.Module, Any], Any]) -> PredictStep:
     """A function from a state and a batch to the model's outputs, which leaves everything as it was.
 
     >>> import looplib as ll, torch
@@ -218,7 +224,7 @@ def make_predict_step(model: nn.Module, predict_fn: Callable[[nn.Module, Any], A
     return _without_training(model, predict_fn)
 
 
-def _without_training(model: nn.Module, function: Callable[[nn.Module, Any], Any]) -> Callable[[TrainState, Any], Any]:
+def _without_training(model: nn.Module, function: Callable[[nn.Module, Any], Any]) -> PredictStep:
     host = _modules.Host(model, training=False)
 
     def forward(state: TrainState, batch: Any) -> Any:

@@ -30,7 +30,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import looplib as ll
 
@@ -54,7 +54,7 @@ def main(
     train_set, test_set = load_data()
     model = make_model(width, dropout)
     loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed)
-    test_batches = ll.make_loader(test_set, batch_size=256, shuffle=False)
+    test_batches = DataLoader(test_set, batch_size=256)
 
     steps = epochs * len(loader)
     optimizer = ll.optimizer(

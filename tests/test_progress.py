@@ -328,9 +328,7 @@ def test_the_batches_are_asked_for_by_progress_itself_in_the_loops_own_frame(str
 
 
 def test_a_function_in_place_of_its_batches_is_refused():
-    with pytest.raises(
-        TypeError, match=r"function is not iterable; write ll\.progress\(loader\(state\), state\)"
-    ):
+    with pytest.raises(TypeError, match=r"function is not iterable; write ll\.progress\(loader\(state\), state\)"):
         progress(lambda state: [], at())
 
 
@@ -361,9 +359,7 @@ assert left_open._bar.get_lock() is tqdm.tqdm.get_lock(), "the bar and tqdm.writ
 
 
 def test_a_plain_process_has_no_thread_and_no_warning_and_draws_on_the_error_stream():
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PLAIN], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PLAIN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert "epoch 1" in done.stderr

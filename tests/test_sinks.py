@@ -200,9 +200,7 @@ for step in itertools.count():
 
 
 def test_a_killed_process_loses_at_most_the_line_in_flight(path):
-    with subprocess.Popen(
-        [sys.executable, "-c", ENDLESS, path], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", ENDLESS, path], stdout=subprocess.PIPE, text=True) as process:
         for _ in range(50):
             process.stdout.readline()
         os.kill(process.pid, signal.SIGKILL)

@@ -128,9 +128,7 @@ def bits(tree):
     """Everything about a tree of tensors that could differ, for ==."""
     leaves, spec = torch.utils._pytree.tree_flatten(tree)
     return [
-        (leaf.dtype, tuple(leaf.shape), leaf.detach().numpy().tobytes())
-        if isinstance(leaf, torch.Tensor)
-        else leaf
+        (leaf.dtype, tuple(leaf.shape), leaf.detach().numpy().tobytes()) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     ], spec
 
@@ -197,9 +195,11 @@ def test_every_optimizer_of_torch_is_compared_with_the_raw_loop():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_has_the_bits_of_the_raw_loop(name, donate):
     cls, hyperparameters = OPTIMIZERS[name]
-    build = (lambda: nn.Sequential(nn.Linear(16, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False))) if (
-        name == "Muon"
-    ) else CASES["batch_norm"][0]
+    build = (
+        (lambda: nn.Sequential(nn.Linear(16, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False)))
+        if (name == "Muon")
+        else CASES["batch_norm"][0]
+    )
     _, loss_fn, batches = make("mlp", 40)
     torch.manual_seed(0)
     model = build()
@@ -381,7 +381,9 @@ def test_mean_losses_and_aux_are_recorded():
     values = ll.compute(out.metrics)
     assert values["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert values["accuracy"] == pytest.approx((model(x).argmax(1) == y).float().mean().item())
-    assert not any(leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(out.metrics) if torch.is_tensor(leaf))
+    assert not any(
+        leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(out.metrics) if torch.is_tensor(leaf)
+    )
     with torch.no_grad():
         assert values["largest"] == F.cross_entropy(model(x), y, reduction="none").max().item()
 
@@ -420,7 +422,9 @@ def test_a_spent_state_says_what_took_it():
     two, _ = step(one, vectors())
     for spent in (start, one):
         for field in ("params", "opt_state"):
-            with pytest.raises(ll.DonatedStateError, match=rf"{field} of the state at step {spent.step} .*step 2 now"):
+            with pytest.raises(
+                ll.DonatedStateError, match=rf"{field} of the state at step {spent.step} .*step 2 now"
+            ):
                 getattr(spent, field)
         with pytest.raises(ll.DonatedStateError, match=r"copy it first \(kept = ll.copy_state\(state\)\)"):
             step(spent, vectors())
@@ -454,7 +458,7 @@ def test_every_record_that_shares_a_written_tensor_is_spent():
             getattr(record, field)
     del state  # and it stays so when the run is gone
     with pytest.raises(ll.DonatedStateError):
-        shares[0].params
+        _ = shares[0].params
     assert model is not None
 
 
@@ -463,9 +467,9 @@ def test_a_record_made_before_the_first_donation_is_spent_too():
     fork = start.replace(extra={"note": 1})
     step(start, vectors())
     with pytest.raises(ll.DonatedStateError):
-        fork.params
+        _ = fork.params
     with pytest.raises(ll.DonatedStateError):
-        start.opt_state
+        _ = start.opt_state
 
 
 def test_what_the_step_does_not_write_stays_good():
@@ -482,7 +486,7 @@ def test_what_the_step_does_not_write_stays_good():
     assert torch.equal(share.params["0.bias"], frozen)
     assert share.buffers["table"].shape == (3,)
     with pytest.raises(ll.DonatedStateError):
-        running.buffers
+        _ = running.buffers
     assert kept.params.keys() == state.params.keys()
 
 
@@ -515,7 +519,7 @@ def test_a_copy_goes_on_to_the_same_bits_and_bind_rolls_back():
     for _ in range(2):
         again = ll.bind(model, kept)
         with pytest.raises(ll.DonatedStateError, match=r"ll.bind\(model, state\) has written"):
-            state.params
+            _ = state.params
         assert again.params["0.weight"] is model[0].weight
         for batch in batches[3:]:
             again, _ = step(again, batch)
@@ -647,7 +651,7 @@ def test_bad_losses_are_named():
 
 
 def test_a_batch_on_another_device_is_named():
-    model, loss_fn, _ = make("mlp", 1)
+    model, _loss_fn, _ = make("mlp", 1)
     sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
     state = ll.init_state(model, sgd)
     batch = {"x": torch.zeros(4, 16, device="meta"), "y": torch.zeros(4, dtype=torch.long)}
@@ -717,7 +721,9 @@ def test_evaluation_leaves_training_as_it_was():
             state, _ = step(state, batch)
             if evaluating:
                 before = everything(model, state, batch)
-                ll.evaluate(eval_step, state, torch.utils.data.DataLoader(list(zip(*batches[0])), shuffle=True))
+                ll.evaluate(
+                    eval_step, state, torch.utils.data.DataLoader(list(zip(*batches[0], strict=True)), shuffle=True)
+                )
                 assert everything(model, state, batch) == before
         return bits(state)
 
@@ -750,7 +756,9 @@ def test_evaluation_is_exact_for_sets_that_no_batch_size_divides(size):
             "accuracy": ll.Mean((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1])),
         },
     )
-    found = ll.evaluate(eval_step, ll.init_state(model), list(zip(x.split(size), y.split(size))), prefix="eval/")
+    found = ll.evaluate(
+        eval_step, ll.init_state(model), list(zip(x.split(size), y.split(size), strict=True)), prefix="eval/"
+    )
     with torch.no_grad():
         # Sums of up to ten terms in another order: a few units in the last place.
         assert math.isclose(found["eval/loss"], F.cross_entropy(model(x), y).item(), rel_tol=1e-15 * 10)

@@ -1,0 +1,89 @@
+"""The notebooks run from top to bottom, and are saved with outputs that read well without running them.
+
+`python tests/test_notebooks.py` runs them all and saves them so.
+"""
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+BAR = re.compile(r"\s*|.*\d+%\|.*\|.*")
+MACHINE = re.compile(r"/(home|root|tmp|work|usr|var|opt|mnt|private|Users)/|\b[A-Z]:\\|site-packages")
+
+
+def run(path, directory):
+    """The notebook as it is after a run in this directory."""
+    notebook = nbformat.read(path, as_version=4)
+    env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}  # pictures in the notebook
+    env["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm's, where ipywidgets is not installed
+    options = {"kernel_name": "python3", "timeout": 300, "record_timing": False, "store_widget_state": False}
+    client = NotebookClient(
+        notebook, coalesce_streams=True, resources={"metadata": {"path": str(directory)}}, **options
+    )
+    client.execute(env=env)
+    return notebook
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def errors(cell):
+    return [output for output in cell.outputs if output.output_type == "stream" and output.name == "stderr"]
+
+
+def tidied(notebook):
+    """Without progress bars, which are gone when a cell is done, and without the versions of this machine."""
+    for cell in code_cells(notebook):
+        cell.outputs = [
+            output
+            for output in cell.outputs
+            if output not in errors(cell) and "application/vnd.jupyter.widget-view+json" not in output.get("data", {})
+        ]
+    notebook.metadata.language_info = {"name": "python"}
+    return notebook
+
+
+def kinds(notebook):
+    return [[(o.output_type, sorted(o.get("data", ()))) for o in cell.outputs] for cell in code_cells(notebook)]
+
+
+def test_there_is_a_notebook():
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs_and_its_saved_outputs_are_of_the_same_kinds(path, tmp_path):
+    notebook = run(path, tmp_path)  # raises the error of a cell
+    for cell in code_cells(notebook):
+        for output in errors(cell):
+            assert all(BAR.fullmatch(line) for line in output.text.splitlines()), output.text
+    assert kinds(tidied(notebook)) == kinds(nbformat.read(path, as_version=4))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_saved_notebook_reads_well(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    pictures = [output.data.pop("image/png", None) for cell in cells for output in cell.outputs if "data" in output]
+    assert any(pictures)
+    assert not any(errors(cell) for cell in cells)
+    # Pictures are out, where anything may look like a path; sources are, which have none to say.
+    rest = json.dumps([notebook.metadata, *([cell.metadata, cell.get("outputs")] for cell in notebook.cells)])
+    assert not MACHINE.search(rest)
+    assert "\\r" not in rest
+
+
+if __name__ == "__main__":
+    for path in NOTEBOOKS:
+        with tempfile.TemporaryDirectory() as directory:
+            nbformat.write(tidied(run(path, directory)), path)
