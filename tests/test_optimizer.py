@@ -57,10 +57,12 @@ def test_groups_and_schedules_on_any_hyperparameter_equal_the_raw_loop(donate):
     vectors = [p for p in model.parameters() if p.ndim < 2]
     head = [model[3].weight]
     rest = [model[0].weight]
-    raw = torch.optim.AdamW(
-        [{"params": head, "lr": 0.5, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}, {"params": rest}],
-        lr=1.0, weight_decay=0.1, fused=True,
-    )  # fmt: skip
+    groups = [
+        {"params": head, "lr": 0.5, "weight_decay": 0.3},
+        {"params": vectors, "weight_decay": 0.0},
+        {"params": rest},
+    ]
+    raw = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.1, fused=True)
     for step, batch in enumerate(batches(20)):
         for group in raw.param_groups[1:]:
             group["lr"] = lr(step)
