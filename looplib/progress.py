@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
@@ -95,7 +96,10 @@ class progress(Generic[T]):
 # tqdm.auto chooses terminal or notebook, and warns of missing widgets, when imported: so at first use.
 @functools.cache
 def _bar_class() -> Any:
-    from tqdm.auto import tqdm
+    with warnings.catch_warnings():
+        # In a notebook without ipywidgets tqdm warns, and then draws text bars, which is just what is wanted.
+        warnings.filterwarnings("ignore", "IProgress not found")
+        from tqdm.auto import tqdm
     from tqdm.std import tqdm as tqdm_of_all
 
     tqdm_of_all.get_lock()  # made here, it is one lock for all classes; else each class would make its own

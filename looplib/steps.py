@@ -178,12 +178,15 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[nn.Module, Any], Mappi
     >>> model = torch.nn.Linear(2, 3)
     >>> def metric_fn(model, batch):
     ...     x, y = batch
-    ...     hits = (model(x).argmax(1) == y).sum()
-    ...     return {"accuracy": ll.Mean(hits, len(y))}
+    ...     logits = model(x)
+    ...     return {
+    ...         "loss": torch.nn.functional.cross_entropy(logits, y),  # a mean: weighs by its examples
+    ...         "accuracy": ll.Mean((logits.argmax(1) == y).sum(), len(y)),
+    ...     }
     >>> eval_step = ll.make_eval_step(model, metric_fn)
     >>> metrics = eval_step(ll.init_state(model), (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)))
     >>> sorted(metrics)
-    ['accuracy']
+    ['accuracy', 'loss']
 
     The module is in eval mode for the time of the call, without gradients, with copies of the state's buffers.
 

@@ -22,7 +22,6 @@ def run(path, directory):
     """The notebook as it is after a run in this directory."""
     notebook = nbformat.read(path, as_version=4)
     env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}  # pictures in the notebook
-    env["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm's, where ipywidgets is not installed
     options = {"kernel_name": "python3", "timeout": 300, "record_timing": False, "store_widget_state": False}
     client = NotebookClient(
         notebook, coalesce_streams=True, resources={"metadata": {"path": str(directory)}}, **options
