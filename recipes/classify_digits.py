@@ -4,10 +4,10 @@
     python recipes/classify_digits.py              (or with other settings: --epochs 10 --seed 1)
 
 The 1,797 pictures of 8 x 8 pixels come with scikit-learn; 360 of them are held out. The log, a line for every tenth
-step and for every epoch, and a picture of its curves are in runs/digits.
+step and for every epoch, a picture of its curves, and checkpoints of the last and the best epoch are in runs/digits.
 
-Ctrl-C stops after the batch at hand, and the same command goes on from there, to the same bits as without it. When
-a run is finished, the next one starts anew.
+Ctrl-C stops after the batch at hand, and the same command goes on from there, to the same bits as without it; after
+a crash it goes on from the last epoch. For a new run, delete the folder or give another --directory.
 
 Reached: 99.2% to 100% of the held-out digits over the seeds 0 to 9, 99.7% in the middle (and with seed 0), in 7
 seconds on one core.
@@ -16,9 +16,7 @@ seconds on one core.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
-import os
 import sys
 import time
 from pathlib import Path
@@ -69,16 +67,14 @@ def main(
     log_now, eval_now, done = ll.every_n_steps(log_every), ll.at_epoch_end(), ll.after_epochs(epochs)
 
     folder = Path(directory)
-    stopped, log_path, picture = folder / "stopped.pt", folder / "log.jsonl", folder / "curves.png"
+    log_path, picture = folder / "log.jsonl", folder / "curves.png"
     to_file = ll.jsonl(log_path)
     log = ll.tee(to_file, ll.console())
+    ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, keep_best=1, monitor="eval/loss")
 
-    state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
-    if stopped.exists():
-        state = ll.bind(model, state.replace(**torch.load(stopped, weights_only=True)))
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    if state.step:
         print(f"going on from step {state.step} of {steps}")
-    else:
-        log_path.unlink(missing_ok=True)
 
     try:
         while not done(state):
@@ -87,18 +83,18 @@ def main(
                 if log_now(state):
                     to_file(state, ll.compute(metrics, prefix="train/"))
                 if eval_now(state):
-                    log(state, ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
+                    log(state, scores := ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
+                    ckpt.save(state, scores)
         scores = ll.evaluate(eval_step, state, test_batches)
         draw_curves(ll.read_jsonl(log_path), picture)
     except KeyboardInterrupt:
-        save(state, stopped)
+        ckpt.save(state)
         print(f"\nstopped at step {state.step} of {steps}; the same command goes on from there")
         raise
-    stopped.unlink(missing_ok=True)
 
     scores["seconds"] = time.perf_counter() - began
     print(f"{scores['accuracy']:.2%} of the {len(test_set)} held-out digits right, {scores['seconds']:.1f} s")
-    print(f"curves: {picture}   log: {log_path}")
+    print(f"curves: {picture}   log: {log_path}   checkpoints: {folder / 'checkpoints'}")
     return scores
 
 
@@ -148,13 +144,6 @@ def metric_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tenso
     pictures, labels = batch
     logits = model(pictures)
     return {"loss": F.cross_entropy(logits, labels), "accuracy": (logits.argmax(1) == labels).float().mean()}
-
-
-def save(state: ll.TrainState, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".new")
-    torch.save({field.name: getattr(state, field.name) for field in dataclasses.fields(state)}, beside)
-    os.replace(beside, path)
 
 
 def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:

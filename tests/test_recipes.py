@@ -57,7 +57,10 @@ def test_digits_are_learned_and_logged(tmp_path, capsys):
     assert [row["epoch"] for row in evaluated] == [1, 2, 3, 4]
     assert evaluated[-1]["eval/accuracy"] == scores["accuracy"]
     assert (tmp_path / "run/curves.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == ["curves.png", "log.jsonl"]
+    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == ["checkpoints", "curves.png", "log.jsonl"]
+    steps = ll.checkpoint_io(tmp_path / "run/checkpoints").steps()
+    best = min(evaluated, key=lambda row: row["eval/loss"])
+    assert [found.step for found in steps] == sorted({best["step"], 92})
     assert f"{scores['accuracy']:.2%} of the 360 held-out digits" in capsys.readouterr().out
 
 
@@ -102,7 +105,7 @@ def run_digits(recipe, monkeypatch, directory, interrupts=()):
         for _ in interrupts:
             with pytest.raises(KeyboardInterrupt):
                 recipe.main(**DIGITS, directory=str(directory))
-            assert (directory / "stopped.pt").exists()
+            assert list(directory.glob("checkpoints/step-*"))
         recipe.main(**DIGITS, directory=str(directory))
     assert len(models) == len(interrupts) + 1
     return models[-1]
@@ -117,14 +120,15 @@ def test_interrupted_digits_go_on_to_the_same_bits(tmp_path, monkeypatch, interr
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert (tmp_path / "parts/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
     assert (tmp_path / "parts/curves.png").exists()
-    assert not (tmp_path / "parts/stopped.pt").exists()
     shown = capsys.readouterr().out
     for step in interrupts:
         assert f"stopped at step {step} of 36; the same command goes on" in shown
         assert f"going on from step {step} of 36" in shown
 
-    recipe.main(**{**DIGITS, "epochs": 1}, directory=str(tmp_path / "parts"))  # a finished run starts anew
-    assert [row["step"] for row in ll.read_jsonl(tmp_path / "parts/log.jsonl")] == [2, 4, 6, 8, 10, 12, 12]
+    log = (tmp_path / "parts/log.jsonl").read_bytes()
+    again = recipe.main(**DIGITS, directory=str(tmp_path / "parts"))  # a finished run is not trained again
+    assert again["accuracy"] == ll.read_jsonl(tmp_path / "whole/log.jsonl")[-1]["eval/accuracy"]
+    assert (tmp_path / "parts/log.jsonl").read_bytes() == log
 
 
 def test_a_process_stopped_by_ctrl_c_goes_on_by_the_same_command(tmp_path, interruptible):
