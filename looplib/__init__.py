@@ -2,6 +2,14 @@
 
 from looplib._tree_file import CheckpointVersionError, DamagedCheckpointError
 from looplib.checkpoint import Checkpoint, CheckpointIO, Checkpoints, checkpoint_io
+from looplib.export import (
+    load_optimizer_state_dict,
+    load_state_dict,
+    optimizer_state_dict,
+    save_pretrained,
+    save_safetensors,
+    state_dict,
+)
 from looplib.gradients import GradFn, Gradients, Part, clip_by_global_norm, global_norm, make_grad_fn
 from looplib.loader import Loader, make_loader
 from looplib.metrics import Mean, Metric, batch_size, compute, evaluate, merge
@@ -98,6 +106,8 @@ __all__ = [
     "join",
     "jsonl",
     "linear",
+    "load_optimizer_state_dict",
+    "load_state_dict",
     "make_eval_step",
     "make_grad_fn",
     "make_loader",
@@ -107,11 +117,15 @@ __all__ = [
     "multistep_decay",
     "one_cycle",
     "optimizer",
+    "optimizer_state_dict",
     "polynomial",
     "predicate",
     "progress",
     "read_jsonl",
+    "save_pretrained",
+    "save_safetensors",
     "scaled",
+    "state_dict",
     "step_decay",
     "tee",
     "warmup",
