@@ -1,0 +1,240 @@
+"""How long a run takes to go on within an epoch: from the restore to the first new step.
+
+    python tests/benchmarks/resume.py
+    python tests/benchmarks/resume.py --samples 20000 --rounds 1
+
+Checkpoints are made at 1%, 50% and 99% of an epoch of a million samples, of a TensorDataset and of a map-style
+dataset with random augmentation. Each is taken up in a process of its own, in shuffled order, with the model and the
+data made beforehand: load the checkpoint, get the first batch, take a step. Beside it stands a fresh run, which has
+nothing to load and begins at the first batch. The usual ways to the same place, with torch.load: a DataLoader that
+reads and drops what was seen, and one whose batch sampler alone is run past it (`skip_first_batches` of accelerate,
+with which the transformers Trainer resumes). What reading past costs beyond `--read-to` of the epoch is extrapolated
+in a straight line from the farthest point measured, and marked ~.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import looplib as ll
+
+BATCH_SIZE = 64
+POINTS = (0.0, 0.01, 0.5, 0.99)
+FEATURES = {"TensorDataset": 32, "map-style with augmentation": 28 * 28}
+Times = tuple[float, float, float]  # seconds to load, to get the first batch, to take a step
+
+
+class Augmented(Dataset[tuple[Tensor, int]]):
+    """Images, each shifted, mirrored and made noisy at random."""
+
+    def __init__(self, count: int) -> None:
+        self.images, self.count = torch.rand(1000, 28, 28), count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = self.images[index % len(self.images)]
+        image = image.roll((random.randint(-2, 2), random.randint(-2, 2)), (0, 1))
+        if random.random() < 0.5:
+            image = image.flip(1)
+        return image + 0.1 * torch.randn(28, 28), index % 10
+
+
+def make_dataset(name: str, samples: int) -> Dataset[Any]:
+    if name == "TensorDataset":
+        return TensorDataset(torch.rand(samples, FEATURES[name]), torch.arange(samples) % 10)
+    return Augmented(samples)
+
+
+def make_model(dataset_name: str) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES[dataset_name], 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def place(folder: str, dataset_name: str, point: float) -> Path:
+    return Path(folder) / dataset_name / str(point)
+
+
+def save_at(folder: str, dataset_name: str, point: float, samples: int) -> None:
+    length = math.ceil(samples / BATCH_SIZE)
+    batch = int(point * length)
+    path, model = place(folder, dataset_name, point), make_model(dataset_name)
+    state = ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=1e-3), epoch_length=length)
+    position = {"step": batch, "batch": batch, "samples": batch * BATCH_SIZE, "batch_samples": BATCH_SIZE}
+    ll.checkpoint_io(path).save(state.replace(**position))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss_fn(model, (torch.rand(1, FEATURES[dataset_name]), torch.tensor([0]))).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "batch": batch}, path / "torch.pt")
+
+
+def looplib(dataset: Dataset[Any], model: nn.Module, path: Path, workers: int) -> Times:
+    loader = ll.make_loader(dataset, batch_size=BATCH_SIZE, num_workers=workers)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    ckpt = ll.checkpoint_io(path)
+    state = ll.init_state(model, optimizer, epoch_length=len(loader))
+
+    start = time.perf_counter()
+    state = ckpt.restore(state)
+    loaded = time.perf_counter()
+    batches = loader(state)
+    batch = next(batches)
+    read = time.perf_counter()
+    train_step(state, batch)
+    return loaded - start, read - loaded, time.perf_counter() - read
+
+
+def read_past(loader: DataLoader[Any], batches: int) -> Iterator[Any]:
+    remaining = iter(loader)
+    for _ in range(batches):
+        next(remaining)
+    return remaining
+
+
+def sampler_past(loader: DataLoader[Any], batches: int) -> Iterator[Any]:
+    return iter(importlib.import_module("accelerate").skip_first_batches(loader, batches))
+
+
+def usual(
+    skip: Callable[[DataLoader[Any], int], Iterator[Any]],
+    dataset: Dataset[Any],
+    model: nn.Module,
+    path: Path,
+    workers: int,
+) -> Times:
+    order = torch.Generator().manual_seed(0)
+    loader = DataLoader(dataset, BATCH_SIZE, shuffle=True, generator=order, num_workers=workers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if skip is sampler_past:
+        importlib.import_module("accelerate").PartialState(cpu=True)
+
+    start = time.perf_counter()
+    position = 0
+    if path.exists():
+        saved = torch.load(path / "torch.pt", weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        position = saved["batch"]
+    loaded = time.perf_counter()
+    batches = skip(loader, position)
+    batch = next(batches)
+    read = time.perf_counter()
+    optimizer.zero_grad()
+    loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return loaded - start, read - loaded, time.perf_counter() - read
+
+
+READ_PAST, SAMPLER_PAST = "DataLoader, reading past", "DataLoader, sampler past"
+CONTENDERS: dict[str, Callable[[Dataset[Any], nn.Module, Path, int], Times]] = {
+    "looplib": looplib,
+    SAMPLER_PAST: lambda *run: usual(sampler_past, *run),
+    READ_PAST: lambda *run: usual(read_past, *run),
+}
+
+
+def measure(name: str, dataset_name: str, samples: int, point: float, workers: int, folder: str) -> Times:
+    torch.set_num_threads(1)
+    path = place(folder, dataset_name, point)
+    return CONTENDERS[name](make_dataset(dataset_name, samples), make_model(dataset_name), path, workers)
+
+
+def in_a_new_process(*run: Any) -> Times:
+    code = (
+        "import sys, json; sys.path.insert(0, sys.argv[1]); import resume; "
+        "print(json.dumps(resume.measure(*json.loads(sys.argv[2]))))"
+    )
+    here = os.path.dirname(os.path.abspath(__file__))
+    command = [sys.executable, "-c", code, here, json.dumps(run)]
+    load, batch, step = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    return load, batch, step
+
+
+def table_row(cells: Sequence[str]) -> str:
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, (10, 13, 8, 11, 23, 12, 10), strict=True))
+
+
+def show(dataset_name: str, found: dict[tuple[str, float], list[Times]]) -> None:
+    columns = ("load", "first batch", "step", "together", "(lowest to highest)", "over fresh", "x fresh")
+    print(f"\n{f'{dataset_name}, ms':34}{table_row(columns)}")
+    for name in CONTENDERS:
+        if (name, 0.0) not in found:
+            print(f"  {name:28}  not measured: pip install accelerate")
+            continue
+        fresh = 0.0
+        for point in POINTS:
+            times, guessed = found.get((name, point)), ""
+            if times is None:
+                guessed, far = "~", max(p for p in POINTS if (name, p) in found)
+                seen, first = (statistics.median(batch for _, batch, _ in found[name, p]) for p in (far, 0.0))
+                ahead = (seen - first) * (point / far - 1)
+                times = [(load, batch + ahead, step) for load, batch, step in found[name, far]]
+            parts = [1000 * statistics.median(part) for part in zip(*times, strict=True)]
+            totals = [1000 * sum(each) for each in times]
+            total = statistics.median(totals)
+            fresh = fresh or total
+            spread = f"({min(totals):.1f} to {max(totals):.1f})"
+            cells = [f"{part:.1f}" for part in (*parts, total)] + [
+                spread,
+                f"{total - fresh:+.1f}",
+                f"{total / fresh:.3f}",
+            ]
+            print(
+                f"  {name:26}{f'at {point:.0%}' if point else 'fresh':>8}"
+                + table_row([guessed + cell for cell in cells])
+            )
+
+
+def main(samples: int, rounds: int, read_to: float, workers: int) -> None:
+    print(
+        f"torch {torch.__version__}, one thread, {samples:,} samples, batches of {BATCH_SIZE}, {workers} workers, "
+        f"medians of {rounds} processes each"
+    )
+    names = [name for name in CONTENDERS if name != SAMPLER_PAST or importlib.util.find_spec("accelerate")]
+    read_to = max(read_to, POINTS[1])
+    for dataset_name in FEATURES:
+        runs = [(name, point) for name in names for point in POINTS if name != READ_PAST or point <= read_to]
+        found: dict[tuple[str, float], list[Times]] = {run: [] for run in runs}
+        with tempfile.TemporaryDirectory() as folder:
+            for point in POINTS[1:]:
+                save_at(folder, dataset_name, point, samples)
+            for _ in range(rounds):
+                for name, point in random.sample(runs, len(runs)):
+                    times = in_a_new_process(name, dataset_name, samples, point, workers, folder)
+                    found[name, point].append(times)
+        show(dataset_name, found)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=1_000_000, help="in an epoch")
+    parser.add_argument("--rounds", type=int, default=7, help="processes for each line")
+    parser.add_argument("--read-to", type=float, default=0.01, help="how far reading past is measured")
+    parser.add_argument("--workers", type=int, default=0, help="of the loaders")
+    arguments = parser.parse_args()
+    main(arguments.samples, arguments.rounds, arguments.read_to, arguments.workers)
