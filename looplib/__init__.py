@@ -49,11 +49,14 @@ from looplib.schedules import (
     warmup_linear,
     warmup_stable_decay,
 )
+from looplib.signals import Stopped, after_signal, stop_when
 from looplib.sinks import Sink, console, jsonl, read_jsonl, tee
 from looplib.state import DonatedStateError, TrainState, bind, copy_state, end_epoch, init_state
 from looplib.steps import EvalStep, PredictStep, TrainStep, make_eval_step, make_predict_step, make_train_step
+from looplib.stopping import BestSoFar, early_stopping, update_best
 
 __all__ = [
+    "BestSoFar",
     "Checkpoint",
     "CheckpointIO",
     "CheckpointVersionError",
@@ -73,11 +76,13 @@ __all__ = [
     "PredictStep",
     "Schedule",
     "Sink",
+    "Stopped",
     "TrainState",
     "TrainStep",
     "after_epochs",
     "after_samples",
     "after_seconds",
+    "after_signal",
     "after_steps",
     "apply_if_finite",
     "at_epoch_end",
@@ -93,6 +98,7 @@ __all__ = [
     "cosine",
     "cosine_restarts",
     "cyclic",
+    "early_stopping",
     "end_epoch",
     "evaluate",
     "every_n_epochs",
@@ -127,7 +133,9 @@ __all__ = [
     "scaled",
     "state_dict",
     "step_decay",
+    "stop_when",
     "tee",
+    "update_best",
     "warmup",
     "warmup_cosine",
     "warmup_linear",

@@ -6,7 +6,9 @@ place, so that nothing depends on which process that is, or on what it has read 
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
@@ -73,12 +75,24 @@ class Engines:
 
 
 def start_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
-    # Ctrl-C goes to the whole process group. The main process alone decides when it is taken, and stops us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Signals go to the whole process group, or to all of a job. The main process alone decides what they mean.
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_told, daemon=True).start()
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's own, as with a plain DataLoader
     if worker_init_fn is not None:
         worker_init_fn(worker_id)
+
+
+def _end_when_told() -> None:
+    """Obey a SIGTERM of the main process alone, by which it ends workers that hang."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 class Jobs:
