@@ -13,9 +13,10 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ _SAFETENSORS = {
     "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
 class DamagedCheckpointError(ValueError):
@@ -41,6 +43,17 @@ class DamagedCheckpointError(ValueError):
 
 class CheckpointVersionError(ValueError):
     """A checkpoint of a format that is newer than this looplib."""
+
+
+@contextmanager
+def sound(path: Path) -> Iterator[None]:
+    """Content of a file that is not of the form it should have, whatever that leads to, is damage."""
+    try:
+        yield
+    except (DamagedCheckpointError, CheckpointVersionError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise DamagedCheckpointError(f"{path} holds something that no save writes: {error!r}") from error
 
 
 def pointer(path: Any) -> str:
@@ -60,125 +73,157 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 
 
 @dataclass
-class _Blob:
+class _Run:
     """A run of bytes of one storage, which one leaf or several are made of."""
 
     name: str
     source: Tensor  # its bytes, on whatever device
     dtype: str
     shape: list[int]
-    begin: int = 0
-    crc32: int = 0
-
-    @property
-    def size(self) -> int:
-        return self.source.numel()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Span:
     place: str
     tensor: Tensor
-    low: int = field(init=False)
-    high: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        tensor, size = self.tensor, self.tensor.element_size()
-        reach = sum((int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        self.low = int(tensor.storage_offset()) * size
-        self.high = self.low + ((reach + 1) * size if tensor.numel() else 0)
+    dtype: str
+    low: int  # where in its storage the tensor's bytes begin and end
+    high: int
 
 
-def _blobs(leaves: Mapping[str, Tensor]) -> tuple[list[_Blob], dict[str, dict[str, Any]]]:
-    """The runs of bytes that these tensors lie in, and each tensor as a place in one of them."""
-    by_storage: dict[tuple[torch.device, int, int], list[_Span]] = {}
-    for number, (place, tensor) in enumerate(leaves.items()):
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-            kind = type(tensor).__name__ if tensor.layout is torch.strided else f"tensor of layout {tensor.layout}"
-            raise TypeError(f"{place} is a {kind}, which a checkpoint cannot hold: give it as dense plain tensors")
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        storage = tensor.untyped_storage().data_ptr()
-        key = (tensor.device, storage, -1 if storage else number)  # empty ones have no storage to share
-        by_storage.setdefault(key, []).append(_Span(place, tensor))
+class Parts:
+    """A tree taken apart: the runs of bytes that its tensors lie in, and what the manifest says of each leaf.
 
-    blobs, entries = [], {}
-    for spans in by_storage.values():
-        runs: list[list[_Span]] = []
-        for span in sorted(spans, key=lambda span: (span.low, -span.high)):
-            if runs and span.low < max(other.high for other in runs[-1]):
-                runs[-1].append(span)
+    Raises TypeError for a leaf that a checkpoint cannot hold, with its place.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.runs: list[_Run] = []
+        self.tensors: dict[str, dict[str, Any]] = {}
+        self.values: dict[str, dict[str, Any]] = {}
+        by_storage: dict[Any, list[_Span]] = {}
+        for place, leaf in leaves_of(tree).items():
+            if not isinstance(leaf, Tensor):
+                self.values[place] = _encoded(place, leaf)
             else:
-                runs.append([span])
-        for run in runs:
-            first, low, high = run[0], run[0].low, max(span.high for span in run)
-            kind = str(first.tensor.dtype).removeprefix("torch.")
-            plain = first.tensor.is_contiguous() and all(_alike(span.tensor, first.tensor) for span in run)
-            source = torch.empty(0, dtype=torch.uint8, device=first.tensor.device)
-            source = source.set_(first.tensor.untyped_storage(), low, (high - low,), (1,))
-            if plain and kind in _SAFETENSORS:
-                blob = _Blob(first.place, source, _SAFETENSORS[kind], list(first.tensor.shape))
-            else:
-                blob = _Blob(first.place, source, "U8", [high - low])
-            blobs.append(blob)
-            for span in run:
-                entries[span.place] = {
-                    "dtype": str(span.tensor.dtype).removeprefix("torch."),
-                    "shape": list(span.tensor.shape),
-                    "data": blob.name,
-                    **({} if plain else {"stride": list(span.tensor.stride()), "offset": span.low - low}),
-                }
-    return blobs, entries
+                span = _span(place, leaf)
+                address = span.tensor.untyped_storage().data_ptr()
+                key = (span.tensor.device, address) if leaf.numel() else place  # nothing to share where nothing is
+                by_storage.setdefault(key, []).append(span)
+        for spans in by_storage.values():
+            spans.sort(key=lambda span: (span.low, -span.high))
+            together, end = [spans[0]], spans[0].high
+            for span in spans[1:]:
+                if span.low >= end:
+                    self._add(together, end)
+                    together = []
+                together.append(span)
+                end = max(end, span.high)
+            self._add(together, end)
+        # What was asked of an accelerator before must be done before another thread reads the results.
+        self.ready = []
+        for device in {run.source.device for run in self.runs if run.source.device.type != "cpu"}:
+            self.ready.append(torch.Event(device))
+            self.ready[-1].record(torch.accelerator.current_stream(device))
+
+    def _add(self, spans: list[_Span], high: int) -> None:
+        """One run of bytes up to `high`, for spans that overlap."""
+        first = spans[0]
+        low, plain = first.low, first.tensor.is_contiguous()
+        for span in spans[1:]:
+            same = (span.dtype, span.low, span.tensor.shape, span.tensor.stride())
+            plain = plain and same == (first.dtype, low, first.tensor.shape, first.tensor.stride())
+        if not plain:
+            low -= low % _ALIGNMENT  # so that each is still aligned for its own dtype
+        storage = first.tensor.untyped_storage()
+        source = torch.empty(0, dtype=torch.uint8, device=first.tensor.device).set_(storage, low, (high - low,), (1,))
+        name = first.place
+        if plain and first.dtype in _SAFETENSORS:
+            self.runs.append(_Run(name, source, _SAFETENSORS[first.dtype], list(first.tensor.shape)))
+        else:
+            self.runs.append(_Run(name, source, "U8", [high - low]))
+        for span in spans:
+            entry = {"dtype": span.dtype, "shape": list(span.tensor.shape), "data": name}
+            view = {} if plain else {"stride": list(span.tensor.stride()), "offset": span.low - low}
+            self.tensors[span.place] = {**entry, **view}
+
+    def copy(self) -> None:
+        """Take the bytes over into memory of our own, so that the tensors may be written."""
+        for run in self.runs:
+            run.source = run.source.to("cpu", copy=True)
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+def _span(place: str, tensor: Tensor) -> _Span:
+    kind = ""
+    if tensor.layout is not torch.strided:
+        kind = f"tensor of layout {tensor.layout}"
+    elif type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.dtype in _QUANTIZED:
+        kind = "quantized tensor" if tensor.dtype in _QUANTIZED else type(tensor).__name__
+    elif tensor.is_meta:
+        kind = "tensor on the meta device, without values"
+    if kind:
+        raise TypeError(f"{place} is a {kind}, which a checkpoint cannot hold: give it as a dense plain tensor")
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    size = tensor.element_size()
+    low = int(tensor.storage_offset()) * size
+    high = low + _reach(tensor.shape, tensor.stride()) * size
+    return _Span(place, tensor, str(tensor.dtype).removeprefix("torch."), low, high)
+
+
+def _reach(shape: Iterable[int], stride: Iterable[int]) -> int:
+    """How many elements lie from the first to the last, both counted."""
+    pairs = list(zip(shape, stride, strict=True))
+    return sum((n - 1) * step for n, step in pairs) + 1 if all(n for n, _ in pairs) else 0
 
 
 def _encoded(place: str, value: Any) -> dict[str, Any]:
     """A plain value in JSON, exactly."""
-    if isinstance(value, float) and not math.isfinite(value):
+    kind = type(value)
+    if kind is float and not math.isfinite(value):
         return {"float": str(value)}
-    if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**63:
-        return {"int": str(value)}
-    if value is None or type(value) in (bool, int, float, str):
+    if kind is int and not -(2**63) <= value < 2**63:
+        return {"int": hex(value)}
+    if value is None or kind in (bool, int, float, str):
         return {"value": value}
-    if isinstance(value, bytes):
+    if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, complex):
-        return {"complex": [repr(value.real), repr(value.imag)]}
+    if kind is complex:
+        return {"complex": [str(value.real), str(value.imag)]}
     raise TypeError(
-        f"{place} is a {type(value).__name__}, which a checkpoint cannot hold: keep tensors, numbers, strings, "
+        f"{place} is a {kind.__name__}, which a checkpoint cannot hold: keep tensors, Python's own numbers, strings, "
         "bytes, None, and dicts, lists, tuples or registered pytrees of these"
     )
 
 
 def _decoded(entry: Mapping[str, Any]) -> Any:
     ((kind, value),) = entry.items()
-    if kind == "value":
+    if kind == "value" and (value is None or type(value) in (bool, int, float, str)):
         return value
     if kind == "complex":
-        return complex(*map(float, value))
+        real, imaginary = value
+        return complex(float(real), float(imaginary))
     if kind == "bytes":
-        return base64.b64decode(value)
-    return float(value) if kind == "float" else int(value)
+        return base64.b64decode(value, validate=True)
+    if kind == "float":
+        return float(value)
+    if kind == "int":
+        return int(value, 16)
+    raise ValueError(f"a value of kind {kind!r}")
 
 
-def write(directory: Path, tree: Any, about: Mapping[str, Any]) -> None:
+def write(directory: Path, parts: Parts, about: Mapping[str, Any]) -> None:
     """Write both files into an empty directory, and sync them and it."""
-    leaves = leaves_of(tree)
-    blobs, tensors = _blobs({place: leaf for place, leaf in leaves.items() if isinstance(leaf, Tensor)})
-    values = {place: _encoded(place, leaf) for place, leaf in leaves.items() if place not in tensors}
-    size = _write_blobs(directory / DATA, blobs)
+    data, size = _write_data(directory / DATA, parts)
     manifest = {
         "format": FORMAT,
         **about,
         "bytes": size,
-        "values": values,
-        "tensors": tensors,
-        "data": {blob.name: {"begin": blob.begin, "bytes": blob.size, "crc32": blob.crc32} for blob in blobs},
+        "values": parts.values,
+        "tensors": parts.tensors,
+        "data": data,
     }
-    text = orjson.dumps(manifest, option=orjson.OPT_INDENT_2)
-    document = b'{"crc32":' + str(zlib.crc32(text)).encode() + b',"manifest":' + text + b"}\n"
+    text = orjson.dumps(manifest)
+    document = _envelope(zlib.crc32(text)) + text + b"}\n"
     with open(directory / MANIFEST, "xb") as file:
         file.write(document)
         file.flush()
@@ -186,44 +231,55 @@ def write(directory: Path, tree: Any, about: Mapping[str, Any]) -> None:
     sync_directory(directory)
 
 
-def _write_blobs(path: Path, blobs: list[_Blob]) -> int:
+def _envelope(checksum: int) -> bytes:
+    return b'{"crc32":%d,"manifest":' % checksum
+
+
+def _write_data(path: Path, parts: Parts) -> tuple[dict[str, dict[str, int]], int]:
+    """Where in the file each run of bytes lies, with its checksum; and the file's size."""
     header: dict[str, Any] = {}
-    end = 0
-    for blob in blobs:
+    begins, end = [], 0
+    for run in parts.runs:
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         # The format forbids gaps between tensors, so what aligns the next one is a tensor of its own.
         if begin > end:
             header[f"padding/{end}"] = {"dtype": "U8", "shape": [begin - end], "data_offsets": [end, begin]}
-        blob.begin, end = begin, begin + blob.size
-        header[blob.name] = {"dtype": blob.dtype, "shape": blob.shape, "data_offsets": [begin, end]}
+        begins.append(begin)
+        end = begin + run.source.numel()
+        header[run.name] = {"dtype": run.dtype, "shape": run.shape, "data_offsets": [begin, end]}
     head = orjson.dumps(header)
     head += b" " * (-(8 + len(head)) % _ALIGNMENT)
-    start = 8 + len(head)
+    at = start = 8 + len(head)
+    data = {}
+    for event in parts.ready:
+        event.synchronize()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         _write_all(descriptor, memoryview(len(head).to_bytes(8, "little") + head))
-        written = 0
         with ThreadPoolExecutor(1) as pool:
-            for blob in blobs:
-                if blob.begin > written:
-                    _write_all(descriptor, memoryview(bytes(blob.begin - written)))
-                source = blob.source.cpu()
+            for run, begin in zip(parts.runs, begins, strict=True):
+                _write_all(descriptor, memoryview(bytes(start + begin - at)))
+                at = start + begin
+                source = run.source.cpu()
                 view = _bytes(source)
-                checksum = pool.submit(zlib.crc32, view)  # beside the writing: neither holds the interpreter
-                for at in range(0, len(view), _CHUNK):
-                    _write_all(descriptor, view[at : at + _CHUNK])
-                    _start_writeback(descriptor, start + blob.begin + at, _CHUNK)
-                blob.crc32 = checksum.result()
-                blob.begin += start
-                written = end_of(blob) - start
+                checksum = _beside(pool, view)
+                for low in range(0, len(view), _CHUNK):
+                    _write_all(descriptor, view[low : low + _CHUNK])
+                    _start_writeback(descriptor, at + low, _CHUNK)
+                data[run.name] = {"begin": at, "bytes": len(view), "crc32": checksum()}
+                at += len(view)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return start + end
+    return data, at
 
 
-def end_of(blob: _Blob) -> int:
-    return blob.begin + blob.size
+def _beside(pool: ThreadPoolExecutor, view: memoryview) -> Callable[[], int]:
+    """The checksum, made while the bytes are written: neither holds the interpreter."""
+    try:
+        return pool.submit(zlib.crc32, view).result
+    except RuntimeError:  # the interpreter is ending: no new work is taken, and what was begun is finished
+        return lambda: zlib.crc32(view)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -257,90 +313,107 @@ def sync_directory(directory: Path) -> None:
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest, once its checksum and the size of the data have been found right."""
-    path = directory / MANIFEST
+    path, data = directory / MANIFEST, directory / DATA
     try:
         document = path.read_bytes()
+        size = data.stat().st_size
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise DamagedCheckpointError(f"{error.filename} is missing, or of another kind ({error.strerror})") from None
+    try:
         parsed = orjson.loads(document)
-        manifest: dict[str, Any] = parsed["manifest"]
-        version = manifest["format"]
-        text = document[len(b'{"crc32":' + str(parsed["crc32"]).encode() + b',"manifest":') : -2]
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path} is missing") from None
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+        checksum, manifest = int(parsed["crc32"]), parsed["manifest"]
+    except (LookupError, TypeError, ValueError, ArithmeticError):
         raise DamagedCheckpointError(f"{path} is no manifest of a looplib checkpoint, or is cut short") from None
-    if isinstance(version, int) and version > FORMAT:
-        raise CheckpointVersionError(
-            f"{path} is of format {version}, and this looplib reads up to {FORMAT}: install a newer looplib"
-        )
-    if zlib.crc32(text) != parsed["crc32"]:
+    envelope = _envelope(checksum)
+    if not document.startswith(envelope) or zlib.crc32(document[len(envelope) : -2]) != checksum:
         raise DamagedCheckpointError(f"{path} has been changed since it was written: its checksum is wrong")
-    data = directory / DATA
-    size = data.stat().st_size if data.exists() else None
-    if size != manifest["bytes"]:
-        found = "is missing" if size is None else f"has {size} bytes"
-        raise DamagedCheckpointError(f"{data} {found}; {manifest['bytes']} were written")
-    return manifest
+    with sound(path):
+        version, expected = manifest["format"], manifest["bytes"]
+        if version > FORMAT:
+            raise CheckpointVersionError(
+                f"{path} is of format {version}, and this looplib reads up to {FORMAT}: install a newer looplib"
+            )
+    if size != expected:
+        raise DamagedCheckpointError(f"{data} has {size} bytes; {expected} were written")
+    found: dict[str, Any] = manifest
+    return found
 
 
 class Reader:
-    """The leaves of a checkpoint, checked when they are asked for."""
+    """The leaves of a checkpoint: what they are is checked at once, their bytes when they are asked for."""
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any]) -> None:
-        self.path, self.manifest = directory / DATA, manifest
-        with open(self.path, "rb") as file:
-            self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.path = directory / DATA
+        with sound(directory / MANIFEST):
+            self.values = {place: _decoded(entry) for place, entry in manifest["values"].items()}
+            self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
+            self.data: dict[str, dict[str, int]] = manifest["data"]
+            for name in self.data:
+                self._check_run(name, manifest["bytes"])
+            for place in self.tensors:
+                self._check_entry(place)
+        try:
+            with open(self.path, "rb") as file:
+                self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"{self.path} is missing") from None
         self.runs: dict[str, Tensor] = {}
 
-    def __iter__(self) -> Iterator[str]:
-        yield from self.manifest["tensors"]
-        yield from self.manifest["values"]
+    # A checksum says that nobody changed the manifest since it was made. It may have been made to do harm.
 
-    def __contains__(self, place: str) -> bool:
-        return place in self.manifest["tensors"] or place in self.manifest["values"]
+    def _check_run(self, name: str, size: int) -> None:
+        begin, length = self.data[name]["begin"], self.data[name]["bytes"]
+        whole = type(begin) is int and type(length) is int and begin >= 0 and length >= 0
+        if not whole or begin + length > size:
+            raise ValueError(f"the bytes of {name} are {length!r} from {begin!r} on, of {size}")
+
+    def _check_entry(self, place: str) -> None:
+        entry = self.tensors[place]
+        dtype, shape, length = getattr(torch, entry["dtype"], None), entry["shape"], self.data[entry["data"]]["bytes"]
+        if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
+            raise ValueError(f"{place} has dtype {entry['dtype']!r}, unknown to this torch")
+        offset = entry.get("offset", 0)
+        stride = entry.get("stride", [math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
+        numbers = [offset, *shape, *stride]
+        whole = type(shape) is list and all(type(number) is int and number >= 0 for number in numbers)
+        if not whole or max(math.prod(shape), *numbers) >= 2**48 or offset % dtype.itemsize:
+            raise ValueError(f"{place} has shape {shape}, stride {stride} and offset {offset}")
+        if offset + _reach(shape, stride) * dtype.itemsize > length:
+            raise ValueError(f"{place} reaches beyond its {length} bytes: shape {shape}, stride {stride}")
 
     def about(self, place: str) -> Mapping[str, Any] | None:
         """dtype and shape of the tensor at a place, None for a plain value."""
-        entry: Mapping[str, Any] | None = self.manifest["tensors"].get(place)
-        return entry
+        return self.tensors.get(place)
 
-    def verify(self, places: Iterator[str] | list[str]) -> None:
+    def verify(self, places: Iterable[str]) -> None:
         """Compare the checksums of all bytes that these leaves need, on all cores."""
-        names = {self.manifest["tensors"][place]["data"] for place in places if place in self.manifest["tensors"]}
+        names = {self.tensors[place]["data"] for place in places if place in self.tensors}
         with ThreadPoolExecutor() as pool:
             list(pool.map(self._run, sorted(names)))
 
     def _run(self, name: str) -> Tensor:
         if name not in self.runs:
-            entry = self.manifest["data"][name]
-            begin, size = entry["begin"], entry["bytes"]
-            view = memoryview(self.memory)[begin : begin + size]
-            if len(view) != size or zlib.crc32(view) != entry["crc32"]:
+            begin, size = self.data[name]["begin"], self.data[name]["bytes"]
+            if zlib.crc32(memoryview(self.memory)[begin : begin + size]) != self.data[name]["crc32"]:
                 raise DamagedCheckpointError(
                     f"{self.path}: the bytes of {name} have been changed since they were written: wrong checksum"
                 )
+            empty = torch.empty(0, dtype=torch.uint8)
             self.runs[name] = (
-                torch.frombuffer(self.memory, dtype=torch.uint8, offset=begin, count=size)
-                if size
-                else torch.empty(0, dtype=torch.uint8)
+                torch.frombuffer(self.memory, dtype=torch.uint8, offset=begin, count=size) if size else empty
             )
         return self.runs[name]
 
-    def value(self, place: str) -> Any:
-        """The plain value at a place."""
-        return _decoded(self.manifest["values"][place])
-
-    def tensor(self, place: str, runs: dict[str, Tensor] | None = None, device: torch.device | None = None) -> Tensor:
-        """The tensor at a place. It lies in the file's memory, or in copies of runs of bytes, which `runs` keeps."""
-        entry = self.manifest["tensors"][place]
-        dtype = getattr(torch, entry["dtype"], None)
-        if not isinstance(dtype, torch.dtype):
-            raise DamagedCheckpointError(f"{self.path}: {place} has dtype {entry['dtype']!r}, unknown to this torch")
-        name = entry["data"]
+    def tensor(self, place: str, copies: dict[Any, Tensor] | None = None, device: Any = "cpu") -> Tensor:
+        """The tensor at a place: in the file's memory, or in copies of runs of bytes, which `copies` keeps."""
+        entry = self.tensors[place]
+        name, dtype, shape = entry["data"], getattr(torch, entry["dtype"]), entry["shape"]
         run = self._run(name)
-        if runs is not None:
-            run = runs[name] = runs[name] if name in runs else run.to(device or "cpu", copy=True)
-        shape, stride = entry["shape"], entry.get("stride")
-        if stride is None or not math.prod(shape):
+        if copies is not None:
+            key = name, device
+            run = copies[key] = copies[key] if key in copies else run.to(device, copy=True)
+        if "stride" not in entry:
             return run[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         rest = run[entry["offset"] :]
-        return rest[: len(rest) // dtype.itemsize * dtype.itemsize].view(dtype).as_strided(shape, stride)
+        rest = rest[: len(rest) // dtype.itemsize * dtype.itemsize].view(dtype)
+        return rest.as_strided(shape, entry["stride"])

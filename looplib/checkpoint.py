@@ -1,48 +1,51 @@
-"""Checkpoints that are all there or not there at all.
+"""Checkpoints that are all there or not there at all: which are kept, and how they fit a state.
 
-A save writes into a directory beside the others, syncs it, and renames it: only then do older ones go. So whatever
-kills the process, every directory named step-... is whole, and a restore needs no guess at which one to trust.
+A state is taken apart into tensors and plain values by their places (`_tree_file`), put into the directory as a whole
+(`_directory`), and only then do older ones go. A restore goes the way back, into the structure of a state that the
+code has made, after each leaf was found to fit it.
 """
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
+import html
 import math
 import os
-import re
-import shutil
+import sys
 import time
-import uuid
 import warnings
-import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from looplib import _donation
-from looplib._tree_file import (
-    DamagedCheckpointError,
-    Reader,
-    leaves_of,
-    read_manifest,
-    sync_directory,
-    write,
-)
-from looplib.state import TrainState, copy_state
+from looplib import _donation, _interrupts
+from looplib._directory import Lock, free_name, in_words, number_of, put, put_aside, remove
+from looplib._tree_file import MANIFEST, DamagedCheckpointError, Parts, Reader, leaves_of, read_manifest, sound
+from looplib.state import TrainState
 
-_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
-_WRITING, _DELETING = ".writing-", ".deleting-"
 _COUNTS = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "skipped", "seed")
 _WEIGHTS = ("/params/", "/buffers/")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What is known of a checkpoint without reading its tensors."""
+    """What is known of a checkpoint without reading its tensors.
+
+    Attributes:
+        path: its directory.
+        step, epoch, batch, samples: where the run stood.
+        metrics: those given to `save`.
+        bytes: of the file that holds its tensors.
+        parts: bytes of the tensors in params, buffers, opt_state and extra, where there are any.
+        created: in UTC.
+    """
 
     path: Path
     step: int
@@ -51,30 +54,37 @@ class Checkpoint:
     samples: int
     metrics: dict[str, float]
     bytes: int
+    parts: dict[str, int]
     created: str
-    run: str
 
 
 class Checkpoints(list[Checkpoint]):
     """The checkpoints of a directory, oldest first, as a table to look at."""
 
     def _rows(self) -> list[list[str]]:
+        parts = list(dict.fromkeys(name for found in self for name in found.parts))
         names = list(dict.fromkeys(name for found in self for name in found.metrics))
-        return [["step", "epoch", "batch", "samples", "MB", "created", *names]] + [
+        return [["step", "epoch", "batch", "samples", "saved", "size", *parts, *names]] + [
             [str(found.step), str(found.epoch), str(found.batch), str(found.samples)]
-            + [f"{found.bytes / 1e6:.1f}", found.created]
+            + [found.created.replace("T", " ").replace("Z", " UTC"), in_words(found.bytes)]
+            + [in_words(found.parts[name]) if name in found.parts else "" for name in parts]
             + [f"{found.metrics[name]:.5g}" if name in found.metrics else "" for name in names]
             for found in self
         ]
 
     def __repr__(self) -> str:
+        if not self:
+            return "no checkpoints"
         rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
     def _repr_html_(self) -> str:
-        cells = [[f"<td>{cell}</td>" for cell in row] for row in self._rows()]
-        return "<table>" + "".join(f"<tr>{''.join(row)}</tr>" for row in cells) + "</table>"
+        if not self:
+            return "no checkpoints"
+        head, *body = [[html.escape(cell) for cell in row] for row in self._rows()]
+        lines = [f"<th>{'</th><th>'.join(head)}</th>"] + [f"<td>{'</td><td>'.join(row)}</td>" for row in body]
+        return f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +92,8 @@ class CheckpointIO:
     """The functions over one directory of checkpoints, which `checkpoint_io` returns.
 
     Attributes:
-        save: `save(state, metrics=None)`, the path of the new checkpoint.
+        save: `save(state, metrics=None)`, the path of the new checkpoint, where it will be if it is written in the
+            background.
         restore: `restore(state, which="latest", ...)`, the state that was saved, or `state` itself where there is
             none yet; see `checkpoint_io`.
         latest, best: the newest whole checkpoint, and the best by the monitored metric, or None.
@@ -141,46 +152,55 @@ def checkpoint_io(
         mode: whether the best is the smallest ("min") or the largest ("max").
         keep_every: keep those at multiples of this many steps.
         keep: keep those for which this is True, of a `Checkpoint`.
-        asynchronous: write in the background. A state of donated steps is copied first; a pure one is not. An
-            error is raised by the next `save`, or by `wait`.
+        asynchronous: write in the background. A state of donated steps, or bound to a module, is copied first; a
+            pure one is not. An error is raised by the next `save`, `restore`, `delete` or `wait`; one that none of
+            them met is printed when the process ends, which finishes the last save before.
 
     Raises:
         ValueError: by `save`, a monitored metric that is missing or NaN, later checkpoints of another run in the
-            directory; by `restore`, a state that the checkpoint does not fit, with the leaves and what differs.
+            directory; by `restore`, a state that the checkpoint does not fit, with the leaves and what differs, or
+            a best or a step that is not there.
+        TypeError: by `save`, a leaf that is neither a dense tensor nor a plain value.
         DamagedCheckpointError: by `restore`, when the one asked for, or every one, is damaged. A damaged latest one
-            is named in a warning, and the one before it taken.
-        OSError: a full disk, a directory that cannot be written, another process that writes there.
+            is named in a warning, and the one before it taken; the next save puts it aside as damaged-...
+        CheckpointVersionError: a checkpoint there was written by a newer looplib.
+        OSError: a full disk, a directory that cannot be written, another process that writes there; the
+            checkpoints before it are untouched.
 
-    To read the weights without looplib:
-    `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`.
+    A checkpoint is a directory of two files. To read the weights without looplib:
+    `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. That file holds a tensor as it is,
+    or, where safetensors cannot say what it is (a view, a rarer dtype), its bytes under the name that
+    `manifest.json` gives as `data`, together with its dtype, shape, stride and offset in bytes.
     """
     folder = Path(directory).absolute()
     _check_policies(keep_last, keep_best, monitor, mode, keep_every)
+    known: dict[tuple[str, int], Checkpoint] = {}  # by name and time: what was renamed into place stays as it is
     damaged: set[Path] = set()
-    run = uuid.uuid4().hex
-    lock: Any = None
+    lock: Lock | None = None
     writer: ThreadPoolExecutor | None = None
     pending: Future[None] | None = None
 
     def steps() -> Checkpoints:
-        found = Checkpoints()
+        nonlocal known
+        found: dict[tuple[str, int], Checkpoint] = {}
         for path in folder.iterdir() if folder.is_dir() else ():
-            if _NAME.fullmatch(path.name) and path not in damaged:
+            if number_of(path) and path not in damaged:
                 try:
-                    found.append(_describe(path))
-                except DamagedCheckpointError as error:
-                    if not path.exists():  # rotated away by the save in the background
-                        continue
+                    key = path.name, path.stat().st_mtime_ns
+                    found[key] = known.get(key) or _describe(path)
+                except (DamagedCheckpointError, FileNotFoundError) as error:
+                    if not path.exists():  # rotated away meanwhile, for one that the listing may not hold yet
+                        return steps()
                     damaged.add(path)
                     warnings.warn(f"{error}; this checkpoint is left out", stacklevel=3)
-        found.sort(key=lambda c: (c.step, c.samples, _number(c.path)))
-        return found
+        known = found
+        return Checkpoints(sorted(found.values(), key=lambda c: number_of(c.path)))
 
     def ranked(found: Checkpoints) -> list[Checkpoint]:
         """The candidates for best, best first; of equal ones the earlier."""
-        candidates = [c for c in found if monitor in c.metrics]
+        candidates = [c for c in found if not math.isnan(c.metrics.get(str(monitor), math.nan))]
         sign = 1 if mode == "min" else -1
-        return sorted(candidates, key=lambda c: (sign * c.metrics[str(monitor)], c.step))
+        return sorted(candidates, key=lambda c: sign * c.metrics[str(monitor)])
 
     def latest() -> Checkpoint | None:
         return found[-1] if (found := steps()) else None
@@ -193,10 +213,11 @@ def checkpoint_io(
     def save(state: TrainState, metrics: Mapping[str, float] | None = None) -> Path:
         nonlocal lock, writer, pending
         wait()
-        scores = {name: float(value) for name, value in (metrics or {}).items()}
+        scores = {name: _number_of(name, value) for name, value in (metrics or {}).items()}
         if monitor is not None and metrics is not None:
             _check_monitor(monitor, scores)
-        lock = lock or _Lock(folder)
+        parts = Parts(_tree(state))
+        lock = Lock(folder)
         found = steps()
         if found and found[-1].step > state.step:
             raise ValueError(
@@ -205,29 +226,30 @@ def checkpoint_io(
                 "state = ckpt.restore(state); to go back for good, ckpt.delete(after="
                 f"{state.step}); to keep both, use another directory"
             )
-        for path in [path for path in damaged if path.exists()]:
-            path.rename(path.with_name(f"damaged-{uuid.uuid4().hex[:6]}-{path.name}"))
-        target = _free_name(folder, state.step)
+        for path in list(damaged):
+            put_aside(path)
+            damaged.discard(path)
+        target = free_name(folder, state.step)
         about = {
-            "counts": {name: getattr(state, name) for name in _COUNTS},
+            "counts": {**{name: getattr(state, name) for name in _COUNTS}, "seed": str(state.seed)},
             "metrics": {name: value if math.isfinite(value) else str(value) for name, value in scores.items()},
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "run": run,
         }
 
-        def work(tree: Any) -> None:
-            _write_beside(folder, target, tree, about)
+        def work() -> None:
+            put(folder, target, parts, about)
             rotate()
 
         if not asynchronous:
-            work(_tree(state))
+            work()
             return target
         borrowed = _donation.written_in_place(state)
-        tree = _tree(copy_state(state) if borrowed else state)
+        if borrowed:
+            parts.copy()
         writer = writer or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        pending = writer.submit(work, tree)
+        pending = writer.submit(_in_background, work, lock)
         if not borrowed:
-            _donation.let_finish(tree, pending)
+            _donation.let_finish(_tree(state), pending)
         return target
 
     def rotate() -> None:
@@ -237,7 +259,7 @@ def checkpoint_io(
             last = keep_last is None or index >= len(found) - keep_last
             every = keep_every is not None and c.step % keep_every == 0
             if not (c.path in kept or last or every or (keep is not None and keep(c))):
-                _remove(c.path)
+                remove(c.path)
 
     def restore(
         state: TrainState,
@@ -247,53 +269,85 @@ def checkpoint_io(
         names: Callable[[str], bool] | None = None,
         convert: bool = False,
     ) -> TrainState:
-        nonlocal run
         wait()
         found = steps()
         if which == "best":
-            candidates = ranked(found) if monitor is not None else [best()]  # best() raises then
-        elif which == "latest":
-            candidates = found[::-1]
+            if monitor is None:
+                best()  # which says what is missing
+            candidates = ranked(found)[:1]
         else:
-            candidates = [c for c in found[::-1] if c.step == which]
-        if not candidates:
-            if which == "latest" and not damaged:
-                return state
-            there = ", ".join(str(c.step) for c in found) or "none"
-            bad = f"; damaged: {', '.join(sorted(path.name for path in damaged))}" if damaged else ""
-            raise DamagedCheckpointError(f"{folder} has no whole checkpoint for {which!r}; it has {there}{bad}")
+            candidates = [c for c in found[::-1] if which in ("latest", c.step)]
+        if not candidates and which == "latest" and not damaged:
+            return state
         only = (lambda place: _is_weight(place, names)) if weights_only or names else (lambda place: True)
         for chosen in candidates:
-            assert chosen is not None
+            path = chosen.path
             try:
-                restored = _load(chosen.path, state, only, convert)
+                return _load(path, state, only, convert)
             except DamagedCheckpointError as error:
-                damaged.add(chosen.path)
-                if which != "latest" or chosen is candidates[-1]:
+                if not path.exists():  # rotated away meanwhile, by the process that trains
+                    return restore(state, which, weights_only=weights_only, names=names, convert=convert)
+                damaged.add(path)
+                if which != "latest":
                     raise
                 warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
-                continue
-            if not (weights_only or names):
-                run = chosen.run
-            return restored
-        raise AssertionError("unreachable")
+        raise _nothing_for(which, folder, found, damaged, monitor)
 
     def delete(*, after: int) -> None:
         """Remove the checkpoints of steps later than `after`."""
         nonlocal lock
         wait()
-        lock = lock or _Lock(folder)
+        lock = Lock(folder)
         for c in steps():
             if c.step > after:
-                _remove(c.path)
+                remove(c.path)
 
     def wait() -> None:
         nonlocal pending
         if pending is not None:
+            concurrent.futures.wait([pending])  # an interrupt strikes here, and the save goes on
             done, pending = pending, None
+            _unheard.discard(done.exception())
             done.result()
 
     return CheckpointIO(save, restore, latest, best, steps, delete, wait)
+
+
+_unheard: set[BaseException | None] = set()  # errors of background saves that no save or wait has raised yet
+
+
+def _in_background(work: Callable[[], None], lock: Lock) -> None:
+    """The lock is held till the work is done, though its CheckpointIO be gone."""
+    try:
+        work()
+    except BaseException as error:
+        _unheard.add(error)
+        raise
+
+
+@atexit.register  # which comes after the background threads are done
+def _report_unheard() -> None:
+    for error in _unheard:
+        print(f"looplib: the last save failed: {error}", file=sys.stderr)
+
+
+def _nothing_for(which: Any, folder: Path, found: Checkpoints, damaged: set[Path], monitor: str | None) -> ValueError:
+    whole = ", ".join(str(c.step) for c in found if c.path not in damaged) or "none"
+    bad = ", ".join(sorted(path.name for path in list(damaged)))
+    if which == "best":
+        return ValueError(f"no checkpoint in {folder} was saved with the metric {monitor!r}; steps there: {whole}")
+    kind = DamagedCheckpointError if bad else ValueError
+    asked = f"no checkpoint of step {which}" if type(which) is int else "no whole checkpoint"
+    if which != "latest" and type(which) is not int:
+        asked = f"no {which!r} (give 'latest', 'best' or a step)"
+    return kind(f"{folder} has {asked}; steps there: {whole}" + (f"; damaged: {bad}" if bad else ""))
+
+
+def _number_of(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"the metric {name!r} is a {type(value).__name__}; give a number") from None
 
 
 def _check_policies(
@@ -323,100 +377,32 @@ def _tree(state: TrainState) -> dict[str, Any]:
     return {name: tree for name, tree in trees.items() if tree is not None}
 
 
-def _number(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[2] or 0)
-
-
-def _free_name(folder: Path, step: int) -> Path:
-    target, number = folder / f"step-{step:08d}", 0
-    while target.exists():  # saved at this step before
-        number += 1
-        target = folder / f"step-{step:08d}.{number}"
-    return target
-
-
 def _describe(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
-    counts = manifest["counts"]
-    return Checkpoint(
-        path=path,
-        step=counts["step"],
-        epoch=counts["epoch"],
-        batch=counts["batch"],
-        samples=counts["samples"],
-        metrics={name: float(value) for name, value in manifest["metrics"].items()},
-        bytes=manifest["bytes"],
-        created=manifest["created"],
-        run=manifest["run"],
-    )
+    with sound(path / MANIFEST):
+        counts = _counts(manifest)
+        parts: Counter[str] = Counter()
+        for place, entry in manifest["tensors"].items():
+            parts[place.split("/")[1]] += math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize
+        return Checkpoint(
+            path=path,
+            step=counts["step"],
+            epoch=counts["epoch"],
+            batch=counts["batch"],
+            samples=counts["samples"],
+            metrics={name: float(value) for name, value in manifest["metrics"].items()},
+            bytes=manifest["bytes"],
+            parts=dict(parts),
+            created=str(manifest["created"]),
+        )
 
 
-def _write_beside(folder: Path, target: Path, tree: Any, about: Mapping[str, Any]) -> None:
-    beside = folder / f"{_WRITING}{target.name}-{uuid.uuid4().hex[:6]}"
-    try:
-        beside.mkdir()
-        write(beside, tree, about)
-        beside.rename(target)
-        sync_directory(folder)
-    except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        free = shutil.disk_usage(folder).free if folder.exists() else 0
-        raise OSError(
-            error.errno,
-            f"{target.name} could not be saved: {error.strerror} ({free / 1e6:.1f} MB free there); the checkpoints "
-            "before it are untouched",
-            str(target),
-        ) from error
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-
-
-def _remove(path: Path) -> None:
-    # Out of sight in one step, so that a half-deleted one is never taken for a checkpoint.
-    aside = path.with_name(f"{_DELETING}{uuid.uuid4().hex[:6]}-{path.name}")
-    path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-class _Lock:
-    """The right to write in a folder, held until the process ends; leftovers of a dead holder are cleared."""
-
-    held: ClassVar[weakref.WeakValueDictionary[Path, _Lock]] = weakref.WeakValueDictionary()
-
-    def __new__(cls, folder: Path) -> _Lock:
-        folder.mkdir(parents=True, exist_ok=True)
-        key = folder.resolve()
-        if (lock := cls.held.get(key)) is None:
-            lock = super().__new__(cls)
-            lock.acquire(folder)
-            cls.held[key] = lock
-        return lock
-
-    def acquire(self, folder: Path) -> None:
-        import fcntl
-
-        self.file = open(folder / ".lock", "a+")  # noqa: SIM115
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.file.seek(0)
-            raise BlockingIOError(
-                f"process {self.file.read().strip() or 'unknown'} is writing checkpoints into {folder} already; give "
-                "each run a directory of its own, or end that process"
-            ) from None
-        self.file.truncate(0)
-        self.file.write(str(os.getpid()))
-        self.file.flush()
-        for path in folder.iterdir():
-            if path.name.startswith((_WRITING, _DELETING)):
-                shutil.rmtree(path, ignore_errors=True)
-
-    def __del__(self) -> None:
-        if hasattr(self, "file"):
-            self.file.close()
+def _counts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    counts = {**manifest["counts"], "seed": int(manifest["counts"]["seed"])}
+    wrong = [name for name in _COUNTS if type(counts[name]) is not (bool if name == "skipped" else int)]
+    if counts.keys() != set(_COUNTS) or (wrong and (wrong != ["epoch_length"] or counts["epoch_length"] is not None)):
+        raise ValueError(f"counts that are no counts of a state: {counts}")
+    return counts
 
 
 def _is_weight(place: str, names: Callable[[str], bool] | None) -> bool:
@@ -428,56 +414,81 @@ def _is_weight(place: str, names: Callable[[str], bool] | None) -> bool:
 def _load(path: Path, state: TrainState, only: Callable[[str], bool], convert: bool) -> TrainState:
     manifest = read_manifest(path)
     reader = Reader(path, manifest)
+    with sound(path / MANIFEST):
+        counts = _counts(manifest)
     whole = only("/")
     tree = _tree(state)
-    own = {place: leaf for place, leaf in leaves_of(tree).items() if only(place)}
+    leaves = leaves_of(tree)
+    own = {place: leaf for place, leaf in leaves.items() if only(place)}
     _check_fit(path, own, reader, only, convert)
-    if whole and state.epoch_length != (length := manifest["counts"]["epoch_length"]):
+    if whole and state.epoch_length != counts["epoch_length"]:
         raise ValueError(
-            f"{path} was made with epoch_length={length}, the state with {state.epoch_length}: the data or the batch "
-            "size has changed, so it cannot go on within the epoch. Give the same, or take the weights alone "
-            "(weights_only=True)"
+            f"{path} was made with epoch_length={counts['epoch_length']}, the state with {state.epoch_length}: the "
+            "data or the batch size has changed, so it cannot go on within the epoch. Give the same, or take the "
+            "weights alone (weights_only=True)"
         )
-    reader.verify([place for place in own if reader.about(place)])
-    bound = any(isinstance(leaf, nn.Parameter) for leaf in state.params.values())
-    if bound:
-        chain = _donation.Chain("ckpt.restore(state)")
-        _donation.own(chain, [leaf for leaf in own.values() if isinstance(leaf, Tensor)])
+    reader.verify(own)
+    bound = bool(state.params) and all(isinstance(leaf, nn.Parameter) for leaf in state.params.values())
+    copies: dict[Any, Tensor] = {}
+    written: list[tuple[Tensor, Tensor]] = []
+    for place, leaf in own.items():
+        if not reader.about(place):
+            leaves[place] = reader.values[place]
+        elif not isinstance(leaf, Tensor):
+            leaves[place] = reader.tensor(place, copies)
+        elif bound:
+            written.append((leaf, reader.tensor(place)))
+        else:
+            loaded = reader.tensor(place, copies, leaf.device).to(leaf.dtype)
+            leaves[place] = loaded.requires_grad_(leaf.requires_grad)
+    if not whole:
+        counts = {name: getattr(state, name) for name in _COUNTS}
+    values = iter(leaves.values())
+    trees = torch.utils._pytree.tree_map(lambda _: next(values), tree)
+
+    def restored() -> TrainState:
+        return TrainState(**{**dict.fromkeys(("opt_state", "extra")), **trees, **counts})
+
+    return _write_over(state, written, restored) if bound else restored()
+
+
+def _write_over(
+    state: TrainState, written: list[tuple[Tensor, Tensor]], restored: Callable[[], TrainState]
+) -> TrainState:
+    """Copy values into tensors of this state, as a donated step does: no interrupt leaves it half done."""
+    _interrupts.install()
+    chain = _donation.Chain("ckpt.restore(state)")
+    _donation.own(chain, [leaf for leaf, _ in written])
+    _interrupts.hold()
+    try:
         chain.generation = 1
-    runs: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
-    with torch.no_grad():
-        for place, leaf in own.items():
-            if not reader.about(place):
-                values[place] = reader.value(place)
-            elif bound and isinstance(leaf, Tensor):
-                values[place] = leaf.copy_(reader.tensor(place))
-            elif isinstance(leaf, Tensor):
-                loaded = reader.tensor(place, runs, leaf.device).to(leaf.dtype)
-                values[place] = loaded.requires_grad_(leaf.requires_grad)
-            else:
-                values[place] = reader.tensor(place, runs)
-    leaves = iter([values.get(place, leaf) for place, leaf in leaves_of(tree).items()])
-    trees = torch.utils._pytree.tree_map(lambda _: next(leaves), tree)
-    counts = manifest["counts"] if whole else {name: getattr(state, name) for name in _COUNTS}
-    return TrainState(**{**dict.fromkeys(("opt_state", "extra")), **trees, **counts})
+        with torch.no_grad():
+            for leaf, value in written:
+                once = tuple(slice(n if step else 1) for n, step in zip(leaf.shape, leaf.stride(), strict=True))
+                leaf[once].copy_(value[once])  # expanded dimensions have one value to write
+        new = restored()
+        _donation.in_flight(state, new)
+    finally:
+        _interrupts.release()
+    return new
 
 
 def _check_fit(
     path: Path, own: Mapping[str, Any], reader: Reader, only: Callable[[str], bool], convert: bool
 ) -> None:
-    unexpected = [place for place in reader if only(place) and place not in own]
-    wrong = [f"{place} is in the state, and not in the checkpoint" for place in own if place not in reader]
+    there = {**reader.tensors, **reader.values}
+    unexpected = [place for place in there if only(place) and place not in own]
+    wrong = [f"{place} is in the state, and not in the checkpoint" for place in own if place not in there]
     wrong += [f"{place} is in the checkpoint, and not in the state" for place in unexpected]
     for place, leaf in own.items():
-        if place not in reader:
+        if place not in there:
             continue
         about = reader.about(place)
         if (about is None) != (not isinstance(leaf, Tensor)):
             if about is not None and leaf is None:
                 continue  # something that was not there yet
             kinds = "a tensor", type(leaf).__name__
-            first, second = kinds if about else (type(reader.value(place)).__name__, "a tensor")
+            first, second = kinds if about else (type(reader.values[place]).__name__, "a tensor")
             wrong.append(f"{place} is {first} in the checkpoint, {second} in the state")
         elif about is not None:
             dtype, shapes = str(leaf.dtype).removeprefix("torch."), (tuple(about["shape"]), tuple(leaf.shape))
@@ -485,7 +496,7 @@ def _check_fit(
                 wrong.append(f"{place} has shape {shapes[0]} in the checkpoint, {shapes[1]} in the state")
             elif about["dtype"] != dtype and not convert:
                 wrong.append(f"{place} is {about['dtype']} in the checkpoint, {dtype} in the state (or convert=True)")
-        elif None not in (leaf, value := reader.value(place)) and not _same_kind(leaf, value):
+        elif not _same_kind(leaf, value := reader.values[place]):
             wrong.append(f"{place} is {type(value).__name__} in the checkpoint, {type(leaf).__name__} in the state")
     if wrong:
         more = f"\n  and {len(wrong) - 10} more" if len(wrong) > 10 else ""
@@ -493,5 +504,6 @@ def _check_fit(
 
 
 def _same_kind(one: Any, other: Any) -> bool:
-    numbers = (int, float)
-    return type(one) is type(other) or (type(one) in numbers and type(other) in numbers)
+    """A number may be whole at one time and not at another, and what is None may be set later."""
+    kinds = {type(one), type(other)}
+    return len(kinds) == 1 or kinds == {int, float} or type(None) in kinds

@@ -1,0 +1,298 @@
+"""A run that is stopped, killed and started again ends with the bits of one that never was."""
+
+import functools
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import schedulefree
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import looplib as ll
+
+TESTS = Path(__file__).parent
+LENGTH = 6  # batches of an epoch, the last of them not full
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Samples that are drawn anew, from all three global streams, each time they are read."""
+
+    def __init__(self, poisoned=False):
+        self.poisoned = poisoned
+
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, i):
+        x = torch.randn(6) + torch.tensor([i % 3, i % 5, i % 7, 0, 1, np.random.rand() + random.random()])  # noqa: NPY002
+        return i, x * torch.inf if self.poisoned and i in (3, 4, 17) else x, i % 3
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        source = Augmented()
+        return (source[i] for i in range(22))
+
+
+FAMILIES = {
+    "momentum": lambda: ll.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "adamw": lambda: ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(0.01, warmup=3, total=30)),
+    "adagrad": lambda: ll.optimizer(torch.optim.Adagrad, lr=0.05),
+    "schedule-free": lambda: ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.01, warmup_steps=4),
+    "apply_if_finite": lambda: ll.apply_if_finite(ll.optimizer(torch.optim.Adam, lr=0.01), max_consecutive=3),
+}
+values = itertools.count(1)  # each start has other values in its model: all must come from the checkpoint
+
+
+def begin(family, *, donate=False, bound=False, workers=0, stream=False, first=False):
+    """What a script does before it trains: nothing of it may matter to a run that goes on."""
+    torch.manual_seed(0 if first else next(values))
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+    optimizer = FAMILIES[family]()
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: nn.functional.cross_entropy(model(batch[1]), batch[2]))
+    step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=donate)
+    dataset = Stream() if stream else Augmented(poisoned=family == "apply_if_finite")
+    loader = ll.make_loader(dataset, batch_size=4, seed=3, num_workers=workers)
+    length = None if stream else len(loader)
+    state = ll.init_state(
+        model, optimizer, seed=7 if first else 0, epoch_length=length, extra={"seen": 0, "note": None}
+    )
+    return (state if bound else ll.copy_state(state)), step, loader
+
+
+def position(state):
+    return state.epoch * LENGTH + state.batch
+
+
+def checksum(tensors):
+    return [zlib.crc32(bytes(t.detach().contiguous().view(-1).view(torch.uint8).tolist())) for t in tensors]
+
+
+def train(state, step, loader, until, log, after=lambda state: None):
+    """Up to a number of batches; what was seen in each goes into the log."""
+    while position(state) < until:
+        for batch in loader(state):
+            state, metrics = step(state, batch)
+            state = state.replace(
+                extra={"seen": state.extra["seen"] + len(batch[0]), "note": f"at {position(state)}"}
+            )
+            loss = ll.compute(metrics)["loss"].hex()
+            line = (
+                f"{batch[0].tolist()} {checksum([batch[1]])} {loss} {checksum(state.params.values())} {state.skipped}"
+            )
+            log(position(state), line)
+            if state.epoch_length is None and state.batch == LENGTH:
+                state = ll.end_epoch(state)
+            after(state)
+            if position(state) >= until:
+                break
+    return state
+
+
+@functools.cache
+def uninterrupted(family, until, stream=False):
+    log = {}
+    state = train(*begin(family, stream=stream, first=True), until, log.__setitem__)
+    return state, log
+
+
+def same(one, other):
+    counts = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "skipped", "seed", "extra")
+    assert [getattr(one, name) for name in counts] == [getattr(other, name) for name in counts]
+    for tree in ("params", "buffers", "opt_state"):
+        found, expected = (ll._tree_file.leaves_of(getattr(state, tree)) for state in (one, other))
+        assert found.keys() == expected.keys()
+        for place, leaf in found.items():
+            if isinstance(leaf, torch.Tensor):
+                assert torch.equal(leaf, expected[place]), f"{tree}{place}"
+            else:
+                assert (type(leaf), leaf) == (type(expected[place]), expected[place]), f"{tree}{place}"
+    return True
+
+
+modes = st.fixed_dictionaries({"donate": st.booleans(), "bound": st.booleans(), "asynchronous": st.booleans()})
+plain = {"donate": False, "bound": False, "asynchronous": False}
+other = {"donate": True, "bound": True, "asynchronous": True}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=12, deadline=None)
+@given(
+    stops=st.lists(st.integers(1, 16), min_size=1, max_size=3, unique=True).map(sorted),
+    lives=st.lists(modes, min_size=4),
+)
+@example(stops=[4], lives=[plain] * 4)  # in the middle of an epoch
+@example(stops=[6], lives=[other] * 4)  # at its end
+@example(stops=[8, 9], lives=[plain, other, plain, other])  # twice over
+def test_resumed_is_uninterrupted_to_the_bit(family, stops, lives):
+    log = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, stop in enumerate([*stops, 17]):
+            mode = dict(lives[number])
+            ckpt = ll.checkpoint_io(folder, asynchronous=mode.pop("asynchronous"))
+            state, *rest = begin(family, first=not number, **mode)
+            state = train(ckpt.restore(state), *rest, stop, log.__setitem__)
+            if stop < 17:
+                ckpt.save(state)
+                ckpt.wait()
+    expected, expected_log = uninterrupted(family, 17)
+    assert same(state, expected)
+    assert log == expected_log
+    if family == "apply_if_finite":
+        assert state.opt_state["total_notfinite"] == position(state) - state.step > 2
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # on a machine of two cores
+@pytest.mark.parametrize("mode", [plain, other])
+def test_with_workers(tmp_path, mode):
+    """Three of them, then none, then three again."""
+    log, mode = {}, dict(mode)
+    ckpt = ll.checkpoint_io(tmp_path, asynchronous=mode.pop("asynchronous"))
+    for number, (stop, workers) in enumerate([(4, 3), (6, 0), (10, 3)]):
+        state, *rest = begin("adamw", first=not number, workers=workers, **mode)
+        state = train(ckpt.restore(state), *rest, stop, log.__setitem__)
+        ckpt.save(state)
+    expected, expected_log = uninterrupted("adamw", 10)
+    assert same(state, expected)
+    assert log == expected_log
+
+
+def test_a_stream(tmp_path):
+    log = {}
+    for number, stop in enumerate([4, 6, 10]):
+        ckpt = ll.checkpoint_io(tmp_path)
+        state, *rest = begin("momentum", first=not number, stream=True)
+        state = train(ckpt.restore(state), *rest, stop, log.__setitem__)
+        ckpt.save(state)
+    expected, expected_log = uninterrupted("momentum", 10, stream=True)
+    assert same(state, expected)
+    assert log == expected_log
+
+
+def test_going_back_and_on_again_gives_the_same(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    logs = []
+    start = begin("adamw", first=True, donate=True, bound=True)
+    state = train(*start, 3, lambda *_: None)
+    ckpt.save(state)
+    for _ in range(2):
+        logs.append({})
+        state = train(state, *start[1:], 9, logs[-1].__setitem__)
+        state = ckpt.restore(state)
+    assert logs[0] == logs[1] == {k: v for k, v in uninterrupted("adamw", 17)[1].items() if 3 < k <= 9}
+
+
+# Processes
+
+
+def life(folder, until, *, asynchronous=False, first=False, **mode):
+    """A process that trains: it starts where the last one ended, saves at every batch, and may be killed."""
+    ckpt = ll.checkpoint_io(folder, keep_last=2, keep_every=50, asynchronous=asynchronous)
+    state, *rest = begin("adamw", first=first or ckpt.latest() is None, **mode)
+    file = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    train(ckpt.restore(state), *rest, until, lambda at, line: os.write(file, f"{at} {line}\n".encode()), ckpt.save)
+    ckpt.wait()
+
+
+def lines_in(folder):
+    log = Path(folder) / "log"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def process(function, *args, **kwargs):
+    code = f"import sys; sys.path.insert(0, {str(TESTS)!r}); import conftest, test_resume as t"
+    call = f"t.{function}(*{args!r}, **{kwargs!r})"
+    flags = ["-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore:This DataLoader will create"]
+    return [sys.executable, *flags, "-c", f"{code}; {call}"]
+
+
+def check(folder, until):
+    """The last checkpoint and each line that any of the processes logged are those of an uninterrupted run."""
+    state, log = uninterrupted("adamw", until)
+    ckpt = ll.checkpoint_io(folder)
+    assert same(ckpt.restore(begin("adamw")[0]), state)
+    lines = (Path(folder) / "log").read_text().splitlines()
+    assert set(lines) == {f"{at} {line}" for at, line in log.items()}
+
+
+def test_new_processes_with_workers_one_of_them_killed(tmp_path):
+    """The workers of a killed process live on for a while, and must not keep the next one out."""
+    options = {"workers": 3, "donate": True, "bound": True, "asynchronous": True}
+    first = subprocess.Popen(process("life", str(tmp_path), 10**9, **options), cwd=TESTS.parent)
+    end = time.monotonic() + 60
+    while lines_in(tmp_path) < 9:
+        assert first.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    first.kill()
+    first.wait()
+    state = ll.checkpoint_io(tmp_path).latest()
+    until = state.epoch * LENGTH + state.batch + 4
+    subprocess.run(process("life", str(tmp_path), until, workers=3), cwd=TESTS.parent, check=True)
+    check(tmp_path, until)
+
+
+def kill_again_and_again(folder, kills, seed):
+    """Fork lives from this process, which has everything imported, and kill each at a random moment."""
+    uninterrupted("adamw", 1)  # all that torch imports late is there for the forks
+    draw = random.Random(seed)
+    inside, reached = 0, []
+
+    def start(until):
+        mode = {name: draw.random() < 0.5 for name in ("donate", "bound", "asynchronous")}
+        if pid := os.fork():
+            return pid
+        try:
+            life(folder, until, **mode)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    for number in range(kills):
+        more = lines_in(folder) + (0, 1, 3)[number % 3]  # so that some come far, on a slow machine too
+        pid = start(10**9)
+        while lines_in(folder) < more:
+            time.sleep(0.001)
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "a life ended by itself: what it said is above"
+        time.sleep(draw.uniform(0.0, 0.1))
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+        assert os.WIFSIGNALED(status), "a life ended by itself: what it said is above"
+        inside += any(path.name.startswith((".writing-", ".deleting-")) for path in Path(folder).iterdir())
+        latest = ll.checkpoint_io(folder).latest()
+        reached.append(latest.epoch * LENGTH + latest.batch if latest else 0)
+    assert reached == sorted(reached)
+    until = reached[-1] + 5
+    assert os.waitpid(start(until), 0)[1] == 0
+    check(folder, until)
+    print(f"{kills} kills, {inside} of them inside a save, {len(set(reached))} places, {until} batches")
+
+
+@pytest.mark.parametrize("kills", [15, pytest.param(400, marks=pytest.mark.large)])
+def test_killed_at_any_moment_and_started_again(tmp_path, kills):
+    out = subprocess.run(
+        process("kill_again_and_again", str(tmp_path), kills, random.randrange(10**6)),
+        cwd=TESTS.parent, capture_output=True, text=True,
+    )  # fmt: skip
+    assert out.returncode == 0, out.stderr
+    assert out.stderr == ""
+    print(out.stdout)
+    found = [int(word) for word in out.stdout.split() if word.isdigit()]
+    assert found[0] == kills
+    assert found[1] >= kills // 15
+    assert found[2] >= kills // 5
