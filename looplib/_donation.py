@@ -86,22 +86,33 @@ def own(chain: Chain, tensors: Iterable[Tensor]) -> None:
             _owners[key] = (chain, weakref.ref(tensor, forget))
 
 
-# The last donated step: its argument and its result. When an interrupt strikes before the result has a name,
-# the argument, which is spent, takes the result's place, so that the caller's variable holds the run.
-_in_flight: tuple[weakref.ref[TrainState], weakref.ref[TrainState]] | None = None
-rescued: tuple[weakref.ref[TrainState], TrainState] | None = None
+class Heir:
+    """Shared by the records of one moment of a run: the next one, if an interrupt took it from its caller.
+
+    When an interrupt strikes before a step's result has a name, the argument, which is spent, takes its place,
+    so that the caller's variable holds the run. Who lets go of the spent record lets go of the next one too.
+    """
+
+    __slots__ = ("__weakref__", "state")
+
+    def __init__(self) -> None:
+        self.state: TrainState | None = None
+
+
+_in_flight: tuple[weakref.ref[Heir], weakref.ref[TrainState]] | None = None  # the last donated step
+rescued = False  # ever, in this process
 
 
 def in_flight(old: TrainState, new: TrainState) -> None:
-    global _in_flight, rescued
-    _in_flight = (weakref.ref(old), weakref.ref(new))
-    rescued = None
+    global _in_flight
+    _in_flight = (weakref.ref(old._heir), weakref.ref(new))
 
 
 def _rescue() -> None:
     global rescued
-    if _in_flight is not None and (new := _in_flight[1]()) is not None:
-        rescued = (_in_flight[0], new)
+    if _in_flight is not None and (heir := _in_flight[0]()) is not None:
+        heir.state = _in_flight[1]()
+        rescued = True
 
 
 _interrupts.before_raising.append(_rescue)

@@ -1,8 +1,8 @@
 """When an interrupt is taken.
 
 A signal whose Python handler raises (Ctrl-C, a time-out, a SIGTERM turned into SystemExit) may strike between
-any two bytecodes: amid an update in place, or when the new state has no name yet. Our handler stands before
-the one that was there and only chooses the moment: never within an update; a first Ctrl-C in the body of a
+any two bytecodes: amid an update in place, or when the new state has no name yet. A guard stands before the
+handlers that were there and only chooses the moment: never within an update; a first Ctrl-C in the body of a
 loop over a looplib loader at its next batch, so that each batch is stepped, logged and saved whole; everything
 else, and a second Ctrl-C, at once. It is put up by the first donated step or batch, never at import.
 """
@@ -15,137 +15,190 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from inspect import CO_GENERATOR
+from itertools import islice
 from types import CodeType, FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _HELD = tuple(
     int(getattr(signal, name))
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
+    for name in ("SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGINT")
     if hasattr(signal, name)
 )
 _NOTICE = b"\nlooplib: stopping at the next batch; press Ctrl-C again to stop at once\n"
-_main_thread = threading.main_thread().ident
+_main_thread = threading.main_thread().ident or 0
 
-_previous: dict[int, Callable[[int, FrameType | None], Any]] = {}
-_bodies: dict[int, tuple[int, CodeType]] = {}  # iterator -> the frame whose loop body it has given a batch
-_pending: list[int] = []
-_depth = 0
+_holders: list[int] = []  # the threads that hold signals up, each as often as it does
+_waiting: list[tuple[_Guard, int]] = []  # signals that are held up
+_stopping = False  # a first Ctrl-C came, and the next batch is to take it
+_bodies: dict[object, tuple[int, CodeType]] = {}  # loop -> the frame whose loop body has been given a batch
 
 before_raising: list[Callable[[], None]] = []  # _donation, which knows what is in flight, asks to be told
 
 
+class _Guard:
+    """Stands before handlers. Another one is made when a handler is found where this one stood: whoever put it
+    there may have kept this one, to put it back, and then it must still know its own."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if _waiting.count((self, signum)) < 2:  # the second is a Ctrl-C that insists
+            _waiting.append((self, signum))
+        deliver(frame)
+
+    def take(self, signum: int, frame: FrameType | None) -> None:
+        global _stopping
+        running = {there.f_code for there in _stack(frame)}
+        if signum == signal.SIGINT and not _stopping and _in_body(frame):
+            _stopping = True
+            with suppress(OSError):  # nobody may be reading any more: Ctrl-C ends the `tee` of a pipe too
+                os.write(2, _NOTICE)  # not print: the signal may have struck amid a print
+        elif _leave.__code__ in running:
+            _send_later(signum)  # for what a destructor raises is swallowed,
+            if _close.__code__ in running:
+                self.handlers[signum](signum, frame)  # though it ends what the destructor waits for
+        else:
+            if signum == signal.SIGINT:
+                _stopping = False
+            try:
+                self.handlers[signum](signum, frame)
+            except BaseException:
+                for tell in before_raising:
+                    tell()
+                raise
+
+
+_handle = _Guard()
+_previous = _handle.handlers
+
+
 def install() -> None:
     """Stand before the Python handlers of this moment; cheap when already there, nothing off the main thread."""
+    global _handle, _previous
     if threading.get_ident() == _main_thread:
         for signum in _HELD:
             handler = _signal.getsignal(signum)
-            if handler is not _handle and callable(handler):
+            if type(handler) is not _Guard and callable(handler):
+                if signum in _previous:
+                    _handle = _Guard()
+                    _previous = _handle.handlers
                 _previous[signum] = handler
                 _signal.signal(signum, _handle)
 
 
 def _uninstall() -> None:
-    for signum, handler in list(_previous.items()):
-        if _signal.getsignal(signum) is _handle:
-            _signal.signal(signum, handler)
+    for signum in _HELD:
+        if type(guard := _signal.getsignal(signum)) is _Guard:
+            _signal.signal(signum, guard.handlers[signum])
 
 
-def _handle(signum: int, frame: FrameType | None) -> None:
-    if _depth:
-        _pending.append(signum)
-    elif signum == signal.SIGINT and not _pending and _in_body(frame):
-        _pending.append(signum)
-        os.write(2, _NOTICE)  # not print: the signal may have struck amid a print
-    else:
-        _pending.clear()
-        _forward(signum, frame)
-
-
-def _forward(signum: int, frame: FrameType | None) -> None:
-    for tell in before_raising:
-        tell()
-    _previous[signum](signum, frame)
-
-
-def _in_body(frame: FrameType | None) -> bool:
-    bodies = set(_bodies.values())
-    while bodies and frame is not None:
-        if (id(frame), frame.f_code) in bodies:
-            return True
-        frame = frame.f_back
-    return False
+# With the thread's number: from the one to the other, signals wait. Calls nest; off the main thread, where no signals
+# come, they do nothing. Both are C functions, so that no signal fits between the call and its effect: as the first
+# thing in a `finally` they are sure to be done. After end_hold, deliver.
+begin_hold = _holders.append
+end_hold = _holders.remove
 
 
 def hold() -> None:
-    """From here to `release`, signals wait. Calls nest; off the main thread, where none come, nothing is done."""
-    global _depth
-    if threading.get_ident() == _main_thread:
-        _depth += 1
+    """The same where a signal may come first: from here to `release`, signals wait."""
+    begin_hold(threading.get_ident())
 
 
 def release() -> None:
-    """End a `hold`; at the outermost one a signal that waited is taken, unless a loop's next batch will."""
-    global _depth
-    if threading.get_ident() != _main_thread:
-        return
-    _depth -= 1
-    if _pending and not _depth:
-        frame = sys._getframe(1)
-        if _pending != [signal.SIGINT] or not _in_body(frame):
-            signum = _pending[0]
-            _pending.clear()
-            _forward(signum, frame)
+    """End a `hold`; at the outermost one the signals that waited are taken, each at its moment."""
+    end_hold(threading.get_ident())
+    deliver(sys._getframe(1))
 
 
-class interruptible(Generic[T]):
-    """The iterator given, with its `next` as the place where an interrupt of the loop's body is taken."""
-
-    def __init__(self, iterator: Iterator[T]) -> None:
-        self._iterator = iterator
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        if threading.get_ident() != _main_thread:
-            return next(self._iterator)
-        _bodies.pop(id(self), None)
+def deliver(frame: FrameType | None = None) -> None:
+    """Let the signals that waited get to their handlers, unless something still holds them up."""
+    if _waiting and _main_thread not in _holders and threading.get_ident() == _main_thread:
+        frame = frame or sys._getframe(1)
+        guard, signum = _waiting.pop(0)
         try:
-            if _pending and not _depth:
-                signum = _pending[0]
-                _pending.clear()
-                _forward(signum, sys._getframe())
-            install()
-            batch = next(self._iterator)
-        except BaseException:
-            self.close()
-            raise
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__", "").startswith("looplib."):
-            frame = frame.f_back
-        if frame is not None:
-            _bodies[id(self)] = (id(frame), frame.f_code)
-        return batch
+            guard.take(signum, frame)
+        finally:  # one that raises does not keep the others from their handlers
+            deliver(frame)
 
-    def close(self) -> None:
-        """Let go of the iterator and, if no other loop runs, of the signal handlers."""
-        iterator, self._iterator = self._iterator, iter(())
-        if hasattr(iterator, "close"):
-            iterator.close()
-        del iterator
-        _bodies.pop(id(self), None)
-        if not _bodies and threading.get_ident() == _main_thread:
+
+def _stack(frame: FrameType | None) -> list[FrameType]:
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _in_body(frame: FrameType | None) -> bool:
+    return not {(id(there), there.f_code) for there in _stack(frame)}.isdisjoint(_bodies.values())
+
+
+def _send_later(signum: int) -> None:
+    """Send the signal once more, when what it must not strike is over."""
+    send = getattr(signal, "pthread_kill", lambda thread, signum: signal.raise_signal(signum))
+    timer = threading.Timer(0.01, send, (_main_thread, signum))
+    timer.daemon = True
+    timer.start()
+
+
+def interruptible(iterator: Iterator[T]) -> Iterator[T]:
+    """What the iterator gives; asking for the next is where an interrupt of the loop's body is taken."""
+    loop = object()
+    try:
+        while True:
+            _bodies.pop(loop, None)
+            _stop_if_asked(sys._getframe(1))
+            batches = list(islice(iterator, 1))
+            if not batches:
+                return
+            if threading.get_ident() == _main_thread and (frame := _body(sys._getframe(1))):
+                _bodies[loop] = frame
+            yield batches.pop()  # nothing here may keep it alive
+    finally:
+        _leave(loop, iterator)
+
+
+def _stop_if_asked(frame: FrameType) -> None:
+    global _stopping
+    install()
+    # A loop in the body of another is part of that body.
+    if _stopping and threading.get_ident() == _main_thread and not _in_body(frame):
+        _stopping = False
+        # The handler of now: that of then may have gone with a `with` in the body.
+        if type(guard := _signal.getsignal(signal.SIGINT)) is _Guard:
+            guard.take(signal.SIGINT, frame)
+
+
+def _body(frame: FrameType | None) -> tuple[int, CodeType] | None:
+    """The frame of the loop: the first that stays, not one of a function of ours or of a generator between."""
+    for there in _stack(frame):
+        if not (there.f_code.co_flags & CO_GENERATOR or there.f_globals.get("__name__", "").startswith("looplib.")):
+            return id(there), there.f_code
+    return None
+
+
+def _leave(loop: object, iterator: Iterator[T]) -> None:
+    """End a loop and, if no other runs, put back the handlers that were there."""
+    global _stopping
+    try:
+        _close(iterator)
+    finally:
+        _bodies.pop(loop, None)
+        # The garbage collector may have called, at a time when the guard is needed.
+        modules = {there.f_globals.get("__name__") for there in _stack(sys._getframe())}
+        needed = _bodies or _main_thread in _holders or "looplib.steps" in modules
+        if not needed and threading.get_ident() == _main_thread:
+            if _stopping:  # the loop was left by a break or an error, with an interrupt waiting
+                _stopping = False
+                _send_later(signal.SIGINT)
             _uninstall()
-            if _pending and not _depth:
-                # The loop was left by a break with an interrupt still waiting. Raised here, in a destructor,
-                # it would be swallowed; so it is sent once more, when the destructor is over.
-                signum = _pending[0]
-                _pending.clear()
-                timer = threading.Timer(0.01, signal.raise_signal, (signum,))
-                timer.daemon = True
-                timer.start()
 
-    def __del__(self) -> None:
-        self.close()
+
+def _close(iterator: Iterator[T]) -> None:
+    if hasattr(iterator, "close"):
+        iterator.close()

@@ -7,6 +7,7 @@ runs the module on another state's tensors, as `torch.func.functional_call` does
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+
+from looplib import _interrupts
 
 Slot = tuple[dict[str, Any], str]
 
@@ -135,6 +138,7 @@ class Host:
             self.device, self.generators = device, _generators(device)
         generators = self.generators
         streams = [generator.get_state() for generator in generators]
+        thread = threading.get_ident()
         try:
             for owner, key, _, tensor in swaps:
                 owner[key] = tensor
@@ -144,12 +148,17 @@ class Host:
                 generator.manual_seed(seed)
             return body()
         finally:
-            for owner, key, own, _ in swaps:
-                owner[key] = own
-            for module, mode in modes:
-                module.training = not mode
-            for generator, stream in zip(generators, streams, strict=True):
-                generator.set_state(stream)
+            _interrupts.begin_hold(thread)
+            try:
+                for owner, key, own, _ in swaps:
+                    owner[key] = own
+                for module, mode in modes:
+                    module.training = not mode
+                for generator, stream in zip(generators, streams, strict=True):
+                    generator.set_state(stream)
+            finally:
+                _interrupts.end_hold(thread)
+                _interrupts.deliver()
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that stand in the module now: some modules put new ones there, rather than write."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from looplib import _interrupts
 from looplib._random import mix
 
 Order = Callable[[int, torch.Generator], Any]
@@ -55,11 +57,17 @@ def seed_streams(seed: int) -> None:
 @contextmanager
 def kept_streams() -> Iterator[None]:
     """Whatever is drawn or seeded inside, the global streams go on after it as if it had not been."""
-    saved = save_streams()
+    _interrupts.install()
+    saved, thread = save_streams(), threading.get_ident()
     try:
         yield
     finally:
-        restore_streams(saved)
+        _interrupts.begin_hold(thread)
+        try:
+            restore_streams(saved)
+        finally:
+            _interrupts.end_hold(thread)
+            _interrupts.deliver()
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ them. Everything between loss and update (clipping, accumulation, precision) wra
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from looplib import _modules
+from looplib import _interrupts, _modules
 from looplib._random import mix
 from looplib.metrics import Mean, Metric
 from looplib.metrics import batch_size as count_examples
@@ -140,7 +141,7 @@ def make_grad_fn(
 
         lent = buffers if part.donate else {name: tensor.clone() for name, tensor in buffers.items()}
         seed = mix(state.seed, state.step, _modules.rank(), part.index)
-        grad_mode = torch.is_grad_enabled()
+        grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
         try:
             torch._C._set_grad_enabled(True)
             for tensor in frozen:
@@ -150,11 +151,16 @@ def make_grad_fn(
             host.explain(params, buffers, batch)
             raise
         finally:
-            torch._C._set_grad_enabled(grad_mode)
-            for tensor in frozen:
-                tensor.requires_grad_(True)
-            for leaf, grad in zip(leaves.values(), stale, strict=True):
-                leaf.grad = grad
+            _interrupts.begin_hold(thread)
+            try:
+                torch._C._set_grad_enabled(grad_mode)
+                for tensor in frozen:
+                    tensor.requires_grad_(True)
+                for leaf, grad in zip(leaves.values(), stale, strict=True):
+                    leaf.grad = grad
+            finally:
+                _interrupts.end_hold(thread)
+                _interrupts.deliver()
         if len(out.grads) < len(names) and not (allow_unused or part.sums):
             raise ValueError(unreached(name for name in names if name not in out.grads))
         if out.buffers and not part.donate:

@@ -302,13 +302,14 @@ class _Engine:
         kind = (first.device, first.dtype, self.fuse)
         if rebuild or self.kind != kind or self.names != list(states):
             chosen = {name: params[name] for name in states}
-            self.instance, self.kind, self.names = self.build(chosen), kind, list(states)
-            self.partition = self.divide(chosen)
+            self.names = []  # an interrupt from here on leaves it unsettled
+            self.instance, self.partition = self.build(chosen), self.divide(chosen)
             self.clear()
             # The class's own step finds its lists anew in each step, for ten times what the kernel takes. Where
             # torch has one kernel for all of a group it is called as the class would.
             alike = len({(tensor.device, tensor.dtype) for tensor in chosen.values()}) == 1
             self.kernel = _KERNELS.get(self.cls) if self.fuse and alike else None
+            self.kind, self.names = kind, list(states)
 
     def one(self, device: torch.device) -> Tensor:
         """A one to add, made once: a number would be made a tensor at each of the additions."""
@@ -380,9 +381,13 @@ def _copies(
     grads: Grads, params: Params, states: Mapping[str, dict[str, Any]]
 ) -> tuple[Params, dict[str, dict[str, Any]]]:
     """Copies of what an update of these parameters writes, in one sweep."""
-    with torch.no_grad():
+    grad_mode = torch.is_grad_enabled()
+    try:
+        torch._C._set_grad_enabled(False)
         tensors = {name: params[name].clone() for name in grads}
         working = {name: {key: _copy(value) for key, value in states[name].items()} for name in grads}
+    finally:
+        torch._C._set_grad_enabled(grad_mode)
     for name, tensor in tensors.items():
         tensor.requires_grad_(params[name].requires_grad)
     return tensors, working

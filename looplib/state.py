@@ -25,12 +25,13 @@ class DonatedStateError(RuntimeError):
 
 
 class _Marked:
-    __slots__ = ("__weakref__", "_born", "_lane", "_seen")
+    __slots__ = ("__weakref__", "_born", "_heir", "_lane", "_seen")
 
     if TYPE_CHECKING:
         _born: int  # chains there were when the state was made: of those it knows all that concern it
         _seen: dict[_donation.Chain, int]  # the chains of its tensors, and the generation of each then
         _lane: _donation.Chain | None  # the chain that owns all its step writes, if that is known
+        _heir: _donation.Heir
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -84,6 +85,7 @@ class TrainState(_Marked):
         object.__setattr__(self, "_seen", _donation.generations(trees))
         object.__setattr__(self, "_born", _donation.chains)
         object.__setattr__(self, "_lane", None)
+        object.__setattr__(self, "_heir", _donation.Heir())
 
     def replace(self, **changes: Any) -> TrainState:
         """A copy with these fields changed; it shares every tensor that is not.
@@ -101,7 +103,10 @@ class TrainState(_Marked):
         # What is kept was read just now, so its marks hold; only new trees must be looked through.
         seen = {chain: at for chain, at in self._seen.items() if chain.generation == at}
         seen |= _donation.generations([changes[name] for name in _TREES if name in changes])
-        return make(values, seen, None if changes.keys() & {"params", "buffers", "opt_state"} else self._lane)
+        lane = None if changes.keys() & {"params", "buffers", "opt_state"} else self._lane
+        # A step wrapped by one that changes `extra` is given such a copy. A copy with another seed, or at another
+        # place, is not what the run goes on from.
+        return make(values, seen, lane, self._heir if changes.keys() <= {"extra"} else None)
 
     def __repr__(self) -> str:
         _heal(self)
@@ -131,10 +136,16 @@ _slots = {name: getattr(TrainState, name) for name in _FIELDS}
 _read = {name: slot.__get__ for name, slot in _slots.items()}
 _write = tuple((name, slot.__set__) for name, slot in _slots.items())
 _read_counts = tuple((name, _read[name]) for name in _COUNTS)
-_set_born, _set_seen, _set_lane = (vars(_Marked)[name].__set__ for name in ("_born", "_seen", "_lane"))
+_marks = ("_born", "_seen", "_lane", "_heir")
+_set_born, _set_seen, _set_lane, _set_heir = (vars(_Marked)[name].__set__ for name in _marks)
 
 
-def make(values: dict[str, Any], seen: dict[_donation.Chain, int], lane: _donation.Chain | None = None) -> TrainState:
+def make(
+    values: dict[str, Any],
+    seen: dict[_donation.Chain, int],
+    lane: _donation.Chain | None = None,
+    heir: _donation.Heir | None = None,
+) -> TrainState:
     """A state of all its fields, whose marks are known: without the walk over its tensors."""
     state = object.__new__(TrainState)
     for name, write in _write:
@@ -142,6 +153,7 @@ def make(values: dict[str, Any], seen: dict[_donation.Chain, int], lane: _donati
     _set_seen(state, seen)
     _set_born(state, _donation.chains)
     _set_lane(state, lane)
+    _set_heir(state, heir or _donation.Heir())
     return state
 
 
@@ -152,17 +164,13 @@ def counts_of(state: TrainState) -> dict[str, Any]:
 
 def _heal(state: TrainState) -> None:
     """Turn a spent state whose successor an interrupt took away into that successor."""
-    if _donation.rescued is None:
-        return
-    old, new = _donation.rescued
-    seen = new._seen
-    before = any(seen[chain] - 1 == at for chain, at in state._seen.items() if chain in seen)
-    if state is not new and (old() is state or before):
+    if (new := state._heir.state) is not None:
         for name, write in _write:
             write(state, _read[name](new))
         _set_seen(state, new._seen)
         _set_born(state, new._born)
         _set_lane(state, new._lane)
+        _set_heir(state, new._heir)
 
 
 def _spent_by(state: TrainState, trees: tuple[str, ...]) -> _donation.Chain | None:

@@ -6,6 +6,7 @@ is pure; with `donate` it may use the old state's memory for the new one's, and 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Set
 from typing import Any, Protocol
 
@@ -74,6 +75,7 @@ def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = Fal
     part = Part(donate=donate)
 
     def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
+        _interrupts.install()
         out = grad_fn(state, batch, part)
         params, opt_state = optimizer.update(out.grads, state.opt_state, state.params, state.step)
         applied = params is not state.params
@@ -89,15 +91,14 @@ def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = Fal
         nonlocal written
         params, buffers, opt_state = state.params, state.buffers, state.opt_state
         _interrupts.install()
+        thread = threading.get_ident()
         saved = {name: buffers[name].clone() for name in (buffers if written is None else written)}
         versions = [tensor._version for tensor in buffers.values()]
         try:
-            out = grad_fn(state, batch, part)
-            _interrupts.hold()
-        except BaseException:
-            _restore(buffers, saved)
-            raise
-        try:
+            try:
+                out = grad_fn(state, batch, part)
+            finally:
+                _interrupts.begin_hold(thread)
             new_params, new_opt_state = optimizer.update(out.grads, opt_state, params, state.step, donate=True)
             applied = new_params is not params
             values = _advance(state, out.samples, applied)
@@ -125,7 +126,8 @@ def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = Fal
             _restore(buffers, saved)
             raise
         finally:
-            _interrupts.release()
+            _interrupts.end_hold(thread)
+            _interrupts.deliver()
         return new, out.metrics
 
     return donated_step if donate else pure_step
@@ -148,13 +150,9 @@ def _advance(state: TrainState, samples: int, applied: bool) -> dict[str, Any]:
 
 
 def _restore(buffers: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    _interrupts.hold()
-    try:
-        with torch.no_grad():
-            for name, tensor in saved.items():
-                buffers[name].copy_(tensor)
-    finally:
-        _interrupts.release()
+    with torch.no_grad():
+        for name, tensor in saved.items():
+            buffers[name].copy_(tensor)
 
 
 def _chain(state: TrainState, params: Set[str], buffers: Set[str]) -> _donation.Chain:
@@ -231,14 +229,18 @@ def _without_training(model: nn.Module, function: Callable[[nn.Module, Any], Any
     host = _modules.Host(model, training=False)
 
     def forward(state: TrainState, batch: Any) -> Any:
+        _interrupts.install()
         params, buffers = of_this_model(host, state)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
         seed = mix(state.seed, state.step, _modules.rank())
+        grad_mode = torch.is_grad_enabled()
         try:
-            with torch.no_grad():
-                return host.run(params, lent, seed, lambda: function(model, batch))
+            torch._C._set_grad_enabled(False)
+            return host.run(params, lent, seed, lambda: function(model, batch))
         except RuntimeError:
             host.explain(params, buffers, batch)
             raise
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
 
     return forward

@@ -29,6 +29,7 @@ def handlers_come_back():
     def handlers():
         return {number: signal.getsignal(number) for number in signal.valid_signals()}
 
+    _interrupts._uninstall()
     before = handlers()
     yield
     gc.collect()
