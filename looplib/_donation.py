@@ -73,9 +73,7 @@ def own(chain: Chain, tensors: Iterable[Tensor]) -> None:
     global chains
     chains += 1
     tensors = list(tensors)
-    for keys, reading in _reading:
-        if any(_storage(tensor) in keys for tensor in tensors):
-            reading.exception()  # waits; the error is for whoever asks for it
+    wait_for_readers(tensors)
     for tensor in tensors:
         if key := _storage(tensor):
 
@@ -128,5 +126,14 @@ _reading: list[tuple[set[int], Any]] = []
 
 def let_finish(tree: Any, reading: Any) -> None:
     """Until this future is done, whoever is about to write these tensors in place for the first time waits."""
-    _reading[:] = [(keys, future) for keys, future in _reading if not future.done()]
     _reading.append(({_storage(tensor) for tensor in tensors_in(tree)}, reading))
+
+
+def wait_for_readers(tree: Any) -> None:
+    """Before these tensors are written in place."""
+    _reading[:] = [(keys, reading) for keys, reading in _reading if not reading.done()]
+    if _reading:
+        written = {_storage(tensor) for tensor in tensors_in(tree)}
+        for keys, reading in list(_reading):
+            if not keys.isdisjoint(written):
+                reading.exception()  # waits; the error is for whoever asks for it

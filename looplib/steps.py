@@ -90,6 +90,8 @@ def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = Fal
     def donated_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         nonlocal written
         params, buffers, opt_state = state.params, state.buffers, state.opt_state
+        if _donation._reading:
+            _donation.wait_for_readers((params, buffers, opt_state))
         _interrupts.install()
         thread = threading.get_ident()
         saved = {name: buffers[name].clone() for name in (buffers if written is None else written)}

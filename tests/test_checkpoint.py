@@ -873,3 +873,21 @@ def test_a_reader_beside_a_writer_always_finds_a_whole_one(tmp_path):
         stop.set()
         thread.join()
     assert seen == sorted(seen)
+
+
+def test_a_pure_state_that_is_donated_while_it_is_written_is_written_as_it_was(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+    model = net()
+    grad_fn = ll.make_grad_fn(model, lambda m, x: m(x).square().mean())
+    pure, donated = (ll.make_train_step(grad_fn, adamw, donate=donate) for donate in (False, True))
+    ckpt = ll.checkpoint_io(tmp_path, asynchronous=True)
+    state, _ = pure(unbound(), torch.randn(5, 3))
+    kept = ll.copy_state(state)
+    ckpt.save(state)
+    assert gate.began.wait(30)
+    timer = threading.Timer(0.2, gate.open.set)
+    timer.start()
+    for _ in range(3):  # the first one waits, the others have nothing to wait for
+        state, _ = donated(state, torch.randn(5, 3))
+    ckpt.wait()
+    assert same(ckpt.restore(unbound()), kept)
