@@ -134,6 +134,6 @@ def wait_for_readers(tree: Any) -> None:
     _reading[:] = [(keys, reading) for keys, reading in _reading if not reading.done()]
     if _reading:
         written = {_storage(tensor) for tensor in tensors_in(tree)}
-        for keys, reading in list(_reading):
+        for keys, reading in _reading:
             if not keys.isdisjoint(written):
                 reading.exception()  # waits; the error is for whoever asks for it
