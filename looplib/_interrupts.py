@@ -119,7 +119,10 @@ def deliver(frame: FrameType | None = None) -> None:
     """Let the signals that waited get to their handlers, unless something still holds them up."""
     if _waiting and _main_thread not in _holders and threading.get_ident() == _main_thread:
         frame = frame or sys._getframe(1)
-        guard, signum = _waiting.pop(0)
+        try:
+            guard, signum = _waiting.pop(0)
+        except IndexError:  # a signal that struck just now has taken it along
+            return
         try:
             guard.take(signum, frame)
         finally:  # one that raises does not keep the others from their handlers

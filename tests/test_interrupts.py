@@ -412,6 +412,36 @@ def test_every_moment_of_a_loop_over_a_loader(donate, every, capfd):
     assert moment > 1000
 
 
+@pytest.mark.parametrize("handler", ["raises", "notes"])
+@pytest.mark.parametrize("over", ["loader", "list"])
+def test_every_moment_of_the_handling_of_a_ctrl_c_for_a_second_one(over, handler, capfd):
+    expected, noted = trajectory(Parts(donate=True), over=over), []
+    if handler == "notes":
+        signal.signal(signal.SIGINT, lambda *_: noted.append(True))
+    for moment in itertools.count(1):
+        parts, handling = Parts(donate=True), []
+        noted.clear()
+
+        def after(state, handling=handling):
+            if state.step == 1:
+                handling.append(True)
+                try:
+                    press()
+                finally:
+                    handling.clear()
+
+        batches = parts.loader(parts.state) if over == "loader" else parts.batches
+        profile = at_moment(moment, press, while_=lambda handling=handling: handling)
+        with profiled(profile):
+            ended_by = KeyboardInterrupt if handler == "raises" else ()
+            state = train(parts.state, parts.step, batches, after, ended_by)
+        assert record(state) == expected[1 if handler == "raises" else BATCHES]
+        assert bool(noted) is (handler == "notes")
+        if profile.seen < moment:
+            break
+    assert moment > 10
+
+
 class Run:
     """A loop of two steps, with the state in an attribute."""
 
