@@ -12,7 +12,7 @@ import re
 import shutil
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,7 +44,7 @@ def put(folder: Path, target: Path, parts: Parts, about: Mapping[str, Any]) -> N
         sync_directory(folder)
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
-        size = in_words(sum(run.source.numel() for run in parts.runs))
+        size = in_words(sum(run.high - run.low for run in parts.runs))
         room = f" ({size} to write, {in_words(shutil.disk_usage(folder).free)} free there)" if folder.exists() else ""
         raise OSError(
             error.errno,
@@ -128,6 +128,6 @@ class Lock:
             os.ftruncate(self.file, 0)
             os.pwrite(self.file, str(os.getpid()).encode(), 0)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # os is gone when the interpreter ends
         if hasattr(self, "file"):
-            os.close(self.file)
+            close(self.file)

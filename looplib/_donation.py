@@ -124,9 +124,9 @@ def written_in_place(state: TrainState) -> bool:
 _reading: list[tuple[set[int], Any]] = []
 
 
-def let_finish(tree: Any, reading: Any) -> None:
-    """Until this future is done, whoever is about to write these tensors in place for the first time waits."""
-    _reading.append(({_storage(tensor) for tensor in tensors_in(tree)}, reading))
+def let_finish(storages: set[int], reading: Any) -> None:
+    """Until this future is done, whoever is about to write these storages in place for the first time waits."""
+    _reading.append((storages, reading))
 
 
 def wait_for_readers(tree: Any) -> None:

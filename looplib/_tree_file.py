@@ -77,9 +77,19 @@ class _Run:
     """A run of bytes of one storage, which one leaf or several are made of."""
 
     name: str
-    source: Tensor  # its bytes, on whatever device
+    owner: Tensor  # one of the leaves
+    low: int  # where in its storage the bytes begin and end
+    high: int
     dtype: str
     shape: list[int]
+    copied: Tensor | None = None
+
+    def source(self) -> Tensor:
+        """Its bytes, on whatever device."""
+        if self.copied is not None:
+            return self.copied
+        empty = torch.empty(0, dtype=torch.uint8, device=self.owner.device)
+        return empty.set_(self.owner.untyped_storage(), self.low, (self.high - self.low,), (1,))
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,7 @@ class Parts:
         self.runs: list[_Run] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         self.values: dict[str, dict[str, Any]] = {}
+        self.storages: set[int] = set()
         by_storage: dict[Any, list[_Span]] = {}
         for place, leaf in leaves_of(tree).items():
             if not isinstance(leaf, Tensor):
@@ -108,6 +119,7 @@ class Parts:
             else:
                 span = _span(place, leaf)
                 address = span.tensor.untyped_storage().data_ptr()
+                self.storages.add(address)
                 key = (span.tensor.device, address) if leaf.numel() else place  # nothing to share where nothing is
                 by_storage.setdefault(key, []).append(span)
         for spans in by_storage.values():
@@ -122,7 +134,7 @@ class Parts:
             self._add(together, end)
         # What was asked of an accelerator before must be done before another thread reads the results.
         self.ready = []
-        for device in {run.source.device for run in self.runs if run.source.device.type != "cpu"}:
+        for device in {run.owner.device for run in self.runs if run.owner.device.type != "cpu"}:
             self.ready.append(torch.Event(device))
             self.ready[-1].record(torch.accelerator.current_stream(device))
 
@@ -135,13 +147,10 @@ class Parts:
             plain = plain and same == (first.dtype, low, first.tensor.shape, first.tensor.stride())
         if not plain:
             low -= low % _ALIGNMENT  # so that each is still aligned for its own dtype
-        storage = first.tensor.untyped_storage()
-        source = torch.empty(0, dtype=torch.uint8, device=first.tensor.device).set_(storage, low, (high - low,), (1,))
-        name = first.place
+        name, dtype, shape = first.place, "U8", [high - low]
         if plain and first.dtype in _SAFETENSORS:
-            self.runs.append(_Run(name, source, _SAFETENSORS[first.dtype], list(first.tensor.shape)))
-        else:
-            self.runs.append(_Run(name, source, "U8", [high - low]))
+            dtype, shape = _SAFETENSORS[first.dtype], list(first.tensor.shape)
+        self.runs.append(_Run(name, first.tensor, low, high, dtype, shape))
         for span in spans:
             entry = {"dtype": span.dtype, "shape": list(span.tensor.shape), "data": name}
             view = {} if plain else {"stride": list(span.tensor.stride()), "offset": span.low - low}
@@ -150,7 +159,7 @@ class Parts:
     def copy(self) -> None:
         """Take the bytes over into memory of our own, so that the tensors may be written."""
         for run in self.runs:
-            run.source = run.source.to("cpu", copy=True)
+            run.copied = run.source().to("cpu", copy=True)
 
 
 def _span(place: str, tensor: Tensor) -> _Span:
@@ -163,7 +172,8 @@ def _span(place: str, tensor: Tensor) -> _Span:
         kind = "tensor on the meta device, without values"
     if kind:
         raise TypeError(f"{place} is a {kind}, which a checkpoint cannot hold: give it as a dense plain tensor")
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
     size = tensor.element_size()
     low = int(tensor.storage_offset()) * size
     high = low + _reach(tensor.shape, tensor.stride()) * size
@@ -245,7 +255,7 @@ def _write_data(path: Path, parts: Parts) -> tuple[dict[str, dict[str, int]], in
         if begin > end:
             header[f"padding/{end}"] = {"dtype": "U8", "shape": [begin - end], "data_offsets": [end, begin]}
         begins.append(begin)
-        end = begin + run.source.numel()
+        end = begin + run.high - run.low
         header[run.name] = {"dtype": run.dtype, "shape": run.shape, "data_offsets": [begin, end]}
     head = orjson.dumps(header)
     head += b" " * (-(8 + len(head)) % _ALIGNMENT)
@@ -260,7 +270,7 @@ def _write_data(path: Path, parts: Parts) -> tuple[dict[str, dict[str, int]], in
             for run, begin in zip(parts.runs, begins, strict=True):
                 _write_all(descriptor, memoryview(bytes(start + begin - at)))
                 at = start + begin
-                source = run.source.cpu()
+                source = run.source().cpu()
                 view = _bytes(source)
                 checksum = _beside(pool, view)
                 for low in range(0, len(view), _CHUNK):

@@ -249,7 +249,7 @@ def checkpoint_io(
         writer = writer or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         pending = writer.submit(_in_background, work, lock)
         if not borrowed:
-            _donation.let_finish(_tree(state), pending)
+            _donation.let_finish(parts.storages, pending)
         return target
 
     def rotate() -> None:

@@ -703,7 +703,7 @@ def test_a_pure_state_is_written_from_where_it_lies_and_a_donated_one_from_a_cop
         path = ckpt.save(state)
         assert gate.began.wait(30)
         assert not path.exists()
-        sources = {run.source.untyped_storage().data_ptr() for run in gate.parts[-1].runs}
+        sources = {run.source().untyped_storage().data_ptr() for run in gate.parts[-1].runs}
         own = storages((state.params, state.buffers, state.opt_state))
         assert sources == own if shares else not sources & own
         kept = ll.copy_state(state)
