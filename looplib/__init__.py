@@ -1,7 +1,11 @@
 """looplib: functional, composable PyTorch training loops."""
 
 from looplib._tree_file import CheckpointVersionError, DamagedCheckpointError
+from looplib.accumulation import accumulate, retry_on_oom
+from looplib.averaging import ema, ema_warmup, eval_state, lookahead, swa
 from looplib.checkpoint import Checkpoint, CheckpointIO, Checkpoints, checkpoint_io
+from looplib.clipping import adaptive_grad_clip, clip_by_global_norm, clip_by_value, global_norm
+from looplib.composing import freeze, partition, sam
 from looplib.export import (
     load_optimizer_state_dict,
     load_state_dict,
@@ -10,10 +14,11 @@ from looplib.export import (
     save_safetensors,
     state_dict,
 )
-from looplib.gradients import GradFn, Gradients, Part, clip_by_global_norm, global_norm, make_grad_fn
+from looplib.gradients import GradFn, Gradients, Part, make_grad_fn
 from looplib.loader import Loader, make_loader
 from looplib.metrics import Mean, Metric, batch_size, compute, evaluate, merge
-from looplib.optimizer import NonFiniteGradientsError, Optimizer, apply_if_finite, optimizer
+from looplib.optimizer import Optimizer, optimizer
+from looplib.precision import autocast, dynamic_loss_scale, master_weights, scale_loss
 from looplib.predicates import (
     Predicate,
     after_epochs,
@@ -51,6 +56,7 @@ from looplib.schedules import (
 )
 from looplib.signals import Stopped, after_signal, stop_when
 from looplib.sinks import Sink, console, jsonl, read_jsonl, tee
+from looplib.skipping import NonFiniteGradientsError, apply_if_finite, skip_spikes
 from looplib.state import DonatedStateError, TrainState, bind, copy_state, end_epoch, init_state
 from looplib.steps import EvalStep, PredictStep, TrainStep, make_eval_step, make_predict_step, make_train_step
 from looplib.stopping import BestSoFar, early_stopping, update_best
@@ -79,6 +85,8 @@ __all__ = [
     "Stopped",
     "TrainState",
     "TrainStep",
+    "accumulate",
+    "adaptive_grad_clip",
     "after_epochs",
     "after_samples",
     "after_seconds",
@@ -87,10 +95,12 @@ __all__ = [
     "apply_if_finite",
     "at_epoch_end",
     "at_step",
+    "autocast",
     "batch_size",
     "bind",
     "checkpoint_io",
     "clip_by_global_norm",
+    "clip_by_value",
     "compute",
     "console",
     "constant",
@@ -98,14 +108,19 @@ __all__ = [
     "cosine",
     "cosine_restarts",
     "cyclic",
+    "dynamic_loss_scale",
     "early_stopping",
+    "ema",
+    "ema_warmup",
     "end_epoch",
+    "eval_state",
     "evaluate",
     "every_n_epochs",
     "every_n_samples",
     "every_n_steps",
     "every_seconds",
     "exponential",
+    "freeze",
     "global_norm",
     "init_state",
     "inverse_sqrt",
@@ -114,26 +129,34 @@ __all__ = [
     "linear",
     "load_optimizer_state_dict",
     "load_state_dict",
+    "lookahead",
     "make_eval_step",
     "make_grad_fn",
     "make_loader",
     "make_predict_step",
     "make_train_step",
+    "master_weights",
     "merge",
     "multistep_decay",
     "one_cycle",
     "optimizer",
     "optimizer_state_dict",
+    "partition",
     "polynomial",
     "predicate",
     "progress",
     "read_jsonl",
+    "retry_on_oom",
+    "sam",
     "save_pretrained",
     "save_safetensors",
+    "scale_loss",
     "scaled",
+    "skip_spikes",
     "state_dict",
     "step_decay",
     "stop_when",
+    "swa",
     "tee",
     "update_best",
     "warmup",

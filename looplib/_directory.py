@@ -34,12 +34,12 @@ def free_name(folder: Path, step: int) -> Path:
     return folder / (f"step-{step:08d}" + (f".{max(numbers)[1] + 1}" if numbers else ""))
 
 
-def put(folder: Path, target: Path, parts: Parts, about: Mapping[str, Any]) -> None:
+def put(folder: Path, target: Path, parts: Parts, about: Mapping[str, Any], helped: bool = True) -> None:
     """Write a new entry; one that cannot be finished leaves nothing."""
     beside = folder / f"{_WRITING}{target.name}-{uuid.uuid4().hex[:6]}"
     try:
         beside.mkdir()
-        write(beside, parts, about)
+        write(beside, parts, about, helped)
         beside.rename(target)
         sync_directory(folder)
     except OSError as error:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Chain:
     """The states of one run that write the same tensors."""
 
-    __slots__ = ("buffers", "generation", "params", "step", "writer")
+    __slots__ = ("buffers", "generation", "params", "readers", "step", "writer")
 
     def __init__(self, writer: str) -> None:
         self.generation = 0
@@ -32,6 +32,7 @@ class Chain:
         self.step: int | None = None  # where the run stands, for the error
         self.params: set[str] = set()  # the names of those it owns
         self.buffers: set[str] = set()
+        self.readers = 0  # how many of those that ever read were made sure not to read its tensors
 
 
 _owners: dict[int, tuple[Chain, weakref.ref[Tensor]]] = {}
@@ -122,11 +123,14 @@ def written_in_place(state: TrainState) -> bool:
 
 
 _reading: list[tuple[set[int], Any]] = []
+readers = 0  # so far
 
 
 def let_finish(storages: set[int], reading: Any) -> None:
     """Until this future is done, whoever is about to write these storages in place for the first time waits."""
+    global readers
     _reading.append((storages, reading))
+    readers += 1
 
 
 def wait_for_readers(tree: Any) -> None:

@@ -201,9 +201,3 @@ def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
     if device.type == "mps":
         return torch.default_generator, torch.mps._get_default_mps_generator()
     return (torch.default_generator,)
-
-
-def rank() -> int:
-    """This process's rank, 0 without torch.distributed."""
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if ready else 0

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,9 +222,9 @@ def _decoded(entry: Mapping[str, Any]) -> Any:
     raise ValueError(f"a value of kind {kind!r}")
 
 
-def write(directory: Path, parts: Parts, about: Mapping[str, Any]) -> None:
-    """Write both files into an empty directory, and sync them and it."""
-    data, size = _write_data(directory / DATA, parts)
+def write(directory: Path, parts: Parts, about: Mapping[str, Any], helped: bool = True) -> None:
+    """Write both files into an empty directory, and sync them and it; `helped` by a thread for the checksums."""
+    data, size = _write_data(directory / DATA, parts, helped)
     manifest = {
         "format": FORMAT,
         **about,
@@ -245,7 +246,7 @@ def _envelope(checksum: int) -> bytes:
     return b'{"crc32":%d,"manifest":' % checksum
 
 
-def _write_data(path: Path, parts: Parts) -> tuple[dict[str, dict[str, int]], int]:
+def _write_data(path: Path, parts: Parts, helped: bool) -> tuple[dict[str, dict[str, int]], int]:
     """Where in the file each run of bytes lies, with its checksum; and the file's size."""
     header: dict[str, Any] = {}
     begins, end = [], 0
@@ -272,7 +273,7 @@ def _write_data(path: Path, parts: Parts) -> tuple[dict[str, dict[str, int]], in
                 at = start + begin
                 source = run.source().cpu()
                 view = _bytes(source)
-                checksum = _beside(pool, view)
+                checksum = _beside(pool, view) if helped else partial(zlib.crc32, view)
                 for low in range(0, len(view), _CHUNK):
                     _write_all(descriptor, view[low : low + _CHUNK])
                     _start_writeback(descriptor, at + low, _CHUNK)

@@ -13,6 +13,7 @@ import html
 import math
 import os
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -237,7 +238,7 @@ def checkpoint_io(
         }
 
         def work() -> None:
-            put(folder, target, parts, about)
+            put(folder, target, parts, about, helped=not asynchronous)
             rotate()
 
         if not asynchronous:
@@ -313,11 +314,14 @@ def checkpoint_io(
     return CheckpointIO(save, restore, latest, best, steps, delete, wait)
 
 
+_NICE = 10
 _unheard: set[BaseException | None] = set()  # errors of background saves that no save or wait has raised yet
 
 
 def _in_background(work: Callable[[], None], lock: Lock) -> None:
     """The lock is held till the work is done, though its CheckpointIO be gone."""
+    if sys.platform == "linux":  # where a thread has a priority of its own: the steps beside it go first
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     try:
         work()
     except BaseException as error:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from looplib import _interrupts, _modules
 from looplib._random import mix
+from looplib._ranks import rank
 from looplib.metrics import Mean, Metric
 from looplib.metrics import batch_size as count_examples
 from looplib.state import TrainState
@@ -35,6 +36,7 @@ class Gradients(NamedTuple):
         buffers: name -> the buffers after the forward pass.
         samples: examples in the batch.
         weight: what the summed loss is to be divided by; None when `grads` are the mean's already.
+        per: where there is a weight, `grads` are those of the summed loss over `per`.
     """
 
     grads: Grads
@@ -42,6 +44,7 @@ class Gradients(NamedTuple):
     buffers: dict[str, Tensor]
     samples: int
     weight: Tensor | float | None = None
+    per: Tensor | float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +53,21 @@ class Part:
 
     Attributes:
         index: the microbatch, which the randomness depends on.
-        sums: give the gradient of the summed loss, and its weight, rather than that of the mean.
+        sums: give the gradient of the summed loss over `per`, and its weight, rather than that of the mean.
+        per: what summed losses are divided by, so that gradients of half precision stay as small as a mean's; None
+            for the part's own weight, or 1 if that is less.
         into: gradients so far, to be added to in place.
+        scale: multiplies the loss before the backward pass.
+        last: no other part of this step comes after.
         donate: the state's buffers may be written in place.
     """
 
     index: int = 0
     sums: bool = False
+    per: Tensor | float | None = None
     into: Mapping[str, Tensor] | None = None
+    scale: Tensor | None = None
+    last: bool = True
     donate: bool = False
 
 
@@ -131,16 +141,16 @@ def make_grad_fn(
             for name, leaf in leaves.items():
                 leaf.grad = part.into.get(name) if part.into else None
             loss, aux = _split(loss_fn(model, batch))
-            objective, weight = _objective(loss, samples, part.sums)
-            _backward(objective)
+            objective, weight, per = _objective(loss, samples, part)
+            _backward(objective if part.scale is None else objective * part.scale)
             metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
             for name, value in aux.items():
                 metrics[name] = record(name, value, samples)
             grads = {name: grad for name, leaf in leaves.items() if (grad := leaf.grad) is not None}
-            return Gradients(grads, metrics, host.buffers(), samples, weight)
+            return Gradients(grads, metrics, host.buffers(), samples, weight, per)
 
         lent = buffers if part.donate else {name: tensor.clone() for name, tensor in buffers.items()}
-        seed = mix(state.seed, state.step, _modules.rank(), part.index)
+        seed = mix(state.seed, state.step, rank(), part.index)
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
         try:
             torch._C._set_grad_enabled(True)
@@ -161,7 +171,7 @@ def make_grad_fn(
             finally:
                 _interrupts.end_hold(thread)
                 _interrupts.deliver()
-        if len(out.grads) < len(names) and not (allow_unused or part.sums):
+        if len(out.grads) < len(names) and not (allow_unused or not part.last):
             raise ValueError(unreached(name for name in names if name not in out.grads))
         if out.buffers and not part.donate:
             kept = {name: _kept(buffers[name], lent[name], tensor) for name, tensor in out.buffers.items()}
@@ -211,8 +221,8 @@ def _split(out: Any) -> tuple[Any, Mapping[str, Any]]:
     return out, {}
 
 
-def _objective(loss: Any, samples: int, sums: bool) -> tuple[Tensor, Tensor | float | None]:
-    """What to differentiate: the mean loss, or the summed loss with its weight."""
+def _objective(loss: Any, samples: int, part: Part) -> tuple[Tensor, Tensor | float | None, Tensor | float]:
+    """What to differentiate: the mean loss, or the summed loss over `per`, with its weight."""
     value = loss.total if isinstance(loss, Mean) else loss
     if not isinstance(value, Tensor):
         raise TypeError(
@@ -230,9 +240,19 @@ def _objective(loss: Any, samples: int, sums: bool) -> tuple[Tensor, Tensor | fl
             "under no_grad"
         )
     if not isinstance(loss, Mean):
-        return (value * samples, samples) if sums else (value, None)
+        if not part.sums:
+            return value, None, 1.0
+        per = max(samples, 1) if part.per is None else part.per
+        return value if per is samples else value * (samples / per), samples, per
     weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
-    return (value * loss.times, weight * loss.times) if sums else (value / weight, None)
+    if not part.sums:
+        return value / weight, None, 1.0
+    if loss.times != 1:
+        value, weight = value * loss.times, weight * loss.times
+    if part.per is not None:
+        return value / part.per, weight, part.per
+    per = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
+    return value / per, weight, per
 
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -264,55 +284,36 @@ def record(name: str, value: Any, samples: int) -> Metric:
     raise ValueError(f"{name!r} has {found}; give a scalar, a Mean(total, weight), or another metric")
 
 
-def clip_by_global_norm(grad_fn: GradFn, max_norm: float) -> GradFn:
-    """Scale the gradients down so that their global norm is at most `max_norm`; report it as `grad_norm`.
+def of_whole(name: str, grad_fn: GradFn) -> GradFn:
+    """A `GradFn` that has a meaning for the gradients of a whole step alone, and is refused for a part of one."""
 
-    >>> import looplib as ll, torch
-    >>> model = torch.nn.Linear(2, 1)
-    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
-    >>> clipped = ll.clip_by_global_norm(grad_fn, 1.0)(ll.init_state(model), torch.full((4, 2), 100.0))
-    >>> torch.nn.utils.get_total_norm(clipped.grads.values()).item() <= 1.0
-    True
-
-    The norm, taken before the scaling, stays on the device. The bits are those of
-    `torch.nn.utils.clip_grad_norm_`. A norm that is infinite or NaN makes the gradients NaN, as there.
-
-    Args:
-        grad_fn: whose gradients.
-        max_norm: the largest 2-norm of all gradients together, above 0.
-
-    Raises:
-        ValueError: `max_norm` is not above 0; within `accumulate`, where it would clip each piece.
-
-    Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013.
-    """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}; give a norm above 0")
-
-    def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+    def whole(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         if part.sums:
-            raise ValueError(
-                "clip_by_global_norm within accumulate would clip each piece: put it around, "
-                "clip_by_global_norm(accumulate(grad_fn, ...), max_norm)"
-            )
-        out = grad_fn(state, batch, part)
-        grads = list(out.grads.values())
-        norm = global_norm(grads)
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for device in {grad.device for grad in grads}:
-            here = grads if len(grads) == 1 else [grad for grad in grads if grad.device == device]
-            torch._foreach_mul_(here, scale.to(device))
-        return out._replace(metrics={**out.metrics, "grad_norm": Mean(norm)})
+            raise ValueError(_order(name, "accumulate"))
+        return grad_fn(state, batch, part)
 
-    return clipped
+    whole.of_whole = name  # type: ignore[attr-defined]
+    return whole
 
 
-def global_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all elements together, as a scalar tensor on the first tensor's device.
+def check_parts(grad_fn: GradFn, wrapper: str) -> None:
+    """Raise if parts of a step, as `wrapper` will ask for, have no meaning for this `GradFn`."""
+    if not callable(grad_fn) or isinstance(grad_fn, nn.Module):
+        raise TypeError(f"{wrapper} got a {type(grad_fn).__name__}; give a grad_fn, as ll.make_grad_fn returns")
+    if name := getattr(grad_fn, "of_whole", None):
+        raise ValueError(_order(name, wrapper))
 
-    >>> global_norm([torch.tensor([3.0]), torch.tensor([4.0])])
-    tensor(5.)
-    """
-    norms = torch._foreach_norm(list(tensors))
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    return norm
+
+def _order(name: str, wrapper: str) -> str:
+    return (
+        f"{name} within {wrapper} would act on each piece alone: put it around, {name}({wrapper}(grad_fn, ...), ...)"
+    )
+
+
+def multiply(grads: Mapping[str, Tensor], factor: Tensor | float) -> None:
+    """All gradients times a factor, in place."""
+    if not isinstance(factor, Tensor):
+        torch._foreach_mul_(list(grads.values()), factor)
+        return
+    for device in {grad.device for grad in grads.values()}:
+        torch._foreach_mul_([grad for grad in grads.values() if grad.device == device], factor.to(device))

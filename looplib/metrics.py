@@ -51,11 +51,10 @@ class Mean(NamedTuple):
     weight: Tensor | float = 1
     times: int = 1
 
-    def merge(self, other: Mean) -> Mean:
-        return Mean(
-            _wide(self.total) * self.times + _wide(other.total) * other.times,
-            _wide(self.weight) * self.times + _wide(other.weight) * other.times,
-        )
+    def merge(self, *others: Mean) -> Mean:
+        parts = (self, *others)
+        times = [part.times for part in parts]
+        return Mean(_sum([part.total for part in parts], times), _sum([part.weight for part in parts], times))
 
     def compute(self) -> Tensor | float:
         if isinstance(self.weight, (int, float)) and self.weight == 1:
@@ -64,10 +63,21 @@ class Mean(NamedTuple):
         return (total if total.is_floating_point() else total.double()) / self.weight
 
 
-def _wide(value: Tensor | float) -> Tensor | float:
-    if isinstance(value, Tensor) and value.device.type != "mps":
-        return value.double()
-    return value
+def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
+    """The sum of so many times each, with few operations however many there are."""
+    pairs = list(zip(values, times, strict=True))
+    number = sum(value * n for value, n in pairs if not isinstance(value, Tensor))
+    tensors = [value.reshape(()) for value in values if isinstance(value, Tensor)]
+    if not tensors:
+        return number
+    stacked = torch.stack(tensors)
+    wide = stacked if stacked.device.type == "mps" else stacked.double()
+    counts = {n for value, n in pairs if isinstance(value, Tensor)}
+    if len(counts) > 1:
+        terms = torch._foreach_mul(wide.unbind(), [n for value, n in pairs if isinstance(value, Tensor)])
+        return torch.stack(terms).sum() + number
+    total = wide.sum() * counts.pop()
+    return total + number if number else total
 
 
 Metrics = Mapping[str, Metric]
@@ -89,7 +99,17 @@ def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
                 f"metrics to merge must have the same names: found {sorted(first)} and {sorted(other)}; "
                 "let the metric or loss function return each name for every batch"
             )
-    return {name: reduce(lambda a, b: a.merge(b), (m[name] for m in rest), first[name]) for name in first}
+    if not rest:
+        return dict(first)
+    merged: dict[str, Metric] = {}
+    for name, record in first.items():
+        others = [m[name] for m in rest]
+        means = [other for other in (record, *others) if isinstance(other, Mean)]
+        if len(means) == len(rest) + 1:
+            merged[name] = means[0].merge(*means[1:])
+        else:
+            merged[name] = reduce(lambda a, b: a.merge(b), others, record)
+    return merged
 
 
 def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:

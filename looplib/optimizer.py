@@ -21,33 +21,87 @@ Grads = dict[str, Tensor]
 Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
 
 
+class Init(Protocol):
+    """`init(params, **extra) -> opt_state`, a pytree whose structure stays the same for the whole run.
+
+    `extra` holds `buffers`, name -> tensor, when `init_state` calls.
+    """
+
+    def __call__(self, params: Params, **extra: Any) -> Any: ...
+
+
 class Update(Protocol):
-    """`update(grads, opt_state, params, step, donate=False) -> (params, opt_state)`.
+    """`update(grads, opt_state, params, step, donate=False, **extra) -> (params, opt_state)`.
 
     `grads` names the parameters to change; the others are handed through. `step` counts the updates before
     this one: schedules are functions of it. With `donate`, the tensors of `params` and `opt_state` may be
     written in place. An update that decides to change nothing returns the very dict `params` that it was given:
-    then `step` does not move.
+    then `step` does not move. `extra` holds `metrics` and `buffers` of the gradients (`Gradients`) when a train step
+    calls.
     """
 
     def __call__(
-        self, grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False
+        self, grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
     ) -> tuple[Params, Any]: ...
+
+
+Evaluation = Callable[[Params, dict[str, Tensor], Any], tuple[Params, dict[str, Tensor]]]
+
+
+def _as_they_are(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
+    return params, buffers
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
     """A pair of pure functions; `ll.optimizer` makes one of a `torch.optim` class, wrappers one of another.
 
+    Functions that take no `**extra` are given none.
+
     Attributes:
-        init: `init(params) -> opt_state`, a pytree whose structure stays the same for the whole run.
+        init: see `Init`.
         update: see `Update`.
-        may_skip: the update may decide to change nothing, so the step keeps the buffers of before until then.
+        evaluation: `evaluation(params, buffers, opt_state) -> (params, buffers)`, the weights to evaluate with, where
+            those are others than the weights that are trained (averages); see `eval_state`.
     """
 
-    init: Callable[[Params], Any]
+    init: Init
     update: Update
-    may_skip: bool = False
+    evaluation: Evaluation = _as_they_are
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "init", _without_extra(self.init, {"params"}))
+        object.__setattr__(self, "update", _without_extra(self.update, {"donate"}))
+
+
+def _without_extra(function: Any, known: set[str]) -> Any:
+    """The function, deaf to keyword arguments that it does not take."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return function
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return function
+    accepted = known | parameters.keys()
+
+    def deaf(*args: Any, **extra: Any) -> Any:
+        return function(*args, **{name: value for name, value in extra.items() if name in accepted})
+
+    return deaf
+
+
+def wrap(optimizer: Optimizer, init: Init, update: Update, evaluation: Evaluation | None = None) -> Optimizer:
+    """An optimizer around another whose state stands in its own under `inner_state`."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"this wraps what ll.optimizer returns, and got a {type(optimizer).__name__}: give "
+            "ll.optimizer(torch.optim.AdamW, lr=...), or that wrapped"
+        )
+
+    def inner(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
+        return optimizer.evaluation(params, buffers, opt_state["inner_state"])
+
+    return Optimizer(init, update, evaluation or inner)
 
 
 def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
@@ -91,7 +145,7 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
             )
     engine = _Engine(cls, {"lr": lr, **hyperparameters}, groups)
     engine.try_values()
-    return Optimizer(engine.init, engine.update)
+    return Optimizer(engine.init, engine.update, evaluation=engine.evaluation)
 
 
 def _check_class(cls: Any) -> None:
@@ -182,7 +236,7 @@ class _Engine:
             made.train()  # schedule-free optimizers refuse to step before
         return made
 
-    def init(self, params: Params) -> dict[str, Any]:
+    def init(self, params: Params, **extra: Any) -> dict[str, Any]:
         if not params:
             raise ValueError(f"{self.cls.__name__} got no parameters to optimize")
         try:
@@ -244,8 +298,24 @@ class _Engine:
         state: dict[str, Any] = {"state": {name: dict(made.state[tensor]) for name, tensor in copies.items()}}
         return {**state, "groups": groups} if any(groups) else state
 
+    def evaluation(
+        self, params: Params, buffers: dict[str, Tensor], opt_state: Any
+    ) -> tuple[Params, dict[str, Tensor]]:
+        """Schedule-free optimizers train at one point and evaluate at another: their own `eval` goes there."""
+        if self.ours or not callable(getattr(self.cls, "eval", None)):
+            return params, buffers
+        states = opt_state["state"]
+        copies = {name: params[name].detach().clone() for name in states}
+        made = self.build(copies)
+        for name, state in states.items():
+            made.state[copies[name]] = dict(state)
+        for group, values in zip(made.param_groups, opt_state.get("groups", ()), strict=False):
+            group.update({key: _copy(value) for key, value in values.items()})
+        made.eval()
+        return {**params, **copies}, buffers
+
     def update(
-        self, grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False
+        self, grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
     ) -> tuple[Params, Any]:
         states = opt_state["state"]
         if not grads.keys() <= states.keys():
@@ -391,67 +461,3 @@ def _copies(
     for name, tensor in tensors.items():
         tensor.requires_grad_(params[name].requires_grad)
     return tensors, working
-
-
-class NonFiniteGradientsError(ArithmeticError):
-    """Too many steps in a row had gradients that are infinite or NaN."""
-
-
-def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
-    """Skip the update when a gradient is infinite or NaN, and give up after too many in a row.
-
-    >>> import looplib as ll, torch
-    >>> safe = ll.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), max_consecutive=5)
-    >>> params = {"w": torch.ones(1)}
-    >>> opt_state = safe.init(params)
-    >>> same, opt_state = safe.update({"w": torch.tensor([torch.inf])}, opt_state, params, 0)
-    >>> same is params, opt_state["notfinite_count"].item()
-    (True, 1)
-
-    A skipped step changes neither parameters nor buffers nor the optimizer's state nor `state.step`, so the
-    schedules stand still too; `state.batch` and `state.samples` move on, since the batch was consumed, and
-    `state.skipped` is True. The optimizer's state becomes `{"inner_state", "notfinite_count",
-    "total_notfinite"}`: skips in a row and in all. To know on the host whether to skip, each step waits for its
-    gradients.
-
-    Args:
-        optimizer: what updates when all is finite.
-        max_consecutive: how many skips in a row are accepted, 0 or more.
-
-    Raises:
-        NonFiniteGradientsError: one more skip in a row, from the step, with the parameters' names; the state
-            that was given is as it was.
-
-    Source: `optax.apply_if_finite`.
-    """
-    if isinstance(max_consecutive, bool) or not isinstance(max_consecutive, int) or max_consecutive < 0:
-        raise ValueError(f"max_consecutive is {max_consecutive!r}; give how many skips in a row to accept, 0 or more")
-
-    def init(params: Params) -> dict[str, Any]:
-        zero = torch.zeros((), dtype=torch.int64)
-        return {"inner_state": optimizer.init(params), "notfinite_count": zero, "total_notfinite": zero.clone()}
-
-    def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False
-    ) -> tuple[Params, Any]:
-        count, total = opt_state["notfinite_count"], opt_state["total_notfinite"]
-        if _all_finite(grads):
-            new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate)
-            return new, {"inner_state": inner, "notfinite_count": torch.zeros_like(count), "total_notfinite": total}
-        if count >= max_consecutive:
-            bad = [name for name, grad in grads.items() if not _all_finite({name: grad})]
-            raise NonFiniteGradientsError(
-                f"gradients were not finite {int(count) + 1} times in a row (max_consecutive={max_consecutive}), "
-                f"now at step {step} in {len(bad)} of {len(grads)} parameters: {', '.join(bad[:5])}"
-                f"{', ...' if len(bad) > 5 else ''}. Lower the learning rate, clip the gradients, or look at "
-                "the batch; the state is as it was before it"
-            )
-        return params, {**opt_state, "notfinite_count": count + 1, "total_notfinite": total + 1}
-
-    return Optimizer(init, update, may_skip=True)
-
-
-def _all_finite(grads: Grads) -> bool:
-    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads.values()]
-    largest = torch._foreach_norm([grad for grad in dense if grad.numel()], ord=float("inf"))
-    return not largest or bool(torch.stack([norm.to(largest[0]) for norm in largest]).isfinite().all())

@@ -285,7 +285,8 @@ def init_state(
                 f"optimizer is {_describe(optimizer)}; init_state needs what ll.optimizer returns, "
                 "such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
             )
-        opt_state = optimizer.init({name: params[name] for name in _modules.trainable_names(model, trainable)})
+        names = _modules.trainable_names(model, trainable)
+        opt_state = optimizer.init({name: params[name] for name in names}, buffers=buffers)
     return TrainState(
         epoch_length=epoch_length, params=params, buffers=buffers, opt_state=opt_state, seed=seed, extra=extra
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from looplib import _donation, _interrupts, _latest, _modules
 from looplib._random import mix
+from looplib._ranks import rank
 from looplib.gradients import GradFn, Part, of_this_model, record
 from looplib.metrics import Mean, Metric, batch_size
 from looplib.optimizer import Optimizer
@@ -39,7 +40,9 @@ class PredictStep(Protocol):
     def __call__(self, state: TrainState, batch: Any) -> Any: ...
 
 
-def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = False) -> TrainStep:
+def make_train_step(
+    grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = False, same_batch: bool = False
+) -> TrainStep:
     """The step of a training loop, as a function from a state and a batch to the next state and its metrics.
 
     >>> import looplib as ll, torch
@@ -60,6 +63,8 @@ def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = Fal
         donate: write the new state over the old one, with the speed and memory of a loop in place. The old
             state, and all that share a tensor that was written, raise DonatedStateError from then on. A signal
             that arrives during the update is taken after it.
+        same_batch: for one more update on a batch that another step takes too, as the second network of a GAN does:
+            `step` counts it, and the position in the data stays.
 
     Raises:
         DonatedStateError: the state was given to a donated step before.
@@ -77,9 +82,11 @@ def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = Fal
     def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         _interrupts.install()
         out = grad_fn(state, batch, part)
-        params, opt_state = optimizer.update(out.grads, state.opt_state, state.params, state.step)
+        params, opt_state = optimizer.update(
+            out.grads, state.opt_state, state.params, state.step, metrics=out.metrics, buffers=out.buffers
+        )
         applied = params is not state.params
-        values = _advance(state, out.samples, applied)
+        values = _advance(state, out.samples, applied, same_batch)
         values |= {"params": params, "opt_state": opt_state, "buffers": out.buffers if applied else state.buffers}
         new = make(values, state._seen and _donation.generations([values]))
         _latest.metrics = out.metrics
@@ -90,7 +97,8 @@ def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = Fal
     def donated_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         nonlocal written
         params, buffers, opt_state = state.params, state.buffers, state.opt_state
-        if _donation._reading:
+        readers, lane = _donation.readers, state._lane
+        if _donation._reading and (lane is None or lane.readers != readers):
             _donation.wait_for_readers((params, buffers, opt_state))
         _interrupts.install()
         thread = threading.get_ident()
@@ -101,9 +109,11 @@ def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = Fal
                 out = grad_fn(state, batch, part)
             finally:
                 _interrupts.begin_hold(thread)
-            new_params, new_opt_state = optimizer.update(out.grads, opt_state, params, state.step, donate=True)
+            new_params, new_opt_state = optimizer.update(
+                out.grads, opt_state, params, state.step, donate=True, metrics=out.metrics, buffers=out.buffers
+            )
             applied = new_params is not params
-            values = _advance(state, out.samples, applied)
+            values = _advance(state, out.samples, applied, same_batch)
             values |= {"params": new_params, "opt_state": new_opt_state}
             if applied:
                 values["buffers"] = out.buffers
@@ -116,7 +126,7 @@ def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = Fal
                     written = {name for name in saved if not torch.equal(saved[name], buffers[name])}
                 written |= changed
                 chain = _chain(state, out.grads.keys(), written)
-                chain.generation, chain.step = chain.generation + 1, values["step"]
+                chain.generation, chain.step, chain.readers = chain.generation + 1, values["step"], readers
                 new = make(values, {**state._seen, chain: chain.generation}, chain)
                 _donation.in_flight(state, new)
             else:
@@ -135,9 +145,11 @@ def make_train_step(grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = Fal
     return donated_step if donate else pure_step
 
 
-def _advance(state: TrainState, samples: int, applied: bool) -> dict[str, Any]:
+def _advance(state: TrainState, samples: int, applied: bool, same_batch: bool) -> dict[str, Any]:
     """The fields of the state after one more batch, but for what the step makes."""
     counts = counts_of(state)
+    if same_batch:
+        return {**counts, "step": counts["step"] + applied, "skipped": not applied, "extra": state.extra}
     epoch, batch = counts["epoch"], counts["batch"] + 1
     if batch == counts["epoch_length"]:
         epoch, batch = epoch + 1, 0
@@ -234,7 +246,7 @@ def _without_training(model: nn.Module, function: Callable[[nn.Module, Any], Any
         _interrupts.install()
         params, buffers = of_this_model(host, state)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
-        seed = mix(state.seed, state.step, _modules.rank())
+        seed = mix(state.seed, state.step, rank())
         grad_mode = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)

@@ -676,11 +676,11 @@ class Gate:
         self.open, self.began, self.parts = threading.Event(), threading.Event(), []
         monkeypatch.setattr(_directory, "write", self.write)
 
-    def write(self, directory, parts, about):
+    def write(self, directory, parts, about, helped):
         self.parts.append(parts)
         self.began.set()
         assert self.open.wait(30)
-        write(directory, parts, about)
+        write(directory, parts, about, helped)
 
 
 def storages(tree):

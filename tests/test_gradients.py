@@ -52,10 +52,10 @@ def test_parts_add_up_to_the_whole():
     for fn in (loss_fn, token_loss):
         grad_fn = ll.make_grad_fn(model, fn)
         whole = grad_fn(state, (x, y))
-        grads, weight = None, 0
+        grads, weight, per = None, 0, None
         for index, batch in enumerate(zip(x.split(4), y.split(4), strict=True)):
-            out = grad_fn(state, batch, ll.Part(index=index, sums=True, into=grads))
-            grads, weight = out.grads, weight + out.weight
+            out = grad_fn(state, batch, ll.Part(index=index, sums=True, per=per, into=grads))
+            grads, weight, per = out.grads, weight + out.weight, out.per
         for name, grad in grads.items():
-            torch.testing.assert_close(grad / weight, whole.grads[name], rtol=1e-14, atol=1e-16)
+            torch.testing.assert_close(grad * per / weight, whole.grads[name], rtol=1e-14, atol=1e-16)
     assert all(p.grad is None for p in model.parameters())

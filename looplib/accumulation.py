@@ -1,0 +1,301 @@
+"""One optimizer step over a batch in pieces.
+
+A piece gives the gradient of its summed loss, added into those of the pieces before it, and its weight; the sum of
+gradients is divided by the sum of weights once. So the result is the whole batch's, however it was cut, and an
+update never knows that there were pieces.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import math
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._random import mix
+from looplib.gradients import WHOLE, GradFn, Gradients, Part, check_parts, multiply
+from looplib.metrics import Mean, Metric, merge
+from looplib.metrics import batch_size as count_examples
+from looplib.state import TrainState
+
+
+def accumulate(
+    grad_fn: GradFn,
+    microbatches: int | None = None,
+    *,
+    size: int | None = None,
+    dtype: torch.dtype | None = None,
+    batch_size: Callable[[Any], int] = count_examples,
+) -> GradFn:
+    """The gradient of a whole batch, taken piece by piece, in the memory of one.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    >>> state, batch = ll.init_state(model), torch.randn(10, 2)
+    >>> whole, in_pieces = grad_fn(state, batch), ll.accumulate(grad_fn, microbatches=4)(state, batch)
+    >>> torch.testing.assert_close(in_pieces.grads, whole.grads)
+    >>> ragged = ll.accumulate(grad_fn)(state, [batch[:7], batch[7:]])  # pieces of the user's own
+    >>> torch.testing.assert_close(ragged.grads, whole.grads)
+
+    A loss that is a `Mean(total, weight)` averages over all the weight of the batch, such as its tokens; a scalar
+    one over its examples. Metrics merge exactly. A piece may be without any weight.
+
+    Each piece draws random numbers of its own, a function of the state's seed and step and of its index: with
+    dropout the result depends on how the batch is cut. BatchNorm normalises each piece by itself and moves its
+    running statistics once for each, as in a raw loop.
+
+    Args:
+        grad_fn: of a piece.
+        microbatches: cut the batch into so many pieces along the first dimension, the last one smaller where it
+            must be (fewer where there are fewer examples).
+        size: or into pieces of so many examples. With neither, the batch is a list of pieces.
+        dtype: add up in this dtype, in memory of its own, and return it. The default adds in that of the
+            parameters, which loses small pieces of many in bfloat16.
+        batch_size: counts the examples in a batch, as for `make_grad_fn`.
+
+    Raises:
+        ValueError: a count below 1; both given; a batch of no pieces, or with tensors of different lengths; a
+            `grad_fn` whose wrapper belongs around `accumulate` (clipping, `scale_loss`).
+        TypeError: a batch that is no list where it must be.
+    """
+    if microbatches is not None and size is not None:
+        raise ValueError(f"give microbatches={microbatches} or size={size}, not both")
+    for name, value in (("microbatches", microbatches), ("size", size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
+    check_parts(grad_fn, "accumulate")
+
+    def accumulated(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        if microbatches is None and size is None:
+            pieces = _given(batch)
+        else:
+            count = batch_size(batch)
+            pieces = split(batch, size or max(1, -(-count // (microbatches or 1))), count)
+        return over(grad_fn, state, pieces, part, dtype)
+
+    return accumulated
+
+
+def over(
+    grad_fn: GradFn, state: TrainState, pieces: Sequence[Any], part: Part, dtype: torch.dtype | None = None
+) -> Gradients:
+    """The gradients of all pieces together."""
+    if len(pieces) == 1 and dtype is None:
+        return grad_fn(state, pieces[0], part)
+    per, grads = part.per, part.into
+    wide: dict[str, Tensor] = {}
+    weights: list[Tensor | float] = []
+    records: list[Mapping[str, Metric]] = []
+    samples = 0
+    for index, piece in enumerate(pieces):
+        out = grad_fn(
+            state,
+            piece,
+            Part(
+                index=mix(part.index, index) if part.index else index,
+                sums=True,
+                per=per,
+                into=grads,
+                scale=part.scale,
+                last=part.last and index == len(pieces) - 1,
+                donate=part.donate,
+            ),
+        )
+        if out.weight is None:
+            raise TypeError(
+                f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
+                "accumulated hands its `part` on to the one that it wraps (see ll.Part)"
+            )
+        per, samples = out.per, samples + out.samples
+        weights.append(out.weight)
+        records.append(out.metrics)
+        if not all(isinstance(record, Mean) for record in out.metrics.values()):
+            records = [merge(*records)]  # which may be large: one is held, not one of each piece
+        if dtype is None:
+            grads = out.grads
+        else:
+            _add(wide, out.grads, dtype)
+        if any(tensor is not state.buffers[name] for name, tensor in out.buffers.items()):
+            state = state.replace(buffers=out.buffers)
+    total, grads = _total(weights), wide if dtype is not None else out.grads
+    metrics = merge(*records)
+    if part.sums:
+        return Gradients(grads, metrics, out.buffers, samples, total, out.per)
+    multiply(grads, out.per / total if isinstance(total, Tensor) or total else math.nan)
+    return Gradients(grads, metrics, out.buffers, samples)
+
+
+def _given(batch: Any) -> Sequence[Any]:
+    if not isinstance(batch, (list, tuple)):
+        raise TypeError(
+            f"accumulate without microbatches= or size= takes a list of pieces; this batch is a "
+            f"{type(batch).__name__}: say how to cut it, or let the loader's collate_fn make a list"
+        )
+    if not batch:
+        raise ValueError("the batch is an empty list: accumulate needs at least one piece")
+    return batch
+
+
+def _total(weights: Sequence[Tensor | float]) -> Tensor | float:
+    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+    number = sum(weight for weight in weights if not isinstance(weight, Tensor))
+    return torch.stack(tensors).sum() + number if tensors else number
+
+
+def _add(wide: dict[str, Tensor], grads: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    new = [name for name in grads if name not in wide]
+    old = [name for name in grads if name in wide]
+    if old:
+        torch._foreach_add_([wide[name] for name in old], [grads[name] for name in old])
+    wide.update({name: grads[name].to(dtype) for name in new})
+
+
+def split(batch: Any, size: int, count: int) -> Sequence[Any]:
+    """A batch of `count` examples in pieces of `size`, the last one smaller."""
+    return _split(batch, size, count, "") if count > size else [batch]
+
+
+def _split(node: Any, size: int, count: int, place: str) -> list[Any]:
+    pieces = -(-count // size)
+    if isinstance(node, Tensor):
+        if not node.dim():
+            return [node] * pieces
+        if node.size(0) != count:
+            raise ValueError(_odd(place, f"shape {tuple(node.shape)}", count))
+        return list(torch.split(node, size))
+    if isinstance(node, Mapping):
+        cut = {key: _split(value, size, count, f"{place}[{key!r}]") for key, value in node.items()}
+        rows: list[dict[Any, Any]] = [{key: cut[key][i] for key in cut} for i in range(pieces)]
+        return rows if type(node) is dict or not isinstance(node, MutableMapping) else [_like(node, r) for r in rows]
+    if isinstance(node, (list, tuple)):
+        if len(node) == count and not _structure(node, count):
+            return [node[low : low + size] for low in range(0, count, size)]
+        members = [_split(value, size, count, f"{place}[{i}]") for i, value in enumerate(node)]
+        if not members:
+            return [node] * pieces
+        columns = zip(*members, strict=True)
+        if hasattr(node, "_fields"):
+            return [type(node)(*column) for column in columns]
+        return [type(node)(column) for column in columns]
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = [field.name for field in dataclasses.fields(node)]
+        cut = {name: _split(getattr(node, name), size, count, f"{place}.{name}") for name in names}
+        return [dataclasses.replace(node, **{name: cut[name][i] for name in names}) for i in range(pieces)]
+    if getattr(node, "ndim", 0) and hasattr(node, "__getitem__"):  # a NumPy array and its like
+        if len(node) != count:
+            raise ValueError(_odd(place, f"shape {tuple(node.shape)}", count))
+        return [node[low : low + size] for low in range(0, count, size)]
+    leaves, structure = torch.utils._pytree.tree_flatten(node)
+    if len(leaves) == 1 and leaves[0] is node:
+        return [node] * pieces
+    cut_leaves = [_split(leaf, size, count, place) for leaf in leaves]
+    return [torch.utils._pytree.tree_unflatten(list(column), structure) for column in zip(*cut_leaves, strict=True)]
+
+
+def _structure(node: Sequence[Any], count: int) -> bool:
+    """Whether a list as long as the batch holds its fields, rather than one item for each example."""
+    leaves = torch.utils._pytree.tree_leaves(list(node))
+    lengths = {leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    return lengths == {count}
+
+
+def _like(node: Any, values: dict[Any, Any]) -> Any:
+    new = copy.copy(node)
+    for key, value in values.items():
+        new[key] = value
+    return new
+
+
+def _odd(place: str, found: str, count: int) -> str:
+    return (
+        f"batch{place} has {found}, and the batch {count} examples: it cannot be cut along its first dimension. "
+        "Give the pieces as a list instead (accumulate(grad_fn) without a count; a loader's collate_fn can make it), "
+        "or say how examples are counted (batch_size=)"
+    )
+
+
+def retry_on_oom(
+    grad_fn: GradFn, size: int | None = None, *, batch_size: Callable[[Any], int] = count_examples
+) -> GradFn:
+    """When memory runs out, take the gradient of the same batch in pieces of half the size, and so from then on.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> grad_fn = ll.retry_on_oom(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()))
+    >>> gradients = grad_fn(ll.init_state(model), torch.zeros(8, 2))
+    >>> gradients.metrics["microbatch_size"].compute()
+    8
+
+    The gradient is the whole batch's, as by `accumulate`; the metric `microbatch_size` says how large the pieces
+    were, and a warning when they become smaller. What is remembered is the size that fits, which belongs to
+    the machine and not to the run, so it is no part of the state: it stands in this function, and with dropout or
+    BatchNorm, whose results depend on the pieces, so do the results.
+
+    Args:
+        grad_fn: of a piece; `accumulate(...)` too.
+        size: the size of pieces to begin with; None for the whole batch.
+        batch_size: counts the examples in a batch, as for `make_grad_fn`.
+
+    Raises:
+        torch.OutOfMemoryError, RuntimeError: torch's own, when one example alone does not fit.
+        ValueError: within `accumulate`, whose gradients so far a failed attempt would have spoiled.
+    """
+    check_parts(grad_fn, "retry_on_oom")
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"size is {size!r}; give a whole number of examples, at least 1")
+    fitting = size
+
+    def attempt(state: TrainState, batch: Any, pieces: int, count: int, part: Part) -> Gradients | None:
+        saved = {name: tensor.clone() for name, tensor in state.buffers.items()} if part.donate else {}
+        try:
+            return over(grad_fn, state, split(batch, pieces, count), part)
+        except (RuntimeError, MemoryError) as error:
+            with torch.no_grad():
+                for name, tensor in saved.items():
+                    state.buffers[name].copy_(tensor)
+            if pieces == 1 or not _out_of_memory(error):
+                raise
+        return None
+
+    def retrying(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        nonlocal fitting
+        if part.sums:
+            raise ValueError(
+                "retry_on_oom within accumulate would add to gradients that a failed attempt has spoiled: put it "
+                "around, retry_on_oom(accumulate(grad_fn, ...))"
+            )
+        count = batch_size(batch)
+        pieces = max(1, count if fitting is None else min(fitting, count))
+        while (out := attempt(state, batch, pieces, count, part)) is None:
+            # Only now, out of the handler, has the traceback let go of what the attempt had allocated.
+            gc.collect()
+            if torch.accelerator.is_available():
+                torch.accelerator.memory.empty_cache()
+            fitting = pieces = -(-pieces // 2)
+            warnings.warn(f"out of memory on a batch of {count}: from now on in pieces of {pieces}", stacklevel=2)
+        return out._replace(metrics={**out.metrics, "microbatch_size": Mean(pieces)})
+
+    retrying.of_whole = "retry_on_oom"  # type: ignore[attr-defined]
+    return retrying
+
+
+_SIGNS = (
+    "out of memory",
+    "can't allocate memory",  # torch's allocator for the CPU
+    "not enough memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)

@@ -1,0 +1,228 @@
+"""Averages of the weights along the way: EMA, SWA, Lookahead, and the state to evaluate them with.
+
+An average is part of the optimizer's state, moved by the very update that moves the weights, so that it is
+skipped, donated, interrupted and checkpointed with them. It counts by `step` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib.optimizer import Grads, Optimizer, Params, wrap
+from looplib.state import TrainState
+
+Tensors = dict[str, Tensor]
+
+
+def ema(
+    optimizer: Optimizer,
+    decay: float | Callable[[int], float] = 0.999,
+    *,
+    start: int = 0,
+    every: int = 1,
+    buffers: bool = False,
+) -> Optimizer:
+    """Keep an exponential moving average of the trained weights: `average = decay * average + (1 - decay) * weights`.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=0.1), decay=ll.ema_warmup(0.999))
+    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer)
+    >>> state, metrics = train_step(ll.init_state(model, optimizer), torch.ones(4, 2))
+    >>> averaged = ll.eval_state(optimizer, state)  # to evaluate, to export
+    >>> torch.equal(averaged.params["weight"], state.params["weight"])
+    False
+
+    The average stands in `opt_state["average"]`, in float32 where the weights are of half precision. It costs one
+    more copy of the weights, and one operation over them at each step.
+
+    Args:
+        optimizer: what makes the updates.
+        decay: from 0 to 1, or a function of the number of averages made so far, such as `ema_warmup(0.999)`.
+        start: the average begins as the weights after so many updates; 0 for the first ones.
+        every: updates from one average to the next.
+        buffers: average floating-point buffers too (BatchNorm's statistics), and evaluate with these; without it the
+            state's own are used.
+
+    Raises ValueError for an argument out of its range.
+
+    Source: Polyak and Juditsky, 1992; the bits are those of `torch.optim.swa_utils.AveragedModel` with
+    `get_ema_multi_avg_fn(decay)`, first updated after `start` updates.
+    """
+    if not callable(decay) and not 0 <= decay <= 1:
+        raise ValueError(f"decay is {decay}; give a number from 0 to 1, or a function of the averages so far")
+
+    def weight(count: int) -> float:
+        return 1 - (decay(count) if callable(decay) else decay)
+
+    return _averaging(optimizer, weight, start, every, buffers)
+
+
+def ema_warmup(decay: float) -> Callable[[int], float]:
+    """A decay for `ema` that begins low, so that the first weights are soon forgotten.
+
+    It is `min(decay, (1 + n) / (10 + n))` after `n` averages.
+
+    >>> [round(ema_warmup(0.999)(n), 3) for n in (1, 10, 100, 100_000)]
+    [0.182, 0.55, 0.918, 0.999]
+
+    Source: `tf.train.ExponentialMovingAverage` with `num_updates`.
+    """
+    return lambda count: min(decay, (1 + count) / (10 + count))
+
+
+def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = False) -> Optimizer:
+    """Keep the equal average of the weights after `start`, `start + every`, `start + 2 * every`, ... updates.
+
+    >>> import looplib as ll, torch
+    >>> optimizer = ll.swa(ll.optimizer(torch.optim.SGD, lr=0.1), start=1500, every=100)
+
+    Use `eval_state` to evaluate with it; before `start` that gives the weights themselves. A constant learning rate
+    from there on is a schedule: `ll.join(...)`. BatchNorm's statistics belong to the weights that made them:
+    `buffers` averages them too.
+
+    Raises ValueError for an argument out of its range.
+
+    Source: Izmailov et al., "Averaging weights leads to wider optima and better generalization", 2018; the bits are
+    those of `torch.optim.swa_utils.AveragedModel` with `get_swa_multi_avg_fn()`.
+    """
+    return _averaging(optimizer, lambda count: 1 / (count + 1), start, every, buffers)
+
+
+def _averaging(
+    optimizer: Optimizer, weight: Callable[[int], float], start: int, every: int, with_buffers: bool
+) -> Optimizer:
+    if start < 0 or every < 1:
+        raise ValueError(f"start is {start} and every {every}; give a step of at least 0 and a count of at least 1")
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        inner = optimizer.init(params, **extra)
+        averaged = {"params": {name: _wide(tensor).clone() for name, tensor in params.items()}}
+        if with_buffers:
+            floating = {name: t for name, t in extra.get("buffers", {}).items() if t.is_floating_point()}
+            averaged["buffers"] = {name: _wide(tensor).clone() for name, tensor in floating.items()}
+        count = torch.tensor(int(start == 0))
+        return {"inner_state": inner, "average": averaged, "n_averaged": count}
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
+        record = {**opt_state, "inner_state": inner}
+        count, rest = divmod(step + 1 - start, every)
+        if new is params or count < 0 or rest:
+            return new, record
+        average = dict(opt_state["average"])
+        average["params"] = _moved(average["params"], new, count, weight, donate)
+        if with_buffers:
+            average["buffers"] = _moved(average["buffers"], extra.get("buffers", {}), count, weight, donate)
+        return new, {**record, "average": average, "n_averaged": torch.tensor(count + 1)}
+
+    def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
+        if not opt_state["n_averaged"]:
+            return optimizer.evaluation(params, buffers, opt_state["inner_state"])
+        average = opt_state["average"]
+        chosen = {name: tensor.to(params[name].dtype) for name, tensor in average["params"].items()}
+        statistics = {name: tensor.to(buffers[name].dtype) for name, tensor in average.get("buffers", {}).items()}
+        return {**params, **chosen}, {**buffers, **statistics}
+
+    return wrap(optimizer, init, update, evaluation)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    half = tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.detach().float() if half else tensor.detach()
+
+
+def _moved(average: Tensors, now: Tensors, count: int, weight: Callable[[int], float], in_place: bool) -> Tensors:
+    with torch.no_grad():
+        old, new = list(average.values()), [_wide(now[name]) for name in average]
+        if not in_place:
+            moved = torch._foreach_lerp(old, new, weight(count)) if count else [tensor.clone() for tensor in new]
+            return dict(zip(average, moved, strict=True))
+        if count:
+            torch._foreach_lerp_(old, new, weight(count))
+        else:
+            torch._foreach_copy_(old, new)
+    return average
+
+
+def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float = 0.5) -> Optimizer:
+    """Let the optimizer go ahead for some updates, then go a part of the way there, and on from that point.
+
+    >>> import looplib as ll, torch
+    >>> optimizer = ll.lookahead(ll.optimizer(torch.optim.SGD, lr=0.1), sync_period=6, slow_step_size=0.5)
+
+    The slow weights stand in `opt_state["slow"]`; `eval_state` evaluates with them.
+
+    Args:
+        optimizer: what makes the fast updates; its moments go on as they are.
+        sync_period: fast updates between two slow ones, at least 1.
+        slow_step_size: the part of the way, above 0 and at most 1.
+
+    Raises ValueError for an argument out of its range.
+
+    Source: Zhang, Lucas, Hinton and Ba, "Lookahead optimizer: k steps forward, 1 step back", 2019;
+    `optax.lookahead`.
+    """
+    if sync_period < 1 or not 0 < slow_step_size <= 1:
+        raise ValueError(
+            f"sync_period is {sync_period} and slow_step_size {slow_step_size}; give at least 1 update, and a part "
+            "above 0 and at most 1"
+        )
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        slow = {name: tensor.detach().clone() for name, tensor in params.items()}
+        return {"inner_state": optimizer.init(params, **extra), "slow": slow}
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
+        record = {**opt_state, "inner_state": inner}
+        if new is params or (step + 1) % sync_period:
+            return new, record
+        slow = opt_state["slow"]
+        with torch.no_grad():
+            fast = [new[name] for name in slow]
+            if donate:
+                torch._foreach_lerp_(list(slow.values()), fast, slow_step_size)
+            else:
+                slow = dict(zip(slow, torch._foreach_lerp(list(slow.values()), fast, slow_step_size), strict=True))
+            for name in grads:  # those that this update has written, or made
+                new[name].copy_(slow[name])
+        return new, {**record, "slow": slow}
+
+    def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
+        return {**params, **opt_state["slow"]}, buffers
+
+    return wrap(optimizer, init, update, evaluation)
+
+
+def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
+    """The state with the weights to evaluate with: averages where the optimizer keeps them, else those of the state.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=0.1))
+    >>> state = ll.init_state(model, optimizer)
+    >>> averaged = ll.eval_state(optimizer, state)
+    >>> averaged.params["weight"] is state.opt_state["average"]["params"]["weight"]
+    True
+
+    EMA, SWA, Lookahead's slow weights, and the point at which schedule-free optimizers evaluate. It is for
+    `evaluate`, `predict`, and what goes out (`state_dict`, `save_pretrained`); training goes on with `state`, which
+    is not changed. Averages are shared and not copied, so a donated step spends this state too.
+
+    Args:
+        optimizer: the one that made `state.opt_state`, with its wrappers.
+        state: of a run.
+    """
+    params, buffers = optimizer.evaluation(state.params, state.buffers, state.opt_state)
+    if params is state.params and buffers is state.buffers:
+        return state
+    return state.replace(params=params, buffers=buffers)

@@ -1,0 +1,169 @@
+"""Several of what there is usually one of: optimizers by group, layers that come and go, two looks at the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib.clipping import global_norm
+from looplib.gradients import WHOLE, GradFn, Gradients, Part, of_whole
+from looplib.optimizer import Grads, Optimizer, Params, wrap
+from looplib.state import TrainState
+
+
+def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str]) -> Optimizer:
+    """One optimizer for each group of parameters.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    >>> optimizer = ll.partition(
+    ...     {"matrices": ll.optimizer(torch.optim.SGD, lr=0.1), "rest": ll.optimizer(torch.optim.AdamW, lr=1e-3)},
+    ...     lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
+    ... )
+    >>> state = ll.init_state(model, optimizer)
+    >>> list(state.opt_state["inner_states"])
+    ['matrices', 'rest']
+
+    An optimizer acts when there is a gradient for one of its parameters. So two networks in one module, with two
+    gradient functions (`trainable=`), are trained by two steps over one state, each by its own optimizer (a GAN).
+    All see the same `step`. Where one of them skips, the others go on; where all do, the step is skipped.
+
+    Args:
+        optimizers: by label, wrapped or not.
+        label: `(name, tensor) -> label`.
+
+    Raises ValueError for a label without an optimizer, or an optimizer without a parameter.
+
+    Source: `optax.partition`.
+    """
+    for name, member in optimizers.items():
+        if not isinstance(member, Optimizer):
+            raise TypeError(f"partition got a {type(member).__name__} for {name!r}; give what ll.optimizer returns")
+
+    known: dict[str, str] = {}
+
+    def divide(params: Params) -> dict[str, Params]:
+        members: dict[str, Params] = {key: {} for key in optimizers}
+        for name, tensor in params.items():
+            if name not in known:
+                known[name] = label(name, tensor)
+            if known[name] in members:  # one that is not trained needs no optimizer
+                members[known[name]][name] = tensor
+        return members
+
+    def check(names: Params) -> None:
+        for name in names:
+            if known[name] not in optimizers:
+                raise ValueError(
+                    f"{name} has the label {known[name]!r}, and there are optimizers for {', '.join(optimizers)}"
+                )
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        members = divide(params)
+        check(params)
+        if empty := [key for key, own in members.items() if not own]:
+            raise ValueError(f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
+        return {"inner_states": {key: optimizers[key].init(own, **extra) for key, own in members.items()}}
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        states, new, acted = dict(opt_state["inner_states"]), dict(params), False
+        for key, own in divide(params).items():
+            mine = {name: grads[name] for name in own if name in grads}
+            if mine:
+                changed, states[key] = optimizers[key].update(mine, states[key], own, step, donate=donate, **extra)
+                acted = acted or changed is not own
+                new.update(changed)
+        check(grads)
+        return (new if acted else params), {"inner_states": states}
+
+    def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
+        chosen = dict(params)
+        for key, own in divide(params).items():
+            mine, buffers = optimizers[key].evaluation(own, buffers, opt_state["inner_states"][key])
+            chosen.update(mine)
+        same = all(chosen[name] is tensor for name, tensor in params.items())
+        return (params if same else chosen), buffers
+
+    return Optimizer(init, update, evaluation)
+
+
+def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimizer:
+    """Leave parameters, and what the optimizer keeps of them, as they are for the steps at which they are frozen.
+
+    >>> import looplib as ll, torch
+    >>> def frozen(name, step):  # the first layer is thawed after 100 updates
+    ...     return name.startswith("0.") and step < 100
+    >>> optimizer = ll.freeze(ll.optimizer(torch.optim.AdamW, lr=1e-3), frozen)
+
+    Weight decay and momentum do not move a frozen parameter, as with a gradient of None in torch. Its gradient is
+    computed all the same, and counts in `grad_norm`: where a layer is frozen for long, a second step with
+    `make_grad_fn(..., trainable=...)` for that time saves the work. Steps count when all is frozen, too.
+
+    Args:
+        optimizer: what updates the others.
+        frozen: `(name, step) -> bool`, of the updates completed before.
+    """
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        return {"inner_state": optimizer.init(params, **extra)}
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        active = {name: grad for name, grad in grads.items() if not frozen(name, step)}
+        if not active:
+            return dict(params), opt_state
+        new, inner = optimizer.update(active, opt_state["inner_state"], params, step, donate=donate, **extra)
+        return new, {"inner_state": inner}
+
+    return wrap(optimizer, init, update)
+
+
+def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn:
+    """The gradient at the worst point nearby, for flat minima: sharpness-aware minimization.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> grad_fn = ll.sam(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), rho=0.05)
+    >>> gradients = grad_fn(ll.init_state(model), torch.ones(4, 2))
+
+    Two passes over the batch: one for the gradient at the weights, one at `weights + rho * gradient / norm`. Both
+    draw the same random numbers. Metrics and buffers are the first pass's. Clipping goes around it, `accumulate`
+    inside.
+
+    Args:
+        grad_fn: whose gradient.
+        rho: how far to look, in the norm of all parameters together; above 0.
+        adaptive: measure the distance in units of the weights (ASAM); `rho` is then larger, such as 0.5.
+
+    Raises:
+        ValueError: `rho` is not above 0; within `accumulate`.
+        RuntimeError: a module wrapped in DDP or FSDP2, which run on their own parameters alone.
+
+    Source: Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-aware minimization for efficiently improving
+    generalization", 2021; Kwon et al., "ASAM", 2021.
+    """
+    if not rho > 0:
+        raise ValueError(f"rho is {rho}; give a distance above 0")
+
+    def sharp(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        first = grad_fn(state, batch, part)
+        params = {name: state.params[name].detach() for name in first.grads}
+        with torch.no_grad():
+            scaled = {name: g * params[name].abs() if adaptive else g for name, g in first.grads.items()}
+            distance = rho / (global_norm(scaled.values()) + 1e-12)
+            away = {
+                name: params[name] + (g * params[name].abs() if adaptive else g) * distance.to(g.device)
+                for name, g in scaled.items()
+            }
+        there = state.replace(params={**state.params, **away}, buffers=first.buffers)
+        second = grad_fn(there, batch, dataclasses.replace(part, donate=False))
+        return first._replace(grads=second.grads)
+
+    return of_whole("sam", sharp)

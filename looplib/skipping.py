@@ -1,0 +1,184 @@
+"""Updates that are better not made.
+
+What decides is an `Optimizer` around another: it looks at the gradients, or at the metrics of the step, and hands
+back the parameters that it was given, so that the step counts nothing as done. What it remembers is in its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._ranks import any_rank, sum_over_ranks
+from looplib.metrics import Mean
+from looplib.optimizer import Grads, Optimizer, Params, wrap
+
+
+class NonFiniteGradientsError(ArithmeticError):
+    """Too many steps in a row had gradients that are infinite or NaN."""
+
+
+def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
+    """Skip the update when a gradient is infinite or NaN, and give up after too many in a row.
+
+    >>> import looplib as ll, torch
+    >>> safe = ll.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), max_consecutive=5)
+    >>> params = {"w": torch.ones(1)}
+    >>> opt_state = safe.init(params)
+    >>> same, opt_state = safe.update({"w": torch.tensor([torch.inf])}, opt_state, params, 0)
+    >>> same is params, opt_state["notfinite_count"].item()
+    (True, 1)
+
+    A skipped step changes neither parameters nor buffers nor the optimizer's state nor `state.step`, so the
+    schedules stand still too; `state.batch` and `state.samples` move on, since the batch was consumed, and
+    `state.skipped` is True. The optimizer's state becomes `{"inner_state", "notfinite_count",
+    "total_notfinite"}`: skips in a row and in all. To know on the host whether to skip, each step waits for its
+    gradients. Ranks decide alike: one that has to skip takes the others along.
+
+    Args:
+        optimizer: what updates when all is finite.
+        max_consecutive: how many skips in a row are accepted, 0 or more.
+
+    Raises:
+        NonFiniteGradientsError: one more skip in a row, from the step, with the parameters' names; the state
+            that was given is as it was.
+
+    Source: `optax.apply_if_finite`.
+    """
+    if isinstance(max_consecutive, bool) or not isinstance(max_consecutive, int) or max_consecutive < 0:
+        raise ValueError(f"max_consecutive is {max_consecutive!r}; give how many skips in a row to accept, 0 or more")
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        zero = torch.zeros((), dtype=torch.int64)
+        inner = optimizer.init(params, **extra)
+        return {"inner_state": inner, "notfinite_count": zero, "total_notfinite": zero.clone()}
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        count, total = opt_state["notfinite_count"], opt_state["total_notfinite"]
+        if all_finite(grads):
+            new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
+            return new, {"inner_state": inner, "notfinite_count": torch.zeros_like(count), "total_notfinite": total}
+        if count >= max_consecutive:
+            bad = [name for name, grad in grads.items() if not _finite([grad])]
+            raise NonFiniteGradientsError(
+                f"gradients were not finite {int(count) + 1} times in a row (max_consecutive={max_consecutive}), "
+                f"now at step {step} in {len(bad)} of {len(grads)} parameters: {', '.join(bad[:5])}"
+                f"{', ...' if len(bad) > 5 else ''}. Lower the learning rate, clip the gradients, or look at "
+                "the batch; the state is as it was before it"
+            )
+        return params, {**opt_state, "notfinite_count": count + 1, "total_notfinite": total + 1}
+
+    return wrap(optimizer, init, update)
+
+
+def all_finite(grads: Grads) -> bool:
+    """Whether all gradients are finite, on all ranks."""
+    return not any_rank(~_finite(grads.values()))
+
+
+def _finite(grads: Iterable[Tensor]) -> Tensor:
+    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    largest = torch._foreach_norm([grad for grad in dense if grad.numel()], ord=float("inf"))
+    if not largest:
+        return torch.tensor(True)
+    return torch.stack([norm.to(largest[0]) for norm in largest]).isfinite().all()
+
+
+def skip_spikes(
+    optimizer: Optimizer, *, window: int = 128, sigmas: float = 6.0, monitor: str = "loss", max_consecutive: int = 10
+) -> Optimizer:
+    """Skip the update of a batch whose loss is far above those of the last batches, and give up after many in a row.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.skip_spikes(ll.optimizer(torch.optim.SGD, lr=0.1), window=4, sigmas=3.0)
+    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    >>> state = ll.init_state(model, optimizer)
+    >>> for scale in (1.0, 1.1, 1.0, 1.1, 1000.0):
+    ...     state, metrics = train_step(state, scale * torch.ones(4, 2))
+    >>> state.step, state.skipped, state.opt_state["total_spikes"].item()
+    (4, True, 1)
+
+    A spike is a loss of more than `sigmas` standard deviations above the mean of the last `window` batches, once
+    half of them are there; one that is infinite or NaN is a spike at any time. Other losses enter the window, spikes
+    too, so that a loss that has changed for good is accepted in the end. A skipped step changes nothing but this
+    record, as in `apply_if_finite`; `state.skipped` is True. The loss is that of all ranks together, so they decide
+    alike. To know on the host whether to skip, each step waits for its loss.
+
+    Args:
+        optimizer: what updates otherwise.
+        window: how many batches to look back on, at least 2.
+        sigmas: how many standard deviations are too many, above 0.
+        monitor: which metric of the gradients, such as "grad_norm" within `clip_by_global_norm`.
+        max_consecutive: how many skips in a row are accepted.
+
+    Raises:
+        NonFiniteGradientsError: one more skip in a row by a loss that is not finite.
+        ValueError: `monitor` is not among the metrics, or an argument is out of its range.
+
+    Source: the `SkipStepOptimizer` of OLMo-core (Groeneveld et al., 2024).
+    """
+    if window < 2 or not sigmas > 0 or max_consecutive < 0:
+        raise ValueError(
+            f"window is {window}, sigmas {sigmas} and max_consecutive {max_consecutive}; give a window of 2 or more "
+            "batches, sigmas above 0 and a count of at least 0"
+        )
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        zero = torch.zeros((), dtype=torch.int64)
+        return {
+            "inner_state": optimizer.init(params, **extra),
+            "recent": torch.full((window,), torch.nan, dtype=torch.float64),
+            "seen": zero,
+            "spikes_in_a_row": zero.clone(),
+            "total_spikes": zero.clone(),
+        }
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        value = _value(extra.get("metrics") or {}, monitor)
+        recent, seen, row = opt_state["recent"], opt_state["seen"], opt_state["spikes_in_a_row"]
+        known = recent[~recent.isnan()]
+        finite = bool(value.isfinite())
+        spike = not finite
+        if finite and len(known) >= max(2, window // 2):
+            spike = bool(value > known.mean() + sigmas * known.std())
+        record = {**opt_state, "spikes_in_a_row": torch.zeros_like(row)}
+        if finite:
+            at = torch.arange(window) == seen % window
+            record |= {"recent": torch.where(at, value, recent), "seen": seen + 1}
+        if not spike:
+            new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
+            return new, {**record, "inner_state": inner}
+        if not finite and row >= max_consecutive:
+            raise NonFiniteGradientsError(
+                f"{monitor!r} was a spike {int(row) + 1} times in a row (max_consecutive={max_consecutive}) and is "
+                f"{value.item()} at step {step}: lower the learning rate, or look at the batch; the state is as it "
+                "was before it"
+            )
+        return params, {**record, "spikes_in_a_row": row + 1, "total_spikes": opt_state["total_spikes"] + 1}
+
+    return wrap(optimizer, init, update)
+
+
+def _value(metrics: Any, name: str) -> Tensor:
+    """A metric over all ranks, in float64 on the host."""
+    if name not in metrics:
+        raise ValueError(
+            f"skip_spikes watches {name!r}, which is not among the metrics of the step: "
+            f"{', '.join(metrics) or 'none'}. Name one that is, and call the optimizer through a train step"
+        )
+    record = metrics[name]
+    if not isinstance(record, Mean):
+        return torch.as_tensor(record.compute(), dtype=torch.float64).cpu()
+    parts = [torch.as_tensor(part).detach().reshape(()) for part in (record.total, record.weight)]
+    device = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
+    pair = torch.stack([part.to(device, torch.float32 if device.type == "mps" else torch.float64) for part in parts])
+    total, weight = (sum_over_ranks(pair) * record.times).cpu().double().unbind()
+    return total / weight
