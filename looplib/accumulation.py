@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import math
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from itertools import accumulate as accumulated_sum
 from typing import Any
 
 import torch
@@ -53,9 +53,9 @@ def accumulate(
 
     Args:
         grad_fn: of a piece.
-        microbatches: cut the batch into so many pieces along the first dimension, the last one smaller where it
-            must be (fewer where there are fewer examples).
-        size: or into pieces of so many examples. With neither, the batch is a list of pieces.
+        microbatches: cut the batch along the first dimension into so many pieces, or one for each example where there
+            are fewer; the first are larger by one example where they must be, as by `torch.tensor_split`.
+        size: or into pieces of so many examples, the last one smaller. With neither, the batch is a list of pieces.
         dtype: add up in this dtype, in memory of its own, and return it. The default adds in that of the
             parameters, which loses small pieces of many in bfloat16.
         batch_size: counts the examples in a batch, as for `make_grad_fn`.
@@ -77,7 +77,7 @@ def accumulate(
             pieces = _given(batch)
         else:
             count = batch_size(batch)
-            pieces = split(batch, size or max(1, -(-count // (microbatches or 1))), count)
+            pieces = split(batch, count, size if size is not None else _even(count, microbatches or 1))
         return over(grad_fn, state, pieces, part, dtype)
 
     return accumulated
@@ -128,7 +128,7 @@ def over(
     metrics = merge(*records)
     if part.sums:
         return Gradients(grads, metrics, out.buffers, samples, total, out.per)
-    multiply(grads, out.per / total if isinstance(total, Tensor) or total else math.nan)
+    multiply(grads, _factor(out.per, total))
     return Gradients(grads, metrics, out.buffers, samples)
 
 
@@ -141,6 +141,20 @@ def _given(batch: Any) -> Sequence[Any]:
     if not batch:
         raise ValueError("the batch is an empty list: accumulate needs at least one piece")
     return batch
+
+
+def _factor(per: Tensor | float, total: Tensor | float) -> Tensor | float:
+    """`per / total`; the gradient of a batch without any weight is zero, as that of a whole one is."""
+    if not isinstance(total, Tensor):
+        return per / (total or 1)
+    if total.device.type != "mps":
+        total = total.double()
+    return per / (total + (total == 0))
+
+
+def _even(count: int, pieces: int) -> list[int]:
+    pieces = max(1, min(pieces, count))
+    return [count // pieces + (index < count % pieces) for index in range(pieces)]
 
 
 def _total(weights: Sequence[Tensor | float]) -> Tensor | float:
@@ -157,27 +171,29 @@ def _add(wide: dict[str, Tensor], grads: Mapping[str, Tensor], dtype: torch.dtyp
     wide.update({name: grads[name].to(dtype) for name in new})
 
 
-def split(batch: Any, size: int, count: int) -> Sequence[Any]:
-    """A batch of `count` examples in pieces of `size`, the last one smaller."""
-    return _split(batch, size, count, "") if count > size else [batch]
+def split(batch: Any, count: int, sizes: int | list[int]) -> Sequence[Any]:
+    """A batch of `count` examples in pieces of these sizes, or of one size, the last one smaller."""
+    if isinstance(sizes, int):
+        sizes = [min(sizes, count - low) for low in range(0, count, sizes)]
+    return _split(batch, count, sizes, "") if len(sizes) > 1 else [batch]
 
 
-def _split(node: Any, size: int, count: int, place: str) -> list[Any]:
-    pieces = -(-count // size)
+def _split(node: Any, count: int, sizes: list[int], place: str) -> list[Any]:
+    pieces = len(sizes)
     if isinstance(node, Tensor):
         if not node.dim():
             return [node] * pieces
         if node.size(0) != count:
             raise ValueError(_odd(place, f"shape {tuple(node.shape)}", count))
-        return list(torch.split(node, size))
+        return list(torch.split(node, sizes))
     if isinstance(node, Mapping):
-        cut = {key: _split(value, size, count, f"{place}[{key!r}]") for key, value in node.items()}
+        cut = {key: _split(value, count, sizes, f"{place}[{key!r}]") for key, value in node.items()}
         rows: list[dict[Any, Any]] = [{key: cut[key][i] for key in cut} for i in range(pieces)]
         return rows if type(node) is dict or not isinstance(node, MutableMapping) else [_like(node, r) for r in rows]
     if isinstance(node, (list, tuple)):
         if len(node) == count and not _structure(node, count):
-            return [node[low : low + size] for low in range(0, count, size)]
-        members = [_split(value, size, count, f"{place}[{i}]") for i, value in enumerate(node)]
+            return [node[low : low + size] for low, size in zip(accumulated_sum([0, *sizes]), sizes, strict=False)]
+        members = [_split(value, count, sizes, f"{place}[{i}]") for i, value in enumerate(node)]
         if not members:
             return [node] * pieces
         columns = zip(*members, strict=True)
@@ -186,16 +202,16 @@ def _split(node: Any, size: int, count: int, place: str) -> list[Any]:
         return [type(node)(column) for column in columns]
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         names = [field.name for field in dataclasses.fields(node)]
-        cut = {name: _split(getattr(node, name), size, count, f"{place}.{name}") for name in names}
+        cut = {name: _split(getattr(node, name), count, sizes, f"{place}.{name}") for name in names}
         return [dataclasses.replace(node, **{name: cut[name][i] for name in names}) for i in range(pieces)]
     if getattr(node, "ndim", 0) and hasattr(node, "__getitem__"):  # a NumPy array and its like
         if len(node) != count:
             raise ValueError(_odd(place, f"shape {tuple(node.shape)}", count))
-        return [node[low : low + size] for low in range(0, count, size)]
+        return [node[low : low + size] for low, size in zip(accumulated_sum([0, *sizes]), sizes, strict=False)]
     leaves, structure = torch.utils._pytree.tree_flatten(node)
     if len(leaves) == 1 and leaves[0] is node:
         return [node] * pieces
-    cut_leaves = [_split(leaf, size, count, place) for leaf in leaves]
+    cut_leaves = [_split(leaf, count, sizes, place) for leaf in leaves]
     return [torch.utils._pytree.tree_unflatten(list(column), structure) for column in zip(*cut_leaves, strict=True)]
 
 
@@ -255,7 +271,7 @@ def retry_on_oom(
     def attempt(state: TrainState, batch: Any, pieces: int, count: int, part: Part) -> Gradients | None:
         saved = {name: tensor.clone() for name, tensor in state.buffers.items()} if part.donate else {}
         try:
-            return over(grad_fn, state, split(batch, pieces, count), part)
+            return over(grad_fn, state, split(batch, count, pieces), part)
         except (RuntimeError, MemoryError) as error:
             with torch.no_grad():
                 for name, tensor in saved.items():
