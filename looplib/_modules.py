@@ -144,8 +144,7 @@ class Host:
                 owner[key] = tensor
             for module, mode in modes:
                 module.training = mode
-            for generator in generators:
-                generator.manual_seed(seed)
+            self.seed(seed)
             return body()
         finally:
             _interrupts.begin_hold(thread)
@@ -159,6 +158,11 @@ class Host:
             finally:
                 _interrupts.end_hold(thread)
                 _interrupts.deliver()
+
+    def seed(self, seed: int) -> None:
+        """Put the random streams at a seed, within `run`."""
+        for generator in self.generators:
+            generator.manual_seed(seed)
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that stand in the module now: some modules put new ones there, rather than write."""

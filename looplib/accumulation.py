@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._random import mix
-from looplib.gradients import WHOLE, GradFn, Gradients, Part, check_parts, multiply
-from looplib.metrics import Mean, Metric, merge
+from looplib.gradients import WHOLE, GradFn, Gradients, Part, check_parts, indices, multiply
+from looplib.metrics import Mean, merge
 from looplib.metrics import batch_size as count_examples
 from looplib.state import TrainState
 
@@ -89,47 +88,46 @@ def over(
     """The gradients of all pieces together."""
     if len(pieces) == 1 and dtype is None:
         return grad_fn(state, pieces[0], part)
+    whole = dataclasses.replace(part, sums=True)
+    many = getattr(grad_fn, "many", None)
+    if many is not None and dtype is None:
+        outs: list[Gradients] = many(state, pieces, whole)
+    else:
+        outs = _one_by_one(grad_fn, state, pieces, whole, dtype)
+    grads, _, buffers, _, _, per = outs[-1]
+    metrics, samples = merge(*[out.metrics for out in outs]), sum(out.samples for out in outs)
+    weight = _total([out.weight for out in outs if out.weight is not None])
+    if part.sums:
+        return Gradients(grads, metrics, buffers, samples, weight, per)
+    multiply(grads, _factor(per, weight))
+    return Gradients(grads, metrics, buffers, samples)
+
+
+def _one_by_one(
+    grad_fn: GradFn, state: TrainState, pieces: Sequence[Any], part: Part, dtype: torch.dtype | None
+) -> list[Gradients]:
+    """A call for each piece, which adds to the gradients of those before it."""
     per, grads = part.per, part.into
     wide: dict[str, Tensor] = {}
-    weights: list[Tensor | float] = []
-    records: list[Mapping[str, Metric]] = []
-    samples = 0
-    for index, piece in enumerate(pieces):
-        out = grad_fn(
-            state,
-            piece,
-            Part(
-                index=mix(part.index, index) if part.index else index,
-                sums=True,
-                per=per,
-                into=grads,
-                scale=part.scale,
-                last=part.last and index == len(pieces) - 1,
-                donate=part.donate,
-            ),
-        )
+    outs: list[Gradients] = []
+    for index, piece in zip(indices(part, len(pieces)), pieces, strict=True):
+        last = part.last and len(outs) == len(pieces) - 1
+        out = grad_fn(state, piece, dataclasses.replace(part, index=index, per=per, into=grads, last=last))
         if out.weight is None:
             raise TypeError(
                 f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
                 "accumulated hands its `part` on to the one that it wraps (see ll.Part)"
             )
-        per, samples = out.per, samples + out.samples
-        weights.append(out.weight)
-        records.append(out.metrics)
-        if not all(isinstance(record, Mean) for record in out.metrics.values()):
-            records = [merge(*records)]  # which may be large: one is held, not one of each piece
+        per = out.per
         if dtype is None:
             grads = out.grads
         else:
             _add(wide, out.grads, dtype)
+        outs.append(out._replace(grads={}))
         if any(tensor is not state.buffers[name] for name, tensor in out.buffers.items()):
             state = state.replace(buffers=out.buffers)
-    total, grads = _total(weights), wide if dtype is not None else out.grads
-    metrics = merge(*records)
-    if part.sums:
-        return Gradients(grads, metrics, out.buffers, samples, total, out.per)
-    multiply(grads, _factor(out.per, total))
-    return Gradients(grads, metrics, out.buffers, samples)
+    outs[-1] = outs[-1]._replace(grads=out.grads if dtype is None else wide)
+    return outs
 
 
 def _given(batch: Any) -> Sequence[Any]:

@@ -8,7 +8,7 @@ them. Everything between loss and update (clipping, accumulation, precision) wra
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -124,6 +124,10 @@ def make_grad_fn(
     chosen = frozenset(names)
 
     def grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        return many(state, (batch,), part)[0]
+
+    def many(state: TrainState, pieces: Sequence[Any], part: Part) -> list[Gradients]:
+        """The same of several pieces, one after another, with the tensors put into the module once."""
         params, buffers = of_this_model(host, state)
         if host.engine and not (part.donate and host.holds(params)):
             raise RuntimeError(
@@ -135,30 +139,37 @@ def make_grad_fn(
         frozen = [] if len(names) == len(params) else [t for name, t in params.items() if name not in chosen]
         frozen = [tensor for tensor in frozen if tensor.requires_grad]
         stale = [leaf.grad for leaf in leaves.values()]
-        samples = batch_size(batch)
+        seeds = [mix(state.seed, state.step, rank(), index) for index in indices(part, len(pieces))]
+        outs: list[Gradients] = []
 
-        def body() -> Gradients:
+        def body() -> None:
             for name, leaf in leaves.items():
                 leaf.grad = part.into.get(name) if part.into else None
-            loss, aux = _split(loss_fn(model, batch))
-            objective, weight, per = _objective(loss, samples, part)
-            _backward(objective if part.scale is None else objective * part.scale)
-            metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
-            for name, value in aux.items():
-                metrics[name] = record(name, value, samples)
+            per = part.per
+            for seed, piece in zip(seeds, pieces, strict=True):
+                if outs:
+                    host.seed(seed)
+                samples = batch_size(piece)
+                loss, aux = _split(loss_fn(model, piece))
+                objective, weight, per = _objective(loss, samples, part.sums, per)
+                _backward(objective if part.scale is None else objective * part.scale)
+                metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
+                for name, value in aux.items():
+                    metrics[name] = record(name, value, samples)
+                outs.append(Gradients({}, metrics, {}, samples, weight, per))
+                del loss, aux, objective  # or two graphs would stand side by side
             grads = {name: grad for name, leaf in leaves.items() if (grad := leaf.grad) is not None}
-            return Gradients(grads, metrics, host.buffers(), samples, weight, per)
+            outs[-1] = outs[-1]._replace(grads=grads, buffers=host.buffers())
 
         lent = buffers if part.donate else {name: tensor.clone() for name, tensor in buffers.items()}
-        seed = mix(state.seed, state.step, rank(), part.index)
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
         try:
             torch._C._set_grad_enabled(True)
             for tensor in frozen:
                 tensor.requires_grad_(False)
-            out = host.run(leaves if len(names) == len(params) else {**params, **leaves}, lent, seed, body)
+            host.run(leaves if len(names) == len(params) else {**params, **leaves}, lent, seeds[0], body)
         except RuntimeError:
-            host.explain(params, buffers, batch)
+            host.explain(params, buffers, pieces[min(len(outs), len(pieces) - 1)])
             raise
         finally:
             _interrupts.begin_hold(thread)
@@ -171,14 +182,27 @@ def make_grad_fn(
             finally:
                 _interrupts.end_hold(thread)
                 _interrupts.deliver()
+        out = outs[-1]
         if len(out.grads) < len(names) and not (allow_unused or not part.last):
             raise ValueError(unreached(name for name in names if name not in out.grads))
         if out.buffers and not part.donate:
             kept = {name: _kept(buffers[name], lent[name], tensor) for name, tensor in out.buffers.items()}
-            return out._replace(buffers=kept)
-        return out
+            outs[-1] = out._replace(buffers=kept)
+        return outs
 
+    grad_fn.many = many  # type: ignore[attr-defined]
     return grad_fn
+
+
+def indices(part: Part, count: int) -> Iterable[int]:
+    """What tells apart the pieces that a part is cut into, also where it was cut from another."""
+    return (
+        range(count)
+        if not part.index
+        else [part.index]
+        if count == 1
+        else [mix(part.index, index) for index in range(count)]
+    )
 
 
 def of_this_model(host: _modules.Host, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -221,7 +245,9 @@ def _split(out: Any) -> tuple[Any, Mapping[str, Any]]:
     return out, {}
 
 
-def _objective(loss: Any, samples: int, part: Part) -> tuple[Tensor, Tensor | float | None, Tensor | float]:
+def _objective(
+    loss: Any, samples: int, sums: bool, per: Tensor | float | None
+) -> tuple[Tensor, Tensor | float | None, Tensor | float]:
     """What to differentiate: the mean loss, or the summed loss over `per`, with its weight."""
     value = loss.total if isinstance(loss, Mean) else loss
     if not isinstance(value, Tensor):
@@ -240,18 +266,17 @@ def _objective(loss: Any, samples: int, part: Part) -> tuple[Tensor, Tensor | fl
             "under no_grad"
         )
     if not isinstance(loss, Mean):
-        if not part.sums:
+        if not sums:
             return value, None, 1.0
-        per = max(samples, 1) if part.per is None else part.per
-        return value if per is samples else value * (samples / per), samples, per
+        per = max(samples, 1) if per is None else per
+        return value if per == samples else value * (samples / per), samples, per
     weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
-    if not part.sums:
+    if not sums:
         return value / weight, None, 1.0
     if loss.times != 1:
         value, weight = value * loss.times, weight * loss.times
-    if part.per is not None:
-        return value / part.per, weight, part.per
-    per = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
+    if per is None:
+        per = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
     return value / per, weight, per
 
 

@@ -67,7 +67,7 @@ def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
     """The sum of so many times each, with few operations however many there are."""
     pairs = list(zip(values, times, strict=True))
     number = sum(value * n for value, n in pairs if not isinstance(value, Tensor))
-    tensors = [value.reshape(()) for value in values if isinstance(value, Tensor)]
+    tensors = [value if not value.dim() else value.reshape(()) for value in values if isinstance(value, Tensor)]
     if not tensors:
         return number
     stacked = torch.stack(tensors)

@@ -155,6 +155,35 @@ def test_batch_norm_and_dropout_are_those_of_a_raw_loop_over_the_pieces(donate, 
         assert torch.equal(state.buffers[name], tensor), name
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_pieces_in_one_call_have_the_bits_of_a_call_for_each(donate):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: (mean_loss(model, batch), {"rows": Count(len(batch[0]))}))
+
+    def plain(state, batch, part):
+        return grad_fn(state, batch, part)
+
+    def run(grad_fn):
+        step, out = ll.make_train_step(grad_fn, optimizer, donate=donate), []
+        state = ll.copy_state(start)
+        for batch in batches:
+            state, metrics = step(state, batch)
+            out.append(ll.compute(metrics))
+        return state, out
+
+    start = ll.init_state(model, optimizer)
+    batches = [(torch.randn(n, 5), torch.randint(0, 3, (n,))) for n in (9, 9, 8)]
+    (one, logs), (other, others) = run(ll.accumulate(grad_fn, 3)), run(ll.accumulate(plain, 3))
+    assert logs == others
+    for tree in ("params", "buffers"):
+        for name, tensor in getattr(one, tree).items():
+            assert torch.equal(tensor, getattr(other, tree)[name]), name
+    (nested, _), (flat, _) = run(ll.accumulate(ll.accumulate(grad_fn, 2), 2)), run(ll.accumulate(plain, 4))
+    assert nested.step == flat.step
+
+
 def test_the_wrapped_function_is_called_once_for_each_piece_and_told_which():
     model, parts = mlp(), []
     grad_fn = ll.make_grad_fn(model, mean_loss)
