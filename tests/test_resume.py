@@ -53,6 +53,15 @@ FAMILIES = {
     "adagrad": lambda: ll.optimizer(torch.optim.Adagrad, lr=0.05),
     "schedule-free": lambda: ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.01, warmup_steps=4),
     "apply_if_finite": lambda: ll.apply_if_finite(ll.optimizer(torch.optim.Adam, lr=0.01), max_consecutive=3),
+    "ema": lambda: ll.ema(ll.optimizer(torch.optim.RMSprop, lr=0.01), decay=ll.ema_warmup(0.9), buffers=True),
+    "swa": lambda: ll.swa(ll.lookahead(ll.optimizer(torch.optim.NAdam, lr=0.01), 3), start=4, every=2),
+    "skips": lambda: ll.dynamic_loss_scale(
+        ll.skip_spikes(ll.optimizer(torch.optim.SGD, lr=0.01, momentum=0.9), window=6, sigmas=1.0), growth_interval=4
+    ),
+    "groups": lambda: ll.partition(
+        {"a": ll.optimizer(torch.optim.Adamax, lr=0.01), "b": ll.optimizer(torch.optim.Rprop, lr=0.01)},
+        lambda name, tensor: "a" if tensor.ndim == 2 else "b",
+    ),
 }
 values = itertools.count(1)  # each start has other values in its model: all must come from the checkpoint
 
@@ -63,6 +72,10 @@ def begin(family, *, donate=False, bound=False, workers=0, stream=False, first=F
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
     optimizer = FAMILIES[family]()
     grad_fn = ll.make_grad_fn(model, lambda model, batch: nn.functional.cross_entropy(model(batch[1]), batch[2]))
+    if family in ("ema", "skips"):
+        grad_fn = ll.accumulate(grad_fn, size=2)
+    if family == "skips":
+        grad_fn = ll.scale_loss(grad_fn)
     step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=donate)
     dataset = Stream() if stream else Augmented(poisoned=family == "apply_if_finite")
     loader = ll.make_loader(dataset, batch_size=4, seed=3, num_workers=workers)
@@ -153,6 +166,8 @@ def test_resumed_is_uninterrupted_to_the_bit(family, stops, lives):
     assert log == expected_log
     if family == "apply_if_finite":
         assert state.opt_state["total_notfinite"] == position(state) - state.step > 2
+    if family == "skips":
+        assert state.opt_state["inner_state"]["total_spikes"] == position(state) - state.step > 2
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # on a machine of two cores
@@ -198,10 +213,11 @@ def test_going_back_and_on_again_gives_the_same(tmp_path):
 # Processes
 
 
-def life(folder, until, *, asynchronous=False, first=False, **mode):
+def life(folder, until, *, family="adamw", asynchronous=False, first=False, **mode):
     """A process that trains: it starts where the last one ended, saves at every batch, and may be killed."""
     ckpt = ll.checkpoint_io(folder, keep_last=2, keep_every=50, asynchronous=asynchronous)
-    state, *rest = begin("adamw", first=first or ckpt.latest() is None, **mode)
+    state, *rest = begin(family, first=first or ckpt.latest() is None, **mode)
+    Path(folder).mkdir(exist_ok=True)
     file = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     train(ckpt.restore(state), *rest, until, lambda at, line: os.write(file, f"{at} {line}\n".encode()), ckpt.save)
     ckpt.wait()
@@ -219,13 +235,34 @@ def process(function, *args, **kwargs):
     return [sys.executable, *flags, "-c", f"{code}; {call}"]
 
 
-def check(folder, until):
+def check(folder, until, family="adamw"):
     """The last checkpoint and each line that any of the processes logged are those of an uninterrupted run."""
-    state, log = uninterrupted("adamw", until)
+    state, log = uninterrupted(family, until)
     ckpt = ll.checkpoint_io(folder)
-    assert same(ckpt.restore(begin("adamw")[0]), state)
+    assert same(ckpt.restore(begin(family)[0]), state)
     lines = (Path(folder) / "log").read_text().splitlines()
     assert set(lines) == {f"{at} {line}" for at, line in log.items()}
+
+
+MODES = {f"{name}-{late}": (name == "donated", late) for name in ("pure", "donated") for late in (False, True)}
+
+
+def lives(folder, until, first):
+    """One process that takes every kind of run some batches further."""
+    for family, (name, (donate, late)) in itertools.product(FAMILIES, MODES.items()):
+        life(
+            Path(folder) / f"{family} {name}", until, family=family, asynchronous=late, first=first,
+            donate=donate, bound=donate,
+        )  # fmt: skip
+
+
+def test_each_kind_of_run_in_processes_of_its_own(tmp_path):
+    stops = (4, 6, 9)  # in the middle of an epoch, at its end, and in the next one
+    for stop in stops:
+        command = process("lives", str(tmp_path), stop, stop == stops[0])
+        subprocess.run(command, cwd=TESTS.parent, check=True)
+    for family, name in itertools.product(FAMILIES, MODES):
+        check(tmp_path / f"{family} {name}", stops[-1], family)
 
 
 def test_new_processes_with_workers_one_of_them_killed(tmp_path):
