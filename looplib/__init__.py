@@ -16,6 +16,7 @@ from looplib.export import (
 )
 from looplib.gradients import GradFn, Gradients, Part, make_grad_fn
 from looplib.loader import Loader, make_loader
+from looplib.losses import neftune, next_token_loss
 from looplib.metrics import Mean, Metric, batch_size, compute, evaluate, merge
 from looplib.optimizer import Optimizer, optimizer
 from looplib.precision import autocast, dynamic_loss_scale, master_weights, scale_loss
@@ -34,6 +35,7 @@ from looplib.predicates import (
     predicate,
 )
 from looplib.progress import progress
+from looplib.recompute import recompute
 from looplib.schedules import (
     Schedule,
     constant,
@@ -138,6 +140,8 @@ __all__ = [
     "master_weights",
     "merge",
     "multistep_decay",
+    "neftune",
+    "next_token_loss",
     "one_cycle",
     "optimizer",
     "optimizer_state_dict",
@@ -146,6 +150,7 @@ __all__ = [
     "predicate",
     "progress",
     "read_jsonl",
+    "recompute",
     "retry_on_oom",
     "sam",
     "save_pretrained",

@@ -23,7 +23,7 @@ from looplib.metrics import batch_size as count_examples
 from looplib.state import TrainState
 
 Grads = dict[str, Tensor]
-LossFn = Callable[[nn.Module, Any], Any]
+LossFn = Callable[[Any, Any], Any]
 
 
 class Gradients(NamedTuple):

@@ -24,8 +24,8 @@ R = TypeVar("R")
 
 
 def autocast(
-    function: Callable[[nn.Module, Any], R], dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True
-) -> Callable[[nn.Module, Any], R]:
+    function: Callable[[Any, Any], R], dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True
+) -> Callable[[Any, Any], R]:
     """A `loss_fn`, `metric_fn` or `predict_fn` under `torch.autocast`, on the device of the model's parameters.
 
     >>> import looplib as ll, torch

@@ -183,7 +183,7 @@ def _chain(state: TrainState, params: Set[str], buffers: Set[str]) -> _donation.
     return chain
 
 
-def make_eval_step(model: nn.Module, metric_fn: Callable[[nn.Module, Any], Mapping[str, Any]]) -> EvalStep:
+def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str, Any]]) -> EvalStep:
     """A function from a state and a batch to metrics, which leaves everything as it was.
 
     >>> import looplib as ll, torch
@@ -224,7 +224,7 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[nn.Module, Any], Mappi
     return eval_step
 
 
-def make_predict_step(model: nn.Module, predict_fn: Callable[[nn.Module, Any], Any]) -> PredictStep:
+def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -> PredictStep:
     """A function from a state and a batch to the model's outputs, which leaves everything as it was.
 
     >>> import looplib as ll, torch
@@ -239,7 +239,7 @@ def make_predict_step(model: nn.Module, predict_fn: Callable[[nn.Module, Any], A
     return _without_training(model, predict_fn)
 
 
-def _without_training(model: nn.Module, function: Callable[[nn.Module, Any], Any]) -> PredictStep:
+def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> PredictStep:
     host = _modules.Host(model, training=False)
 
     def forward(state: TrainState, batch: Any) -> Any:

@@ -57,7 +57,7 @@ def test_importing_looplib_imports_little_beyond_torch():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     extra = set(out.stdout.split()) - set(sys.stdlib_module_names)
-    assert extra <= {"looplib", "orjson", "tqdm", "torch"}
+    assert extra <= {"looplib", "orjson", "tqdm", "torch", "einops"}
 
 
 def test_importing_looplib_leaves_signals_and_random_streams_alone():

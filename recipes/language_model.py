@@ -1,0 +1,184 @@
+"""Train a small language model on the text of Python's own documentation, byte by byte, and let it write.
+
+    pip install looplib
+    python recipes/language_model.py               (or with other settings: --steps 2000 --precision float32)
+
+The text is that of the help topics in the standard library (`pydoc_data.topics`, 0.47 MB), the last tenth held out.
+A step takes a batch of 32 windows of 256 bytes in 4 pieces, under autocast to bfloat16, and clips; the learning rate
+has a warmup and a cosine, matrices alone decay, and the logits are made in chunks. The log, with tokens a second, and
+checkpoints are in runs/language_model; Ctrl-C stops, and the same command goes on from there, to the same bits.
+
+Reached: REACHED
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import pydoc_data.topics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import looplib as ll
+
+
+def main(
+    steps: int = 800,
+    batch_size: int = 32,  # windows in a step
+    microbatches: int = 4,  # pieces of it, one after another, in the memory of one
+    length: int = 256,  # bytes that the model sees at most
+    width: int = 192,
+    depth: int = 4,
+    heads: int = 6,
+    dropout: float = 0.1,
+    lr: float = 2e-3,  # at its peak, after the warmup
+    warmup: int = 50,  # steps
+    weight_decay: float = 0.1,
+    max_norm: float = 1.0,
+    precision: str = "bfloat16",  # or float32
+    eval_every: int = 200,  # steps
+    log_every: int = 20,
+    sample: int = 400,  # bytes to write at the end
+    seed: int = 0,
+    directory: str = "runs/language_model",
+) -> dict[str, float]:
+    torch.manual_seed(seed)
+    train_set, test_set = load_data(length)
+    model = Transformer(width, depth, heads, length, dropout)
+    cast = precision == "bfloat16"
+    loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, drop_last=True)
+    test_batches = torch.utils.data.DataLoader(test_set, batch_size=batch_size)
+
+    optimizer = ll.optimizer(
+        torch.optim.AdamW,
+        lr=ll.warmup_cosine(lr, warmup=warmup, total=steps),
+        betas=(0.9, 0.95),
+        weight_decay=weight_decay,
+        groups=[(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})],  # norms and biases
+    )
+    grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn, enabled=cast))
+    grad_fn = ll.clip_by_global_norm(ll.accumulate(grad_fn, microbatches), max_norm)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    eval_step = ll.make_eval_step(model, ll.autocast(metric_fn, enabled=cast))
+    log_now, eval_now, done = ll.every_n_steps(log_every), ll.every_n_steps(eval_every), ll.after_steps(steps)
+
+    folder = Path(directory)
+    to_file = ll.jsonl(folder / "log.jsonl")
+    log = ll.tee(to_file, ll.console())
+    ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1)
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, step {state.step} of {steps}")
+
+    began, first = time.perf_counter(), state.samples
+    try:
+        while not done(state):
+            for batch in ll.progress(loader(state), state, leave=False):
+                state, metrics = train_step(state, batch)
+                if log_now(state):
+                    speed = (state.samples - first) * length / (time.perf_counter() - began)
+                    to_file(state, {**ll.compute(metrics, prefix="train/"), "tokens_per_second": speed})
+                if eval_now(state) or done(state):
+                    log(state, ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
+                    ckpt.save(state)
+                if done(state):
+                    break
+    except KeyboardInterrupt:
+        ckpt.save(state)
+        print(f"\nstopped at step {state.step} of {steps}; the same command goes on from there")
+        raise
+
+    scores = ll.evaluate(eval_step, state, test_batches)
+    scores["bits_per_byte"] = scores["loss"] / math.log(2)
+    scores["seconds"] = time.perf_counter() - began
+    scores["tokens_per_second"] = (state.samples - first) * length / scores["seconds"]
+    written = write(model, state, "The following", sample, length)
+    print(
+        f"{scores['bits_per_byte']:.3f} bits a byte on the held-out text, {scores['accuracy']:.1%} of bytes guessed"
+    )
+    print(f"{scores['seconds']:.0f} s, {scores['tokens_per_second']:,.0f} tokens a second\n\n{written}")
+    return scores
+
+
+def load_data(length: int) -> tuple[TensorDataset, TensorDataset]:
+    """Windows (n, length + 1) of bytes, as int64; each begins with the last byte of the one before."""
+    topics = pydoc_data.topics.topics
+    text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    cut = len(data) * 9 // 10
+    train, test = (part.unfold(0, length + 1, length) for part in (data[:cut], data[cut:]))
+    return TensorDataset(train), TensorDataset(test)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + F.dropout(self.out(attended), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int, depth: int, heads: int, length: int, dropout: float) -> None:
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*[Block(width, heads, dropout) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for table in (self.bytes, self.places):
+            nn.init.normal_(table.weight, std=0.02)
+        self.head.weight = self.bytes.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Hidden states (batch, length, width), which the head turns into logits."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden: Tensor = self.norm(self.blocks(self.bytes(tokens) + self.places(places)))
+        return hidden
+
+
+def loss_fn(model: Transformer, batch: tuple[Tensor]) -> ll.Mean:
+    (tokens,) = batch
+    return ll.next_token_loss(model(tokens[:, :-1]), tokens[:, 1:], head=model.head, shift=False)
+
+
+def metric_fn(model: Transformer, batch: tuple[Tensor]) -> dict[str, ll.Mean]:
+    (tokens,) = batch
+    logits, labels = model.head(model(tokens[:, :-1])), tokens[:, 1:]
+    right = (logits.argmax(-1) == labels).sum()
+    return {"loss": ll.next_token_loss(logits, labels, shift=False), "accuracy": ll.Mean(right, labels.numel())}
+
+
+def write(model: Transformer, state: ll.TrainState, prompt: str, count: int, length: int) -> str:
+    """So many bytes more, drawn at a temperature of 0.7."""
+
+    def next_byte(model: Transformer, tokens: Tensor) -> Tensor:
+        logits = model.head(model(tokens[:, -length:])[:, -1])
+        return torch.multinomial((logits / 0.7).softmax(-1), 1)
+
+    step = ll.make_predict_step(model, next_byte)
+    tokens = torch.tensor([list(prompt.encode())])
+    for at in range(count):
+        tokens = torch.cat([tokens, step(state.replace(step=at), tokens)], dim=1)  # each step has a stream of its own
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for setting in inspect.signature(main).parameters.values():
+        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
+    try:
+        main(**vars(parser.parse_args()))
+    except KeyboardInterrupt:
+        sys.exit(130)
