@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from looplib import _interrupts, _modules
 from looplib._random import mix
-from looplib._ranks import rank
+from looplib._ranks import rank, several
 from looplib.metrics import Mean, Metric
 from looplib.metrics import batch_size as count_examples
 from looplib.state import TrainState
@@ -134,6 +134,11 @@ def make_grad_fn(
                 f"{host.engine} works on the module's own parameters, in place, and would be silently wrong on "
                 "others: use make_train_step(..., donate=True) and a bound state (from ll.init_state, or "
                 "state = ll.bind(model, state))"
+            )
+        if host.engine and part.sums and several():
+            raise RuntimeError(
+                f"{host.engine} averages the gradients of each piece over the ranks, whatever they weigh, so a "
+                "batch in pieces would be wrong on several ranks: give each rank its batch whole, or run one process"
             )
         leaves = {name: _leaf(params[name]) for name in names}
         frozen = [] if len(names) == len(params) else [t for name, t in params.items() if name not in chosen]

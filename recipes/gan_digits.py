@@ -1,0 +1,149 @@
+"""Draw handwritten digits with a generative adversarial network.
+
+    pip install "looplib[recipes]"
+    python recipes/gan_digits.py                   (or with other settings: --epochs 100 --seed 1)
+
+Two networks in one module and one state, and two steps on each batch; losses as in R3GAN (Huang et al., "The GAN is
+dead; long live the GAN!", 2024). Log, checkpoints and a picture of real and drawn digits are in runs/gan_digits.
+Ctrl-C stops after the epoch at hand; the same command goes on from there, to the same bits as without it.
+
+Reached with the seeds 0 to 3, in 30 seconds on one core: all ten digits are drawn, 79% to 85% of them so that a
+classifier is surer than 0.9 (held-out digits: 92%); Frechet distance of its features from held-out ones 0.70 to 0.82
+(their halves: 0.86); nearest digit of those learned from at 1.10 to 1.12 in the median (held-out ones: 1.07).
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from einops import rearrange
+from matplotlib.image import imsave
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from sklearn.neural_network import MLPClassifier
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import looplib as ll
+
+NOISE = 16  # numbers that a digit is drawn from
+
+
+def main(
+    epochs: int = 400,
+    batch_size: int = 64,
+    lr: float = 2e-3,  # of both networks at the start; it falls along a cosine
+    decay: float = 0.998,  # of the moving average of the generator's weights, which the digits are drawn with
+    width: int = 256,  # of all hidden layers
+    seed: int = 0,  # of the weights, the order of the pictures and the noise
+    directory: str = "runs/gan_digits",
+    picture: str = "runs/gan_digits/digits.png",
+) -> dict[str, float]:
+    torch.set_num_threads(1)  # so small networks gain nothing from more
+    torch.manual_seed(seed)
+    train, test, train_labels, test_labels = load_data()
+    model = make_model(width)
+    loader = ll.make_loader(train, batch_size=batch_size, seed=seed, drop_last=True)
+    adam = ll.optimizer(torch.optim.Adam, lr=ll.cosine(lr, total=2 * epochs * len(loader)), betas=(0.0, 0.99))
+    networks = {"generator": ll.ema(adam, ll.ema_warmup(decay)), "discriminator": adam}
+    optimizer = ll.partition(networks, lambda name, _: name.split(".")[0])
+    d_grad = ll.make_grad_fn(model, discriminator_loss, trainable=lambda name, _: name.startswith("discriminator."))
+    g_grad = ll.make_grad_fn(model, generator_loss, trainable=lambda name, _: name.startswith("generator."))
+    d_step = ll.make_train_step(d_grad, optimizer, donate=True)
+    g_step = ll.make_train_step(g_grad, optimizer, donate=True, same_batch=True)
+    log = ll.jsonl(Path(directory) / "log.jsonl")
+    ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1)
+    save_now, finished = ll.every_n_epochs(50), ll.after_epochs(epochs)
+    done = finished | ll.after_signal(signal.SIGINT, signal.SIGTERM)  # not between the two steps of a batch
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    while not done(state):
+        for pictures in ll.progress(loader(state), state, leave=False):
+            state, d_metrics = d_step(state, pictures)
+            state, g_metrics = g_step(state, pictures)
+        log(state, ll.compute(d_metrics, prefix="discriminator/") | ll.compute(g_metrics, prefix="generator/"))
+        if save_now(state):
+            ckpt.save(state)
+    ckpt.save(state)
+    if not finished(state):
+        raise SystemExit(f"stopped after epoch {state.epoch} of {epochs}; the same command goes on from there")
+    drawn = ll.make_predict_step(model, draw)(ll.eval_state(optimizer, state), test)
+    save_picture(test[:80], drawn[:80], Path(picture))
+    scores = judge(train, train_labels, test, test_labels, drawn)
+    print("\n".join(f"{name:16} {score:.3f}" for name, score in scores.items()), f"\npicture: {picture}")
+    return scores
+
+
+def load_data() -> Any:
+    """Pictures (n, 64) in float32 from 0 to 1, to train with and a third held out, and the labels of both."""
+    pictures, labels = map(torch.tensor, load_digits(return_X_y=True))
+    return train_test_split(pictures.float() / 16, labels, test_size=1 / 3, stratify=labels, random_state=0)
+
+
+def make_model(width: int) -> nn.ModuleDict:
+    def mlp(inputs: int, outputs: int, *last: nn.Module) -> nn.Sequential:
+        hidden = [nn.Linear(inputs, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.LeakyReLU(0.2)]
+        return nn.Sequential(*hidden, nn.Linear(width, outputs), *last)
+
+    return nn.ModuleDict({"generator": mlp(NOISE, 64, nn.Sigmoid()), "discriminator": mlp(64, 1)})
+
+
+def draw(model: Any, real: Tensor) -> Any:
+    """As many digits as there are real ones; which, depends on the state's seed and step alone."""
+    return model["generator"](torch.randn(len(real), NOISE))
+
+
+def generator_loss(model: Any, real: Tensor) -> Tensor:
+    return F.softplus(model["discriminator"](real) - model["discriminator"](draw(model, real))).mean()
+
+
+def discriminator_loss(model: Any, real: Tensor, gamma: float = 0.03) -> tuple[Tensor, dict[str, Tensor]]:
+    pictures = torch.cat([real, draw(model, real).detach()]).requires_grad_()
+    scores = model["discriminator"](pictures)
+    (slopes,) = torch.autograd.grad(scores.sum(), pictures, create_graph=True)
+    penalty, margin = slopes.square().sum() / len(real), scores[: len(real)] - scores[len(real) :]
+    return F.softplus(-margin).mean() + gamma / 2 * penalty, {"margin": margin.mean(), "penalty": penalty}
+
+
+def judge(train: Tensor, labels: Tensor, test: Tensor, test_labels: Tensor, drawn: Tensor) -> dict[str, float]:
+    """What a classifier that learned from the same digits says of those held out and of as many drawn ones."""
+    classifier = MLPClassifier(64, max_iter=400, random_state=0).fit(train.numpy(), labels.numpy())
+    weight, bias = torch.tensor(classifier.coefs_[0]), torch.tensor(classifier.intercepts_[0])
+    scores = {"accuracy": classifier.score(test.numpy(), test_labels.numpy())}
+    for name, pictures in (("real", test), ("drawn", drawn)):
+        p = torch.tensor(classifier.predict_proba(pictures.numpy()))
+        scores[f"{name}_confident"] = (p.amax(1) > 0.9).double().mean().item()
+        scores[f"{name}_classes"] = (p.argmax(1).bincount() >= 0.02 * len(p)).sum().item()
+        scores[f"{name}_nearest"] = torch.cdist(pictures, train).amin(1).median().item()
+        # Two halves of the same digits are some way apart too: drawn ones are no farther from real ones at best.
+        one, other = ((x @ weight + bias).relu().double() for x in (test, pictures))
+        orders = torch.rand(50, len(test), generator=torch.Generator().manual_seed(0)).argsort(1).chunk(2, 1)
+        scores[f"{name}_frechet"] = sum(frechet(one[i], other[j]) for i, j in zip(*orders, strict=True)) / 50
+    return scores
+
+
+def frechet(one: Tensor, other: Tensor) -> float:
+    """Between normal distributions with the means and covariances of two sets of features (n, d)."""
+    a, b = one.T.cov(), other.T.cov()
+    roots = torch.linalg.eigvals(a @ b).real.clamp(min=0).sqrt()
+    return float((one.mean(0) - other.mean(0)).square().sum() + a.trace() + b.trace() - 2 * roots.sum())
+
+
+def save_picture(real: Tensor, drawn: Tensor, path: Path) -> None:
+    """80 real digits on the left, 80 drawn ones on the right."""
+    framed = F.pad(torch.cat([real, drawn]).reshape(-1, 8, 8), (1, 1, 1, 1), value=0.5)
+    grids = rearrange(framed, "(side row column) h w -> side (row h) (column w)", side=2, row=8)
+    both = torch.cat([*F.pad(grids, (4, 4), value=0.5)], 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    imsave(path, both.kron(torch.ones(6, 6)).numpy(), cmap="gray_r", vmin=0, vmax=1)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for setting in inspect.signature(main).parameters.values():
+        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
+    main(**vars(parser.parse_args()))
