@@ -1,7 +1,8 @@
 """Averages of the weights along the way: EMA, SWA, Lookahead, and the state to evaluate them with.
 
 An average is part of the optimizer's state, moved by the very update that moves the weights, so that it is
-skipped, donated, interrupted and checkpointed with them. It counts by `step` alone.
+skipped, donated, interrupted and checkpointed with them. It counts the updates of the optimizer that it wraps, which
+are fewer than `state.step` where several take turns (`partition`) or all is frozen.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = Fal
     Raises ValueError for an argument out of its range.
 
     Source: Izmailov et al., "Averaging weights leads to wider optima and better generalization", 2018; the bits are
-    those of `torch.optim.swa_utils.AveragedModel` with `get_swa_multi_avg_fn()`.
+    those of `torch.optim.swa_utils.AveragedModel` with `get_swa_multi_avg_fn()`, but for weights in float64, where
+    torch rounds the share of each to float32.
     """
     return _averaging(optimizer, lambda count: 1 / (count + 1), start, every, buffers)
 
@@ -106,15 +108,18 @@ def _averaging(
             floating = {name: t for name, t in extra.get("buffers", {}).items() if t.is_floating_point()}
             averaged["buffers"] = {name: _wide(tensor).clone() for name, tensor in floating.items()}
         count = torch.tensor(int(start == 0))
-        return {"inner_state": inner, "average": averaged, "n_averaged": count}
+        return {"inner_state": inner, "average": averaged, "n_averaged": count, "updates": torch.tensor(0)}
 
     def update(
         grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
     ) -> tuple[Params, Any]:
         new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
-        record = {**opt_state, "inner_state": inner}
-        count, rest = divmod(step + 1 - start, every)
-        if new is params or count < 0 or rest:
+        if new is params:
+            return params, {**opt_state, "inner_state": inner}
+        updates = int(opt_state["updates"]) + 1
+        record = {**opt_state, "inner_state": inner, "updates": torch.tensor(updates)}
+        count, rest = divmod(updates - start, every)
+        if count < 0 or rest:
             return new, record
         average = dict(opt_state["average"])
         average["params"] = _moved(average["params"], new, count, weight, donate)
@@ -157,14 +162,15 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
     >>> import looplib as ll, torch
     >>> optimizer = ll.lookahead(ll.optimizer(torch.optim.SGD, lr=0.1), sync_period=6, slow_step_size=0.5)
 
-    The slow weights stand in `opt_state["slow"]`; `eval_state` evaluates with them.
+    The slow weights stand in `opt_state["slow"]`; `eval_state` evaluates with them. A parameter without a gradient
+    when the others meet waits for the next time. It goes inside `master_weights`, so that it moves the masters.
 
     Args:
         optimizer: what makes the fast updates; its moments go on as they are.
         sync_period: fast updates between two slow ones, at least 1.
         slow_step_size: the part of the way, above 0 and at most 1.
 
-    Raises ValueError for an argument out of its range.
+    Raises ValueError for an argument out of its range, and around `master_weights`.
 
     Source: Zhang, Lucas, Hinton and Ba, "Lookahead optimizer: k steps forward, 1 step back", 2019;
     `optax.lookahead`.
@@ -176,26 +182,37 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
         )
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
+        inner = record = optimizer.init(params, **extra)
+        while isinstance(record, dict):
+            if "master" in record:  # they would not notice that the weights were moved
+                raise ValueError(
+                    "lookahead around master_weights would move the rounded weights, and the next update overwrites "
+                    "those: put it inside, master_weights(lookahead(optimizer))"
+                )
+            record = record.get("inner_state")
         slow = {name: tensor.detach().clone() for name, tensor in params.items()}
-        return {"inner_state": optimizer.init(params, **extra), "slow": slow}
+        return {"inner_state": inner, "slow": slow, "updates": torch.tensor(0)}
 
     def update(
         grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
     ) -> tuple[Params, Any]:
         new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
-        record = {**opt_state, "inner_state": inner}
-        if new is params or (step + 1) % sync_period:
+        if new is params:
+            return params, {**opt_state, "inner_state": inner}
+        updates = int(opt_state["updates"]) + 1
+        record = {**opt_state, "inner_state": inner, "updates": torch.tensor(updates)}
+        if updates % sync_period:
             return new, record
-        slow = opt_state["slow"]
         with torch.no_grad():
-            fast = [new[name] for name in slow]
+            slow, fast = [opt_state["slow"][name] for name in grads], [new[name] for name in grads]
             if donate:
-                torch._foreach_lerp_(list(slow.values()), fast, slow_step_size)
-            else:
-                slow = dict(zip(slow, torch._foreach_lerp(list(slow.values()), fast, slow_step_size), strict=True))
-            for name in grads:  # those that this update has written, or made
-                new[name].copy_(slow[name])
-        return new, {**record, "slow": slow}
+                torch._foreach_lerp_(slow, fast, slow_step_size)
+                torch._foreach_copy_(fast, slow)
+                return new, record
+            moved = dict(zip(grads, torch._foreach_lerp(slow, fast, slow_step_size), strict=True))
+        # A parameter that the inner update has left alone is still that of the state before.
+        there = {name: t.clone().requires_grad_(params[name].requires_grad) for name, t in moved.items()}
+        return {**new, **there}, {**record, "slow": {**opt_state["slow"], **moved}}
 
     def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
         return {**params, **opt_state["slow"]}, buffers
@@ -221,8 +238,18 @@ def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
     Args:
         optimizer: the one that made `state.opt_state`, with its wrappers.
         state: of a run.
+
+    Raises ValueError for a state that another optimizer made.
     """
-    params, buffers = optimizer.evaluation(state.params, state.buffers, state.opt_state)
+    opt_state = state.opt_state
+    try:
+        params, buffers = optimizer.evaluation(state.params, state.buffers, opt_state)
+    except (KeyError, TypeError) as error:
+        found = f"has {', '.join(map(str, opt_state))}" if isinstance(opt_state, dict) else f"is {opt_state!r}"
+        raise ValueError(
+            f"state.opt_state {found}, and is not of this optimizer ({error}): give the one that made it, with its "
+            "wrappers"
+        ) from error
     if params is state.params and buffers is state.buffers:
         return state
     return state.replace(params=params, buffers=buffers)

@@ -30,7 +30,8 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     An optimizer acts when there is a gradient for one of its parameters. So two networks in one module, with two
     gradient functions (`trainable=`), are trained by two steps over one state, each by its own optimizer (a GAN).
-    All see the same `step`. Where one of them skips, the others go on; where all do, the step is skipped.
+    All see the same `step`. Where one of them skips, the others go on; where all do, the step is skipped. What may
+    give up (`apply_if_finite`) goes around it where steps are donated: within it, others may have written by then.
 
     Args:
         optimizers: by label, wrapped or not.
@@ -63,6 +64,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
                 )
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
+        known.clear()  # another model may have the same names
         members = divide(params)
         check(params)
         if empty := [key for key, own in members.items() if not own]:
@@ -73,13 +75,14 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
     ) -> tuple[Params, Any]:
         states, new, acted = dict(opt_state["inner_states"]), dict(params), False
-        for key, own in divide(params).items():
+        members = divide(params)
+        check(grads)
+        for key, own in members.items():
             mine = {name: grads[name] for name in own if name in grads}
             if mine:
                 changed, states[key] = optimizers[key].update(mine, states[key], own, step, donate=donate, **extra)
                 acted = acted or changed is not own
                 new.update(changed)
-        check(grads)
         return (new if acted else params), {"inner_states": states}
 
     def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:

@@ -65,11 +65,11 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
             return new, {"inner_state": inner, "notfinite_count": torch.zeros_like(count), "total_notfinite": total}
         if count >= max_consecutive:
             bad = [name for name, grad in grads.items() if not _finite([grad])]
+            found = f"in {len(bad)} of {len(grads)} parameters: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}"
             raise NonFiniteGradientsError(
                 f"gradients were not finite {int(count) + 1} times in a row (max_consecutive={max_consecutive}), "
-                f"now at step {step} in {len(bad)} of {len(grads)} parameters: {', '.join(bad[:5])}"
-                f"{', ...' if len(bad) > 5 else ''}. Lower the learning rate, clip the gradients, or look at "
-                "the batch; the state is as it was before it"
+                f"now at step {step} {found if bad else 'on another rank'}. Lower the learning rate, clip the "
+                "gradients, or look at the batch; the state is as it was before it"
             )
         return params, {**opt_state, "notfinite_count": count + 1, "total_notfinite": total + 1}
 
@@ -114,7 +114,8 @@ def skip_spikes(
         optimizer: what updates otherwise.
         window: how many batches to look back on, at least 2.
         sigmas: how many standard deviations are too many, above 0.
-        monitor: which metric of the gradients, such as "grad_norm" within `clip_by_global_norm`.
+        monitor: which metric of the gradients, such as "grad_norm" within `clip_by_global_norm`. One that is no
+            `Mean` counts as the mean of the ranks' values.
         max_consecutive: how many skips in a row are accepted.
 
     Raises:
@@ -174,11 +175,10 @@ def _value(metrics: Any, name: str) -> Tensor:
             f"skip_spikes watches {name!r}, which is not among the metrics of the step: "
             f"{', '.join(metrics) or 'none'}. Name one that is, and call the optimizer through a train step"
         )
-    record = metrics[name]
-    if not isinstance(record, Mean):
-        return torch.as_tensor(record.compute(), dtype=torch.float64).cpu()
-    parts = [torch.as_tensor(part).detach().reshape(()) for part in (record.total, record.weight)]
+    record = metrics[name] if isinstance(metrics[name], Mean) else Mean(metrics[name].compute())
+    numbers = [torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64) for x in record[:2]]
+    parts = [number.detach().reshape(()) for number in numbers]
     device = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
     pair = torch.stack([part.to(device, torch.float32 if device.type == "mps" else torch.float64) for part in parts])
-    total, weight = (sum_over_ranks(pair) * record.times).cpu().double().unbind()
+    total, weight = sum_over_ranks(pair * record.times).cpu().double().unbind()
     return total / weight
