@@ -19,6 +19,7 @@ from looplib.loader import Loader, make_loader
 from looplib.losses import neftune, next_token_loss
 from looplib.metrics import Mean, Metric, batch_size, compute, evaluate, merge
 from looplib.optimizer import Optimizer, optimizer
+from looplib.per_sample import add_noise, clip_per_sample, gradient_noise_scale, make_per_sample_grad_fn
 from looplib.precision import autocast, dynamic_loss_scale, master_weights, scale_loss
 from looplib.predicates import (
     Predicate,
@@ -89,6 +90,7 @@ __all__ = [
     "TrainStep",
     "accumulate",
     "adaptive_grad_clip",
+    "add_noise",
     "after_epochs",
     "after_samples",
     "after_seconds",
@@ -103,6 +105,7 @@ __all__ = [
     "checkpoint_io",
     "clip_by_global_norm",
     "clip_by_value",
+    "clip_per_sample",
     "compute",
     "console",
     "constant",
@@ -124,6 +127,7 @@ __all__ = [
     "exponential",
     "freeze",
     "global_norm",
+    "gradient_noise_scale",
     "init_state",
     "inverse_sqrt",
     "join",
@@ -135,6 +139,7 @@ __all__ = [
     "make_eval_step",
     "make_grad_fn",
     "make_loader",
+    "make_per_sample_grad_fn",
     "make_predict_step",
     "make_train_step",
     "master_weights",

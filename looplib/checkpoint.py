@@ -31,7 +31,7 @@ from looplib._directory import Lock, free_name, in_words, number_of, put, put_as
 from looplib._tree_file import MANIFEST, DamagedCheckpointError, Parts, Reader, leaves_of, read_manifest, sound
 from looplib.state import TrainState
 
-_COUNTS = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "skipped", "seed")
+_COUNTS = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "batch_steps", "seed")
 _WEIGHTS = ("/params/", "/buffers/")
 
 
@@ -403,7 +403,7 @@ def _describe(path: Path) -> Checkpoint:
 
 def _counts(manifest: Mapping[str, Any]) -> dict[str, Any]:
     counts = {**manifest["counts"], "seed": int(manifest["counts"]["seed"])}
-    wrong = [name for name in _COUNTS if type(counts[name]) is not (bool if name == "skipped" else int)]
+    wrong = [name for name in _COUNTS if type(counts[name]) is not int]
     if counts.keys() != set(_COUNTS) or (wrong and (wrong != ["epoch_length"] or counts["epoch_length"] is not None)):
         raise ValueError(f"counts that are no counts of a state: {counts}")
     return counts

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from looplib.gradients import WHOLE, GradFn, Gradients, Part, multiply, of_whole
 from looplib.metrics import Mean
 from looplib.optimizer import Grads, Optimizer, Params, wrap
-from looplib.skipping import NonFiniteGradientsError, all_finite
+from looplib.skipping import NonFiniteGradientsError, _finite, all_finite
 from looplib.state import TrainState
 
 R = TypeVar("R")
@@ -66,11 +66,12 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
     >>> ll.compute(metrics)["loss_scale"]
     65536.0
 
-    Gradients that are too small for float16 survive so; those that overflow are infinite or NaN, and
+    Gradients that are too small for float16 survive so; when one overflows all become NaN, and
     `dynamic_loss_scale` skips them. Clipping goes around it, where the gradients are the true ones; `accumulate`
     goes inside. The scale is reported as `loss_scale`.
 
-    Raises ValueError for a state without a loss scale, and within `accumulate`.
+    Raises ValueError for a state without a loss scale, for gradients in float16 (of weights in float16, which need
+    `accumulate(..., dtype=torch.float32)` and `master_weights`), and within `accumulate`.
 
     Source: Micikevicius et al., "Mixed precision training", 2018; `torch.amp.GradScaler`.
     """
@@ -80,7 +81,15 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
             raise ValueError("scale_loss within scale_loss: once is enough")
         scale = _scale_of(state.opt_state)
         out = grad_fn(state, batch, dataclasses.replace(part, scale=scale))
-        multiply(out.grads, scale.double().reciprocal().float())
+        if half := [name for name, grad in out.grads.items() if grad.dtype is torch.float16]:
+            raise ValueError(
+                f"gradients of {', '.join(half)} are in float16, where small ones become 0 when divided by the "
+                "scale: keep the weights in float32 and compute in float16, ll.autocast(loss_fn, torch.float16); or "
+                "add up in float32, scale_loss(accumulate(grad_fn, ..., dtype=torch.float32)), with master_weights"
+            )
+        factor = scale.double().reciprocal().float()
+        # All NaN after an overflow, so that no clipping around this makes an infinite gradient a finite one.
+        multiply(out.grads, torch.where(_finite(out.grads.values()).to(factor.device), factor, torch.nan))
         return out._replace(metrics={**out.metrics, "loss_scale": Mean(scale)})
 
     return of_whole("scale_loss", scaled)
@@ -188,10 +197,12 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
 
     Args:
         optimizer: what updates the masters.
-        dtype: theirs.
+        dtype: theirs, torch.float32 or torch.float64.
 
-    Raises ValueError, from `init`, when no parameter is of half precision.
+    Raises ValueError for another dtype; and, from `init`, when no parameter is of half precision.
     """
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"masters in {dtype}: give torch.float32 or torch.float64")
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         narrow = {name: p for name, p in params.items() if p.dtype in (torch.bfloat16, torch.float16)}

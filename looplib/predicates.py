@@ -224,13 +224,13 @@ def _fraction(value: Number) -> Fraction:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class every_n_steps(_Every):
-    """Fires when an update brought `step` to a multiple of n, or to `offset` more than one.
+    """Fires when the last batch brought `step` to a multiple of n, or to `offset` more than one.
 
     >>> import looplib as ll
     >>> log_now = ll.every_n_steps(50)
     >>> log_now(ll.TrainState(step=100)), log_now(ll.TrainState(step=101))
     (True, False)
-    >>> log_now(ll.TrainState(step=100, skipped=True))  # no update: step 100 has fired before
+    >>> log_now(ll.TrainState(step=100, batch_steps=0))  # no update: step 100 has fired before
     False
     >>> ll.every_n_steps(50, offset=1).between(100, 200)  # 101, 151
     every_n_steps(50, offset=1).between(100, 200)
@@ -240,7 +240,8 @@ class every_n_steps(_Every):
         offset: in [0, n).
         first, last: see `between`, in steps.
 
-    Never at step 0. Raises ValueError for an `n` of 0, and whatever is no int or out of range.
+    Never at step 0. Where several updates are made on a batch (`same_batch`), ask once, after the last of them.
+    Raises ValueError for an `n` of 0, and whatever is no int or out of range.
     """
 
     n: int
@@ -252,8 +253,7 @@ class every_n_steps(_Every):
         self._check_ints()
 
     def _fires(self, state: TrainState) -> bool:
-        step = state.step
-        return not state.skipped and step % self.n == self.offset and self.first <= step <= self.last and step > 0
+        return _crossed(state.step - state.batch_steps, state.step, self.n, self.offset, self.first, self.last)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -386,7 +386,7 @@ class at_step(Predicate):
         object.__setattr__(self, "steps", frozenset(steps))
 
     def _fires(self, state: TrainState) -> bool:
-        return state.step in self.steps and not state.skipped
+        return not self.steps.isdisjoint(range(state.step - state.batch_steps + 1, state.step + 1))
 
     def once(self) -> Predicate:
         return at_step(min(self.steps))

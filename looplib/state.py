@@ -56,7 +56,7 @@ class TrainState(_Marked):
         epoch_length: batches in an epoch, or None for a stream.
         samples: examples consumed.
         batch_samples: examples in the batch consumed last.
-        skipped: the batch consumed last made no update, so `step` did not move.
+        batch_steps: updates made on the batch consumed last: 1, or 0 if it was skipped, or more (`same_batch`).
         params, buffers: name -> tensor, as `named_parameters` and `named_buffers` give them.
         opt_state: the optimizer's pytree.
         seed: what all randomness of the run comes from.
@@ -73,7 +73,7 @@ class TrainState(_Marked):
     epoch_length: int | None = None
     samples: int = 0
     batch_samples: int = 0
-    skipped: bool = False
+    batch_steps: int = 1
     params: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     opt_state: Any = None
@@ -86,6 +86,11 @@ class TrainState(_Marked):
         object.__setattr__(self, "_born", _donation.chains)
         object.__setattr__(self, "_lane", None)
         object.__setattr__(self, "_heir", _donation.Heir())
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the batch consumed last made no update, so that `step` did not move."""
+        return self.batch_steps == 0
 
     def replace(self, **changes: Any) -> TrainState:
         """A copy with these fields changed; it shares every tensor that is not.

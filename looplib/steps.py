@@ -64,7 +64,7 @@ def make_train_step(
             state, and all that share a tensor that was written, raise DonatedStateError from then on. A signal
             that arrives during the update is taken after it.
         same_batch: for one more update on a batch that another step takes too, as the second network of a GAN does:
-            `step` counts it, and the position in the data stays.
+            `step` counts it, and the position in the data stays. The other step comes first.
 
     Raises:
         DonatedStateError: the state was given to a donated step before.
@@ -149,7 +149,9 @@ def _advance(state: TrainState, samples: int, applied: bool, same_batch: bool) -
     """The fields of the state after one more batch, but for what the step makes."""
     counts = counts_of(state)
     if same_batch:
-        return {**counts, "step": counts["step"] + applied, "skipped": not applied, "extra": state.extra}
+        for name in ("step", "batch_steps"):
+            counts[name] += applied
+        return {**counts, "extra": state.extra}
     epoch, batch = counts["epoch"], counts["batch"] + 1
     if batch == counts["epoch_length"]:
         epoch, batch = epoch + 1, 0
@@ -158,7 +160,7 @@ def _advance(state: TrainState, samples: int, applied: bool, same_batch: bool) -
     counts["batch"] = batch
     counts["samples"] += samples
     counts["batch_samples"] = samples
-    counts["skipped"] = not applied
+    counts["batch_steps"] = int(applied)
     counts["extra"] = state.extra
     return counts
 

@@ -424,15 +424,15 @@ def test_a_checkpoint_from_the_future_says_so(tmp_path, monkeypatch):
         {},
         {"counts": {}},
         {"counts": [], "metrics": {}, "created": ""},
-        {"counts": {**dict.fromkeys(checkpoint._COUNTS, 0), "skipped": False, "step": 1.5}},
-        {"counts": {**dict.fromkeys(checkpoint._COUNTS, 0), "skipped": False, "seed": "x"}},
-        {"counts": {**dict.fromkeys(checkpoint._COUNTS, 0), "skipped": False, "more": 1}},
+        {"counts": {**dict.fromkeys(checkpoint._COUNTS, 0), "step": 1.5}},
+        {"counts": {**dict.fromkeys(checkpoint._COUNTS, 0), "seed": "x"}},
+        {"counts": {**dict.fromkeys(checkpoint._COUNTS, 0), "more": 1}},
         {
-            "counts": {**dict.fromkeys(checkpoint._COUNTS, 0), "skipped": False},
+            "counts": {**dict.fromkeys(checkpoint._COUNTS, 0)},
             "metrics": {"x": "much"},
             "created": "",
         },
-        {"counts": {**dict.fromkeys(checkpoint._COUNTS, 0), "skipped": 3}, "metrics": {}, "created": ""},
+        {"counts": {**dict.fromkeys(checkpoint._COUNTS, 0), "batch_steps": True}, "metrics": {}, "created": ""},
     ],
 )
 def test_a_forged_description_is_damage(tmp_path, about):

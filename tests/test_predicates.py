@@ -26,7 +26,7 @@ def consume(state, batch_samples, skipped):
         batch=0 if ends else batch,
         samples=state.samples + batch_samples,
         batch_samples=batch_samples,
-        skipped=skipped,
+        batch_steps=int(not skipped),
     )
 
 
@@ -184,7 +184,7 @@ def test_a_fraction_of_a_streams_epoch_is_refused():
 def test_nothing_fires_before_the_first_update():
     fresh, skipped = (
         TrainState(epoch_length=4),
-        TrainState(epoch_length=4, batch=1, samples=2, batch_samples=2, skipped=True),
+        TrainState(epoch_length=4, batch=1, samples=2, batch_samples=2, batch_steps=0),
     )
     fractions = ll.every_n_epochs(0.5)
     for predicate in (ll.every_n_steps(1), ll.every_n_samples(1), ll.every_n_epochs(1), fractions, ll.at_epoch_end()):
@@ -229,7 +229,7 @@ def states(draw):
         epoch_length=epoch_length,
         samples=batch_samples + draw(st.integers(0, 60)),
         batch_samples=batch_samples,
-        skipped=draw(st.booleans()),
+        batch_steps=draw(st.integers(0, 3)),
     )
 
 
@@ -458,3 +458,21 @@ def test_clocks_run_by_themselves():
     assert not ll.every_seconds(1e6)(TrainState())
     assert not ll.after_seconds(1e6)(TrainState())
     assert repr(ll.every_seconds(60)) == "every_seconds(60)"
+
+
+@given(
+    made=st.lists(st.integers(0, 3), max_size=40),
+    n=st.integers(1, 7),
+    data=st.data(),
+)
+def test_steps_of_several_updates_a_batch_are_none_of_them_missed(made, n, data):
+    offset = data.draw(st.integers(0, n - 1))
+    predicate, at = ll.every_n_steps(n, offset=offset), ll.at_step(5, 11)
+    step = 0
+    for updates in made:
+        brought = range(step + 1, step + updates + 1)
+        step += updates
+        state = TrainState(step=step, batch_steps=updates)
+        assert predicate(state) == any(s % n == offset for s in brought)
+        assert at(state) == (5 in brought or 11 in brought)
+        assert state.skipped == (updates == 0)

@@ -123,7 +123,7 @@ def uninterrupted(family, until, stream=False):
 
 
 def same(one, other):
-    counts = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "skipped", "seed", "extra")
+    counts = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "batch_steps", "seed", "extra")
     assert [getattr(one, name) for name in counts] == [getattr(other, name) for name in counts]
     for tree in ("params", "buffers", "opt_state"):
         found, expected = (ll._tree_file.leaves_of(getattr(state, tree)) for state in (one, other))

@@ -1,0 +1,145 @@
+"""Classify handwritten digits with differential privacy, by DP-SGD.
+
+    pip install "looplib[recipes]"
+    python recipes/dp_sgd_digits.py                (or with other settings: --noise_multiplier 8 --seed 1)
+
+The 1,797 pictures of 8 x 8 pixels come with scikit-learn; 360 of them are held out. Each of the other 1,437 is in
+a batch by a coin of its own (Poisson sampling), its gradient is clipped to a norm, and noise goes onto the sum. So
+the trained network is (epsilon, delta)-differentially private in who of them took part: nobody can tell with much
+confidence from the network whether a picture was among them. Each epoch is a line with the epsilon spent so far.
+
+For real secrets, draw the seed (`secrets.randbits(63)`) and tell nobody, as who knows it can take the noise away; and
+mind that settings chosen by looking at the data, and the losses and norms of training, are not covered by epsilon.
+
+Reached: 90.6% to 93.9% of the held-out digits over the seeds 0 to 9, 92.2% in the middle (91.9% with seed 0), at an
+epsilon of 2.97 for a delta of 1e-5, in 7 seconds on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import time
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import looplib as ll
+
+
+def main(
+    epochs: int = 34,
+    batch_size: int = 256,  # expected: each batch has another size
+    piece_size: int = 128,  # examples whose gradients are in memory at once
+    lr: float = 0.2,
+    momentum: float = 0.9,
+    decay: float = 0.95,  # of the average of the weights, which takes away noise and costs no privacy
+    max_norm: float = 1.0,  # of an example's gradient
+    noise_multiplier: float = 4.0,  # standard deviation of the noise in units of max_norm
+    delta: float = 1e-5,  # well below 1 / the number of pictures
+    width: int = 16,  # channels of the convolution
+    seed: int = 0,  # of the weights, the batches and the noise
+) -> dict[str, float]:
+    began = time.perf_counter()
+    torch.set_num_threads(1)  # so small a network gains nothing from more, and loses much on cores that are shared
+    torch.manual_seed(seed)
+    (pictures, labels), test_batch = load_data()
+    count, rate = len(labels), batch_size / len(labels)
+
+    def poisson(epoch: int, generator: torch.Generator) -> list[list[int]]:
+        coins = torch.rand(round(1 / rate), count, generator=generator) < rate
+        return [row.nonzero().flatten().tolist() for row in coins]
+
+    # A batch may be empty, of which the default collate_fn could make no tensors.
+    loader = ll.make_loader(
+        range(count), batch_sampler=poisson, collate_fn=lambda rows: (pictures[rows], labels[rows]), seed=seed
+    )
+    model = make_model(width)
+    optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=lr, momentum=momentum), decay=ll.ema_warmup(decay))
+    grad_fn = ll.clip_per_sample(ll.make_per_sample_grad_fn(model, loss_fn), max_norm)
+    grad_fn = ll.accumulate(grad_fn, size=piece_size)
+    grad_fn = ll.add_noise(grad_fn, max_norm, noise_multiplier, expected_batch_size=batch_size)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    eval_step = ll.make_eval_step(model, metric_fn)
+    log, done = ll.console(), ll.after_epochs(epochs)
+
+    state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
+    while not done(state):
+        for batch in ll.progress(loader(state), state, leave=False):
+            state, _ = train_step(state, batch)
+        scores = ll.evaluate(eval_step, ll.eval_state(optimizer, state), [test_batch])
+        scores["epsilon"] = epsilon(state.step, rate, noise_multiplier, delta)
+        log(state, scores)
+
+    scores["seconds"] = time.perf_counter() - began
+    print(
+        f"{scores['accuracy']:.2%} of the {len(test_batch[1])} held-out digits right, {scores['seconds']:.1f} s; "
+        f"({scores['epsilon']:.2f}, {delta:g})-differentially private in the {count} others"
+    )
+    return scores
+
+
+def load_data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """To train and to test: pictures (n, 1, 8, 8) in float32 from 0 to 1, and labels (n,)."""
+    digits = load_digits()
+    pictures = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    train, test = train_test_split(range(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    return (pictures[train], labels[train]), (pictures[test], labels[test])
+
+
+def make_model(width: int) -> nn.Module:
+    # BatchNorm would mix examples, and bounded activations lose less to clipping (Papernot et al., 2021).
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * width, 10),
+    )
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    pictures, labels = batch
+    return F.cross_entropy(model(pictures), labels)
+
+
+def metric_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    pictures, labels = batch
+    logits = model(pictures)
+    return {"loss": F.cross_entropy(logits, labels), "accuracy": (logits.argmax(1) == labels).float().mean()}
+
+
+def epsilon(steps: int, rate: float, noise_multiplier: float, delta: float) -> float:
+    """The epsilon of so many steps, by Rényi differential privacy at the orders 2 to 256.
+
+    Of one step: Mironov, Talwar and Zhang, "Rényi differential privacy of the sampled Gaussian mechanism", 2019,
+    section 3.3. From Rényi's to (epsilon, delta): Balle, Barthe, Gaboardi, Hsu and Sato, "Hypothesis testing
+    interpretations and Rényi differential privacy", 2020, theorem 21. For a run that matters, take a library: the
+    accountants of Opacus (`RDPAccountant`) and of dp-accounting, whose `PLDAccountant` finds a smaller epsilon.
+    """
+    best = math.inf
+    for order in range(2, 257):
+        divergence = steps * renyi_divergence(order, rate, noise_multiplier)
+        best = min(best, divergence + math.log1p(-1 / order) - math.log(delta * order) / (order - 1))
+    return max(best, 0.0)
+
+
+def renyi_divergence(order: int, rate: float, noise_multiplier: float) -> float:
+    """Of one step with a picture from one without it: the logarithm of a sum over how often it is drawn."""
+    k = torch.arange(order + 1, dtype=torch.float64)
+    binomial = math.lgamma(order + 1) - torch.lgamma(k + 1) - torch.lgamma(order - k + 1)
+    drawn = torch.special.xlogy(k, rate) + torch.special.xlog1py(order - k, -rate)
+    total = torch.logsumexp(binomial + drawn + k * (k - 1) / (2 * noise_multiplier**2), 0)
+    return total.item() / (order - 1)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for setting in inspect.signature(main).parameters.values():
+        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
+    main(**vars(parser.parse_args()))
