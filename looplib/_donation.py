@@ -36,6 +36,7 @@ class Chain:
 
 
 _owners: dict[int, tuple[Chain, weakref.ref[Tensor]]] = {}
+updates = 0  # that wrote over parameters; torch's fused kernels do so without counting up `_version`
 chains = 0  # chains made so far: a state made at an earlier count may share tensors with one it does not know
 
 

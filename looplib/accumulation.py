@@ -79,6 +79,8 @@ def accumulate(
             pieces = split(batch, count, size if size is not None else _even(count, microbatches or 1))
         return over(grad_fn, state, pieces, part, dtype)
 
+    if hasattr(grad_fn, "max_norm"):  # which add_noise compares with its own
+        accumulated.max_norm = grad_fn.max_norm  # type: ignore[attr-defined]
     return accumulated
 
 

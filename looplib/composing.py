@@ -30,8 +30,10 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     An optimizer acts when there is a gradient for one of its parameters. So two networks in one module, with two
     gradient functions (`trainable=`), are trained by two steps over one state, each by its own optimizer (a GAN).
-    All see the same `step`. Where one of them skips, the others go on; where all do, the step is skipped. What may
-    give up (`apply_if_finite`) goes around it where steps are donated: within it, others may have written by then.
+    All see the same `step`, so a schedule counts the updates of all. Where one of them skips, the others go on; where
+    all do, the step is skipped. What may give up (`apply_if_finite`) goes around it where steps are donated: within
+    it, others may have written by then, and the state is spent. Classes that make their state in their first update
+    (SGD with dampening, schedule-free ones) do so at step 0 of the run.
 
     Args:
         optimizers: by label, wrapped or not.
@@ -104,9 +106,10 @@ def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimize
     ...     return name.startswith("0.") and step < 100
     >>> optimizer = ll.freeze(ll.optimizer(torch.optim.AdamW, lr=1e-3), frozen)
 
-    Weight decay and momentum do not move a frozen parameter, as with a gradient of None in torch. Its gradient is
-    computed all the same, and counts in `grad_norm`: where a layer is frozen for long, a second step with
-    `make_grad_fn(..., trainable=...)` for that time saves the work. Steps count when all is frozen, too.
+    Weight decay and momentum do not move a frozen parameter, as with a gradient of None in torch. (SGD with
+    dampening and classes from elsewhere, which make a parameter's state in its first update, have it from step 0.)
+    Its gradient is computed all the same, and counts in `grad_norm`: where a layer is frozen for long, a second step
+    with `make_grad_fn(..., trainable=...)` for that time saves the work. Steps count when all is frozen, too.
 
     Args:
         optimizer: what updates the others.

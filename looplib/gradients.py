@@ -155,8 +155,8 @@ def make_grad_fn(
                 if outs:
                     host.seed(seed)
                 samples = batch_size(piece)
-                loss, aux = _split(loss_fn(model, piece))
-                objective, weight, per = _objective(loss, samples, part.sums, per)
+                loss, aux = split_loss(loss_fn(model, piece))
+                objective, weight, per = objective_of(loss, samples, part.sums, per)
                 _backward(objective if part.scale is None else objective * part.scale)
                 metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
                 for name, value in aux.items():
@@ -237,7 +237,7 @@ def unreached(names: Iterable[str]) -> str:
     )
 
 
-def _split(out: Any) -> tuple[Any, Mapping[str, Any]]:
+def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
     if isinstance(out, tuple) and not isinstance(out, Mean):
         if len(out) == 2 and isinstance(out[1], Mapping):
             if "loss" in out[1]:
@@ -250,7 +250,7 @@ def _split(out: Any) -> tuple[Any, Mapping[str, Any]]:
     return out, {}
 
 
-def _objective(
+def objective_of(
     loss: Any, samples: int, sums: bool, per: Tensor | float | None
 ) -> tuple[Tensor, Tensor | float | None, Tensor | float]:
     """What to differentiate: the mean loss, or the summed loss over `per`, with its weight."""

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from looplib import _donation
+
 Params = dict[str, Tensor]
 Grads = dict[str, Tensor]
 Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
@@ -239,6 +241,7 @@ class _Engine:
     def init(self, params: Params, **extra: Any) -> dict[str, Any]:
         if not params:
             raise ValueError(f"{self.cls.__name__} got no parameters to optimize")
+        self.names = []  # these may be another model's, which divides otherwise
         try:
             return self.first_state(params)
         except RuntimeError:
@@ -352,6 +355,7 @@ class _Engine:
                 self.run(grads, tensors, working)
         finally:
             torch._C._set_grad_enabled(grad_mode)
+        _donation.updates += donate
         # A class may put new tensors into its state. A donated state keeps its own, so that those who share
         # them are told by what stands in one table, made at the first step.
         for name, old in kept.items():

@@ -29,13 +29,13 @@ from looplib.gradients import (
     Grads,
     LossFn,
     Part,
-    _objective,
-    _split,
     check_parts,
     multiply,
+    objective_of,
     of_this_model,
     of_whole,
     record,
+    split_loss,
 )
 from looplib.metrics import Mean, Metric
 from looplib.metrics import batch_size as count_examples
@@ -135,9 +135,9 @@ def make_per_sample_grad_fn(
             example = _map(lambda leaf: rows[leaf.index].unsqueeze(0) if type(leaf) is _Column else leaf, layout)
 
             def body() -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-                loss, aux = _split(loss_fn(model, example))
+                loss, aux = split_loss(loss_fn(model, example))
                 counted = loss._replace(weight=loss.weight + (loss.weight == 0)) if isinstance(loss, Mean) else loss
-                value = _objective(counted, 1, sums=False, per=None)[0].reshape(())
+                value = objective_of(counted, 1, sums=False, per=None)[0].reshape(())
                 sums = {name: _total_and_weight(name, value) for name, value in {"loss": loss, **aux}.items()}
                 after = host.buffers()
                 if written := [name for name, t in lent.items() if after[name] is not t or t._version]:
@@ -322,6 +322,8 @@ def add_noise(
     Not for adversaries: torch's generators are not cryptographically secure, and floating-point noise leaks in ways
     that exact noise would not. Who knows the seed can take the noise away, and who sees two runs of the same
     seed on different data sees it cancel: keep the seed secret, and give each run its own.
+
+    All of this is for one process: ranks are not summed over, and would all draw the same noise.
 
     Args:
         grad_fn: from `clip_per_sample`, or `accumulate` around it.

@@ -104,6 +104,7 @@ def make_train_step(
         thread = threading.get_ident()
         saved = {name: buffers[name].clone() for name in (buffers if written is None else written)}
         versions = [tensor._version for tensor in buffers.values()]
+        written_over = _donation.updates
         try:
             try:
                 out = grad_fn(state, batch, part)
@@ -136,6 +137,9 @@ def make_train_step(
             _latest.metrics = out.metrics
         except BaseException:
             _restore(buffers, saved)
+            if _donation.updates != written_over:  # by one of several optimizers, of which another failed
+                chain = _chain(state, params.keys(), set())
+                chain.generation += 1
             raise
         finally:
             _interrupts.end_hold(thread)

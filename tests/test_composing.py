@@ -494,3 +494,23 @@ def test_a_backtracking_line_search_is_five_lines_of_pure_steps():
     torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()), rtol=1e-9, atol=1e-12)
     assert found == sorted(found, reverse=True)
     assert state.step == 10
+
+
+def test_a_donated_state_of_which_a_part_was_written_before_an_error_is_spent():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = ll.partition({"0": sgd(), "1": ll.apply_if_finite(sgd(), 0)}, lambda name, tensor: name[0])
+
+    def overflow(model, x):
+        return model[0](x).sum() + model[1](model[0](x).detach()).sum() * torch.inf
+
+    step = ll.make_train_step(ll.make_grad_fn(model, overflow), optimizer, donate=True)
+    state = ll.init_state(model, optimizer)
+    kept = ll.copy_state(state)
+    with pytest.raises(ll.NonFiniteGradientsError, match=r"1\.weight"):
+        step(state, torch.ones(2, 3))
+    with pytest.raises(ll.DonatedStateError):
+        _ = state.params
+    pure = ll.make_train_step(ll.make_grad_fn(model, overflow), optimizer)
+    with pytest.raises(ll.NonFiniteGradientsError):
+        pure(kept, torch.ones(2, 3))
+    assert kept.params["0.weight"].isfinite().all()

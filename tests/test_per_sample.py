@@ -535,3 +535,11 @@ def test_one_example_has_no_noise_scale():
     rest = grad_fn(state, (x[1:], y[1:])).metrics
     name = "gradient_noise_scale"
     assert ll.compute(ll.merge(alone, rest))[name] == pytest.approx(ll.compute(rest)[name], rel=1e-12)
+
+
+def test_another_max_norm_is_found_through_accumulate_too():
+    model = nn.Linear(2, 1)
+    clipped = ll.clip_per_sample(ll.make_per_sample_grad_fn(model, lambda model, x: model(x).mean()), 1.0)
+    for grad_fn in (clipped, ll.accumulate(clipped, size=4)):
+        with pytest.raises(ValueError, match=r"max_norm=1.0 and add_noise max_norm=2.0"):
+            ll.add_noise(grad_fn, max_norm=2.0, noise_multiplier=1.0)
