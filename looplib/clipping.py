@@ -60,7 +60,10 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     >>> global_norm([torch.tensor([3.0]), torch.tensor([4.0])])
     tensor(5.)
     """
-    norms = torch._foreach_norm(list(tensors), norm_type)
+    tensors = list(tensors)
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return torch.nn.utils.get_total_norm(tensors, norm_type)
+    norms = torch._foreach_norm(tensors, norm_type)
     norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     return norm
 

@@ -326,8 +326,14 @@ class _Engine:
                 f"the optimizer's state has nothing for {sorted(grads.keys() - states.keys())}: make the state "
                 "with the same model, and the same trainable=, as the gradient function"
             )
-        if self.fuse and any(grad.is_sparse for grad in grads.values()):
-            self.fuse = False  # torch's fused kernels take dense gradients only
+        for name, grad in grads.items():
+            if grad.dtype is not params[name].dtype:
+                raise ValueError(
+                    f"the gradient of {name} is {grad.dtype}, the parameter {params[name].dtype}: to train weights "
+                    "of half precision on gradients in float32, wrap the optimizer, ll.master_weights(optimizer)"
+                )
+            if self.fuse and grad.is_sparse:
+                self.fuse = False  # torch's fused kernels take dense gradients only
         fresh = self.lazy and step == 0
         self.settle(params, states, fresh and "groups" in opt_state)
         if donate:

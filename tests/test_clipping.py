@@ -285,3 +285,13 @@ def test_arguments_out_of_range_are_named():
             ll.adaptive_grad_clip(grad_fn, eps=wrong)
         with pytest.raises(ValueError, match=rf"max_norm is {wrong}; give a norm above 0"):
             ll.clip_by_global_norm(grad_fn, wrong)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_norm_of_mixed_dtypes_has_the_bits_of_torchs(seed):
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32)
+    params = [nn.Parameter(torch.zeros(7, 5, dtype=dtype)) for dtype in dtypes]
+    for p in params:
+        p.grad = torch.randn(7, 5, generator=generator).to(p.dtype)
+    assert ll.global_norm([p.grad for p in params]) == nn.utils.clip_grad_norm_(params, 0.5)

@@ -354,3 +354,17 @@ def test_max_consecutive_is_checked():
     for wrong in (-1, True, 1.5):
         with pytest.raises(ValueError, match=r"max_consecutive is .*0 or more"):
             ll.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), wrong)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_gradient_of_another_dtype_is_refused_before_anything_is_written(cls):
+    model = nn.Linear(2, 1).bfloat16()
+    optimizer = ll.optimizer(cls, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).float().sum())
+    step = ll.make_train_step(ll.accumulate(grad_fn, 2, dtype=torch.float32), optimizer, donate=True)
+    state = ll.init_state(model, optimizer)
+    kept = ll.copy_state(state)
+    with pytest.raises(ValueError, match=r"gradient of weight is torch.float32, the parameter torch.bfloat16: .*ll.master_weights"):
+        step(state, torch.ones(4, 2).bfloat16())
+    torch.testing.assert_close(state.opt_state, kept.opt_state, rtol=0, atol=0)
+    assert torch.equal(state.params["weight"], kept.params["weight"])
