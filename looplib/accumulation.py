@@ -74,10 +74,11 @@ def accumulate(
     def accumulated(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         if microbatches is None and size is None:
             pieces = _given(batch)
+            count = sum(map(batch_size, pieces))
         else:
             count = batch_size(batch)
             pieces = split(batch, count, size if size is not None else _even(count, microbatches or 1))
-        return over(grad_fn, state, pieces, part, dtype)
+        return over(grad_fn, state, pieces, count, part, dtype)
 
     if hasattr(grad_fn, "max_norm"):  # which add_noise compares with its own
         accumulated.max_norm = grad_fn.max_norm  # type: ignore[attr-defined]
@@ -85,12 +86,17 @@ def accumulate(
 
 
 def over(
-    grad_fn: GradFn, state: TrainState, pieces: Sequence[Any], part: Part, dtype: torch.dtype | None = None
+    grad_fn: GradFn,
+    state: TrainState,
+    pieces: Sequence[Any],
+    count: int,
+    part: Part,
+    dtype: torch.dtype | None = None,
 ) -> Gradients:
-    """The gradients of all pieces together."""
+    """The gradients of all pieces together, of so many examples."""
     if len(pieces) == 1 and dtype is None:
         return grad_fn(state, pieces[0], part)
-    whole = dataclasses.replace(part, sums=True)
+    whole = dataclasses.replace(part, sums=True, samples=count if part.samples is None else part.samples)
     many = getattr(grad_fn, "many", None)
     if many is not None and dtype is None:
         outs: list[Gradients] = many(state, pieces, whole)
@@ -271,7 +277,7 @@ def retry_on_oom(
     def attempt(state: TrainState, batch: Any, pieces: int, count: int, part: Part) -> Gradients | None:
         saved = {name: tensor.clone() for name, tensor in state.buffers.items()} if part.donate else {}
         try:
-            return over(grad_fn, state, split(batch, count, pieces), part)
+            return over(grad_fn, state, split(batch, count, pieces), count, part)
         except (RuntimeError, MemoryError) as error:
             with torch.no_grad():
                 for name, tensor in saved.items():

@@ -55,7 +55,8 @@ class Part:
         index: the microbatch, which the randomness depends on.
         sums: give the gradient of the summed loss over `per`, and its weight, rather than that of the mean.
         per: what summed losses are divided by, so that gradients of half precision stay as small as a mean's; None
-            for the part's own weight, or 1 if that is less.
+            for `samples`, or the part's own weight (1 if that is less) where the loss has one.
+        samples: examples in all parts of the step, where that is known.
         into: gradients so far, to be added to in place.
         scale: multiplies the loss before the backward pass.
         last: no other part of this step comes after.
@@ -65,6 +66,7 @@ class Part:
     index: int = 0
     sums: bool = False
     per: Tensor | float | None = None
+    samples: int | None = None
     into: Mapping[str, Tensor] | None = None
     scale: Tensor | None = None
     last: bool = True
@@ -156,6 +158,8 @@ def make_grad_fn(
                     host.seed(seed)
                 samples = batch_size(piece)
                 loss, aux = split_loss(loss_fn(model, piece))
+                if per is None and not isinstance(loss, Mean):
+                    per = part.samples  # known beforehand, so there is nothing to divide at the end
                 objective, weight, per = objective_of(loss, samples, part.sums, per)
                 _backward(objective if part.scale is None else objective * part.scale)
                 metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
@@ -343,7 +347,8 @@ def _order(name: str, wrapper: str) -> str:
 def multiply(grads: Mapping[str, Tensor], factor: Tensor | float) -> None:
     """All gradients times a factor, in place."""
     if not isinstance(factor, Tensor):
-        torch._foreach_mul_(list(grads.values()), factor)
+        if factor != 1:
+            torch._foreach_mul_(list(grads.values()), factor)
         return
     for device in {grad.device for grad in grads.values()}:
         torch._foreach_mul_([grad for grad in grads.values() if grad.device == device], factor.to(device))

@@ -364,7 +364,9 @@ def test_a_gradient_of_another_dtype_is_refused_before_anything_is_written(cls):
     step = ll.make_train_step(ll.accumulate(grad_fn, 2, dtype=torch.float32), optimizer, donate=True)
     state = ll.init_state(model, optimizer)
     kept = ll.copy_state(state)
-    with pytest.raises(ValueError, match=r"gradient of weight is torch.float32, the parameter torch.bfloat16: .*ll.master_weights"):
+    with pytest.raises(
+        ValueError, match=r"gradient of weight is torch.float32, the parameter torch.bfloat16: .*ll.master_weights"
+    ):
         step(state, torch.ones(4, 2).bfloat16())
     torch.testing.assert_close(state.opt_state, kept.opt_state, rtol=0, atol=0)
     assert torch.equal(state.params["weight"], kept.params["weight"])

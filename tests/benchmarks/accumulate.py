@@ -7,7 +7,7 @@ AdamW, fused on all sides: the raw loop (`(loss / 8).backward()` and the sum of 
 `accelerate` by its own recipe (`accelerator.accumulate`), and the transformers Trainer. Updates of all contenders
 take turns in shuffled order; the ratio is that of the medians of an update. All get their batches from memory; the
 Trainer's come through its DataLoader, which cannot be left out. Peak memory is that of a process of its own for each
-contender, above what it held before its first update, with torch's one-batch reference beside it.
+contender, above what it held before its first update (Linux).
 """
 
 from __future__ import annotations
@@ -205,10 +205,12 @@ def times(model_name: str, seconds: float) -> dict[str, list[float]]:
 def peak_memory(model_name: str, name: str) -> float:
     """MiB by which a process of its own grows, at most, over five updates."""
     code = (
-        "import sys, os, resource; sys.path.insert(0, sys.argv[1]); import accumulate as b, torch; "
+        "import sys, os, re, resource; sys.path.insert(0, sys.argv[1]); import accumulate as b, torch; "
         "torch.set_num_threads(1); step = {**b.CONTENDERS, **b.MEMORY_ALONE}[sys.argv[2]](sys.argv[3]); "
         "before = int(open('/proc/self/statm').read().split()[1]) * resource.getpagesize() / 2**20; "
-        "[step() for _ in range(5)]; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10 - before); "
+        # the peak of the imports is forgotten
+        "open('/proc/self/clear_refs', 'w').write('5'); [step() for _ in range(5)]; "
+        "print(int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) / 2**10 - before); "
         "sys.stdout.flush(); os._exit(0)"
     )
     here = __file__.rpartition("/")[0] or "."
