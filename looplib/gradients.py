@@ -7,6 +7,7 @@ them. Everything between loss and update (clipping, accumulation, precision) wra
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,13 +161,13 @@ def make_grad_fn(
                 loss, aux = split_loss(loss_fn(model, piece))
                 if per is None and not isinstance(loss, Mean):
                     per = part.samples  # known beforehand, so there is nothing to divide at the end
-                objective, weight, per = objective_of(loss, samples, part.sums, per)
-                _backward(objective if part.scale is None else objective * part.scale)
+                value, factor, weight, per = objective_of(loss, samples, part.sums, per)
+                _backward(value, factor, part.scale)
                 metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
                 for name, value in aux.items():
                     metrics[name] = record(name, value, samples)
                 outs.append(Gradients({}, metrics, {}, samples, weight, per))
-                del loss, aux, objective  # or two graphs would stand side by side
+                del loss, aux, value  # or two graphs would stand side by side
             grads = {name: grad for name, leaf in leaves.items() if (grad := leaf.grad) is not None}
             outs[-1] = outs[-1]._replace(grads=grads, buffers=host.buffers())
 
@@ -256,8 +257,8 @@ def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
 
 def objective_of(
     loss: Any, samples: int, sums: bool, per: Tensor | float | None
-) -> tuple[Tensor, Tensor | float | None, Tensor | float]:
-    """What to differentiate: the mean loss, or the summed loss over `per`, with its weight."""
+) -> tuple[Tensor, Tensor | float, Tensor | float | None, Tensor | float]:
+    """What to differentiate, times what: to the mean loss, or to the summed loss over `per`, with its weight."""
     value = loss.total if isinstance(loss, Mean) else loss
     if not isinstance(value, Tensor):
         raise TypeError(
@@ -276,31 +277,43 @@ def objective_of(
         )
     if not isinstance(loss, Mean):
         if not sums:
-            return value, None, 1.0
+            return value, 1.0, None, 1.0
         per = max(samples, 1) if per is None else per
-        return value if per == samples else value * (samples / per), samples, per
+        return value, samples / per, samples, per
     weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+    one = _one(value) if isinstance(weight, Tensor) or isinstance(per, Tensor) else 1.0
     if not sums:
-        return value / weight, None, 1.0
+        return value, one / weight if isinstance(weight, Tensor) or weight else math.inf, None, 1.0
     if loss.times != 1:
-        value, weight = value * loss.times, weight * loss.times
+        weight = weight * loss.times
     if per is None:
         per = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
-    return value / per, weight, per
+    return value, one * loss.times / per, weight, per
 
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
-_ones: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+_constants: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
 
 
-def _backward(loss: Tensor) -> None:
-    """`loss.backward()` for a loss that has been looked at: without its checks and the one it makes each time."""
-    kind = loss.device, loss.dtype
-    if (one := _ones.get(kind)) is None:
-        one = _ones[kind] = torch.ones((), device=loss.device, dtype=loss.dtype)
+def _one(like: Tensor, value: float = 1.0) -> Tensor:
+    """A scalar on the device and of the dtype of another tensor, made once."""
+    kind = like.device, like.dtype, value
+    if (constant := _constants.get(kind)) is None:
+        if len(_constants) > 100:
+            _constants.clear()
+        constant = _constants[kind] = torch.full((), value, device=like.device, dtype=like.dtype)
+    return constant
+
+
+def _backward(loss: Tensor, factor: Tensor | float, scale: Tensor | None) -> None:
+    """`(loss * factor * scale).backward()` for a loss that has been looked at: the factors need no operation."""
     if loss.dim():
         loss = loss.reshape(())
-    _run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    seed = factor if isinstance(factor, Tensor) else _one(loss, factor)
+    if scale is not None:
+        seed = seed * scale
+    seed = seed.reshape(()).to(loss.device, loss.dtype)
+    _run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def record(name: str, value: Any, samples: int) -> Metric:

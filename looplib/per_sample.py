@@ -137,7 +137,8 @@ def make_per_sample_grad_fn(
             def body() -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
                 loss, aux = split_loss(loss_fn(model, example))
                 counted = loss._replace(weight=loss.weight + (loss.weight == 0)) if isinstance(loss, Mean) else loss
-                value = objective_of(counted, 1, sums=False, per=None)[0].reshape(())
+                value, factor, _, _ = objective_of(counted, 1, sums=False, per=None)
+                value = (value * factor).reshape(())
                 sums = {name: _total_and_weight(name, value) for name, value in {"loss": loss, **aux}.items()}
                 after = host.buffers()
                 if written := [name for name, t in lent.items() if after[name] is not t or t._version]:
