@@ -7,7 +7,8 @@ AdamW, fused on all sides: the raw loop (`(loss / 8).backward()` and the sum of 
 `accelerate` by its own recipe (`accelerator.accumulate`), and the transformers Trainer. Updates of all contenders
 take turns in shuffled order; the ratio is that of the medians of an update. All get their batches from memory; the
 Trainer's come through its DataLoader, which cannot be left out. Peak memory is that of a process of its own for each
-contender, above what it held before its first update (Linux).
+contender, above what it held before its first update (Linux); there also for the batch as a whole, and with
+activation checkpointing of the transformer's blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from step_overhead import Step, classify, transformer
+from step_overhead import Block, Step, classify, transformer
 from torch import Tensor, nn
 
 import looplib as ll
@@ -77,10 +78,12 @@ def one_batch(model_name: str) -> Step:
     return step
 
 
-def looplib(model_name: str, donate: bool) -> Step:
+def looplib(model_name: str, donate: bool, pieces: int = PIECES, recompute: bool = False) -> Step:
     model, loss_fn, batch = MODELS[model_name]()
     optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
-    grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches=PIECES)
+    if recompute:
+        loss_fn = ll.recompute(loss_fn, (Block, nn.ReLU))
+    grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches=pieces)
     train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
     state = ll.init_state(model, optimizer)
 
@@ -178,7 +181,11 @@ CONTENDERS: dict[str, Callable[[str], Step]] = {
     "accelerate": accelerate,
     "transformers Trainer": trainer,
 }
-MEMORY_ALONE: dict[str, Callable[[str], Step]] = {"raw, one batch": one_batch}
+MEMORY_ALONE: dict[str, Callable[[str], Step]] = {
+    "raw, one batch": one_batch,
+    "one batch, recompute": lambda name: looplib(name, True, pieces=1, recompute=True),
+    "8 pieces, recompute": lambda name: looplib(name, True, recompute=True),
+}
 
 
 def times(model_name: str, seconds: float) -> dict[str, list[float]]:
