@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import looplib as ll
 
 SMALL = {"steps": 6, "warmup": 2, "batch_size": 8, "length": 32, "width": 16, "depth": 1, "heads": 2}
-SMALL |= {"eval_every": 4, "log_every": 2, "sample": 8}
+SMALL |= {"eval_every": 4, "log_every": 2, "sample": 8, "microbatches": 4}
 
 
 @pytest.fixture
