@@ -6,6 +6,7 @@ from looplib.averaging import ema, ema_warmup, eval_state, lookahead, swa
 from looplib.checkpoint import Checkpoint, CheckpointIO, Checkpoints, checkpoint_io
 from looplib.clipping import adaptive_grad_clip, clip_by_global_norm, clip_by_value, global_norm
 from looplib.composing import freeze, partition, sam
+from looplib.evaluation import evaluate, predict, predict_to, read_predictions
 from looplib.export import (
     load_optimizer_state_dict,
     load_state_dict,
@@ -17,7 +18,7 @@ from looplib.export import (
 from looplib.gradients import GradFn, Gradients, Part, make_grad_fn
 from looplib.loader import Loader, make_loader
 from looplib.losses import neftune, next_token_loss
-from looplib.metrics import Mean, Metric, batch_size, compute, evaluate, merge
+from looplib.metrics import Mean, Metric, batch_size, compute, merge
 from looplib.optimizer import Optimizer, optimizer
 from looplib.per_sample import add_noise, clip_per_sample, gradient_noise_scale, make_per_sample_grad_fn
 from looplib.precision import autocast, dynamic_loss_scale, master_weights, scale_loss
@@ -153,8 +154,11 @@ __all__ = [
     "partition",
     "polynomial",
     "predicate",
+    "predict",
+    "predict_to",
     "progress",
     "read_jsonl",
+    "read_predictions",
     "recompute",
     "retry_on_oom",
     "sam",

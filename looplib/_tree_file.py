@@ -272,7 +272,7 @@ def _write_data(path: Path, parts: Parts, helped: bool) -> tuple[dict[str, dict[
                 _write_all(descriptor, memoryview(bytes(start + begin - at)))
                 at = start + begin
                 source = run.source().cpu()
-                view = _bytes(source)
+                view = bytes_of(source)
                 checksum = _beside(pool, view) if helped else partial(zlib.crc32, view)
                 for low in range(0, len(view), _CHUNK):
                     _write_all(descriptor, view[low : low + _CHUNK])
@@ -293,7 +293,7 @@ def _beside(pool: ThreadPoolExecutor, view: memoryview) -> Callable[[], int]:
         return lambda: zlib.crc32(view)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """A CPU tensor's own memory, without numpy."""
     if not tensor.numel():
         return memoryview(b"")

@@ -46,6 +46,7 @@ class Loader:
         dataset: what is read.
         batch_size: samples in a batch, or None where the dataset or a batch sampler decides.
         seed: what the order and the draws within the dataset come from, together with the epoch.
+        shuffles: the order is not the dataset's, nor one that was given.
     """
 
     dataset: Any
@@ -53,6 +54,7 @@ class Loader:
     seed: int
     _length: int | None
     _batches: Callable[[TrainState], Iterator[Any]]
+    shuffles: bool = False
 
     def __call__(self, state: TrainState) -> Iterator[Any]:
         return interruptible(self._batches(state))
@@ -228,7 +230,8 @@ def make_loader(
         read = (reader[job] for job in jobs) if in_process else read_jobs(engines, epoch, jobs)
         return read if device is None else (move(batch) for batch in read)
 
-    return Loader(dataset, batch_size, seed, length, batches)
+    ordered = shuffle is False or sampler is not None or batch_sampler is not None
+    return Loader(dataset, batch_size, seed, length, batches, shuffles=not ordered)
 
 
 def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -6,15 +6,12 @@ however it was cut. Nothing leaves the device until `compute`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from looplib.state import TrainState
 
 
 @runtime_checkable
@@ -177,39 +174,3 @@ def batch_size(batch: Any) -> int:
             "tuple with one, whose first dimension is the examples; for another, give make_grad_fn(..., "
             "batch_size=lambda batch: ...)"
         ) from None
-
-
-def evaluate(
-    eval_step: Callable[[TrainState, Any], Metrics], state: TrainState, batches: Iterable[Any], prefix: str = ""
-) -> dict[str, float]:
-    """The metrics over all batches, as floats: exact for any split, and training stays as it was.
-
-    >>> import looplib as ll, torch
-    >>> model = torch.nn.Linear(1, 1)
-    >>> eval_step = ll.make_eval_step(model, lambda model, x: {"mean": ll.Mean(x.sum(), len(x))})
-    >>> ll.evaluate(eval_step, ll.init_state(model), torch.arange(7.0).split(3), prefix="eval/")
-    {'eval/mean': 3.0}
-
-    Args:
-        eval_step: from `make_eval_step`.
-        state: what to evaluate; it is not changed.
-        batches: any iterable, such as a list, a DataLoader, or a looplib loader (read from its beginning).
-        prefix: put before each name.
-
-    Memory is that of one batch and one record of each metric. torch's random stream stands afterwards where it
-    stood, whatever the iterable draws. Raises ValueError if there is no batch, or if batches differ in their names.
-    """
-    total: Metrics | None = None
-    stream = torch.default_generator.get_state()
-    try:
-        for batch in batches(state.replace(epoch=0, batch=0, epoch_length=None)) if callable(batches) else batches:
-            metrics = eval_step(state, batch)
-            total = metrics if total is None else merge(total, metrics)
-    finally:
-        torch.default_generator.set_state(stream)
-    if total is None:
-        raise ValueError(
-            "evaluate got no batches: the iterable is empty, or a generator that was used up; give a list, a "
-            "DataLoader or a loader"
-        )
-    return compute(total, prefix)
