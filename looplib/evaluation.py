@@ -85,8 +85,8 @@ def evaluate(
     try:
         for batch in _read(batches, state, 0, limit, f"{prefix.strip('/') or 'evaluation'}" if progress else None):
             waiting.append(eval_step(state, batch))
-            # Means are added up many at a time, for the cost of two; of others, which may be large, one is held.
-            if len(waiting) == 32 or not all(isinstance(metric, Mean) for metric in waiting[-1].values()):
+            # A few Means are added up at a time, for the cost of two; of others, which may be large, one is held.
+            if len(waiting) == 4 or not all(isinstance(metric, Mean) for metric in waiting[-1].values()):
                 total, waiting = merge(*([] if total is None else [total]), *waiting), []
             if rates or tokens:
                 counts["steps"] += 1

@@ -1,0 +1,150 @@
+"""Memory and rate of evaluating 20,000 examples with 5,000 classes, beside the transformers Trainer.
+
+    python tests/benchmarks/evaluation.py
+    python tests/benchmarks/evaluation.py --rows 100000 --only looplib     (memory does not grow)
+
+A linear model of 64 features, in batches of 100, gives 400 MB of logits in all; loss and accuracy are wanted. Each
+contender is a process of its own, one after another, in turns; memory is its peak above what it held before the
+evaluation (Linux), the rate that of the fastest of its evaluations. The Trainer is measured as it is used most, with
+`compute_metrics` over all logits, and with `preprocess_logits_for_metrics` that keeps the argmax alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import looplib as ll
+
+CLASSES, FEATURES, BATCH = 5000, 64, 100
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.head(x)
+        return logits if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def data(rows: int) -> torch.utils.data.TensorDataset:
+    torch.manual_seed(0)
+    return torch.utils.data.TensorDataset(torch.randn(rows, FEATURES), torch.randint(0, CLASSES, (rows,)))
+
+
+def looplib(rows: int) -> Callable[[], object]:
+    def metric_fn(model: Model, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        logits = model(x)
+        return {"loss": F.cross_entropy(logits, y), "accuracy": ll.Mean((logits.argmax(1) == y).sum(), len(y))}
+
+    model = Model()
+    eval_step, state = ll.make_eval_step(model, metric_fn), ll.init_state(model)
+    loader = ll.make_loader(data(rows), batch_size=BATCH, shuffle=False)
+    return lambda: ll.evaluate(eval_step, state, loader)
+
+
+def trainer(rows: int, preprocessed: bool) -> Callable[[], object]:
+    transformers = importlib.import_module("transformers")
+
+    def collate(items: list[Any]) -> dict[str, Tensor]:
+        return {"x": torch.stack([x for x, _ in items]), "labels": torch.stack([y for _, y in items])}
+
+    def compute_metrics(found: Any) -> dict[str, float]:
+        guesses = found.predictions if preprocessed else found.predictions.argmax(1)
+        return {"accuracy": float((guesses == found.label_ids).mean())}
+
+    arguments = transformers.TrainingArguments(
+        tempfile.mkdtemp(),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        per_device_eval_batch_size=BATCH,
+        remove_unused_columns=False,
+        label_names=["labels"],
+    )
+    made = transformers.Trainer(
+        Model(),
+        arguments,
+        data_collator=collate,
+        eval_dataset=data(rows),
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=(lambda logits, labels: logits.argmax(-1)) if preprocessed else None,
+    )
+    evaluate: Callable[[], object] = made.evaluate
+    return evaluate
+
+
+CONTENDERS: dict[str, Callable[[int], Callable[[], object]]] = {
+    "looplib": looplib,
+    "transformers Trainer": lambda rows: trainer(rows, False),
+    "the same, argmax kept": lambda rows: trainer(rows, True),
+}
+
+
+def one(name: str, rows: int, times: int) -> None:
+    """Run by a process of its own: prints MiB and examples a second."""
+    torch.set_num_threads(1)
+    CONTENDERS[name](2 * BATCH)()  # what is imported and allocated once
+    evaluate = CONTENDERS[name](rows)
+    seconds = []
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = status("VmRSS")
+    for _ in range(times):
+        begin = time.perf_counter()
+        evaluate()
+        seconds.append(time.perf_counter() - begin)
+    print(f"result {status('VmHWM') - before} {rows / min(seconds)}")
+
+
+def status(name: str) -> float:
+    with open("/proc/self/status") as file:
+        found = re.search(rf"{name}:\s+(\d+)", file.read())
+    assert found
+    return int(found[1]) / 2**10
+
+
+def main(rows: int, rounds: int, times: int, only: str | None) -> None:
+    print(f"torch {torch.__version__}, one thread, {rows:,} x {CLASSES:,} logits, medians of {rounds} processes each")
+    names = [name for name in CONTENDERS if only is None or only in name]
+    found: dict[str, list[list[float]]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name in names:
+            command = [sys.executable, __file__, "--one", name, "--rows", str(rows), "--times", str(times)]
+            out = subprocess.run(command, capture_output=True, text=True)
+            if out.returncode:
+                raise RuntimeError(out.stderr)
+            line = next(line for line in out.stdout.splitlines() if line.startswith("result"))
+            found[name].append([float(word) for word in line.split()[1:]])
+    for name, values in found.items():
+        memory, rate = (statistics.median(column) for column in zip(*values, strict=True))
+        print(f"  {name:24} {memory:9.1f} MiB   {rate:10,.0f} examples a second")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--times", type=int, default=3, help="evaluations in each process")
+    parser.add_argument("--only", help="a part of a contender's name")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        one(arguments.one, arguments.rows, arguments.times)
+    else:
+        main(arguments.rows, arguments.rounds, arguments.times, arguments.only)
