@@ -6,6 +6,7 @@ from looplib.averaging import ema, ema_warmup, eval_state, lookahead, swa
 from looplib.checkpoint import Checkpoint, CheckpointIO, Checkpoints, checkpoint_io
 from looplib.clipping import adaptive_grad_clip, clip_by_global_norm, clip_by_value, global_norm
 from looplib.composing import freeze, partition, sam
+from looplib.costs import flops, memory, meter, profiled, utilization
 from looplib.evaluation import evaluate, predict, predict_to, read_predictions
 from looplib.export import (
     load_optimizer_state_dict,
@@ -21,6 +22,7 @@ from looplib.losses import neftune, next_token_loss
 from looplib.metrics import Mean, Metric, batch_size, compute, merge
 from looplib.optimizer import Optimizer, optimizer
 from looplib.per_sample import add_noise, clip_per_sample, gradient_noise_scale, make_per_sample_grad_fn
+from looplib.pictures import LRCurve, find_lr, live_plot, plot
 from looplib.precision import autocast, dynamic_loss_scale, master_weights, scale_loss
 from looplib.predicates import (
     Predicate,
@@ -64,6 +66,19 @@ from looplib.skipping import NonFiniteGradientsError, apply_if_finite, skip_spik
 from looplib.state import DonatedStateError, TrainState, bind, copy_state, end_epoch, init_state
 from looplib.steps import EvalStep, PredictStep, TrainStep, make_eval_step, make_predict_step, make_train_step
 from looplib.stopping import BestSoFar, early_stopping, update_best
+from looplib.writers import (
+    Window,
+    csv_file,
+    first_rank_only,
+    in_background,
+    only,
+    read_columns,
+    record,
+    rename,
+    safely,
+    tensorboard,
+    wandb,
+)
 
 __all__ = [
     "BestSoFar",
@@ -76,6 +91,7 @@ __all__ = [
     "EvalStep",
     "GradFn",
     "Gradients",
+    "LRCurve",
     "Loader",
     "Mean",
     "Metric",
@@ -89,6 +105,7 @@ __all__ = [
     "Stopped",
     "TrainState",
     "TrainStep",
+    "Window",
     "accumulate",
     "adaptive_grad_clip",
     "add_noise",
@@ -113,6 +130,7 @@ __all__ = [
     "copy_state",
     "cosine",
     "cosine_restarts",
+    "csv_file",
     "cyclic",
     "dynamic_loss_scale",
     "early_stopping",
@@ -126,14 +144,19 @@ __all__ = [
     "every_n_steps",
     "every_seconds",
     "exponential",
+    "find_lr",
+    "first_rank_only",
+    "flops",
     "freeze",
     "global_norm",
     "gradient_noise_scale",
+    "in_background",
     "init_state",
     "inverse_sqrt",
     "join",
     "jsonl",
     "linear",
+    "live_plot",
     "load_optimizer_state_dict",
     "load_state_dict",
     "lookahead",
@@ -144,23 +167,32 @@ __all__ = [
     "make_predict_step",
     "make_train_step",
     "master_weights",
+    "memory",
     "merge",
+    "meter",
     "multistep_decay",
     "neftune",
     "next_token_loss",
     "one_cycle",
+    "only",
     "optimizer",
     "optimizer_state_dict",
     "partition",
+    "plot",
     "polynomial",
     "predicate",
     "predict",
     "predict_to",
+    "profiled",
     "progress",
+    "read_columns",
     "read_jsonl",
     "read_predictions",
     "recompute",
+    "record",
+    "rename",
     "retry_on_oom",
+    "safely",
     "sam",
     "save_pretrained",
     "save_safetensors",
@@ -172,7 +204,10 @@ __all__ = [
     "stop_when",
     "swa",
     "tee",
+    "tensorboard",
     "update_best",
+    "utilization",
+    "wandb",
     "warmup",
     "warmup_cosine",
     "warmup_linear",

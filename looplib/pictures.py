@@ -1,0 +1,543 @@
+"""Pictures of numbers that a run has logged, and of the one that is chosen before it: the learning rate.
+
+A picture is a matplotlib Figure of its own. Nothing here keeps figures open or touches pyplot's, so there is nothing
+to close, and a notebook shows the one that a cell returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from looplib.gradients import GradFn
+from looplib.metrics import compute
+from looplib.optimizer import Optimizer
+from looplib.schedules import Schedule
+from looplib.sinks import Sink, _plain, _Sink, read_jsonl
+from looplib.state import TrainState, copy_state
+from looplib.steps import make_train_step
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+Log = str | os.PathLike[str] | Sequence[Row]
+
+_COUNTS = ("step", "epoch", "batch", "samples")
+_MARKED = 25  # a line of no more points than this shows each, and is not smoothed
+
+
+def plot(
+    logs: Log | Mapping[str, Log],
+    names: str | Sequence[str] | None = None,
+    *,
+    x: str = "step",
+    smooth: float = 0.0,
+    path: str | os.PathLike[str] | None = None,
+) -> Figure:
+    """A picture of a log, or of several runs beside each other, with a panel for each metric.
+
+    >>> import looplib as ll
+    >>> rows = [{"step": step, "train/loss": 1 / step, "eval/loss": 2 / step} for step in range(1, 100)]
+    >>> figure = ll.plot(rows)
+    >>> [axes.get_title() for axes in figure.axes]
+    ['loss']
+    >>> figure = ll.plot({"small": rows, "large": rows}, "eval/loss", smooth=0.9)  # paths of logs do as well
+
+    What comes after the last slash of a name is its metric, so `train/loss` and `eval/loss` share a panel. One run
+    has a colour for each of them; several runs have one each, and line styles tell apart what is before the slash.
+    Losses and perplexities are drawn on a log scale where they span a factor of ten. A value that is infinite or NaN
+    is a cross at the lower edge. Where a run went back to a checkpoint, what it did again replaces what was there.
+
+    Args:
+        logs: the path of a `jsonl` log, or its rows as `read_jsonl` gives them; or a dict of these, by labels.
+        names: what to draw, in this order: metrics (`"loss"`) or full names (`"eval/auc"`); all numbers by default.
+        x: what to draw it over: `"step"`, `"epoch"`, `"samples"`, or any name in the same rows.
+        smooth: from 0 to below 1, how much of the average before a point is kept at each; the line is then this
+            exponential average, corrected for its beginning, and the values stand pale behind it. A line of at most
+            25 points is drawn as it is, with a dot for each.
+        path: a file to save it to as well, such as `"loss.png"` or `"loss.pdf"`; its folders are made where missing.
+
+    Returns:
+        A `matplotlib.figure.Figure`, to change at will; a notebook shows it.
+
+    Raises:
+        ValueError: a name that no log has, a log without numbers to draw, a `smooth` out of its range.
+        FileNotFoundError: a log that is not there.
+        ImportError: without `pip install looplib[recipes]`.
+    """
+    if not 0 <= smooth < 1:
+        raise ValueError(f"smooth is {smooth}; give the share of the past to keep at each point, from 0 to below 1")
+    runs = logs if isinstance(logs, Mapping) else {"": logs}
+    lines = {label: _lines(_rows(log), x) for label, log in runs.items()}
+    panels = _panels(lines, names, x)
+    figure = _draw(lines, panels, x, smooth)
+    if path is not None:
+        _save(figure, path)
+    return figure
+
+
+def _rows(log: Log) -> Sequence[Row]:
+    return read_jsonl(log) if isinstance(log, (str, os.PathLike)) else log
+
+
+def _lines(rows: Sequence[Row], x: str) -> dict[str, list[tuple[float, float]]]:
+    """The points of each name, without those that were drawn again after going back to a checkpoint."""
+    points: dict[str, list[tuple[float, float, float]]] = {}
+    for row in rows:
+        at = row.get(x)
+        if not isinstance(at, (int, float)):
+            continue
+        step = row.get("step", at)
+        for name, value in row.items():
+            if name in _COUNTS or name == x or not isinstance(value, (int, float)):
+                continue
+            line = points.setdefault(name, [])
+            while line and line[-1][0] >= step:
+                line.pop()
+            line.append((step, at, value))
+    return {name: [(at, value) for _, at, value in line] for name, line in points.items()}
+
+
+def _split(name: str) -> tuple[str, str]:
+    source, _, metric = name.rpartition("/")
+    return source, metric
+
+
+def _panels(
+    lines: Mapping[str, Mapping[str, Any]], names: str | Sequence[str] | None, x: str
+) -> dict[str, list[str]]:
+    """The full names in each panel, by its title."""
+    there = list(dict.fromkeys(name for run in lines.values() for name in run))
+    if not there:
+        raise ValueError(f"there is nothing to draw: no row of {_listed(lines)} has a number beside its {x!r}")
+    if isinstance(names, str):
+        names = [names]
+    panels: dict[str, list[str]] = {}
+    for wanted in [_split(name)[1] for name in there] if names is None else names:
+        found = [name for name in there if wanted in (name, _split(name)[1])]
+        if not found:
+            raise ValueError(f"no log has {wanted!r}; there are {', '.join(there)}")
+        panels[found[0] if len(found) == 1 else wanted] = found
+    return panels
+
+
+def _listed(runs: Iterable[str]) -> str:
+    return ", ".join(repr(label) for label in runs if label) or "the log"
+
+
+def _draw(
+    lines: Mapping[str, Mapping[str, list[tuple[float, float]]]],
+    panels: Mapping[str, list[str]],
+    x: str,
+    smooth: float,
+) -> Figure:
+    columns = min(len(panels), 3 if len(panels) > 4 else 2)
+    down = -(-len(panels) // columns)
+    figure = _figure(figsize=(4.8 * columns + 0.8, 3.2 * down), layout="constrained")
+    grid = figure.subplots(down, columns, squeeze=False).ravel()
+    sources = list(dict.fromkeys(_split(name)[0] for found in panels.values() for name in found))
+    shown: dict[str, Any] = {}
+    for axes, (title, found) in zip(grid, panels.items(), strict=False):
+        for place, (label, run) in enumerate(lines.items()):
+            for name in found:
+                if name not in run:
+                    continue
+                source = _split(name)[0]
+                rank = sources.index(source)
+                colour = f"C{place if len(lines) > 1 else rank}"
+                style = ("-", "--", ":", "-.")[rank % 4 if len(lines) > 1 else 0]
+                key = " ".join(filter(None, (label, source if len(sources) > 1 else "")))
+                if not key and len(found) > 1:
+                    key = name
+                line = _draw_line(axes, run[name], colour, style, smooth)
+                if key:  # else the title says it all
+                    shown.setdefault(key, line)
+        _dress(axes, title, x, [value for run in lines.values() for name in found for _, value in run.get(name, [])])
+    for axes in grid[len(panels) :]:
+        axes.remove()
+    if len(shown) > 1:
+        figure.legend(shown.values(), shown.keys(), loc="outside right upper", frameon=False)
+    return figure
+
+
+def _draw_line(axes: Axes, points: list[tuple[float, float]], colour: str, style: str, smooth: float) -> Any:
+    places = [at for at, _ in points]
+    values = [value if math.isfinite(value) else math.nan for _, value in points]
+    sparse = len(points) <= _MARKED
+    if smooth and not sparse:
+        axes.plot(places, values, color=colour, alpha=0.25, linewidth=1)
+        values = smoothed(values, smooth)
+    # Few points, of an evaluation, stand out from a noisy line that they lie in.
+    dots: dict[str, Any] = {"marker": "o", "markersize": 5, "markeredgecolor": "white", "zorder": 3} if sparse else {}
+    (line,) = axes.plot(places, values, style, color=colour, linewidth=1.6, **dots)
+    lost = [at for at, value in points if not math.isfinite(value)]
+    if lost:
+        edge = axes.get_xaxis_transform()
+        axes.plot(lost, [0.0] * len(lost), "x", color=colour, transform=edge, clip_on=False, zorder=3)
+    return line
+
+
+def _dress(axes: Axes, title: str, x: str, values: list[float]) -> None:
+    from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
+
+    class PlainLog(LogFormatter):
+        def __call__(self, value: float, pos: int | None = None) -> str:
+            return f"{value:g}" if super().__call__(value, pos) else ""
+
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if x in _COUNTS:
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    finite = [value for value in values if math.isfinite(value)]
+    metric = _split(title)[1]
+    if finite and ("loss" in metric or "perplexity" in metric) and 0 < 10 * min(finite) <= max(finite):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(PlainLog())
+        axes.yaxis.set_minor_formatter(PlainLog(minor_thresholds=(2, 0.5)))
+
+
+def smoothed(values: Iterable[float], keep: float) -> list[float]:
+    """The exponential average at each value, corrected for its beginning as Adam's moments are; NaN is left out.
+
+    >>> smoothed([1.0, 2.0], 0.5)  # (0.5 * 1) / 0.5, (0.25 * 1 + 0.5 * 2) / 0.75
+    [1.0, 1.6666666666666667]
+    """
+    total = weight = 0.0
+    averages = []
+    for value in values:
+        if not math.isnan(value):
+            total = keep * total + (1 - keep) * value
+            weight = keep * weight + (1 - keep)
+        averages.append(math.nan if math.isnan(value) else total / weight)
+    return averages
+
+
+def _figure(**options: Any) -> Figure:
+    made: Figure = _figure_class()(**options)
+    return made
+
+
+@functools.cache
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install looplib[recipes]") from error
+
+    class Picture(Figure):
+        """A Figure that a notebook shows without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
+    return Picture
+
+
+def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def live_plot(
+    names: str | Sequence[str] | None = None,
+    *,
+    x: str = "step",
+    smooth: float = 0.0,
+    every: float = 5.0,
+    path: str | os.PathLike[str] | None = None,
+) -> Sink:
+    """A sink that draws what it is given, again and again: in the notebook cell that trains, or to a file.
+
+    >>> import looplib as ll, tempfile
+    >>> log = ll.live_plot(path=tempfile.mkdtemp() + "/loss.png", every=60)
+    >>> log(ll.TrainState(step=1), {"train/loss": 0.5})
+
+    The first call draws, and those that come `every` seconds after the last drawing or later, so long as drawing
+    takes no more than a tenth of the time. The last picture is drawn when the cell is done; to a file, when the sink
+    is let go of or the program ends. A call that does not draw takes microseconds.
+
+    Args:
+        names, x, smooth: as for `plot`; a name that is not there yet is waited for.
+        every: seconds from one drawing to the next.
+        path: the file to draw to; None for the cell of a notebook.
+
+    The sink raises TypeError for a value that is no number, bool or str, naming it.
+
+    Raises:
+        RuntimeError: no `path`, and no notebook (or IPython shell) to draw in.
+        ImportError: without `pip install looplib[recipes]`, or for a notebook `looplib[notebooks]`.
+    """
+    _figure_class()
+    canvas = _Canvas(names, x, smooth, every, None if path is None else Path(path).absolute())
+
+    def write(state: TrainState, values: Mapping[str, Any]) -> None:
+        canvas.add({**_plain(values), **{name: getattr(state, name) for name in _COUNTS}})
+
+    sink = _Sink(write, "live_plot()" if path is None else f"live_plot(path={os.fspath(path)!r})")
+    weakref.finalize(sink, canvas.finish)
+    return sink
+
+
+class _Canvas:
+    """The rows so far, and where and when they are drawn."""
+
+    def __init__(
+        self, names: str | Sequence[str] | None, x: str, smooth: float, every: float, path: Path | None
+    ) -> None:
+        self.names = [names] if isinstance(names, str) else names
+        self.x = x
+        self.smooth = smooth
+        self.every = every
+        self.path = path
+        self.shell: Any = _shell() if path is None else None
+        self.rows: list[Row] = []
+        self.stale = False
+        self.due = -math.inf
+        self.handle: Any = None
+        self.waiting = False  # for the end of the cell
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.stale = True
+        if self.shell is not None and not self.waiting:
+            self.waiting = True
+            self.shell.events.register("post_execute", self.finish)
+        if time.monotonic() >= self.due:
+            self.draw()
+
+    def draw(self) -> None:
+        began = time.monotonic()
+        lines = {"": _lines(self.rows, self.x)}
+        there = {part for name in lines[""] for part in (name, _split(name)[1])}
+        names = None if self.names is None else [name for name in self.names if name in there]
+        if there and names != []:
+            figure = _draw(lines, _panels(lines, names, self.x), self.x, self.smooth)
+            if self.path is not None:
+                _save(figure, self.path)
+            elif self.handle is None:
+                self.handle = _display(figure)
+            else:
+                self.handle.update(figure)
+        self.stale = False
+        ended = time.monotonic()
+        self.due = ended + max(self.every, 9 * (ended - began))
+
+    def finish(self) -> None:
+        """Draw what was not drawn yet; another cell has another picture."""
+        if self.stale:
+            self.draw()
+        self.handle = None
+        if self.waiting:
+            self.waiting = False
+            self.shell.events.unregister("post_execute", self.finish)
+
+
+def _shell() -> Any:
+    try:
+        from IPython.core.getipython import get_ipython
+    except ImportError as error:
+        raise ImportError(
+            "live_plot without a path draws in a notebook: pip install looplib[notebooks], or give path='loss.png'"
+        ) from error
+    shell = get_ipython()  # type: ignore[no-untyped-call, unused-ignore]
+    if shell is None:
+        raise RuntimeError(
+            "live_plot found no notebook to draw in: give it a file, ll.live_plot(path='loss.png'), or draw the log "
+            "of a run with ll.plot"
+        )
+    return shell
+
+
+def _display(figure: Figure) -> Any:
+    from IPython.display import display
+
+    return display(figure, display_id=True)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+@dataclass(frozen=True)
+class LRCurve:
+    """What `find_lr` found: the loss as the learning rate grows.
+
+    Attributes:
+        lrs: learning rates, each of one update.
+        losses: the loss before that update.
+        smoothed: its exponential average, which says when to stop.
+        suggestion: the learning rate at which the loss falls the fastest, or None if it never falls.
+    """
+
+    lrs: tuple[float, ...]
+    losses: tuple[float, ...]
+    smoothed: tuple[float, ...]
+    suggestion: float | None
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """The loss over the learning rate, with the suggestion; saved to a file if a path is given.
+
+        >>> import looplib as ll
+        >>> curve = ll.LRCurve((0.1, 1.0), (2.0, 1.0), (2.0, 1.5), 0.3)
+        >>> curve.plot().axes[0].get_xlabel()
+        'learning rate'
+
+        Raises ImportError without `pip install looplib[recipes]`.
+        """
+        figure = _figure(figsize=(6.4, 4.0), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(self.lrs, self.losses, color="C0", alpha=0.25, linewidth=1)
+        axes.plot(self.lrs, self.smoothed, color="C0", linewidth=1.6, label="loss, smoothed")
+        if self.suggestion is not None:
+            label = f"suggestion: {self.suggestion:.2g}"
+            axes.axvline(self.suggestion, color="C1", linestyle="--", linewidth=1.6, label=label)
+        _dress(axes, "", "learning rate", [])
+        axes.set_xscale("log")
+        axes.set_ylabel("loss")
+        # What diverges would press the rest flat.
+        kept = self.losses[: self.smoothed.index(min(self.smoothed)) + 1]
+        room = 0.1 * (max(kept) - min(self.losses)) or 1.0
+        axes.set_ylim(min(self.losses) - room, max(kept) + room)
+        axes.legend(frameon=False)
+        if path is not None:
+            _save(figure, path)
+        return figure
+
+
+def find_lr(
+    grad_fn: GradFn,
+    optimizer_of_lr: Callable[[Schedule], Optimizer],
+    state: TrainState,
+    batches: Any,
+    *,
+    low: float = 1e-7,
+    high: float = 10.0,
+    steps: int = 100,
+    smooth: float = 0.9,
+    diverged: float = 4.0,
+) -> LRCurve:
+    """Try learning rates from `low` to `high` on a copy of a run, one update each, to find a good one.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer_of_lr = lambda lr: ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=0.1)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: (model(x) - 5).square().mean())
+    >>> state = ll.init_state(model, optimizer_of_lr(1e-3))
+    >>> curve = ll.find_lr(grad_fn, optimizer_of_lr, state, [torch.ones(4, 2)])
+    >>> 1e-3 < curve.suggestion < 10
+    True
+
+    The state is left as it was, to the bit, and so is torch's random stream, whatever the batches draw; the run can
+    go on from it. The learning rate grows by the same factor at each update, and the sweep ends early once the
+    smoothed loss is far above its lowest. Each loss is waited for.
+
+    The suggestion is where the loss falls the fastest, by the slope of a straight line through a tenth of the points
+    over the logarithm of the learning rate, before the smoothed loss is at its lowest. It is a place to begin from
+    for the peak of a schedule, and depends on batch size, weight decay and warmup: look at the picture,
+    `curve.plot()`.
+
+    Args:
+        grad_fn: from `make_grad_fn`, wrapped at will.
+        optimizer_of_lr: makes the optimizer for a learning rate, here a schedule; of the kind that made the state.
+        state: where to begin; it need not be bound.
+        batches: what can be iterated over again when it ends, such as a list or a DataLoader, or a looplib loader.
+        low, high: the first and the last learning rate, above 0.
+        steps: updates, at least 10.
+        smooth: the share of the past in the smoothed loss, from 0 to below 1, as in `plot`.
+        diverged: end when the smoothed loss is above its lowest by `diverged - 1` times that, so at 4 at four times
+            as much; `math.inf` to go to the end unless the loss is infinite or NaN.
+
+    Raises:
+        ValueError: a range that is none, too few steps, batches that run out and cannot be read again, a state
+            without an optimizer's, a loss that is infinite or NaN from the beginning.
+        TypeError: an optimizer in place of the function that makes it.
+        RuntimeError: a module wrapped in DDP or FSDP2, which run on their own parameters alone.
+
+    Source: Smith, "Cyclical learning rates for training neural networks", 2017 (arXiv 1506.01186).
+    """
+    if not 0 < low < high < math.inf:
+        raise ValueError(f"low is {low} and high is {high}; give learning rates with 0 < low < high")
+    if steps < 10:
+        raise ValueError(f"steps is {steps}; give at least 10, for a curve")
+    if isinstance(optimizer_of_lr, Optimizer) or not callable(optimizer_of_lr):
+        raise TypeError(
+            f"optimizer_of_lr is a {type(optimizer_of_lr).__name__}; give a function of the learning rate, such as "
+            "lambda lr: ll.optimizer(torch.optim.AdamW, lr=lr)"
+        )
+    if state.opt_state is None:
+        raise ValueError(
+            "the state has no opt_state: make it with the optimizer, ll.init_state(model, optimizer_of_lr(low))"
+        )
+    first = state.step
+
+    def lr(step: int) -> float:
+        return float(low * (high / low) ** ((step - first) / (steps - 1)))
+
+    train_step = make_train_step(grad_fn, optimizer_of_lr(lr), donate=True)
+    fork = copy_state(state)
+    lrs: list[float] = []
+    losses: list[float] = []
+    averages: list[float] = []
+    stream = torch.default_generator.get_state()
+    try:
+        for batch in _again(batches, state, steps):
+            at = lr(fork.step)
+            fork, metrics = train_step(fork, batch)
+            loss = compute({"loss": metrics["loss"]})["loss"]
+            if not math.isfinite(loss):
+                break
+            lrs.append(at)
+            losses.append(loss)
+            averages = smoothed(losses, smooth)
+            best = min(averages)
+            if averages[-1] - best > (diverged - 1) * abs(best):
+                break
+    finally:
+        torch.default_generator.set_state(stream)
+    if not losses:
+        raise ValueError(f"the loss is {loss} at the first batch, before any update: look at the data or the model")
+    return LRCurve(tuple(lrs), tuple(losses), tuple(averages), _steepest(lrs, losses, averages, steps // 10))
+
+
+def _again(batches: Any, state: TrainState, count: int) -> Iterator[Any]:
+    """So many batches, from the beginning again when they end."""
+    given = 0
+    while given < count:
+        before = given
+        for batch in batches(state) if callable(batches) else batches:
+            yield batch
+            given += 1
+            if given == count:
+                return
+        state = state.replace(epoch=state.epoch + 1, batch=0)
+        if given == before:
+            raise ValueError(
+                f"the batches ended after {given}, and cannot be read again for {count} steps: give a list, a "
+                "DataLoader or a loader rather than an iterator, or fewer steps"
+            )
+
+
+def _steepest(lrs: list[float], losses: list[float], averages: list[float], width: int) -> float | None:
+    """The learning rate in the middle of the window through which the line of least squares falls the fastest."""
+    width = max(width, 3)
+    end = max(averages.index(min(averages)) + 1, width)
+    if len(losses) < width:
+        return None
+    window = torch.tensor(losses[:end], dtype=torch.float64).unfold(0, width, 1)
+    places = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
+    slopes = window @ places
+    place = int(slopes.argmin())
+    return math.sqrt(lrs[place] * lrs[place + width - 1]) if slopes[place] < 0 else None

@@ -1,0 +1,471 @@
+"""Pictures hold the numbers that were logged; looking for a learning rate leaves the run as it was."""
+
+import builtins
+import gc
+import math
+import subprocess
+import sys
+import textwrap
+import time
+
+import matplotlib.image
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import looplib as ll
+from looplib.pictures import find_lr, live_plot, plot, smoothed
+
+
+def rows_of(count=100, scale=1.0):
+    rows = []
+    for step in range(1, count + 1):
+        rows.append({"step": step, "epoch": step // 20, "samples": 8 * step, "train/loss": scale / step, "lr": 1.0})
+        if step % 20 == 0:
+            rows.append(
+                {"step": step, "epoch": step // 20, "samples": 8 * step, "eval/loss": 2 / step, "eval/auc": 0.5}
+            )
+    return rows
+
+
+def points(line):
+    return [tuple(map(float, point)) for point in zip(*line.get_data(), strict=True)]
+
+
+def expected(rows, name, x="step"):
+    return [(float(row[x]), row[name]) for row in rows if name in row]
+
+
+def test_train_and_eval_of_a_metric_share_a_panel():
+    rows = rows_of()
+    figure = plot(rows)
+    loss, lr, auc = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["loss", "lr", "eval/auc"]
+    assert [axes.get_xlabel() for axes in figure.axes] == ["step"] * 3
+    assert [points(line) for line in loss.lines] == [expected(rows, name) for name in ("train/loss", "eval/loss")]
+    assert points(lr.lines[0]) == expected(rows, "lr")
+    assert points(auc.lines[0]) == expected(rows, "eval/auc")
+    assert loss.lines[0].get_color() != loss.lines[1].get_color() == auc.lines[0].get_color()
+    assert [axes.get_yscale() for axes in figure.axes] == ["log", "linear", "linear"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["train", "eval"]
+    beside = plot([{"step": 1, "loss": 1.0, "eval/loss": 2.0}])
+    assert [text.get_text() for text in beside.legends[0].get_texts()] == ["loss", "eval"]
+
+
+def test_runs_have_colours_and_sources_line_styles(tmp_path):
+    log = ll.jsonl(tmp_path / "large.jsonl")
+    for row in rows_of():
+        log(ll.TrainState(step=row["step"]), {name: row[name] for name in row if "/" in name})
+    small = rows_of(scale=3.0)
+    figure = plot({"small": small, "large": tmp_path / "large.jsonl"}, "loss")
+    (axes,) = figure.axes
+    assert [points(line) for line in axes.lines] == [
+        expected(rows, name) for rows in (small, rows_of()) for name in ("train/loss", "eval/loss")
+    ]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "small train",
+        "small eval",
+        "large train",
+        "large eval",
+    ]
+    kinds = [(line.get_color(), line.get_linestyle()) for line in axes.lines]
+    assert kinds == [("C0", "-"), ("C0", "--"), ("C1", "-"), ("C1", "--")]
+
+
+def test_names_choose_panels_and_their_order():
+    figure = plot(rows_of(), ["eval/auc", "eval/loss"], x="samples")
+    assert [axes.get_title() for axes in figure.axes] == ["eval/auc", "eval/loss"]
+    assert points(figure.axes[1].lines[0]) == expected(rows_of(), "eval/loss", "samples")
+    assert not figure.legends
+    over_epochs = plot(rows_of(), "eval/loss", x="epoch")
+    assert points(over_epochs.axes[0].lines[0]) == expected(rows_of(), "eval/loss", "epoch")
+
+
+def test_steps_done_again_after_a_checkpoint_are_drawn_once():
+    first = [{"step": step, "loss": 1.0} for step in range(1, 8)]
+    second = [{"step": step, "loss": 2.0} for step in range(5, 10)]
+    (axes,) = plot(first + second).axes
+    assert points(axes.lines[0]) == [(float(step), 1.0 if step < 5 else 2.0) for step in range(1, 10)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_crosses_at_the_edge(bad):
+    rows = [{"step": step, "loss": bad if step == 3 else 1.0 / step, "note": "text"} for step in range(1, 6)]
+    (axes,) = plot(rows).axes
+    line, crosses = axes.lines
+    assert math.isnan(line.get_ydata()[2])
+    assert points(crosses) == [(3.0, 0.0)]
+    assert crosses.get_marker() == "x"
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "scale"),
+    [
+        ("loss", [1.0, 0.1], "log"),
+        ("loss", [1.0, 0.11], "linear"),
+        ("loss", [1.0, 0.0], "linear"),
+        ("loss", [10.0, -1.0], "linear"),
+        ("eval/perplexity", [100.0, 3.0], "log"),
+        ("accuracy", [1.0, 0.01], "linear"),
+        ("loss", [math.nan], "linear"),
+    ],
+)
+def test_losses_have_a_log_scale_where_it_helps(name, values, scale):
+    (axes,) = plot([{"step": step, name: value} for step, value in enumerate(values)]).axes
+    assert axes.get_yscale() == scale
+
+
+@given(
+    values=st.lists(st.floats(-1e3, 1e3) | st.just(math.nan), min_size=1, max_size=20),
+    keep=st.floats(0, 0.99),
+)
+@settings(max_examples=100, deadline=None)
+def test_smoothing_is_the_weighted_mean_of_the_past(values, keep):
+    found = smoothed(values, keep)
+    for index, average in enumerate(found):
+        past = [value for value in values[: index + 1] if not math.isnan(value)]
+        weights = [keep ** (len(past) - 1 - place) for place in range(len(past))]
+        if math.isnan(values[index]):
+            assert math.isnan(average)
+        else:
+            exact = math.fsum(w * v for w, v in zip(weights, past, strict=True)) / math.fsum(weights)
+            assert average == pytest.approx(exact, abs=1e-9)
+
+
+def test_a_smooth_line_stands_before_its_values_and_few_points_stay():
+    rows = rows_of()
+    (axes,) = plot(rows, "loss", smooth=0.9).axes
+    values, line, few = axes.lines
+    assert points(values) == expected(rows, "train/loss")
+    assert list(line.get_ydata()) == smoothed(values.get_ydata(), 0.9)
+    assert points(few) == expected(rows, "eval/loss")
+
+
+def test_a_picture_is_saved_and_shown_without_pyplot(tmp_path):
+    figure = plot(rows_of(), path=tmp_path / "pictures" / "loss.png")
+    height, width, _ = matplotlib.image.imread(tmp_path / "pictures" / "loss.png").shape
+    assert (width, height) == tuple(int(inches * figure.dpi) for inches in figure.get_size_inches())
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    plot(rows_of(), path=tmp_path / "loss.pdf")
+    assert (tmp_path / "loss.pdf").read_bytes().startswith(b"%PDF")
+    code = "import sys; from looplib.pictures import plot; plot([dict(step=1, a=1)]); sys.exit('%s' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code % "matplotlib.pyplot"], check=True)
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no log has 'acc'; there are train/loss, lr, eval/loss, eval/auc"):
+        plot(rows_of(), "acc")
+    with pytest.raises(ValueError, match=r"no row of 'a', 'b' has a number beside its 'step'"):
+        plot({"a": [], "b": [{"step": 1, "note": "text"}]})
+    with pytest.raises(ValueError, match=r"smooth is 1; give the share .* from 0 to below 1"):
+        plot(rows_of(), smooth=1)
+    with pytest.raises(FileNotFoundError):
+        plot(tmp_path / "none.jsonl")
+
+
+def without(monkeypatch, package):
+    from looplib import pictures
+
+    real = builtins.__import__
+
+    def missing(name, *args):
+        if name.split(".")[0] == package:
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *args)
+
+    pictures._figure_class.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", missing)
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        without(patch, "matplotlib")
+        for draw in (lambda: plot(rows_of()), lambda: live_plot(path=tmp_path / "loss.png")):
+            with pytest.raises(ImportError, match=r"pictures need matplotlib: pip install looplib\[recipes\]"):
+                draw()
+    with monkeypatch.context() as patch:
+        without(patch, "IPython")
+        with pytest.raises(ImportError, match=r"pip install looplib\[notebooks\], or give path="):
+            live_plot()
+        live_plot(path=tmp_path / "loss.png")
+    with pytest.raises(RuntimeError, match=r"found no notebook to draw in: give it a file"):
+        live_plot()
+
+
+def drawings(monkeypatch):
+    """How many rows each drawing had, as they are made."""
+    from looplib import pictures
+
+    made, real = [], pictures._draw
+
+    def draw(lines, *args):
+        made.append(len(lines[""]["train/loss"]))
+        return real(lines, *args)
+
+    monkeypatch.setattr(pictures, "_draw", draw)
+    return made
+
+
+def test_a_live_picture_is_drawn_now_and_then_and_at_the_end(monkeypatch, tmp_path):
+    made = drawings(monkeypatch)
+    log = live_plot(path=str(tmp_path / "live" / "loss.png"), every=3600)
+    for step in range(1, 6):
+        log(ll.TrainState(step=step), {"train/loss": torch.tensor(1.0 / step), "note": "text"})
+    assert made == [1]
+    first = (tmp_path / "live" / "loss.png").read_bytes()
+    assert repr(log) == f"live_plot(path={str(tmp_path / 'live' / 'loss.png')!r})"
+    with pytest.raises(TypeError, match=r"'loss' is a Tensor of shape \(2,\)"):
+        log(ll.TrainState(step=6), {"loss": torch.ones(2)})
+    del log
+    gc.collect()
+    assert made == [1, 5]
+    assert (tmp_path / "live" / "loss.png").read_bytes() != first
+
+
+def test_drawing_takes_a_tenth_of_the_time_at_most(monkeypatch, tmp_path):
+    made = drawings(monkeypatch)
+    log = live_plot(path=tmp_path / "loss.png", every=0)
+    began = time.monotonic()
+    log(ll.TrainState(step=1), {"train/loss": 1.0})
+    took = time.monotonic() - began
+    step = 1
+    while len(made) < 2:
+        step += 1
+        time.sleep(0.01)
+        log(ll.TrainState(step=step), {"train/loss": 1.0 / step})
+        waited = time.monotonic() - began - took
+        assert len(made) == 1 or waited >= 4 * took
+    assert made[1] == step
+
+
+def test_a_live_picture_waits_for_a_name(tmp_path):
+    log = live_plot(["eval/auc", "train/loss"], path=tmp_path / "loss.png", every=0)
+    log(ll.TrainState(step=1), {"lr": 1.0})
+    assert not (tmp_path / "loss.png").exists()
+    log(ll.TrainState(step=1), {"train/loss": 1.0})
+    del log
+    gc.collect()
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_the_last_picture_is_drawn_when_the_program_ends(tmp_path):
+    code = f"""
+        import os
+        import looplib as ll
+        from looplib.pictures import live_plot
+        log = live_plot(path={str(tmp_path / "loss.png")!r}, every=3600)
+        log(ll.TrainState(step=1), {{"train/loss": 1.0}})
+        os.remove({str(tmp_path / "loss.png")!r})
+        log(ll.TrainState(step=2), {{"train/loss": 0.5}})
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(code)], check=True)
+    assert (tmp_path / "loss.png").exists()
+
+
+CELL = """
+import looplib as ll
+from looplib.pictures import live_plot, plot
+log = live_plot(every=3600)
+for step in (1, 2, 3):
+    log(ll.TrainState(step=step), {"train/loss": 1.0 / step})
+"""
+
+
+def test_a_notebook_cell_is_redrawn_in_its_place(tmp_path):
+    code = f"""
+        from IPython.core.displaypub import CapturingDisplayPublisher
+        from IPython.core.history import HistoryManager
+        from IPython.core.interactiveshell import InteractiveShell
+        HistoryManager.enabled = False
+        shell = InteractiveShell.instance()
+        shell.display_pub = CapturingDisplayPublisher()
+        hooks = len(shell.events.callbacks["post_execute"])
+
+        def shown(cell):
+            shell.display_pub.outputs.clear()
+            shell.run_cell(cell).raise_error()
+            assert len(shell.events.callbacks["post_execute"]) == hooks
+            for out in shell.display_pub.outputs:
+                assert out["data"]["image/png"]
+            return [(out["update"], out["transient"]["display_id"]) for out in shell.display_pub.outputs]
+
+        first = shown({CELL!r})
+        assert [update for update, _ in first] == [False, True] and first[0][1] == first[1][1], first
+        second = shown('log(ll.TrainState(step=4), {{"train/loss": 0.1}})')
+        assert [update for update, _ in second] == [False] and second[0][1] != first[0][1], second
+        assert shown("1 + 1") == []
+        figure = shell.run_cell("plot([dict(step=1, loss=2.0)])").result
+        assert "image/png" in shell.display_formatter.format(figure)[0]
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(code)], check=True, cwd=tmp_path)
+
+
+def task():
+    torch.manual_seed(0)
+    x = torch.randn(256, 6)
+    y = (x @ torch.randn(6, 3)).argmax(1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 3))
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
+    return model, grad_fn, list(zip(x.split(32), y.split(32), strict=True))
+
+
+def adamw(lr):
+    return ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=0.1)
+
+
+def leaves(state):
+    return [t for t in torch.utils._pytree.tree_leaves(state) if isinstance(t, torch.Tensor)]
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+def test_looking_for_a_learning_rate_leaves_the_run_as_it_was(donate, bound):
+    runs = []
+    for looks in (False, True):
+        model, grad_fn, batches = task()
+        train_step = ll.make_train_step(grad_fn, adamw(0.01), donate=donate)
+        state = ll.init_state(model, adamw(0.01), epoch_length=len(batches))
+        state = state if bound else ll.copy_state(state)
+        for batch in batches[:3]:
+            state, _ = train_step(state, batch)
+        if looks:
+            kept, own = ll.copy_state(state), {name: t.clone() for name, t in model.state_dict().items()}
+            tensors = leaves(state)
+            random, modes = torch.get_rng_state(), [module.training for module in model.modules()]
+            shuffled = torch.utils.data.DataLoader(
+                [(x, y) for x, y in zip(*batches[0], strict=True)], 8, shuffle=True
+            )
+            for given in (batches, shuffled):
+                find_lr(grad_fn, adamw, state, given, steps=30)
+            assert all(a is b for a, b in zip(leaves(state), tensors, strict=True))
+            assert all(map(torch.equal, leaves(state), leaves(kept)))
+            assert repr(state) == repr(kept)
+            assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
+            assert torch.equal(torch.get_rng_state(), random)
+            assert [module.training for module in model.modules()] == modes
+        for batch in batches[3:]:
+            state, _ = train_step(state, batch)
+        runs.append(leaves(state))
+    assert all(map(torch.equal, *runs))
+
+
+def test_the_curve_is_that_of_a_loop_written_by_hand():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    batches = [torch.randn(8, 4) for _ in range(3)]
+
+    def loss_fn(model, x):
+        return (model(x) - 1).square().mean()
+
+    def sgd(lr):
+        return ll.optimizer(torch.optim.SGD, lr=lr)
+
+    curve = find_lr(ll.make_grad_fn(model, loss_fn), sgd, ll.init_state(model, sgd(1.0)), batches, steps=80, high=100)
+    raw = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    for index, (lr, loss) in enumerate(zip(curve.lrs, curve.losses, strict=True)):
+        raw.param_groups[0]["lr"] = lr
+        assert lr == pytest.approx(1e-7 * 1e9 ** (index / 79))
+        raw.zero_grad()
+        value = loss_fn(model, batches[index % 3])
+        assert value.item() == loss
+        value.backward()
+        raw.step()
+    assert list(curve.smoothed) == smoothed(curve.losses, 0.9)
+    best = min(curve.smoothed)
+    assert curve.smoothed[-1] > 4 * best
+    assert len(curve.lrs) < 80
+
+
+def quadratic(curvature):
+    """On a quadratic, gradient descent diverges from 2 / curvature on."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: 0.5 * curvature * model(x).square().mean() + 1)
+    return grad_fn, ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=1.0))
+
+
+@pytest.mark.parametrize("curvature", [0.1, 1.0, 100.0])
+def test_the_suggestion_is_below_the_bound_of_stability(curvature):
+    grad_fn, state = quadratic(curvature)
+    curve = find_lr(
+        grad_fn, lambda lr: ll.optimizer(torch.optim.SGD, lr=lr), state, [torch.ones(2, 1)], low=1e-6, high=1e3
+    )
+    assert 0.005 / curvature < curve.suggestion < 2 / curvature
+
+
+def test_a_sweep_begins_where_the_run_stands():
+    model, grad_fn, batches = task()
+    state = ll.init_state(model, adamw(0.01)).replace(step=1000)
+    curve = find_lr(grad_fn, adamw, state, batches, low=1e-4, high=1e-2, steps=11)
+    assert curve.lrs == pytest.approx([1e-4 * 100 ** (index / 10) for index in range(11)])
+
+
+def test_a_looplib_loader_is_read_on_into_its_next_epochs():
+    seen = []
+
+    def loss_fn(model, x):
+        seen.extend(x[:, 0].tolist())
+        return model(x).square().mean()
+
+    model = nn.Linear(1, 1)
+    loader = ll.make_loader([torch.tensor([float(i)]) for i in range(12)], batch_size=4, seed=0)
+    state = ll.init_state(model, adamw(0.01), epoch_length=len(loader))
+    find_lr(ll.make_grad_fn(model, loss_fn), adamw, state, loader, steps=12, diverged=math.inf, high=0.1)
+    epochs = [seen[low : low + 12] for low in range(0, 48, 12)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 4
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_a_loss_that_never_falls_has_no_suggestion(tmp_path):
+    grad_fn, state = quadratic(1.0)
+
+    def up(lr):
+        return ll.optimizer(torch.optim.SGD, lr=lr, maximize=True)
+
+    curve = find_lr(grad_fn, up, state, [torch.ones(2, 1)])
+    assert curve.suggestion is None
+    assert "suggestion" not in [text.get_text() for text in curve.plot().axes[0].get_legend().get_texts()]
+
+
+def test_a_sweep_ends_where_the_loss_is_no_number():
+    grad_fn, state = quadratic(1e12)
+    curve = find_lr(
+        grad_fn, lambda lr: ll.optimizer(torch.optim.SGD, lr=lr), state, [torch.ones(2, 1)], diverged=math.inf
+    )
+    assert len(curve.lrs) < 100
+    assert all(map(math.isfinite, curve.losses))
+    curve.plot()
+
+
+def test_the_curve_is_drawn_with_the_suggestion(tmp_path):
+    model, grad_fn, batches = task()
+    curve = find_lr(grad_fn, adamw, ll.init_state(model, adamw(0.01)), batches)
+    (axes,) = curve.plot(tmp_path / "lr.png").axes
+    raw, line, mark = axes.lines
+    assert points(raw) == list(zip(curve.lrs, curve.losses, strict=True))
+    assert points(line) == list(zip(curve.lrs, curve.smoothed, strict=True))
+    assert list(mark.get_xdata()) == [curve.suggestion] * 2
+    assert axes.get_xscale() == "log"
+    low, high = axes.get_ylim()
+    assert low < min(curve.losses) < curve.losses[0] < high
+    assert (tmp_path / "lr.png").exists()
+
+
+def test_a_sweep_that_cannot_be_is_refused():
+    model, grad_fn, batches = task()
+    state = ll.init_state(model, adamw(0.01))
+    for changes, message in (
+        ({"low": 0}, "low is 0 and high is 10.0; give learning rates with 0 < low < high"),
+        ({"low": 1.0, "high": 0.1}, "low is 1.0 and high is 0.1"),
+        ({"steps": 5}, "steps is 5; give at least 10"),
+        ({"batches": iter(batches)}, "the batches ended after 8, and cannot be read again for 100 steps"),
+        ({"batches": [(batches[0][0] * math.nan, batches[0][1])]}, "the loss is nan at the first batch"),
+        ({"state": ll.init_state(model)}, "the state has no opt_state: make it with the optimizer"),
+    ):
+        values = {"state": state, "batches": batches, "diverged": math.inf, **changes}
+        with pytest.raises(ValueError, match=message):
+            find_lr(grad_fn, adamw, values.pop("state"), values.pop("batches"), **values)
+    with pytest.raises(TypeError, match="optimizer_of_lr is a Optimizer; give a function of the learning rate"):
+        find_lr(grad_fn, adamw(0.1), state, batches)
