@@ -59,15 +59,16 @@ def main(
     log = ll.jsonl(Path(directory) / "log.jsonl")
     ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1)
     save_now, finished = ll.every_n_epochs(50), ll.after_epochs(epochs)
-    done = finished | ll.after_signal(signal.SIGINT, signal.SIGTERM)  # not between the two steps of a batch
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
-    while not done(state):
-        for pictures in ll.progress(loader(state), state, leave=False):
-            state, d_metrics = d_step(state, pictures)
-            state, g_metrics = g_step(state, pictures)
-        log(state, ll.compute(d_metrics, prefix="discriminator/") | ll.compute(g_metrics, prefix="generator/"))
-        if save_now(state):
-            ckpt.save(state)
+    with ll.after_signal(signal.SIGINT, signal.SIGTERM) as stop_now:  # not between the two steps of a batch
+        done = finished | stop_now
+        while not done(state):
+            for pictures in ll.progress(loader(state), state, leave=False):
+                state, d_metrics = d_step(state, pictures)
+                state, g_metrics = g_step(state, pictures)
+            log(state, ll.compute(d_metrics, prefix="discriminator/") | ll.compute(g_metrics, prefix="generator/"))
+            if save_now(state):
+                ckpt.save(state)
     ckpt.save(state)
     if not finished(state):
         raise SystemExit(f"stopped after epoch {state.epoch} of {epochs}; the same command goes on from there")
