@@ -147,7 +147,8 @@ def make_grad_fn(
         frozen = [] if len(names) == len(params) else [t for name, t in params.items() if name not in chosen]
         frozen = [tensor for tensor in frozen if tensor.requires_grad]
         stale = [leaf.grad for leaf in leaves.values()]
-        seeds = [mix(state.seed, state.step, rank(), index) for index in indices(part, len(pieces))]
+        here = state.seed, state.step, rank()
+        seeds = [mix(*here, index) for index in indices(part, len(pieces))]
         outs: list[Gradients] = []
 
         def body() -> None:
@@ -161,15 +162,17 @@ def make_grad_fn(
                 loss, aux = split_loss(loss_fn(model, piece))
                 if per is None and not isinstance(loss, Mean):
                     per = part.samples  # known beforehand, so there is nothing to divide at the end
-                value, factor, weight, per = objective_of(loss, samples, part.sums, per)
+                value, factor, weight, divisor = objective_of(loss, samples, part.sums, per)
+                per = divisor
                 _backward(value, factor, part.scale)
                 metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
                 for name, value in aux.items():
                     metrics[name] = record(name, value, samples)
-                outs.append(Gradients({}, metrics, {}, samples, weight, per))
-                del loss, aux, value  # or two graphs would stand side by side
+                if len(outs) < len(pieces) - 1:
+                    outs.append(Gradients({}, metrics, {}, samples, weight, divisor))
+                    del loss, aux, value  # or two graphs would stand side by side
             grads = {name: grad for name, leaf in leaves.items() if (grad := leaf.grad) is not None}
-            outs[-1] = outs[-1]._replace(grads=grads, buffers=host.buffers())
+            outs.append(Gradients(grads, metrics, host.buffers(), samples, weight, divisor))
 
         lent = buffers if part.donate else {name: tensor.clone() for name, tensor in buffers.items()}
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
@@ -312,7 +315,8 @@ def _backward(loss: Tensor, factor: Tensor | float, scale: Tensor | None) -> Non
     seed = factor if isinstance(factor, Tensor) else _one(loss, factor)
     if scale is not None:
         seed = seed * scale
-    seed = seed.reshape(()).to(loss.device, loss.dtype)
+    if scale is not None or seed is factor:
+        seed = seed.reshape(()).to(loss.device, loss.dtype)
     _run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
