@@ -215,17 +215,20 @@ def predict_to(
     lines = target.suffix == ".jsonl"
     index = target.with_name(target.name + ".index") if lines else target / "index.jsonl"
     index.parent.mkdir(parents=True, exist_ok=True)
-    done = _resume(index, target, _fingerprint(state))
+    run = _fingerprint(state)
+    done = _resume(index, target, run)
     with open(index, "ab") as record:
         for number, output in enumerate(predict(predict_step, state, batches, start=len(done), progress=progress)):
             leaves = _rows(output)
             if number == 0 and not done:
-                about = {name: {"dtype": _name(t), "shape": list(t.shape[1:])} for name, t in leaves.items()}
-                record.write(orjson.dumps({"run": _fingerprint(state), "outputs": about}) + b"\n")
-                outputs = about
+                outputs = _described(leaves)
+                record.write(orjson.dumps({"run": run, "outputs": outputs}) + b"\n")
             elif number == 0:
                 outputs = orjson.loads(index.read_bytes().split(b"\n", 1)[0])["outputs"]
-            _check_rows(leaves, outputs, len(done) + number)
+            if (found := _described(leaves)) != outputs:
+                raise ValueError(
+                    f"the outputs of batch {len(done) + number} are {found}, before it {outputs}: give all one shape"
+                )
             sizes = {}
             for name, data in _encoded(leaves, lines).items():
                 file = target if lines else target / _file_of(name)
@@ -306,10 +309,11 @@ def _rows(output: Any) -> dict[str, Tensor]:
     return leaves
 
 
-def _check_rows(leaves: dict[str, Tensor], outputs: Mapping[str, Any], batch: int) -> None:
-    found = {name: {"dtype": _name(t), "shape": list(t.shape[1:])} for name, t in leaves.items()}
-    if found != outputs:
-        raise ValueError(f"the outputs of batch {batch} are {found}, before it {dict(outputs)}: give all one shape")
+def _described(leaves: dict[str, Tensor]) -> dict[str, Any]:
+    return {
+        name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape[1:])}
+        for name, tensor in leaves.items()
+    }
 
 
 def _encoded(leaves: dict[str, Tensor], lines: bool) -> dict[str, bytes]:
@@ -323,7 +327,3 @@ def _encoded(leaves: dict[str, Tensor], lines: bool) -> dict[str, bytes]:
 
 def _file_of(name: str) -> str:
     return name.removeprefix("/").replace("/", ".") + ".bin"
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

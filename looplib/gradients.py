@@ -2,7 +2,7 @@
 
 `make_grad_fn` runs the user's loss function on the user's module, with the state's tensors in it for the time of
 the call, and takes the gradient inside, so that hooks, buffers and recomputation see what a raw loop shows
-them. Everything between loss and update (clipping, accumulation, precision) wraps a `GradFn` into another.
+them. What stands between loss and update (clipping, accumulation, loss scales) wraps a `GradFn` into another.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from looplib.state import TrainState
 
 Sink = Callable[[TrainState, Mapping[str, float]], None]
 
+COUNTS = ("step", "epoch", "batch", "samples")
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -70,17 +71,8 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
     file_path = Path(path).absolute()
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        row: dict[str, Any] = {
-            "step": state.step,
-            "epoch": state.epoch,
-            "batch": state.batch,
-            "samples": state.samples,
-        }
-        for name, value in _plain(values).items():
-            if name in row:
-                raise ValueError(
-                    f"the name {name!r} is taken by the state's own; give the value another, such as 'train/{name}'"
-                )
+        row = row_of(state, values)
+        for name, value in row.items():
             if isinstance(value, int) and not -(2**63) <= value < 2**64:
                 raise ValueError(
                     f"{name!r} is {value}, beyond the 64 bits that readers of JSON hold; give it as a float or a str"
@@ -198,6 +190,18 @@ def tee(*sinks: Sink) -> Sink:
             raise first
 
     return _Sink(write, f"tee({', '.join(map(repr, sinks))})")
+
+
+def row_of(state: TrainState, values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """What a log of rows holds of a call: the counts, then the values."""
+    row: dict[str, bool | int | float | str] = {name: getattr(state, name) for name in COUNTS}
+    for name, value in _plain(values).items():
+        if name in row:
+            raise ValueError(
+                f"the name {name!r} is taken by the state's own; give the value another, such as 'train/{name}'"
+            )
+        row[name] = value
+    return row
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:

@@ -31,10 +31,8 @@ from torch import Tensor
 
 from looplib._ranks import rank
 from looplib.metrics import Metric, Metrics, merge
-from looplib.sinks import Sink, _plain, _Sink, read_jsonl
+from looplib.sinks import COUNTS, Sink, _plain, _Sink, read_jsonl, row_of
 from looplib.state import TrainState
-
-_COUNTS = ("step", "epoch", "batch", "samples")
 
 
 def csv_file(path: str | os.PathLike[str]) -> Sink:
@@ -69,7 +67,7 @@ def csv_file(path: str | os.PathLike[str]) -> Sink:
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         nonlocal columns, size
-        row = {name: _cell(value) for name, value in _row(state, values).items()}
+        row = {name: _cell(value) for name, value in row_of(state, values).items()}
         file_path.parent.mkdir(parents=True, exist_ok=True)
         here = file_path.stat().st_size if file_path.exists() else 0
         if here != size:
@@ -114,7 +112,7 @@ def record(into: list[dict[str, Any]] | MutableMapping[str, list[Any]]) -> Sink:
     """
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        row = _row(state, values)
+        row = row_of(state, values)
         if isinstance(into, list):
             into.append(row)
             return
@@ -581,17 +579,6 @@ def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in joined] for name in names}
 
 
-def _row(state: TrainState, values: Mapping[str, Any]) -> dict[str, Any]:
-    row: dict[str, Any] = {name: getattr(state, name) for name in _COUNTS}
-    for name, value in _plain(values).items():
-        if name in row:
-            raise ValueError(
-                f"the name {name!r} is taken by the state's own; give the value another, such as 'train/{name}'"
-            )
-        row[name] = value
-    return row
-
-
 def _counts(state: TrainState) -> TrainState:
     return TrainState(
         step=state.step,
@@ -689,9 +676,9 @@ def _table(path: Path, size: int) -> tuple[list[str], list[list[str]], int]:
             whole = place
     lines = list(csv.reader(io.StringIO(data[:whole].decode(), newline="")))
     header = lines[0] if lines else []
-    if header[:4] != list(_COUNTS) if whole else not b"step,epoch,batch,samples".startswith(data[:24]):
+    if header[:4] != list(COUNTS) if whole else not b"step,epoch,batch,samples".startswith(data[:24]):
         raise ValueError(
-            f"{path} is no log of csv_file: it begins with {data[:40]!r}, not with {','.join(_COUNTS)!r}; give "
+            f"{path} is no log of csv_file: it begins with {data[:40]!r}, not with {','.join(COUNTS)!r}; give "
             "another path, or move that file away"
         )
     return header, lines[1:], whole

@@ -16,18 +16,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from step_overhead import Block, Step, classify, transformer
+from step_overhead import Block, Step, classify, times, transformer
 from torch import Tensor, nn
 
 import looplib as ll
@@ -188,27 +186,6 @@ MEMORY_ALONE: dict[str, Callable[[str], Step]] = {
 }
 
 
-def times(model_name: str, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of each update, in turns."""
-    steps = {name: make(model_name) for name, make in CONTENDERS.items()}
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        for _ in range(5):
-            step()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for name in random.sample(list(steps), len(steps)):
-            step = steps[name]
-            if not found[name] or found[name][-1] < 50:
-                step()  # the caches are another contender's
-            begin = time.perf_counter()
-            while time.perf_counter() - begin < 0.05:
-                start = time.perf_counter()
-                step()
-                found[name].append(1000 * (time.perf_counter() - start))
-    return found
-
-
 def peak_memory(model_name: str, name: str) -> float:
     """MiB by which a process of its own grows, at most, over five updates."""
     code = (
@@ -232,13 +209,15 @@ def main(seconds: float, memory: bool) -> None:
     print(f"torch {torch.__version__}, one thread, fused AdamW, {PIECES} pieces, {seconds:.0f} s a model")
     for model_name in MODELS:
         print(f"\n{model_name}")
-        found = times(model_name, seconds)
+        found = times({name: make(model_name) for name, make in CONTENDERS.items()}, seconds)
         base = statistics.median(found["raw loop"])
         for name in [*CONTENDERS, *(MEMORY_ALONE if memory else ())]:
             line = f"  {name:21}"
             if name in found:
                 median = statistics.median(found[name])
-                line += f"{median:10.3f} ms an update  {median / base:5.3f} x raw  ({len(found[name])} updates)"
+                line += (
+                    f"{median / 1000:10.3f} ms an update  {median / base:5.3f} x raw  ({len(found[name])} updates)"
+                )
             if memory:
                 peaks = [peak_memory(model_name, name) for _ in range(3)]
                 line += f"  peak {statistics.median(peaks):7.1f} MiB"

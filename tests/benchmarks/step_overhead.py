@@ -136,9 +136,8 @@ CONTENDERS: dict[str, Callable[[str, bool], Step]] = {
 }
 
 
-def times(model_name: str, extras: bool, seconds: float) -> dict[str, list[float]]:
+def times(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
     """Microseconds of each step, of blocks that take turns."""
-    steps = {name: make(model_name, extras) for name, make in CONTENDERS.items()}
     found: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         for _ in range(5):
@@ -178,7 +177,7 @@ def main(seconds: float, memory: bool) -> None:
     for model_name in MODELS:
         for extras in (False, True):
             print(f"\n{model_name}{', schedule and clipping' if extras else ''}")
-            found = times(model_name, extras, seconds)
+            found = times({name: make(model_name, extras) for name, make in CONTENDERS.items()}, seconds)
             base = statistics.median(found["raw loop"])
             for name, values in found.items():
                 median = statistics.median(values)
