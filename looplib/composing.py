@@ -170,4 +170,4 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
         second = grad_fn(there, batch, dataclasses.replace(part, donate=False))
         return first._replace(grads=second.grads)
 
-    return of_whole("sam", sharp)
+    return of_whole("sam", sharp, scaled=True)

@@ -335,12 +335,17 @@ def record(name: str, value: Any, samples: int) -> Metric:
     raise ValueError(f"{name!r} has {found}; give a scalar, a Mean(total, weight), or another metric")
 
 
-def of_whole(name: str, grad_fn: GradFn) -> GradFn:
-    """A `GradFn` that has a meaning for the gradients of a whole step alone, and is refused for a part of one."""
+def of_whole(name: str, grad_fn: GradFn, scaled: bool = False) -> GradFn:
+    """A `GradFn` that has a meaning for the gradients of a whole step alone, and is refused for a part of one.
+
+    It is refused for the gradients of a scaled loss too, unless it may be `scaled`.
+    """
 
     def whole(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         if part.sums:
             raise ValueError(_order(name, "accumulate"))
+        if part.scale is not None and not scaled:
+            raise ValueError(_order(name, "scale_loss"))
         return grad_fn(state, batch, part)
 
     whole.of_whole = name  # type: ignore[attr-defined]
@@ -356,9 +361,8 @@ def check_parts(grad_fn: GradFn, wrapper: str) -> None:
 
 
 def _order(name: str, wrapper: str) -> str:
-    return (
-        f"{name} within {wrapper} would act on each piece alone: put it around, {name}({wrapper}(grad_fn, ...), ...)"
-    )
+    what = "scaled gradients" if wrapper == "scale_loss" else "each piece alone"
+    return f"{name} within {wrapper} would act on {what}: put it around, {name}({wrapper}(grad_fn, ...), ...)"
 
 
 def multiply(grads: Mapping[str, Tensor], factor: Tensor | float) -> None:

@@ -92,7 +92,7 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
         multiply(out.grads, torch.where(_finite(out.grads.values()).to(factor.device), factor, torch.nan))
         return out._replace(metrics={**out.metrics, "loss_scale": Mean(scale)})
 
-    return of_whole("scale_loss", scaled)
+    return of_whole("scale_loss", scaled, scaled=True)
 
 
 def _scale_of(opt_state: Any) -> Tensor:

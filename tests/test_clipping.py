@@ -295,3 +295,12 @@ def test_the_norm_of_mixed_dtypes_has_the_bits_of_torchs(seed):
     for p in params:
         p.grad = torch.randn(7, 5, generator=generator).to(p.dtype)
     assert ll.global_norm([p.grad for p in params]) == nn.utils.clip_grad_norm_(params, 0.5)
+
+
+@pytest.mark.parametrize("clip", [ll.clip_by_global_norm, ll.clip_by_value, ll.adaptive_grad_clip])
+def test_clipping_of_scaled_gradients_is_refused(clip):
+    model = nn.Linear(2, 1)
+    optimizer = ll.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
+    grad_fn = ll.scale_loss(clip(ll.make_grad_fn(model, lambda model, x: model(x).mean()), 1.0))
+    with pytest.raises(ValueError, match=r"within scale_loss would act on scaled gradients: put it around"):
+        grad_fn(ll.init_state(model, optimizer), torch.ones(4, 2))
