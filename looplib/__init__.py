@@ -3,11 +3,12 @@
 from looplib._tree_file import CheckpointVersionError, DamagedCheckpointError
 from looplib.accumulation import accumulate, retry_on_oom
 from looplib.averaging import ema, ema_warmup, eval_state, lookahead, swa
+from looplib.boards import tensorboard, wandb
 from looplib.checkpoint import Checkpoint, CheckpointIO, Checkpoints, checkpoint_io
 from looplib.clipping import adaptive_grad_clip, clip_by_global_norm, clip_by_value, global_norm
 from looplib.composing import freeze, partition, sam
 from looplib.costs import flops, memory, meter, profiled, utilization
-from looplib.evaluation import evaluate, predict, predict_to, read_predictions
+from looplib.evaluation import evaluate
 from looplib.export import (
     load_optimizer_state_dict,
     load_state_dict,
@@ -19,10 +20,11 @@ from looplib.export import (
 from looplib.gradients import GradFn, Gradients, Part, make_grad_fn
 from looplib.loader import Loader, make_loader
 from looplib.losses import neftune, next_token_loss
-from looplib.metrics import Mean, Metric, batch_size, compute, merge
+from looplib.lr_finder import LRCurve, find_lr
+from looplib.metrics import Mean, Metric, Window, batch_size, compute, merge
 from looplib.optimizer import Optimizer, optimizer
 from looplib.per_sample import add_noise, clip_per_sample, gradient_noise_scale, make_per_sample_grad_fn
-from looplib.pictures import LRCurve, find_lr, live_plot, plot
+from looplib.pictures import live_plot, plot
 from looplib.precision import autocast, dynamic_loss_scale, master_weights, scale_loss
 from looplib.predicates import (
     Predicate,
@@ -38,6 +40,7 @@ from looplib.predicates import (
     every_seconds,
     predicate,
 )
+from looplib.prediction import predict, predict_to, read_predictions
 from looplib.progress import progress
 from looplib.recompute import recompute
 from looplib.schedules import (
@@ -67,34 +70,22 @@ from looplib.scores import (
     GroupedAUC,
     Reading,
     StreamingAUC,
-    TorchMetric,
     accuracy,
     calibration,
     mae,
     mse,
     perplexity,
     rmse,
-    torchmetric,
 )
 from looplib.signals import Stopped, after_signal, stop_when
+from looplib.sink_wrappers import first_rank_only, in_background, only, rename, safely
 from looplib.sinks import Sink, console, jsonl, read_jsonl, tee
 from looplib.skipping import NonFiniteGradientsError, apply_if_finite, skip_spikes
 from looplib.state import DonatedStateError, TrainState, bind, copy_state, end_epoch, init_state
 from looplib.steps import EvalStep, PredictStep, TrainStep, make_eval_step, make_predict_step, make_train_step
 from looplib.stopping import BestSoFar, early_stopping, update_best
-from looplib.writers import (
-    Window,
-    csv_file,
-    first_rank_only,
-    in_background,
-    only,
-    read_columns,
-    record,
-    rename,
-    safely,
-    tensorboard,
-    wandb,
-)
+from looplib.tables import csv_file, read_columns, record
+from looplib.torch_metrics import TorchMetric, torchmetric
 
 __all__ = [
     "AUC",

@@ -7,9 +7,8 @@ themselves where only they will do. Sums are in float64 (float32 on devices with
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -637,148 +636,6 @@ class ConfusionMatrix(NamedTuple):
 
     def _wide_matrix(self) -> Tensor:
         return self.matrix.to(_wide_dtype(self.counts))
-
-
-class TorchMetric(NamedTuple):
-    """A torchmetrics metric as a record: see `torchmetric`.
-
-    Attributes:
-        host: the metric that updates and computes; between calls it holds nothing.
-        states: name -> state of the metric, or None for a metric whose inputs are kept.
-        inputs: (args, kwargs) of each update, for such a metric.
-        updates: how many batches.
-    """
-
-    host: Any
-    states: Mapping[str, Any] | None
-    inputs: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = ()
-    updates: int = 0
-
-    def of(self, *args: Any, **kwargs: Any) -> TorchMetric:
-        """The record of a batch, given what the metric's `update` takes."""
-        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, torch.detach, (args, kwargs))
-        if self.states is None:
-            kept = torch.utils._pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
-            return TorchMetric(self.host, None, (kept,), 1)
-        try:
-            self.host.update(*args, **kwargs)
-            return TorchMetric(self.host, _states_of(self.host), (), 1)
-        finally:
-            self.host.reset()
-
-    def merge(self, other: TorchMetric) -> TorchMetric:
-        # An empty record has no state yet on the device, or of the dtype, of the others.
-        if not self.updates or not other.updates:
-            return self if self.updates else other
-        updates = self.updates + other.updates
-        if self.states is None or other.states is None:
-            return TorchMetric(self.host, None, self.inputs + other.inputs, updates)
-        states = {}
-        for name, mine in self.states.items():
-            theirs = other.states[name]
-            if isinstance(mine, list):
-                states[name] = mine + theirs
-            else:
-                states[name] = _REDUCTIONS[self.host._reductions[name].__name__](mine, theirs)
-        return TorchMetric(self.host, states, (), updates)
-
-    def value(self) -> Any:
-        """What the metric computes, as it is: a tensor of any shape, or a dict."""
-        try:
-            if self.states is None:
-                for args, kwargs in self.inputs:
-                    self.host.update(*args, **kwargs)
-            else:
-                for name, state in self.states.items():
-                    setattr(self.host, name, list(state) if isinstance(state, list) else state)
-                self.host._update_count = self.updates
-            return self.host.compute()
-        finally:
-            self.host.reset()
-
-    def compute(self) -> Any:
-        """The value, which has to be one number."""
-        value = self.value()
-        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-            return value
-        shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"with {_keys(value)}"
-        raise ValueError(
-            f"{type(self.host).__name__} computes a {type(value).__name__} {shape}, not a number: read one from it, "
-            "as by ll.Reading(record, lambda record: record.value()[0])"
-        )
-
-
-def torchmetric(metric: Any) -> TorchMetric:
-    """Any metric of torchmetrics as a record that merges; `.of(...)` takes what its `update` does.
-
-    >>> import looplib as ll, torch
-    >>> class Largest:  # what torchmetrics.MaxMetric looks like
-    ...     def reset(self):
-    ...         self.value = torch.tensor(-torch.inf)
-    ...     def update(self, x):
-    ...         self.value = torch.maximum(self.value, x.max())
-    ...     def compute(self):
-    ...         return self.value
-    >>> largest = ll.torchmetric(Largest())
-    >>> ll.compute({"largest": largest.of(torch.tensor([1.0, 5.0])).merge(largest.of(torch.tensor([2.0])))})
-    {'largest': 5.0}
-
-    What is returned is the record of no batches. The metric given is copied, and never changed. One that holds its
-    state in sums, extremes or lists, as most do, merges by these; memory is that of its state. For any other, the
-    inputs are kept, and the metric is updated with all of them when it is computed: a running correlation, a wrapper
-    of other metrics, a composition, a collection.
-
-    Args:
-        metric: with `update`, `compute` and `reset`, on the device of its inputs.
-
-    Raises TypeError for something else. A metric of several numbers raises ValueError when it is computed; `Reading`
-    takes one from its `value()`.
-    """
-    missing = [name for name in ("update", "compute", "reset") if not callable(getattr(metric, name, None))]
-    if missing or isinstance(metric, type):
-        found = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
-        raise TypeError(
-            f"found {found}, not a metric of torchmetrics, which has update, compute and reset; give an instance, "
-            "such as torchmetrics.classification.BinaryF1Score()"
-        )
-    host = copy.deepcopy(metric)
-    host.reset()
-    for child in host.modules() if isinstance(host, nn.Module) else ():
-        if hasattr(child, "sync_on_compute"):  # merging is what adds the ranks up, and once
-            vars(child).update(sync_on_compute=False, _to_sync=False)
-    return TorchMetric(host, _states_of(host) if _merges(host) else None)
-
-
-# By name, as torchmetrics is not imported. A mean of means has no weights, so it is not among them.
-_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "dim_zero_sum": torch.add,
-    "dim_zero_max": torch.maximum,
-    "dim_zero_min": torch.minimum,
-}
-
-
-def _merges(metric: Any) -> bool:
-    reductions = getattr(metric, "_reductions", {})
-    if not reductions or any(hasattr(child, "_reductions") for child in list(metric.modules())[1:]):
-        return False
-    for name, reduction in reductions.items():
-        known = getattr(reduction, "__name__", None)
-        if isinstance(getattr(metric, name), list):
-            if reduction is not None and known != "dim_zero_cat":
-                return False
-        elif known not in _REDUCTIONS:
-            return False
-    return True
-
-
-def _states_of(metric: Any) -> dict[str, Any]:
-    """The states, copied: a reset clears the metric's lists, and these may hold the batch itself."""
-    states = {name: getattr(metric, name) for name in metric._reductions}
-    return torch.utils._pytree.tree_map_only(Tensor, torch.clone, states)  # type: ignore[no-any-return]
-
-
-def _keys(value: Any) -> str:
-    return f"keys {sorted(value)}" if isinstance(value, Mapping) else "no shape"
 
 
 def _mean(values: Tensor, weights: Tensor | None) -> Mean:

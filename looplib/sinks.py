@@ -27,7 +27,7 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True)
-class _Sink:
+class CodedSink:
     """A function with the code that made it as its repr."""
 
     write: Sink
@@ -87,7 +87,7 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
                     line = b"\n" + line
             file.write(line)
 
-    return _Sink(write, f"jsonl({os.fspath(path)!r})")
+    return CodedSink(write, f"jsonl({os.fspath(path)!r})")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ def console(*, file: TextIO | None = None) -> Sink:
     order: dict[str, int] = {}
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        plain = _plain(values)
+        plain = plain_values(values)
         for name in plain:
             order.setdefault(name, len(order))
         if state.epoch_length:
@@ -148,7 +148,7 @@ def console(*, file: TextIO | None = None) -> Sink:
         # print would tear the bar of a loop that this is called in
         tqdm.write(f"step {state.step:>6}  epoch {epoch:>6}{''.join(pairs)}".rstrip(), file=file)
 
-    return _Sink(write, "console()" if file is None else f"console(file={file!r})")
+    return CodedSink(write, "console()" if file is None else f"console(file={file!r})")
 
 
 def tee(*sinks: Sink) -> Sink:
@@ -189,13 +189,13 @@ def tee(*sinks: Sink) -> Sink:
             first.__notes__ = getattr(first, "__notes__", []) + notes  # type: ignore[attr-defined]
             raise first
 
-    return _Sink(write, f"tee({', '.join(map(repr, sinks))})")
+    return CodedSink(write, f"tee({', '.join(map(repr, sinks))})")
 
 
 def row_of(state: TrainState, values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """What a log of rows holds of a call: the counts, then the values."""
     row: dict[str, bool | int | float | str] = {name: getattr(state, name) for name in COUNTS}
-    for name, value in _plain(values).items():
+    for name, value in plain_values(values).items():
         if name in row:
             raise ValueError(
                 f"the name {name!r} is taken by the state's own; give the value another, such as 'train/{name}'"
@@ -204,7 +204,7 @@ def row_of(state: TrainState, values: Mapping[str, Any]) -> dict[str, bool | int
     return row
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+def plain_values(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """The values as numbers, bools and strs of Python."""
     plain: dict[str, bool | int | float | str] = {}
     for name, given in values.items():
