@@ -1,5 +1,6 @@
 """looplib: functional, composable PyTorch training loops."""
 
+from looplib import distributed
 from looplib._tree_file import CheckpointVersionError, DamagedCheckpointError
 from looplib.accumulation import accumulate, retry_on_oom
 from looplib.averaging import ema, ema_warmup, eval_state, lookahead, swa
@@ -9,6 +10,7 @@ from looplib.clipping import adaptive_grad_clip, clip_by_global_norm, clip_by_va
 from looplib.composing import freeze, partition, sam
 from looplib.costs import flops, memory, meter, profiled, utilization
 from looplib.evaluation import evaluate
+from looplib.evaluation_retry import split_on_oom
 from looplib.export import (
     load_optimizer_state_dict,
     load_state_dict,
@@ -78,7 +80,7 @@ from looplib.scores import (
     rmse,
 )
 from looplib.signals import Stopped, after_signal, stop_when
-from looplib.sink_wrappers import first_rank_only, in_background, only, rename, safely
+from looplib.sink_wrappers import every_rank, in_background, only, rename, safely
 from looplib.sinks import Sink, console, jsonl, read_jsonl, tee
 from looplib.skipping import NonFiniteGradientsError, apply_if_finite, skip_spikes
 from looplib.state import DonatedStateError, TrainState, bind, copy_state, end_epoch, init_state
@@ -148,6 +150,7 @@ __all__ = [
     "cosine_restarts",
     "csv_file",
     "cyclic",
+    "distributed",
     "dynamic_loss_scale",
     "early_stopping",
     "ema",
@@ -158,10 +161,10 @@ __all__ = [
     "every_n_epochs",
     "every_n_samples",
     "every_n_steps",
+    "every_rank",
     "every_seconds",
     "exponential",
     "find_lr",
-    "first_rank_only",
     "flops",
     "freeze",
     "global_norm",
@@ -219,6 +222,7 @@ __all__ = [
     "scale_loss",
     "scaled",
     "skip_spikes",
+    "split_on_oom",
     "state_dict",
     "step_decay",
     "stop_when",

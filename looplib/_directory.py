@@ -12,7 +12,7 @@ import re
 import shutil
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,26 +34,47 @@ def free_name(folder: Path, step: int) -> Path:
     return folder / (f"step-{step:08d}" + (f".{max(numbers)[1] + 1}" if numbers else ""))
 
 
-def put(folder: Path, target: Path, parts: Parts, about: Mapping[str, Any], helped: bool = True) -> None:
+def beside(folder: Path, target: Path) -> Path:
+    """Where a new entry is written before it takes its place."""
+    return folder / f"{_WRITING}{target.name}-{uuid.uuid4().hex[:6]}"
+
+
+def put(writing: Path, target: Path, parts: Parts, about: Mapping[str, Any], helped: bool = True) -> None:
     """Write a new entry; one that cannot be finished leaves nothing."""
-    beside = folder / f"{_WRITING}{target.name}-{uuid.uuid4().hex[:6]}"
     try:
-        beside.mkdir()
-        write(beside, parts, about, helped)
-        beside.rename(target)
-        sync_directory(folder)
+        with told(target, parts.size()):
+            writing.mkdir()
+            write(writing, parts, about, helped)
+            take_place(writing, target)
+    except BaseException:
+        clear(writing)
+        raise
+
+
+def take_place(writing: Path, target: Path) -> None:
+    writing.rename(target)
+    sync_directory(target.parent)
+
+
+def clear(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def told(target: Path, size: int) -> Iterator[None]:
+    """An error of the file system says what could not be saved, and whether there was room."""
+    try:
+        yield
     except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        size = in_words(sum(run.high - run.low for run in parts.runs))
-        room = f" ({size} to write, {in_words(shutil.disk_usage(folder).free)} free there)" if folder.exists() else ""
+        folder = target.parent
+        room = ""
+        if folder.exists():
+            room = f" ({in_words(size)} to write, {in_words(shutil.disk_usage(folder).free)} free there)"
         raise OSError(
             error.errno,
             f"{target.name} could not be saved: {error.strerror}{room}; the checkpoints before it are untouched",
             str(target),
         ) from error
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
 
 
 def in_words(count: float) -> str:

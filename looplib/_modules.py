@@ -121,6 +121,9 @@ class Host:
         self.places = [
             [(owner, key, name) for name, slots in group.items() for owner, key in slots] for group in self.slots
         ]
+        self.replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        self.learned: set[nn.Module] = set()
+        self.shards = [module for module in model.modules() if _is_sharded(module)]
         self.engine = next((type(m).__name__ for m in model.modules() if _owns_parameters(m)), None)
 
     def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
@@ -151,6 +154,8 @@ class Host:
             try:
                 for owner, key, own, _ in swaps:
                     owner[key] = own
+                for shard in self.shards:  # the outermost stays gathered after a forward pass alone
+                    shard.reshard()  # type: ignore[operator]
                 for module, mode in modes:
                     module.training = not mode
                 for generator, stream in zip(generators, streams, strict=True):
@@ -163,6 +168,15 @@ class Host:
         """Put the random streams at a seed, within `run`."""
         for generator in self.generators:
             generator.manual_seed(seed)
+
+    def sync(self, now: bool) -> None:
+        """Whether the engines reduce the gradients over the ranks in the backward passes to come."""
+        for replica in self.replicas:
+            # A static graph is learned in the first backward pass, which must reduce; an average stays one.
+            replica.require_backward_grad_sync = now or (replica.static_graph and replica not in self.learned)
+            self.learned.add(replica)
+        for shard in self.shards:
+            shard.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that stand in the module now: some modules put new ones there, rather than write."""
@@ -195,7 +209,11 @@ _CPU = torch.device("cpu")
 
 def _owns_parameters(module: nn.Module) -> bool:
     """An engine that works on its own parameters whatever stands in the slots, without an error."""
-    return isinstance(module, DistributedDataParallel) or "FSDPModule" in {c.__name__ for c in type(module).__mro__}
+    return isinstance(module, DistributedDataParallel) or _is_sharded(module)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return "FSDPModule" in {kind.__name__ for kind in type(module).__mro__}  # without importing FSDP2
 
 
 def _generators(device: torch.device) -> tuple[torch.Generator, ...]:

@@ -36,12 +36,15 @@ from looplib._sampling import (
     kept_streams,
     listed,
     number_of,
+    own_rows,
     restore_streams,
     save_streams,
     seed_streams,
 )
+from looplib.accumulation import split
+from looplib.metrics import batch_size
 
-Job = tuple[int, int, Any, Any]  # epoch, batch, its keys, how often each came before
+Job = tuple[int, int, Any, Any, int, int]  # epoch, batch, the keys to read, how often each came before, rank, ranks
 Start = Callable[[DataLoader[Any]], Iterator[Any]]
 
 
@@ -107,7 +110,9 @@ class Jobs:
 def read_jobs(engines: Engines, epoch: int, jobs: Iterator[Job]) -> Iterator[Any]:
     def start(engine: Any) -> Iterator[Any]:
         # As lists: a tensor would go to the worker as a file descriptor, and with all of its storage.
-        engine.sampler.jobs = ((epoch, k, listed(keys), listed(visits)) for epoch, k, keys, visits in jobs)
+        engine.sampler.jobs = (
+            (epoch, k, listed(keys), listed(visits), *place) for epoch, k, keys, visits, *place in jobs
+        )
         return iter(engine)
 
     with engines.run(epoch, start) as source:
@@ -123,14 +128,18 @@ class Items(Dataset[Any]):
         self.draws = not (_draws_nothing(dataset) and collate in (default_collate, default_convert))
 
     def __getitem__(self, job: Job) -> Any:
+        epoch, k, _, _, rank, ranks = job
         with kept_streams() if self.draws else nullcontext():
             items = self._items(job)
             if self.draws:
-                seed_streams(mix(COLLATE, self.seed, *job[:2]))
-            return self.collate(items if self.batched else items[0])
+                # The first rank draws what one process does. Of an item that is a batch, each has the whole.
+                own = [rank] if rank and self.batched else []
+                seed_streams(mix(COLLATE, self.seed, epoch, k, *own))
+            batch = self.collate(items if self.batched else items[0])
+        return batch if self.batched or ranks == 1 else own_part(batch, rank, ranks)
 
     def _items(self, job: Job) -> Any:
-        epoch, _, keys, visits = job
+        epoch, _, keys, visits, *_ = job
         keys, visits = listed(keys), repeat(0) if visits is None else listed(visits)
         if not self.draws:
             return [self.dataset[key] for key in keys]
@@ -141,6 +150,19 @@ class Items(Dataset[Any]):
                 return self.dataset.__getitems__(keys)
             items.append(self.dataset[key])
         return items
+
+
+def own_part(batch: Any, rank: int, ranks: int) -> tuple[Any, int]:
+    """This rank's rows of a batch that was read whole, and how many there are."""
+    try:
+        count = batch_size(batch)
+    except TypeError:
+        raise TypeError(
+            f"the dataset's items are taken for batches, as batch_size is None, but a {type(batch).__name__} has no "
+            f"rows to divide among {ranks} ranks; give a batch_size, or divide=False to give each rank the whole"
+        ) from None
+    low, high = own_rows(count, rank, ranks)
+    return split(batch, count, [low, high - low, count - high])[1], count
 
 
 class Rows(Dataset[Any]):
@@ -189,29 +211,49 @@ def _draws_nothing(dataset: Any) -> bool:
 
 
 class Stream(IterableDataset[Any]):
-    """A stream that begins each pass with streams seeded for the epoch, in a worker that stays alive too."""
+    """A stream that begins each pass with streams seeded for the epoch, in a worker that stays alive too.
 
-    def __init__(self, dataset: Iterable[Any], seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
-        self.epoch: Tensor = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+    Each rank reads all of it, and keeps its own rows of each batch.
+    """
+
+    def __init__(self, dataset: Iterable[Any], collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
+        self.dataset, self.collate, self.seed, self.batched = dataset, collate, seed, batched
+        self.draws = collate not in (default_collate, default_convert)
+        self.place: Tensor = torch.tensor([0, 0, 1]).share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[Any]:
-        info, epoch = get_worker_info(), int(self.epoch)
-        seed_streams(mix(STREAM, self.seed, epoch, info.id if info else 0))
+        info = get_worker_info()
+        epoch, self.rank, self.ranks = self.place.tolist()
+        self.here, self.taken = (self.seed, epoch, info.id if info else 0), 0
+        seed_streams(mix(STREAM, *self.here))
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         return iter(self.dataset)
 
+    def batch(self, items: Any) -> Any:
+        """The collate_fn of an engine: among several ranks, this one's part, and how many samples there are."""
+        if self.ranks == 1:
+            return self.collate(items)
+        if not self.batched:
+            return own_part(self.collate(items), self.rank, self.ranks)
+        low, high = own_rows(len(items), self.rank, self.ranks)
+        # What collate draws for its own rows must not move the stream, which is to be the same on all ranks.
+        with kept_streams() if self.draws else nullcontext():
+            if self.draws:
+                seed_streams(mix(COLLATE, *self.here, self.taken, self.rank))
+                self.taken += 1
+            return self.collate(items[low:high]), len(items)
+
 
 def read_stream(
-    engines: Engines, name: str, move: Callable[[Any], Any], epoch: int, first: int, length: int | None
+    engines: Engines, name: str, epoch: int, first: int, length: int | None, rank: int, ranks: int
 ) -> Iterator[Any]:
     """The batches of a pass from number `first` on, to the stream's end or to `length`."""
     inside, end, count = save_streams(), object(), 0
 
     def start(engine: Any) -> Iterator[Any]:
         nonlocal inside
-        engine.dataset.epoch.fill_(epoch)
+        engine.dataset.place.copy_(torch.tensor([epoch, rank, ranks]))
         with kept_streams():
             source: Iterator[Any] = iter(engine)
             inside = save_streams()
@@ -227,7 +269,7 @@ def read_stream(
                 break
             count += 1
             if count > first:
-                yield move(batch)
+                yield batch
     if count == 0:
         raise ValueError(f"{name} gave no batch in epoch {epoch}: is there data in it?")
     if length is not None and count < length:

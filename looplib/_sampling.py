@@ -70,6 +70,18 @@ def kept_streams() -> Iterator[None]:
             _interrupts.deliver()
 
 
+def own_rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Where a rank's rows of a global batch begin and end, as by torch.tensor_split.
+
+    Where there is none for it, the first row stands in.
+    """
+    if rank >= count:
+        return 0, min(1, count)
+    each, more = divmod(count, ranks)
+    low = rank * each + min(rank, more)
+    return low, low + each + (rank < more)
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """The global batches of one epoch, as keys of the dataset: set first, divided and read later.
@@ -87,9 +99,23 @@ class Plan:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def batch(self, k: int) -> tuple[Tensor | list[Any], Tensor | None]:
-        part = slice(self.ends[k - 1] if k else 0, self.ends[k])
+    def batch(self, k: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor | list[Any], Tensor | None]:
+        """This rank's part of a batch: keys, and how often each came before."""
+        first = self.ends[k - 1] if k else 0
+        part = slice(first, self.ends[k])
+        if ranks > 1:
+            low, high = own_rows(self.size(k), rank, ranks)
+            part = slice(first + low, first + high)
         return self.keys[part], None if self.visits is None else self.visits[part]
+
+    def size(self, k: int) -> int:
+        """Samples in a batch."""
+        return min(self.ends[k], len(self.keys)) - (self.ends[k - 1] if k else 0)
+
+    def smallest(self, first: int) -> int:
+        """Which of the batches from `first` on has the fewest samples."""
+        ends = torch.tensor([0, *self.ends]).clamp_(max=len(self.keys))
+        return first + int(ends.diff()[first:].argmin())
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,8 @@
 
 The bytes lie in a safetensors file (eight bytes of length, a JSON header, the data), so that other programs can read
 them; what that format cannot say (strides, shared storage, rarer dtypes, plain values, checksums) stands in the
-manifest. Reading interprets JSON and maps memory: nothing in a file is ever run.
+manifest. Tensors that several ranks hold shards of are written by `_shards` into a file for each rank, and read here.
+Reading interprets JSON and maps memory: nothing in a file is ever run.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ import ctypes
 import math
 import mmap
 import os
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import orjson
 import torch
 from torch import Tensor
 
-FORMAT = 1
+WHOLE, SHARDED = 1, 2  # formats
 MANIFEST, DATA = "manifest.json", "tensors.safetensors"
+_SHARD = re.compile(r"tensors-\d{5,}\.safetensors")
 _ALIGNMENT = 64
 _CHUNK = 8 << 20
 # What safetensors calls a dtype. Others are stored as bytes, and the manifest alone knows what they are.
@@ -102,6 +105,22 @@ class _Span:
     high: int
 
 
+def is_sharded(leaf: Any) -> TypeGuard[Any]:
+    """Whether it is a DTensor, of which this process may hold a part only."""
+    if not isinstance(leaf, Tensor) or type(leaf) in (Tensor, torch.nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor  # a second to import, for those who have it already
+
+    return isinstance(leaf, DTensor)
+
+
+def local(leaf: Any) -> Tensor:
+    """This process's part of a DTensor, which shares its memory."""
+    with torch.no_grad():
+        part = leaf.to_local()
+        return part.wait() if hasattr(part, "wait") else part.detach()  # type: ignore[no-any-return]
+
+
 class Parts:
     """A tree taken apart: the runs of bytes that its tensors lie in, and what the manifest says of each leaf.
 
@@ -112,11 +131,21 @@ class Parts:
         self.runs: list[_Run] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         self.values: dict[str, dict[str, Any]] = {}
+        self.sharded: dict[str, Any] = {}  # DTensors
+        self.locals: dict[str, Tensor] = {}  # and what this process holds of them
         self.storages: set[int] = set()
         by_storage: dict[Any, list[_Span]] = {}
         for place, leaf in leaves_of(tree).items():
             if not isinstance(leaf, Tensor):
                 self.values[place] = _encoded(place, leaf)
+            elif is_sharded(leaf):
+                if any(placement.is_partial() for placement in leaf.placements):
+                    raise TypeError(
+                        f"{place} is a DTensor that is not summed up yet (placements {leaf.placements}), which a "
+                        "checkpoint cannot hold: redistribute it first"
+                    )
+                self.sharded[place], self.locals[place] = leaf, _span(place, local(leaf)).tensor
+                self.storages.add(self.locals[place].untyped_storage().data_ptr())
             else:
                 span = _span(place, leaf)
                 address = span.tensor.untyped_storage().data_ptr()
@@ -135,7 +164,8 @@ class Parts:
             self._add(together, end)
         # What was asked of an accelerator before must be done before another thread reads the results.
         self.ready = []
-        for device in {run.owner.device for run in self.runs if run.owner.device.type != "cpu"}:
+        used = {tensor.device for tensor in (*self.locals.values(), *(run.owner for run in self.runs))}
+        for device in used - {torch.device("cpu")}:
             self.ready.append(torch.Event(device))
             self.ready[-1].record(torch.accelerator.current_stream(device))
 
@@ -148,9 +178,8 @@ class Parts:
             plain = plain and same == (first.dtype, low, first.tensor.shape, first.tensor.stride())
         if not plain:
             low -= low % _ALIGNMENT  # so that each is still aligned for its own dtype
-        name, dtype, shape = first.place, "U8", [high - low]
-        if plain and first.dtype in _SAFETENSORS:
-            dtype, shape = _SAFETENSORS[first.dtype], list(first.tensor.shape)
+        name, size = first.place, high - low
+        dtype, shape = _kind(first.dtype, first.tensor, size) if plain else ("U8", [size])
         self.runs.append(_Run(name, first.tensor, low, high, dtype, shape))
         for span in spans:
             entry = {"dtype": span.dtype, "shape": list(span.tensor.shape), "data": name}
@@ -161,6 +190,32 @@ class Parts:
         """Take the bytes over into memory of our own, so that the tensors may be written."""
         for run in self.runs:
             run.copied = run.source().to("cpu", copy=True)
+        self.locals = {place: tensor.to("cpu", copy=True) for place, tensor in self.locals.items()}
+
+    def size(self) -> int:
+        """Bytes of the tensors, of the sharded ones this process's part."""
+        return sum(run.high - run.low for run in self.runs) + sum(part.nbytes for part in self.locals.values())
+
+    def description(self) -> dict[str, Any]:
+        """What must be the same on all ranks: the values, and what the tensors are."""
+        leaves = {place: [entry["dtype"], entry["shape"]] for place, entry in self.tensors.items()}
+        for place, leaf in self.sharded.items():
+            leaves[place] = [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), "sharded"]
+        return {**self.values, **leaves}
+
+
+def runs_of(tensors: Mapping[str, Tensor]) -> list[_Run]:
+    """A run of bytes for each of these tensors, whatever they share."""
+    spans = [_span(place, tensor.detach().contiguous()) for place, tensor in tensors.items()]
+    return [
+        _Run(span.place, span.tensor, span.low, span.high, *_kind(span.dtype, span.tensor, span.high - span.low))
+        for span in spans
+    ]
+
+
+def _kind(dtype: str, tensor: Tensor, size: int) -> tuple[str, list[int]]:
+    """What safetensors says of a run of bytes: what it is, or that it is bytes."""
+    return (_SAFETENSORS[dtype], list(tensor.shape)) if dtype in _SAFETENSORS else ("U8", [size])
 
 
 def _span(place: str, tensor: Tensor) -> _Span:
@@ -224,16 +279,13 @@ def _decoded(entry: Mapping[str, Any]) -> Any:
 
 def write(directory: Path, parts: Parts, about: Mapping[str, Any], helped: bool = True) -> None:
     """Write both files into an empty directory, and sync them and it; `helped` by a thread for the checksums."""
-    data, size = _write_data(directory / DATA, parts, helped)
-    manifest = {
-        "format": FORMAT,
-        **about,
-        "bytes": size,
-        "values": parts.values,
-        "tensors": parts.tensors,
-        "data": data,
-    }
-    text = orjson.dumps(manifest)
+    data, size = write_data(directory / DATA, parts.runs, parts.ready, helped)
+    write_manifest(directory, parts, {"format": WHOLE, **about, "bytes": size, "data": data})
+
+
+def write_manifest(directory: Path, parts: Parts, about: Mapping[str, Any]) -> None:
+    """The last file of a directory, and its sync."""
+    text = orjson.dumps({**about, "values": parts.values, "tensors": parts.tensors})
     document = _envelope(zlib.crc32(text)) + text + b"}\n"
     with open(directory / MANIFEST, "xb") as file:
         file.write(document)
@@ -246,11 +298,13 @@ def _envelope(checksum: int) -> bytes:
     return b'{"crc32":%d,"manifest":' % checksum
 
 
-def _write_data(path: Path, parts: Parts, helped: bool) -> tuple[dict[str, dict[str, int]], int]:
+def write_data(
+    path: Path, runs: Sequence[_Run], ready: Sequence[torch.Event], helped: bool
+) -> tuple[dict[str, dict[str, int]], int]:
     """Where in the file each run of bytes lies, with its checksum; and the file's size."""
     header: dict[str, Any] = {}
     begins, end = [], 0
-    for run in parts.runs:
+    for run in runs:
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
         # The format forbids gaps between tensors, so what aligns the next one is a tensor of its own.
         if begin > end:
@@ -262,13 +316,13 @@ def _write_data(path: Path, parts: Parts, helped: bool) -> tuple[dict[str, dict[
     head += b" " * (-(8 + len(head)) % _ALIGNMENT)
     at = start = 8 + len(head)
     data = {}
-    for event in parts.ready:
+    for event in ready:
         event.synchronize()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         _write_all(descriptor, memoryview(len(head).to_bytes(8, "little") + head))
         with ThreadPoolExecutor(1) as pool:
-            for run, begin in zip(parts.runs, begins, strict=True):
+            for run, begin in zip(runs, begins, strict=True):
                 _write_all(descriptor, memoryview(bytes(start + begin - at)))
                 at = start + begin
                 source = run.source().cpu()
@@ -340,9 +394,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{path} has been changed since it was written: its checksum is wrong")
     with sound(path):
         version, expected = manifest["format"], manifest["bytes"]
-        if version > FORMAT:
+        if version > SHARDED:
             raise CheckpointVersionError(
-                f"{path} is of format {version}, and this looplib reads up to {FORMAT}: install a newer looplib"
+                f"{path} is of format {version}, and this looplib reads up to {SHARDED}: install a newer looplib"
             )
     if size != expected:
         raise DamagedCheckpointError(f"{data} has {size} bytes; {expected} were written")
@@ -350,30 +404,57 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return found
 
 
+def check_files(directory: Path, manifest: Mapping[str, Any]) -> int:
+    """The bytes of all files of tensors, once those of the shards have been found to be what was written."""
+    total: int = manifest["bytes"]
+    for name, expected in manifest.get("files", {}).items():
+        total += _sized(directory / _shard_name(name), expected)
+    return total
+
+
+def _shard_name(name: str) -> str:
+    """The name of a file of shards, and of nothing else: a manifest may be made to do harm."""
+    if not _SHARD.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a file of tensors")
+    return name
+
+
+def _sized(path: Path, expected: int) -> int:
+    try:
+        size = path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedCheckpointError(f"{path} is missing ({error.strerror})") from None
+    if size != expected:
+        raise DamagedCheckpointError(f"{path} has {size} bytes; {expected} were written")
+    return size
+
+
 class Reader:
     """The leaves of a checkpoint: what they are is checked at once, their bytes when they are asked for."""
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any]) -> None:
-        self.path = directory / DATA
+        self.directory = directory
+        self.maps: dict[str, mmap.mmap] = {}
+        self.runs: dict[str, Tensor] = {}
         with sound(directory / MANIFEST):
             self.values = {place: _decoded(entry) for place, entry in manifest["values"].items()}
             self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
-            self.data: dict[str, dict[str, int]] = manifest["data"]
+            self.shards: dict[str, dict[str, Any]] = manifest.get("shards", {})
+            self.data: dict[str, dict[str, Any]] = manifest["data"]
+            self.files = {DATA: manifest["bytes"]}
+            self.files |= {_shard_name(name): size for name, size in manifest.get("files", {}).items()}
             for name in self.data:
-                self._check_run(name, manifest["bytes"])
+                self._check_run(name)
             for place in self.tensors:
                 self._check_entry(place)
-        try:
-            with open(self.path, "rb") as file:
-                self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except FileNotFoundError:
-            raise DamagedCheckpointError(f"{self.path} is missing") from None
-        self.runs: dict[str, Tensor] = {}
+            for place in self.shards:
+                self._check_shards(place)
+        self._map(DATA)
 
     # A checksum says that nobody changed the manifest since it was made. It may have been made to do harm.
 
-    def _check_run(self, name: str, size: int) -> None:
-        begin, length = self.data[name]["begin"], self.data[name]["bytes"]
+    def _check_run(self, name: str) -> None:
+        begin, length, size = self.data[name]["begin"], self.data[name]["bytes"], self.files[self._file(name)]
         whole = type(begin) is int and type(length) is int and begin >= 0 and length >= 0
         if not whole or begin + length > size:
             raise ValueError(f"the bytes of {name} are {length!r} from {begin!r} on, of {size}")
@@ -392,27 +473,79 @@ class Reader:
         if offset + _reach(shape, stride) * dtype.itemsize > length:
             raise ValueError(f"{place} reaches beyond its {length} bytes: shape {shape}, stride {stride}")
 
+    def _check_shards(self, place: str) -> None:
+        entry, numbers = self.shards[place], 0
+        dtype, shape, chunks = getattr(torch, entry["dtype"], None), entry["shape"], entry["chunks"]
+        if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
+            raise ValueError(f"{place} has dtype {entry['dtype']!r}, unknown to this torch")
+        for chunk in chunks:
+            offsets, sizes, length = chunk["offsets"], chunk["sizes"], self.data[chunk["data"]]["bytes"]
+            if any(type(number) is not int or number < 0 for number in (*shape, *offsets, *sizes)):
+                raise ValueError(f"{place} has shape {shape}, and a chunk of {sizes} at {offsets}")
+            if any(low + n > of for low, n, of in zip(offsets, sizes, shape, strict=True)):
+                raise ValueError(f"{place} has shape {shape}, and a chunk of {sizes} at {offsets} beyond it")
+            if math.prod(sizes) * dtype.itemsize != length:
+                raise ValueError(f"{place} has a chunk of {sizes} in {length} bytes")
+            numbers += math.prod(sizes)
+        if numbers != math.prod(shape):
+            raise ValueError(f"{place} has shape {shape}, and chunks of {numbers} numbers")
+
+    def _file(self, name: str) -> str:
+        """Where a run of bytes lies."""
+        file: str = self.data[name].get("file", DATA)
+        return file
+
     def about(self, place: str) -> Mapping[str, Any] | None:
         """dtype and shape of the tensor at a place, None for a plain value."""
-        return self.tensors.get(place)
+        return self.tensors.get(place) or self.shards.get(place)
 
-    def verify(self, places: Iterable[str]) -> None:
-        """Compare the checksums of all bytes that these leaves need, on all cores."""
+    def chunks(self, place: str) -> list[tuple[list[int], list[int]]]:
+        """Offsets and sizes of the parts in which the tensor at a place is stored; a whole one is one part."""
+        if place in self.shards:
+            return [(chunk["offsets"], chunk["sizes"]) for chunk in self.shards[place]["chunks"]]
+        shape = self.tensors[place]["shape"]
+        return [([0] * len(shape), shape)]
+
+    def chunk(self, place: str, index: int) -> Tensor:
+        """One of these, in the file's memory."""
+        if place not in self.shards:
+            return self.tensor(place)
+        entry = self.shards[place]
+        chunk = entry["chunks"][index]
+        return self._run(chunk["data"]).view(getattr(torch, entry["dtype"])).view(chunk["sizes"])
+
+    def verify(self, places: Iterable[str], chunks: Iterable[tuple[str, int]] = ()) -> None:
+        """Compare the checksums of all bytes that these leaves, and chunks of leaves, need, on all cores."""
         names = {self.tensors[place]["data"] for place in places if place in self.tensors}
+        for place, index in chunks:
+            entry = self.tensors.get(place) or self.shards[place]["chunks"][index]
+            names.add(entry["data"])
+        for file in {self._file(name) for name in names}:
+            self._map(file)
         with ThreadPoolExecutor() as pool:
             list(pool.map(self._run, sorted(names)))
 
+    def _map(self, file: str) -> mmap.mmap:
+        if file not in self.maps:
+            path = self.directory / file
+            _sized(path, self.files[file])
+            try:
+                with open(path, "rb") as opened:
+                    self.maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            except FileNotFoundError:
+                raise DamagedCheckpointError(f"{path} is missing") from None
+        return self.maps[file]
+
     def _run(self, name: str) -> Tensor:
         if name not in self.runs:
-            begin, size = self.data[name]["begin"], self.data[name]["bytes"]
-            if zlib.crc32(memoryview(self.memory)[begin : begin + size]) != self.data[name]["crc32"]:
+            begin, size, memory = self.data[name]["begin"], self.data[name]["bytes"], self._map(self._file(name))
+            if zlib.crc32(memoryview(memory)[begin : begin + size]) != self.data[name]["crc32"]:
                 raise DamagedCheckpointError(
-                    f"{self.path}: the bytes of {name} have been changed since they were written: wrong checksum"
+                    f"{self.directory / self._file(name)}: the bytes of {name} have been changed since they were "
+                    "written: wrong checksum"
                 )
             empty = torch.empty(0, dtype=torch.uint8)
-            self.runs[name] = (
-                torch.frombuffer(self.memory, dtype=torch.uint8, offset=begin, count=size) if size else empty
-            )
+            self.runs[name] = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=size) if size else empty
         return self.runs[name]
 
     def tensor(self, place: str, copies: dict[Any, Tensor] | None = None, device: Any = "cpu") -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._ranks import several, total_over_ranks
 from looplib.gradients import WHOLE, GradFn, Gradients, Part, check_parts, indices, multiply
 from looplib.metrics import Mean, merge
 from looplib.metrics import batch_size as count_examples
@@ -60,8 +61,8 @@ def accumulate(
         batch_size: counts the examples in a batch, as for `make_grad_fn`.
 
     Raises:
-        ValueError: a count below 1; both given; a batch of no pieces, or with tensors of different lengths; a
-            `grad_fn` whose wrapper belongs around `accumulate` (clipping, `scale_loss`).
+        ValueError: a count below 1; both given; a batch of no pieces, with tensors of different lengths, or of a type
+            that cannot be cut; a `grad_fn` whose wrapper belongs around `accumulate` (clipping, `scale_loss`).
         TypeError: a batch that is no list where it must be.
     """
     if microbatches is not None and size is not None:
@@ -77,7 +78,8 @@ def accumulate(
             count = sum(map(batch_size, pieces))
         else:
             count = batch_size(batch)
-            pieces = split(batch, count, size if size is not None else _even(count, microbatches or 1))
+            sizes = size if size is not None else _even(count, microbatches or 1)
+            pieces = split(batch, count, sizes, batch_size)
         return over(grad_fn, state, pieces, count, part, dtype)
 
     if hasattr(grad_fn, "max_norm"):  # which add_noise compares with its own
@@ -94,7 +96,8 @@ def over(
     dtype: torch.dtype | None = None,
 ) -> Gradients:
     """The gradients of all pieces together, of so many examples."""
-    if len(pieces) == 1 and dtype is None:
+    # Other ranks may have more pieces, and what they send each other comes in one order.
+    if len(pieces) == 1 and dtype is None and (part.sums or not several()):
         return grad_fn(state, pieces[0], part)
     whole = dataclasses.replace(part, sums=True, samples=count if part.samples is None else part.samples)
     many = getattr(grad_fn, "many", None)
@@ -102,13 +105,15 @@ def over(
         outs: list[Gradients] = many(state, pieces, whole)
     else:
         outs = _one_by_one(grad_fn, state, pieces, whole, dtype)
-    grads, _, buffers, _, _, per = outs[-1]
+    grads, _, buffers, _, _, per, ranks = outs[-1]
     metrics, samples = merge(*[out.metrics for out in outs]), sum(out.samples for out in outs)
-    weight = _total([out.weight for out in outs if out.weight is not None])
+    weights = [out.weight for out in outs if out.weight is not None]
+    weight = _total(weights) if weights else None
     if part.sums:
-        return Gradients(grads, metrics, buffers, samples, weight, per)
-    multiply(grads, _factor(per, weight))
-    return Gradients(grads, metrics, buffers, samples)
+        return Gradients(grads, metrics, buffers, samples, weight, per, ranks)
+    if weight is not None:
+        multiply(grads, _factor(per * ranks, total_over_ranks(weight) if ranks > 1 else weight))
+    return Gradients(grads, metrics, buffers, samples, ranks=ranks)
 
 
 def _one_by_one(
@@ -121,7 +126,13 @@ def _one_by_one(
     for index, piece in zip(indices(part, len(pieces)), pieces, strict=True):
         last = part.last and len(outs) == len(pieces) - 1
         out = grad_fn(state, piece, dataclasses.replace(part, index=index, per=per, into=grads, last=last))
-        if out.weight is None:
+        if out.ranks > 1 and dtype is not None:
+            raise RuntimeError(
+                f"accumulate(dtype={dtype}) adds up in memory of its own, which DDP and FSDP2 do not reduce over the "
+                "ranks: leave it out, and give fully_shard a MixedPrecisionPolicy(reduce_dtype=...), or leave the "
+                "model unwrapped and use ll.distributed.reduce_gradients"
+            )
+        if out.weight is None and out.ranks == 1:
             raise TypeError(
                 f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
                 "accumulated hands its `part` on to the one that it wraps (see ll.Part)"
@@ -177,11 +188,23 @@ def _add(wide: dict[str, Tensor], grads: Mapping[str, Tensor], dtype: torch.dtyp
     wide.update({name: grads[name].to(dtype) for name in new})
 
 
-def split(batch: Any, count: int, sizes: int | list[int]) -> Sequence[Any]:
+def split(
+    batch: Any, count: int, sizes: int | list[int], batch_size: Callable[[Any], int] = count_examples
+) -> Sequence[Any]:
     """A batch of `count` examples in pieces of these sizes, or of one size, the last one smaller."""
     if isinstance(sizes, int):
         sizes = [min(sizes, count - low) for low in range(0, count, sizes)]
-    return _split(batch, count, sizes, "") if len(sizes) > 1 else [batch]
+    if len(sizes) <= 1:
+        return [batch]
+    pieces = _split(batch, count, sizes, "")
+    found = [batch_size(piece) for piece in pieces]
+    if sum(found) != count:
+        raise ValueError(
+            f"a {type(batch).__name__} of {count} examples cannot be cut: its pieces would have "
+            f"{', '.join(map(str, found))}. Give a batch of tensors (a dict, list, tuple or dataclass), smaller batches "
+            "that need not be cut, or another count (batch_size=)"
+        )
+    return pieces
 
 
 def _split(node: Any, count: int, sizes: list[int], place: str) -> list[Any]:
@@ -238,8 +261,9 @@ def _like(node: Any, values: dict[Any, Any]) -> Any:
 def _odd(place: str, found: str, count: int) -> str:
     return (
         f"batch{place} has {found}, and the batch {count} examples: it cannot be cut along its first dimension. "
-        "Give the pieces as a list instead (accumulate(grad_fn) without a count; a loader's collate_fn can make it), "
-        "or say how examples are counted (batch_size=)"
+        "Give tensors with one row for each example, say how examples are counted (batch_size=), or make smaller "
+        "batches; a gradient may have its pieces as a list (accumulate(grad_fn) without a count; a loader's "
+        "collate_fn can make it)"
     )
 
 
@@ -277,31 +301,27 @@ def retry_on_oom(
     def attempt(state: TrainState, batch: Any, pieces: int, count: int, part: Part) -> Gradients | None:
         saved = {name: tensor.clone() for name, tensor in state.buffers.items()} if part.donate else {}
         try:
-            return over(grad_fn, state, split(batch, count, pieces), count, part)
+            return over(grad_fn, state, split(batch, count, pieces, batch_size), count, part)
         except (RuntimeError, MemoryError) as error:
             with torch.no_grad():
                 for name, tensor in saved.items():
                     state.buffers[name].copy_(tensor)
-            if pieces == 1 or not _out_of_memory(error):
+            if pieces == 1 or not out_of_memory(error):
                 raise
         return None
 
     def retrying(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         nonlocal fitting
-        if part.sums:
+        if part.into is not None or not part.last:
             raise ValueError(
                 "retry_on_oom within accumulate would add to gradients that a failed attempt has spoiled: put it "
                 "around, retry_on_oom(accumulate(grad_fn, ...))"
             )
+        part = dataclasses.replace(part, retried=True)
         count = batch_size(batch)
         pieces = max(1, count if fitting is None else min(fitting, count))
         while (out := attempt(state, batch, pieces, count, part)) is None:
-            # Only now, out of the handler, has the traceback let go of what the attempt had allocated.
-            gc.collect()
-            if torch.accelerator.is_available():
-                torch.accelerator.memory.empty_cache()
-            fitting = pieces = -(-pieces // 2)
-            warnings.warn(f"out of memory on a batch of {count}: from now on in pieces of {pieces}", stacklevel=2)
+            fitting = pieces = half(pieces, count)
         return out._replace(metrics={**out.metrics, "microbatch_size": Mean(pieces)})
 
     retrying.of_whole = "retry_on_oom"  # type: ignore[attr-defined]
@@ -317,7 +337,18 @@ _SIGNS = (
 )
 
 
-def _out_of_memory(error: BaseException) -> bool:
+def half(pieces: int, count: int) -> int:
+    """The next size to try, when an attempt has failed."""
+    # Only now, out of the handler, has the traceback let go of what the attempt had allocated.
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.memory.empty_cache()
+    smaller = -(-pieces // 2)
+    warnings.warn(f"out of memory on a batch of {count}: from now on in pieces of {smaller}", stacklevel=3)
+    return smaller
+
+
+def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)

@@ -92,7 +92,7 @@ def tensorboard(
         begun = True
 
     given = "" if hyperparameters is None else f", hyperparameters={dict(hyperparameters)!r}"
-    return CodedSink(write, f"tensorboard({os.fspath(directory)!r}{given})")
+    return CodedSink(write, f"tensorboard({os.fspath(directory)!r}{given})", first_rank=True)
 
 
 def wandb(*, mode: str = "offline", **init: Any) -> Sink:
@@ -132,7 +132,9 @@ def wandb(*, mode: str = "offline", **init: Any) -> Sink:
         run.log({**scalars, **made}, step=state.step)
 
     given = {"mode": mode, **init}
-    return CodedSink(write, f"wandb({', '.join(f'{name}={value!r}' for name, value in given.items())})")
+    return CodedSink(
+        write, f"wandb({', '.join(f'{name}={value!r}' for name, value in given.items())})", first_rank=True
+    )
 
 
 def _by_kind(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import functools
+import hashlib
 import html
 import math
 import os
@@ -27,8 +29,20 @@ import torch
 from torch import Tensor, nn
 
 from looplib import _donation, _interrupts
-from looplib._directory import Lock, free_name, in_words, number_of, put, put_aside, remove
-from looplib._tree_file import MANIFEST, DamagedCheckpointError, Parts, Reader, leaves_of, read_manifest, sound
+from looplib._agreement import Together, finish_first, together
+from looplib._directory import Lock, beside, free_name, in_words, number_of, put, put_aside, remove
+from looplib._tree_file import (
+    MANIFEST,
+    DamagedCheckpointError,
+    Parts,
+    Reader,
+    check_files,
+    is_sharded,
+    leaves_of,
+    local,
+    read_manifest,
+    sound,
+)
 from looplib.state import TrainState
 
 _COUNTS = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "batch_steps", "seed")
@@ -100,7 +114,9 @@ class CheckpointIO:
         latest, best: the newest whole checkpoint, and the best by the monitored metric, or None.
         steps: all of them, oldest first; shown as a table.
         delete: `delete(after=step)` removes the later ones, to start again from there.
-        wait: returns when a save in the background is done, and raises its error.
+        wait: returns when a save in the background is done, on all ranks, and raises its error.
+
+    Where there are several ranks, each of these is called by all.
     """
 
     save: Callable[..., Path]
@@ -159,19 +175,32 @@ def checkpoint_io(
 
     Raises:
         ValueError: by `save`, a monitored metric that is missing or NaN, later checkpoints of another run in the
-            directory; by `restore`, a state that the checkpoint does not fit, with the leaves and what differs, or
-            a best or a step that is not there.
-        TypeError: by `save`, a leaf that is neither a dense tensor nor a plain value.
+            directory, ranks whose states differ; by `restore`, a state that the checkpoint does not fit, with the
+            leaves and what differs, or a best or a step that is not there.
+        TypeError: by `save`, a leaf that is neither a dense tensor nor a plain value, or a DTensor of partial sums.
         DamagedCheckpointError: by `restore`, when the one asked for, or every one, is damaged. A damaged latest one
             is named in a warning, and the one before it taken; the next save puts it aside as damaged-...
         CheckpointVersionError: a checkpoint there was written by a newer looplib.
         OSError: a full disk, a directory that cannot be written, another process that writes there; the
             checkpoints before it are untouched.
 
+    Under torchrun every rank makes the same calls. The first chooses among the checkpoints, applies the policies,
+    and writes a state that all ranks hold whole, such as that of DDP (of buffers and metrics that differ, its own).
+    A state of DTensors, as FSDP2's `fully_shard` and tensor parallel plans make them, is written by all, each rank
+    its part: once all parts are on disk, the checkpoint is there. The directory must be one that all ranks see. What
+    fails on one rank raises on all, with the rank in the message; `save` and `wait` return when the checkpoint is
+    whole. Counts and plain values must be the same on all ranks.
+
+    A checkpoint of any number of ranks is restored by any other: sharded into sharded over another mesh, into DDP or
+    one process, and the other way. Each rank reads the chunks that hold some of its numbers, those whole, and
+    compares their checksums; of the other chunks it knows that no file is cut.
+
     A checkpoint is a directory of two files. To read the weights without looplib:
     `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. That file holds a tensor as it is,
     or, where safetensors cannot say what it is (a view, a rarer dtype), its bytes under the name that
     `manifest.json` gives as `data`, together with its dtype, shape, stride and offset in bytes.
+    DTensors lie in `tensors-RANK.safetensors`, and `manifest.json` has the offsets and sizes of their chunks as
+    `shards`.
     """
     folder = Path(directory).absolute()
     _check_policies(keep_last, keep_best, monitor, mode, keep_every)
@@ -179,9 +208,11 @@ def checkpoint_io(
     damaged: set[Path] = set()
     lock: Lock | None = None
     writer: ThreadPoolExecutor | None = None
+    writers: tuple[Together, Together] | None = None  # the ranks, and the same for the threads that write
     pending: Future[None] | None = None
 
-    def steps() -> Checkpoints:
+    def listing() -> Checkpoints:
+        """On the first rank alone, as all that only it does."""
         nonlocal known
         found: dict[tuple[str, int], Checkpoint] = {}
         for path in folder.iterdir() if folder.is_dir() else ():
@@ -191,9 +222,9 @@ def checkpoint_io(
                     found[key] = known.get(key) or _describe(path)
                 except (DamagedCheckpointError, FileNotFoundError) as error:
                     if not path.exists():  # rotated away meanwhile, for one that the listing may not hold yet
-                        return steps()
+                        return listing()
                     damaged.add(path)
-                    warnings.warn(f"{error}; this checkpoint is left out", stacklevel=3)
+                    warnings.warn(f"{error}; this checkpoint is left out", stacklevel=5)
         known = found
         return Checkpoints(sorted(found.values(), key=lambda c: number_of(c.path)))
 
@@ -203,58 +234,85 @@ def checkpoint_io(
         sign = 1 if mode == "min" else -1
         return sorted(candidates, key=lambda c: sign * c.metrics[str(monitor)])
 
+    def steps() -> Checkpoints:
+        return together().on_first(listing)
+
     def latest() -> Checkpoint | None:
         return found[-1] if (found := steps()) else None
 
     def best() -> Checkpoint | None:
         if monitor is None:
-            raise ValueError("there is no best without a metric: give checkpoint_io(..., monitor=...)")
+            raise ValueError(_NO_MONITOR)
         return found[0] if (found := ranked(steps())) else None
 
     def save(state: TrainState, metrics: Mapping[str, float] | None = None) -> Path:
-        nonlocal lock, writer, pending
+        nonlocal writer, writers, pending
         wait()
-        scores = {name: _number_of(name, value) for name, value in (metrics or {}).items()}
-        if monitor is not None and metrics is not None:
-            _check_monitor(monitor, scores)
-        parts = Parts(_tree(state))
+        ranks = together()
+        copied = asynchronous and _donation.written_in_place(state)
+
+        def taken_apart() -> tuple[Parts, dict[str, Any]]:
+            scores = {name: _number_of(name, value) for name, value in (metrics or {}).items()}
+            if monitor is not None and metrics is not None:
+                _check_monitor(monitor, scores)
+            parts = Parts(_tree(state))
+            # DTensors are always copied: a step that writes over them does not know of their readers.
+            if asynchronous and (parts.sharded or (copied and ranks.first)):
+                parts.copy()
+            return parts, {
+                "counts": {**{name: getattr(state, name) for name in _COUNTS}, "seed": str(state.seed)},
+                "metrics": {name: value if math.isfinite(value) else str(value) for name, value in scores.items()},
+                "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            }
+
+        parts, about = ranks.on_each(taken_apart)
+        if ranks.several:
+            _check_same(ranks, {**about["counts"], **parts.description()})
+        writing, target = ranks.on_first(lambda: begin(state.step))
+        held = lock
+
+        def work(ranks: Together) -> None:
+            if parts.sharded:
+                from looplib import _shards  # a second or two to import, for those who have shards
+
+                _shards.put(ranks, writing, target, parts, about, not asynchronous)
+            else:
+                ranks.on_first(lambda: put(writing, target, parts, about, not asynchronous))
+            ranks.on_first(rotate)
+
+        if not asynchronous:
+            work(ranks)
+            return target
+        if writers is None or writers[0] is not ranks:
+            writers = ranks, ranks.another()
+        writer = writer or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        threads = writers[1]
+        pending = writer.submit(_in_background, lambda: work(threads), held)
+        finish_first(pending)
+        if not (copied or parts.sharded) and ranks.first:
+            _donation.let_finish(parts.storages, pending)
+        return target
+
+    def begin(step: int) -> tuple[Path, Path]:
+        """Where to write, and where it is to be then, once it is known that this may be written."""
+        nonlocal lock
         lock = Lock(folder)
-        found = steps()
-        if found and found[-1].step > state.step:
+        found = listing()
+        if found and found[-1].step > step:
             raise ValueError(
-                f"{folder} holds later steps ({', '.join(str(c.step) for c in found if c.step > state.step)}) than "
-                f"this state's {state.step}, of another run or of one that went on: to go on with that one, "
+                f"{folder} holds later steps ({', '.join(str(c.step) for c in found if c.step > step)}) than "
+                f"this state's {step}, of another run or of one that went on: to go on with that one, "
                 "state = ckpt.restore(state); to go back for good, ckpt.delete(after="
-                f"{state.step}); to keep both, use another directory"
+                f"{step}); to keep both, use another directory"
             )
         for path in list(damaged):
             put_aside(path)
             damaged.discard(path)
-        target = free_name(folder, state.step)
-        about = {
-            "counts": {**{name: getattr(state, name) for name in _COUNTS}, "seed": str(state.seed)},
-            "metrics": {name: value if math.isfinite(value) else str(value) for name, value in scores.items()},
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-
-        def work() -> None:
-            put(folder, target, parts, about, helped=not asynchronous)
-            rotate()
-
-        if not asynchronous:
-            work()
-            return target
-        borrowed = _donation.written_in_place(state)
-        if borrowed:
-            parts.copy()
-        writer = writer or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        pending = writer.submit(_in_background, work, lock)
-        if not borrowed:
-            _donation.let_finish(parts.storages, pending)
-        return target
+        target = free_name(folder, step)
+        return beside(folder, target), target
 
     def rotate() -> None:
-        found = steps()
+        found = listing()
         kept = {c.path for c in found[-1:]} | {c.path for c in ranked(found)[: max(keep_best, monitor is not None)]}
         for index, c in enumerate(found):
             last = keep_last is None or index >= len(found) - keep_last
@@ -271,37 +329,51 @@ def checkpoint_io(
         convert: bool = False,
     ) -> TrainState:
         wait()
-        found = steps()
-        if which == "best":
-            if monitor is None:
-                best()  # which says what is missing
-            candidates = ranked(found)[:1]
-        else:
-            candidates = [c for c in found[::-1] if which in ("latest", c.step)]
-        if not candidates and which == "latest" and not damaged:
-            return state
+        ranks = together()
         only = (lambda place: _is_weight(place, names)) if weights_only or names else (lambda place: True)
-        for chosen in candidates:
-            path = chosen.path
-            try:
-                return _load(path, state, only, convert)
-            except DamagedCheckpointError as error:
-                if not path.exists():  # rotated away meanwhile, by the process that trains
-                    return restore(state, which, weights_only=weights_only, names=names, convert=convert)
+
+        def choose() -> Path | None:
+            found = listing()
+            if which == "best":
+                if monitor is None:
+                    raise ValueError(_NO_MONITOR)
+                candidates = ranked(found)[:1]
+            else:
+                candidates = [c for c in found[::-1] if which in ("latest", c.step)]
+            if candidates:
+                return candidates[0].path
+            if which == "latest" and not damaged:
+                return None
+            raise _nothing_for(which, folder, found, damaged, monitor)
+
+        def is_damaged(path: Path) -> bool:
+            """Or rotated away meanwhile, by the process that trains."""
+            if path.exists():
                 damaged.add(path)
-                if which != "latest":
-                    raise
-                warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
-        raise _nothing_for(which, folder, found, damaged, monitor)
+            return path in damaged
+
+        while (path := ranks.on_first(choose)) is not None:
+            try:
+                return ranks.on_each(functools.partial(_load, path, state, only, convert))()
+            except DamagedCheckpointError as error:  # noqa: PERF203, once a checkpoint
+                if ranks.on_first(functools.partial(is_damaged, path)):
+                    if which != "latest":
+                        raise
+                    warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
+        return state
 
     def delete(*, after: int) -> None:
         """Remove the checkpoints of steps later than `after`."""
-        nonlocal lock
         wait()
-        lock = Lock(folder)
-        for c in steps():
-            if c.step > after:
-                remove(c.path)
+
+        def work() -> None:
+            nonlocal lock
+            lock = Lock(folder)
+            for c in listing():
+                if c.step > after:
+                    remove(c.path)
+
+        together().on_first(work)
 
     def wait() -> None:
         nonlocal pending
@@ -315,10 +387,11 @@ def checkpoint_io(
 
 
 _NICE = 10
+_NO_MONITOR = "there is no best without a metric: give checkpoint_io(..., monitor=...)"
 _unheard: set[BaseException | None] = set()  # errors of background saves that no save or wait has raised yet
 
 
-def _in_background(work: Callable[[], None], lock: Lock) -> None:
+def _in_background(work: Callable[[], None], lock: Lock | None) -> None:
     """The lock is held till the work is done, though its CheckpointIO be gone."""
     if sys.platform == "linux":  # where a thread has a priority of its own: the steps beside it go first
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -345,6 +418,33 @@ def _nothing_for(which: Any, folder: Path, found: Checkpoints, damaged: set[Path
     if which != "latest" and type(which) is not int:
         asked = f"no {which!r} (give 'latest', 'best' or a step)"
     return kind(f"{folder} has {asked}; steps there: {whole}" + (f"; damaged: {bad}" if bad else ""))
+
+
+def _check_same(ranks: Together, leaves: dict[str, Any]) -> None:
+    """Raise on all ranks where a count, a plain value or what a tensor is differs on one."""
+    text = repr(sorted(leaves.items())).encode()
+    if len(set(ranks.gather(hashlib.sha256(text).digest()))) == 1:
+        return
+    first, *others = ranks.gather(leaves)
+    for rank, other in enumerate(others, 1):
+        places = [place for place in {**first, **other} if first.get(place) != other.get(place)]
+        if places:
+            differences = [f"{p} is {_brief(first, p)} on rank 0, {_brief(other, p)} on rank {rank}" for p in places]
+            more = f"\n  and {len(places) - 10} more" if len(places) > 10 else ""
+            raise ValueError(
+                "the state differs between ranks, so it is not one state to save:\n  "
+                + "\n  ".join(differences[:10])
+                + more
+            )
+
+
+def _brief(leaves: Mapping[str, Any], place: str) -> str:
+    if place not in leaves:
+        return "not there"
+    entry = leaves[place]
+    if isinstance(entry, list):
+        return f"a tensor of {entry[0]} and shape {tuple(entry[1])}" + ", sharded" * len(entry[2:])
+    return repr(next(iter(entry.values()))) if isinstance(entry, dict) else repr(entry)
 
 
 def _number_of(name: str, value: Any) -> float:
@@ -386,7 +486,8 @@ def _describe(path: Path) -> Checkpoint:
     with sound(path / MANIFEST):
         counts = _counts(manifest)
         parts: Counter[str] = Counter()
-        for place, entry in manifest["tensors"].items():
+        size = check_files(path, manifest)
+        for place, entry in (*manifest["tensors"].items(), *manifest.get("shards", {}).items()):
             parts[place.split("/")[1]] += math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize
         return Checkpoint(
             path=path,
@@ -395,7 +496,7 @@ def _describe(path: Path) -> Checkpoint:
             batch=counts["batch"],
             samples=counts["samples"],
             metrics={name: float(value) for name, value in manifest["metrics"].items()},
-            bytes=manifest["bytes"],
+            bytes=size,
             parts=dict(parts),
             created=str(manifest["created"]),
         )
@@ -415,7 +516,8 @@ def _is_weight(place: str, names: Callable[[str], bool] | None) -> bool:
     return names is None or names(place.split("/", 2)[2].replace("~1", "/").replace("~0", "~"))
 
 
-def _load(path: Path, state: TrainState, only: Callable[[str], bool], convert: bool) -> TrainState:
+def _load(path: Path, state: TrainState, only: Callable[[str], bool], convert: bool) -> Callable[[], TrainState]:
+    """Read and verify all that this process needs; the function returned puts it into a state, and cannot fail."""
     manifest = read_manifest(path)
     reader = Reader(path, manifest)
     with sound(path / MANIFEST):
@@ -431,13 +533,33 @@ def _load(path: Path, state: TrainState, only: Callable[[str], bool], convert: b
             "data or the batch size has changed, so it cannot go on within the epoch. Give the same, or take the "
             "weights alone (weights_only=True)"
         )
-    reader.verify(own)
+    sharded = {
+        place: leaf
+        for place, leaf in own.items()
+        if place in reader.shards or (is_sharded(leaf) and reader.about(place) is not None)
+    }
+    reader.verify(own.keys() - sharded.keys())
+    parts: dict[str, Tensor] = {}
+    if sharded:
+        from looplib import _shards
+
+        parts = _shards.read(reader, sharded)
     bound = bool(state.params) and all(isinstance(leaf, nn.Parameter) for leaf in state.params.values())
     copies: dict[Any, Tensor] = {}
     written: list[tuple[Tensor, Tensor]] = []
     for place, leaf in own.items():
         if not reader.about(place):
             leaves[place] = reader.values[place]
+        elif place in parts:
+            here, part = local(leaf) if is_sharded(leaf) else leaf, parts[place]
+            if not isinstance(leaf, Tensor):
+                leaves[place] = part
+            elif bound:
+                written.append((here, part))
+            else:
+                part = part.to(leaf.device, leaf.dtype)
+                part = _shards.like(leaf, part) if is_sharded(leaf) else part
+                leaves[place] = part.requires_grad_(leaf.requires_grad)
         elif not isinstance(leaf, Tensor):
             leaves[place] = reader.tensor(place, copies)
         elif bound:
@@ -453,7 +575,7 @@ def _load(path: Path, state: TrainState, only: Callable[[str], bool], convert: b
     def restored() -> TrainState:
         return TrainState(**{**dict.fromkeys(("opt_state", "extra")), **trees, **counts})
 
-    return _write_over(state, written, restored) if bound else restored()
+    return functools.partial(_write_over, state, written, restored) if bound else restored
 
 
 def _write_over(
@@ -480,7 +602,7 @@ def _write_over(
 def _check_fit(
     path: Path, own: Mapping[str, Any], reader: Reader, only: Callable[[str], bool], convert: bool
 ) -> None:
-    there = {**reader.tensors, **reader.values}
+    there = {**reader.shards, **reader.tensors, **reader.values}
     unexpected = [place for place in there if only(place) and place not in own]
     wrong = [f"{place} is in the state, and not in the checkpoint" for place in own if place not in there]
     wrong += [f"{place} is in the checkpoint, and not in the state" for place in unexpected]

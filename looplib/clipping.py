@@ -62,10 +62,15 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """
     tensors = list(tensors)
     if len({tensor.dtype for tensor in tensors}) > 1:
-        return torch.nn.utils.get_total_norm(tensors, norm_type)
+        return _whole(torch.nn.utils.get_total_norm(tensors, norm_type))
     norms = torch._foreach_norm(tensors, norm_type)
     norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
-    return norm
+    return _whole(norm)
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """That of all ranks, where each holds a shard."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from looplib._ranks import any_rank, gather, is_first, rank, world_size
+from looplib.distributed import merged
 from looplib.metrics import Mean, Metrics, batch_size, compute, merge
 from looplib.state import TrainState
 
@@ -29,6 +31,7 @@ def evaluate(
     progress: bool = False,
     rates: bool = False,
     tokens: Callable[[Any], int] | None = None,
+    divide: bool = True,
 ) -> dict[str, float]:
     """The metrics over all batches, as floats: exact for any split, and training stays as it was.
 
@@ -53,6 +56,12 @@ def evaluate(
         rates: add `samples_per_second`, `steps_per_second` and `seconds`. They are no function of the state, so a log
             that holds them is no longer the same for a run that was resumed.
         tokens: counts those of a batch, for `tokens_per_second`, too.
+        divide: on several ranks, where the batches given are the same on each: divide them. False where each rank's
+            are its own already.
+
+    On several ranks each sample counts once, and all are given the same values. A looplib loader divides each of its
+    batches; of other batches each rank takes one in turn. A rank that runs out takes a batch again, which does not
+    count, since forward passes may be those of all ranks together. Records merge as by `ll.distributed.reduce`.
 
     Memory is that of one batch and some records of each metric. torch's random stream stands afterwards where it
     stood, whatever the iterable draws.
@@ -62,64 +71,131 @@ def evaluate(
     """
     if isinstance(batches, Mapping):
         found: dict[str, float] = {}
+        options: dict[str, Any] = {
+            "limit": limit,
+            "progress": progress,
+            "rates": rates,
+            "tokens": tokens,
+            "divide": divide,
+        }
         for name, members in batches.items():
             step = eval_step.get(name) if isinstance(eval_step, Mapping) else eval_step
             if step is None:
                 raise ValueError(f"no eval_step for the set {name!r}: there are those of {', '.join(eval_step)}")  # type: ignore[arg-type]
             place = f"{prefix}{name}/"
-            found |= evaluate(step, state, members, place, limit=limit, progress=progress, rates=rates, tokens=tokens)
+            found |= evaluate(step, state, members, place, **options)
         return found
     if isinstance(eval_step, Mapping):
         raise ValueError(f"eval_step has {', '.join(eval_step)}, and the batches no names: give a dict of sets too")
 
-    began, counts = time.perf_counter(), {"steps": 0, "samples": 0, "tokens": 0}
-    total: Metrics | None = None
-    waiting: list[Metrics] = []
+    began, counts = time.perf_counter(), [0, 0, 0]
+    metrics: Metrics | None = None
+    held: list[tuple[int, Metrics]] = []
     stream = torch.default_generator.get_state()
+    title = f"{prefix.strip('/') or 'evaluation'}" if progress else None
     try:
-        for batch in read(batches, state, 0, limit, f"{prefix.strip('/') or 'evaluation'}" if progress else None):
-            waiting.append(eval_step(state, batch))
-            # A few Means are added up at a time, for the cost of two; of others, which may be large, one is held.
-            if len(waiting) == 4 or not all(isinstance(metric, Mean) for metric in waiting[-1].values()):
-                total, waiting = merge(*([] if total is None else [total]), *waiting), []
+        for batch, count in read(batches, state, 0, limit, title, divide):
+            metrics = eval_step(state, batch)
+            if not count:
+                continue
+            _hold(held, metrics)
             if rates or tokens:
-                counts["steps"] += 1
-                counts["samples"] += batch_size(batch)
-                counts["tokens"] += tokens(batch) if tokens else 0
+                sizes = 1, batch_size(batch), tokens(batch) if tokens else 0
+                counts = [counted + size for counted, size in zip(counts, sizes, strict=True)]
+        whole = merged(merge(*[part for _, part in held]) if held else None, metrics)
+        if whole is None:
+            raise ValueError(
+                "evaluate got no batches: the iterable is empty, or a generator that was used up; give a list, a "
+                "DataLoader or a loader"
+            )
+        values = compute(whole, prefix)  # which waits for the device
     finally:
         torch.default_generator.set_state(stream)
-    if total is not None:
-        waiting = [total, *waiting]
-    if not waiting:
-        raise ValueError(
-            "evaluate got no batches: the iterable is empty, or a generator that was used up; give a list, a "
-            "DataLoader or a loader"
-        )
-    values = compute(merge(*waiting), prefix)  # which waits for the device
     if rates or tokens:
-        seconds = time.perf_counter() - began
+        ranks = gather((time.perf_counter() - began, counts))
+        seconds = max(taken for taken, _ in ranks)
+        totals = dict(
+            zip(("steps", "samples", "tokens"), map(sum, zip(*[own for _, own in ranks], strict=True)), strict=True)
+        )
         names = ["samples", "steps"] + (["tokens"] if tokens else [])
-        values |= {f"{prefix}{name}_per_second": counts[name] / seconds for name in names}
+        values |= {f"{prefix}{name}_per_second": totals[name] / seconds for name in names}
         values[f"{prefix}seconds"] = seconds
     return values
 
 
-def read(batches: Any, state: TrainState, start: int, limit: int | None, title: str | None) -> Iterator[Any]:
-    """The batches from a place on, read from there where they can be."""
+def _hold(held: list[tuple[int, Metrics]], metrics: Metrics) -> None:
+    """Add the metrics of a batch to those that are held, each with the number of its tensors."""
+    if all(isinstance(metric, Mean) for metric in metrics.values()):
+        held.append((1, metrics))
+        if len(held) == 5:  # a few are added up at a time, for the cost of two
+            held[:] = [(1, merge(*[metrics for _, metrics in held]))]
+        return
+    held.append((_tensors(metrics), metrics))
+    # Those of fixed size, which may be large, are merged at once, and one is held. Those that collect are merged with
+    # their like, as a binary counter carries: of n batches log n are held, and each is copied log n times.
+    while len(held) > 1 and held[-2][0] <= held[-1][0]:
+        both = merge(held[-2][1], held[-1][1])
+        held[-2:] = [(_tensors(both), both)]
+
+
+def _tensors(metrics: Metrics) -> int:
+    return len(torch.utils._pytree.tree_leaves(dict(metrics)))
+
+
+def read(
+    batches: Any, state: TrainState, start: int, limit: int | None, title: str | None, divide: bool
+) -> Iterator[tuple[Any, bool]]:
+    """This rank's batches from a place on, and whether each counts: all ranks are given the same number of them."""
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; give how many batches, at least 1, or None for all")
     length = len(batches) if hasattr(batches, "__len__") and getattr(batches, "_length", 0) is not None else None
-    found: Iterator[Any]
-    if callable(batches):
-        found = iter(batches(state.replace(epoch=0, batch=start, epoch_length=None)))
-    else:
-        found = islice(batches, start, None)
     if limit is not None:
-        found = islice(found, limit)
         length = limit if length is None else min(limit, length - start)
-    if title is None:
+    stop = None if limit is None else start + limit
+    ranks = world_size()
+    found: Iterator[tuple[Any, bool]]
+    place = state.replace(epoch=0, batch=start, epoch_length=None)
+    if divide and getattr(batches, "divide", False):
+        found = islice(batches.parts(place), limit)
+    else:
+        whole = islice(batches(place), limit) if callable(batches) else islice(batches, start, stop)
+        if divide:
+            found = _in_turn(whole, rank(), ranks)
+            length = None if length is None else -(-length // ranks)
+        else:
+            found = _together(whole)
+    if title is None or not is_first():
         return found
     from tqdm.auto import tqdm
 
-    bar: Iterator[Any] = iter(tqdm(found, desc=title, total=length, leave=False))
+    bar: Iterator[tuple[Any, bool]] = iter(tqdm(found, desc=title, total=length, leave=False))
     return bar
+
+
+def _in_turn(batches: Iterator[Any], rank: int, ranks: int) -> Iterator[tuple[Any, bool]]:
+    """Each rank takes a batch of so many; where the last ones are fewer, the first of them stands in."""
+    for first in batches:
+        mine, counts = first, rank == 0
+        for place in range(1, ranks):
+            other = next(batches, _END)
+            if other is _END:
+                break
+            if place == rank:
+                mine, counts = other, True
+        yield mine, counts
+        del first, mine
+
+
+def _together(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Ranks with batches of their own: one that has no more takes its last one again while others go on."""
+    last: Any = _END
+    while any_rank((batch := next(batches, _END)) is not _END):
+        if batch is _END and last is _END:
+            raise ValueError(
+                f"rank {rank()} has no batch at all, and others have: with divide=False give each rank at least one"
+            )
+        last = last if batch is _END else batch
+        yield last, batch is not _END
+
+
+_END = object()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from looplib import _interrupts, _modules
 from looplib._random import mix
-from looplib._ranks import rank, several
+from looplib._ranks import Sums, largest_over_ranks, rank, several, total_over_ranks, world_size
 from looplib.metrics import Mean, Metric
 from looplib.metrics import batch_size as count_examples
 from looplib.state import TrainState
@@ -38,6 +39,7 @@ class Gradients(NamedTuple):
         samples: examples in the batch.
         weight: what the summed loss is to be divided by; None when `grads` are the mean's already.
         per: where there is a weight, `grads` are those of the summed loss over `per`.
+        ranks: of how many ranks `grads` are the average, which an engine such as DDP has taken.
     """
 
     grads: Grads
@@ -46,6 +48,7 @@ class Gradients(NamedTuple):
     samples: int
     weight: Tensor | float | None = None
     per: Tensor | float = 1.0
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ class Part:
         samples: examples in all parts of the step, where that is known.
         into: gradients so far, to be added to in place.
         scale: multiplies the loss before the backward pass.
-        last: no other part of this step comes after.
+        last: no other part of this step comes after: now an engine reduces the gradients of all parts over the ranks.
+        local: who asked adds up the ranks' gradients itself.
+        retried: the call may be given up and made again, by this rank alone.
         donate: the state's buffers may be written in place.
     """
 
@@ -71,6 +76,8 @@ class Part:
     into: Mapping[str, Tensor] | None = None
     scale: Tensor | None = None
     last: bool = True
+    local: bool = False
+    retried: bool = False
     donate: bool = False
 
 
@@ -121,6 +128,9 @@ def make_grad_fn(
             another model, a batch on another device; each with the names.
         TypeError: something else than the above returned by `loss_fn`.
         RuntimeError: a module wrapped in DDP or FSDP2 with a state that is not bound, or without donation.
+
+    A module that is wrapped in DDP or sharded by FSDP2 gives the gradient of the global batch, the parts of all ranks
+    together, whatever each weighs: see `ll.distributed`.
     """
     host = _modules.Host(model, training=True)
     names = _modules.trainable_names(model, trainable)
@@ -138,10 +148,14 @@ def make_grad_fn(
                 "others: use make_train_step(..., donate=True) and a bound state (from ll.init_state, or "
                 "state = ll.bind(model, state))"
             )
-        if host.engine and part.sums and several():
+        ranks = world_size() if several() else 1
+        if ranks > 1 and not host.engine:
+            _warn_of_local_gradients(grad_fn, part)
+            ranks = 1
+        if ranks > 1 and part.retried:
             raise RuntimeError(
-                f"{host.engine} averages the gradients of each piece over the ranks, whatever they weigh, so a "
-                "batch in pieces would be wrong on several ranks: give each rank its batch whole, or run one process"
+                f"retry_on_oom cannot take back what {host.engine} has sent to the other ranks: leave the model "
+                "unwrapped, and write ll.distributed.reduce_gradients(ll.retry_on_oom(grad_fn))"
             )
         leaves = {name: _leaf(params[name]) for name in names}
         frozen = [] if len(names) == len(params) else [t for name, t in params.items() if name not in chosen]
@@ -150,6 +164,12 @@ def make_grad_fn(
         here = state.seed, state.step, rank()
         seeds = [mix(*here, index) for index in indices(part, len(pieces))]
         outs: list[Gradients] = []
+        counted: Sums | None = None
+        if ranks > 1 and part.per is None:
+            own = part.samples if part.samples is not None else sum(map(batch_size, pieces))
+            counted = Sums([own])  # on its way during the first forward pass
+        # With shards, a forward pass is one of all ranks: those with fewer pieces take the last again, for nothing.
+        spare = largest_over_ranks(len(pieces)) - len(pieces) if ranks > 1 and host.shards and part.sums else 0
 
         def body() -> None:
             for name, leaf in leaves.items():
@@ -158,21 +178,32 @@ def make_grad_fn(
             for seed, piece in zip(seeds, pieces, strict=True):
                 if outs:
                     host.seed(seed)
+                if ranks > 1:
+                    host.sync(part.last and not spare and len(outs) == len(pieces) - 1)
                 samples = batch_size(piece)
                 loss, aux = split_loss(loss_fn(model, piece))
-                if per is None and not isinstance(loss, Mean):
+                if counted is not None and not outs:
+                    # The engine's average over the ranks of sums over this is the mean over all samples.
+                    per = counted.read()[0] / ranks
+                elif per is None and not isinstance(loss, Mean):
                     per = part.samples  # known beforehand, so there is nothing to divide at the end
-                value, factor, weight, divisor = objective_of(loss, samples, part.sums, per)
+                value, factor, weight, divisor = objective_of(loss, samples, part.sums, per, ranks)
                 per = divisor
                 _backward(value, factor, part.scale)
                 metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
                 for name, value in aux.items():
                     metrics[name] = record(name, value, samples)
+                if ranks > 1:  # those of all ranks, once
+                    samples = round(counted.read()[0]) if counted is not None and not outs else 0
                 if len(outs) < len(pieces) - 1:
-                    outs.append(Gradients({}, metrics, {}, samples, weight, divisor))
+                    outs.append(Gradients({}, metrics, {}, samples, weight, divisor, ranks))
                     del loss, aux, value  # or two graphs would stand side by side
+            for left in reversed(range(spare)):
+                host.sync(part.last and not left)
+                again = split_loss(loss_fn(model, pieces[-1]))[0]
+                _backward(objective_of(again, 0, True, 1.0)[0], 0.0, part.scale)
             grads = {name: grad for name, leaf in leaves.items() if (grad := leaf.grad) is not None}
-            outs.append(Gradients(grads, metrics, host.buffers(), samples, weight, divisor))
+            outs.append(Gradients(grads, metrics, host.buffers(), samples, weight, divisor, ranks))
 
         lent = buffers if part.donate else {name: tensor.clone() for name, tensor in buffers.items()}
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
@@ -192,6 +223,8 @@ def make_grad_fn(
                     tensor.requires_grad_(True)
                 for leaf, grad in zip(leaves.values(), stale, strict=True):
                     leaf.grad = grad
+                if ranks > 1:
+                    host.sync(True)
             finally:
                 _interrupts.end_hold(thread)
                 _interrupts.deliver()
@@ -259,9 +292,12 @@ def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def objective_of(
-    loss: Any, samples: int, sums: bool, per: Tensor | float | None
+    loss: Any, samples: int, sums: bool, per: Tensor | float | None, ranks: int = 1
 ) -> tuple[Tensor, Tensor | float, Tensor | float | None, Tensor | float]:
-    """What to differentiate, times what: to the mean loss, or to the summed loss over `per`, with its weight."""
+    """What to differentiate, times what: to the mean loss, or to the summed loss over `per`, with its weight.
+
+    On several ranks, whose gradients are then averaged, the mean is that over all ranks, and `per` the same on each.
+    """
     value = loss.total if isinstance(loss, Mean) else loss
     if not isinstance(value, Tensor):
         raise TypeError(
@@ -279,11 +315,13 @@ def objective_of(
             "under no_grad"
         )
     if not isinstance(loss, Mean):
-        if not sums:
+        if not sums and ranks == 1:
             return value, 1.0, None, 1.0
         per = max(samples, 1) if per is None else per
-        return value, samples / per, samples, per
+        return value, samples / per, samples if ranks == 1 else None, per
     weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+    if ranks > 1 and not sums:
+        weight = total_over_ranks(weight * loss.times) / (ranks * loss.times)
     one = _one(value) if isinstance(weight, Tensor) or isinstance(per, Tensor) else 1.0
     if not sums:
         return value, one / weight if isinstance(weight, Tensor) or weight else math.inf, None, 1.0
@@ -292,6 +330,18 @@ def objective_of(
     if per is None:
         per = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
     return value, one * loss.times / per, weight, per
+
+
+def _warn_of_local_gradients(grad_fn: Any, part: Part) -> None:
+    if not part.local and not hasattr(grad_fn, "warned"):
+        grad_fn.warned = True
+        warnings.warn(
+            f"there are {world_size()} ranks and the model is in no engine that reduces its gradients: each rank "
+            "trains one of its own. Wrap the model in DistributedDataParallel or fully_shard, or the grad_fn in "
+            "ll.distributed.reduce_gradients",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -361,7 +411,9 @@ def check_parts(grad_fn: GradFn, wrapper: str) -> None:
 
 
 def _order(name: str, wrapper: str) -> str:
-    what = "scaled gradients" if wrapper == "scale_loss" else "each piece alone"
+    what = {"scale_loss": "scaled gradients", "reduce_gradients": "each rank's part alone"}.get(
+        wrapper, "each piece alone"
+    )
     return f"{name} within {wrapper} would act on {what}: put it around, {name}({wrapper}(grad_fn, ...), ...)"
 
 

@@ -1,8 +1,9 @@
 """Batches as a function of the state.
 
-The batches of an epoch are planned before anything is read, so a run starts at any of them by counting; what
-is drawn while an item is read is seeded by the item's own place, so it does not matter which process reads it
-or what was read before. torch's DataLoader is the engine for workers, pinned memory and streams.
+The batches of an epoch are planned before anything is read, so a run starts at any of them by counting, and
+only then divided among the ranks, so they are the same for any number of these; what is drawn while an item is
+read is seeded by the item's own place, so it does not matter which process reads it or what was read before.
+torch's DataLoader is the engine for workers, pinned memory and streams.
 """
 
 from __future__ import annotations
@@ -10,14 +11,23 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, default_collate, default_convert
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    IterDataPipe,
+    default_collate,
+    default_convert,
+)
 
+from looplib import _ranks
 from looplib._interrupts import interruptible
 from looplib._reading import Engines, Items, Jobs, Rows, Stream, read_jobs, read_stream, rows_of, start_worker
 from looplib._sampling import (
@@ -42,22 +52,40 @@ class Loader:
     `loader(state)` is an iterator over what is left of the state's epoch; `len(loader)` is the number of
     batches in an epoch, and a TypeError for a stream, whose end is known only when it comes.
 
+    Under torchrun a batch is divided among the ranks, and `loader(state)` gives this rank's part of each. Which rank
+    that is, of how many, is asked for at each call.
+
     Attributes:
         dataset: what is read.
-        batch_size: samples in a batch, or None where the dataset or a batch sampler decides.
+        batch_size: samples in a batch, of all ranks together, or None where the dataset or a batch sampler decides.
         seed: what the order and the draws within the dataset come from, together with the epoch.
         shuffles: the order is not the dataset's, nor one that was given.
+        divide: the batches are divided among the ranks.
     """
 
     dataset: Any
     batch_size: int | None
     seed: int
     _length: int | None
-    _batches: Callable[[TrainState], Iterator[Any]]
+    _batches: Callable[[TrainState, bool], Iterator[Any]]
     shuffles: bool = False
+    divide: bool = True
 
     def __call__(self, state: TrainState) -> Iterator[Any]:
-        return interruptible(self._batches(state))
+        return interruptible(self._batches(state, False))
+
+    def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
+        """For evaluation: pairs of this rank's part of each batch, and whether it counts.
+
+        >>> import looplib as ll, torch
+        >>> loader = ll.make_loader(torch.arange(5), batch_size=4, shuffle=False)
+        >>> list(loader.parts(ll.TrainState()))
+        [(tensor([0, 1, 2, 3]), True), (tensor([4]), True)]
+
+        Where a batch has no row for this rank, the batch's first row stands in and does not count: so all ranks
+        make as many forward passes, and each sample counts once.
+        """
+        return interruptible(self._batches(state, True))
 
     def __len__(self) -> int:
         if self._length is None:
@@ -96,6 +124,7 @@ def make_loader(
     timeout: float = 0,
     multiprocessing_context: Any = None,
     worker_init_fn: Callable[[int], None] | None = None,
+    divide: bool = True,
 ) -> Loader:
     """A function of the state that gives what is left of its epoch, batch by batch.
 
@@ -111,26 +140,40 @@ def make_loader(
     >>> [x for (x,) in loader(state.replace(batch=2))][0].equal(x)
     True
 
+    Under torchrun nothing is to be changed. `batch_size` is that of the global batch, which all ranks share: each
+    gets consecutive rows of it, the first ranks one more where it cannot be even (as by `torch.tensor_split`), and
+    reads no others. The global batches are the same for any number of ranks, so a run may go on with more or fewer;
+    nothing is repeated or dropped to make them even, and there is no `set_epoch` to call. To train, each rank needs
+    a sample of each batch. To evaluate it does not: see `Loader.parts`.
+
     The order is a function of (seed, epoch), with any number of workers, and a run that starts at batch k
     reads nothing of what went before. What `__getitem__` draws from the global streams of torch (CPU), numpy
     and `random` is a function of (seed, epoch, index): the same with any number of workers and any batch
     size. (A sampler that gives an index again within an epoch gets other draws for it each time.) What
-    `collate_fn` draws is a function of (seed, epoch, batch). The global streams themselves are left as they
+    `collate_fn` draws is a function of (seed, epoch, batch, rank). The global streams themselves are left as they
     were. Generators that a dataset holds for itself are its own affair.
 
     A dataset with a `__getitems__` of its own is given the whole list of a batch, under the seed of its first
-    index: its draws then depend on the batch size too.
+    index: its draws then depend on the batch size and the number of ranks too.
+
+    An item that is a batch already (with neither batch_size nor batch_sampler) is read whole by each rank, which
+    then takes its rows of every tensor, array and list in it.
 
     A stream (an `IterableDataset`, or anything else with `__iter__` alone) is read from its start for every
     call, and the batches before `state.batch` are read and passed over (a `state_dict` of its own is not used).
     What it draws is a function of (seed, epoch), and with workers of the worker's number. Its
     `set_epoch(epoch)` is called if there is one. An epoch is one pass: call `state = ll.end_epoch(state)` after
-    the for loop. For a state with an `epoch_length`, it is that many batches instead.
+    the for loop. For a state with an `epoch_length`, it is that many batches instead. Each rank reads all of the
+    stream, and collates its own rows; among several ranks, what `collate_fn` draws does not move the stream's draws.
+    A stream that gives each rank other samples already (such as those of `split_dataset_by_node` of Hugging Face's
+    datasets) cannot be told from one that does not: give divide=False, the batch_size of one rank, a state with an
+    `epoch_length` that all ranks can reach, and another seed on each rank if the stream draws.
 
     Args:
         dataset: anything with `__len__` and `__getitem__`; a stream; or a DataLoader (or a
             torchdata StatefulDataLoader), whose settings are taken over, except for its generator.
-        batch_size: samples in a batch; None when each item of the dataset is a batch already.
+        batch_size: samples in a batch, of all ranks together; None when each item of the dataset is a batch
+            already.
         seed: of the order and of the draws within the dataset.
         shuffle: True unless another order is given; False takes the samples in order.
         weights: (len(dataset),) how likely each sample is, relative to the others; samples are drawn with
@@ -147,13 +190,16 @@ def make_loader(
             for the copy if `pin_memory`.
         num_workers, pin_memory, prefetch_factor, persistent_workers, timeout, multiprocessing_context,
             worker_init_fn: as for torch's DataLoader.
+        divide: False gives each rank the whole of each batch.
 
     Raises:
         TypeError: a dataset that can be neither indexed nor iterated more than once; a sampler that gives
-            anything but indices.
+            anything but indices; among several ranks, an item without rows where items are batches.
         ValueError: options that contradict each other or the dataset, a sampler that is no function of the
-            epoch, an epoch without batches; from `loader(state)`, a state whose `epoch_length` or position
-            is not this loader's.
+            epoch, or that divides among ranks by itself (DistributedSampler), an epoch without batches; from
+            `loader(state)`, a state whose `epoch_length` or position is not this loader's, and a batch of fewer
+            samples than ranks: before the first is read, or when it comes, from a stream and from items that are
+            batches.
 
     Batches of similar lengths are made as by the `group_by_length` of transformers.
     """
@@ -161,12 +207,12 @@ def make_loader(
     if isinstance(dataset, DataLoader):
         defaults = inspect.signature(make_loader).parameters
         given = [name for name, value in arguments.items() if value is not defaults[name].default]
-        if extra := set(given) - {"dataset", "seed", "device"}:
+        if extra := set(given) - {"dataset", "seed", "device", "divide"}:
             raise ValueError(
                 f"{', '.join(sorted(extra))} given together with a {type(dataset).__name__}, which has its own; "
                 "give them to it, or give its dataset to make_loader"
             )
-        return make_loader(dataset.dataset, seed=seed, device=device, **_options_of(dataset))
+        return make_loader(dataset.dataset, seed=seed, device=device, divide=divide, **_options_of(dataset))
 
     stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     _check_options(arguments, stream)
@@ -182,32 +228,35 @@ def make_loader(
         "worker_init_fn": functools.partial(start_worker, worker_init_fn),
     }
     if stream:
-        engines = Engines(
-            lambda: DataLoader(
-                Stream(dataset, seed),
+
+        def build() -> DataLoader[Any]:
+            source = Stream(dataset, collate, seed, batched=batch_size is not None)
+            return DataLoader(
+                source,
                 batch_size=batch_size,
                 drop_last=drop_last,
-                collate_fn=collate,
+                collate_fn=source.batch,
                 generator=torch.Generator(),
                 **options,
-            ),
-            seed,
-        )
+            )
 
-        name = f"the stream ({type(dataset).__name__})"
+        engines, name = Engines(build, seed), f"the stream ({type(dataset).__name__})"
 
-        def stream_batches(state: TrainState) -> Iterator[Any]:
-            return read_stream(engines, name, move, state.epoch, state.batch, state.epoch_length)
+        def stream_batches(state: TrainState, pairs: bool) -> Iterator[Any]:
+            place = _place(divide)
+            found = read_stream(engines, name, state.epoch, state.batch, state.epoch_length, *place)
+            return _given(found, move, state.epoch, state.batch, *place, pairs)
 
-        return Loader(dataset, batch_size, seed, None, stream_batches)
+        return Loader(dataset, batch_size, seed, None, stream_batches, divide=divide)
 
     sampling = _sampling_of(arguments)
     length = _epoch_length(sampling, arguments)
     reader: Rows | Items
+    batched = batch_size is not None or batch_sampler is not None
     if batch_size and collate is default_collate and (found := rows_of(dataset)):
         reader = Rows(dataset, *found)
     else:
-        reader = Items(dataset, collate, seed, batched=batch_size is not None or batch_sampler is not None)
+        reader = Items(dataset, collate, seed, batched=batched)
     engines = Engines(
         lambda: DataLoader(
             reader,
@@ -221,17 +270,66 @@ def make_loader(
     )
     in_process = num_workers == 0 and not pin_memory
 
-    def batches(state: TrainState) -> Iterator[Any]:
-        epoch, plan = state.epoch, plan_epoch(sampling, seed, state.epoch)
+    def batches(state: TrainState, pairs: bool) -> Iterator[Any]:
+        epoch, first, plan = state.epoch, state.batch, plan_epoch(sampling, seed, state.epoch)
         _check_position(state, len(plan), length)
+        rank, ranks = _place(divide)
+        # An item that is a batch is one key, which all ranks read.
+        cut = (rank, ranks) if batched else (0, 1)
+        if ranks > 1 and batched and not pairs:
+            k = plan.smallest(first)
+            _check_size(epoch, k, plan.size(k), ranks)
         # What is returned holds no state: a loop would keep the epoch's first one alive to its end.
-        jobs = ((epoch, k, *plan.batch(k)) for k in range(state.batch, len(plan)))
+        jobs = ((epoch, k, *plan.batch(k, *cut), rank, ranks) for k in range(first, len(plan)))
         # A generator turns a StopIteration out of the dataset into an error; a map would end the epoch there.
         read = (reader[job] for job in jobs) if in_process else read_jobs(engines, epoch, jobs)
-        return read if device is None else (move(batch) for batch in read)
+        if ranks > 1 and batched:
+            read = ((batch, plan.size(k)) for k, batch in enumerate(read, first))
+        return _given(read, move, epoch, first, rank, ranks, pairs)
 
     ordered = shuffle is False or sampler is not None or batch_sampler is not None
-    return Loader(dataset, batch_size, seed, length, batches, shuffles=not ordered)
+    return Loader(dataset, batch_size, seed, length, batches, shuffles=not ordered, divide=divide)
+
+
+def _place(divide: bool) -> tuple[int, int]:
+    """Which rank reads, and how many there are now."""
+    return (_ranks.rank(), _ranks.world_size()) if divide else (0, 1)
+
+
+def _given(
+    read: Iterator[Any],
+    move: Callable[[Any], Any],
+    epoch: int,
+    first: int,
+    rank: int,
+    ranks: int,
+    pairs: bool,
+) -> Iterator[Any]:
+    """What is given of what was read: batches, and among several ranks (part, samples in the global batch)."""
+    if ranks > 1:
+        return _parts(read, move, epoch, first, rank, ranks, pairs)
+    if pairs:
+        return ((move(batch), True) for batch in read)
+    return read if move is _unchanged else (move(batch) for batch in read)
+
+
+def _parts(
+    read: Iterator[Any], move: Callable[[Any], Any], epoch: int, first: int, rank: int, ranks: int, pairs: bool
+) -> Iterator[Any]:
+    with closing(read):  # type: ignore[type-var]
+        for k, (part, count) in enumerate(read, first):
+            if not pairs:
+                _check_size(epoch, k, count, ranks)
+            yield (move(part), rank < count) if pairs else move(part)
+
+
+def _check_size(epoch: int, k: int, count: int, ranks: int) -> None:
+    if count < ranks:
+        raise ValueError(
+            f"batch {k} of epoch {epoch} has {count} samples for {ranks} ranks, and each needs one at least to train "
+            "on; give drop_last=True if it is a last batch that is not full, or another batch_size (the batches are "
+            "divided among the ranks)"
+        )
 
 
 def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -263,6 +361,15 @@ def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     if _is_torchs("WeightedRandomSampler", sampler) and sampler.replacement and len(sampler.weights) == count:
         return options | {"weights": sampler.weights, "num_samples": sampler.num_samples}
     return options | {"sampler": sampler}
+
+
+def _divided_by_rank(part: Any) -> str | None:
+    """The name of what divides samples among ranks: torch's sampler, or a shard of accelerate's or transformers'."""
+    while part is not None:
+        if isinstance(part, DistributedSampler) or hasattr(part, "process_index"):
+            return type(part).__name__
+        part = getattr(part, "sampler", None)
+    return None
 
 
 def _is_torchs(name: str, sampler: Any) -> bool:
@@ -312,6 +419,13 @@ def _check_options(given: Mapping[str, Any], stream: bool) -> None:
         raise ValueError(f"{'drop_last=True' if given['drop_last'] else 'lengths'} needs a batch_size")
     if batch_size is not None and given["batch_sampler"] is not None:
         raise ValueError(f"batch_size={batch_size} and a batch_sampler are given; the sampler makes the batches")
+    for name in ("dataset",) if stream else ("sampler", "batch_sampler"):
+        if given["divide"] and (divided := _divided_by_rank(given[name])):
+            raise ValueError(
+                f"{name} is or holds a {divided}, which gives each rank samples of its own, and repeats or drops "
+                "some; a looplib loader divides each batch among the ranks by itself: give it the plain dataset and "
+                "the batch_size of all ranks together, or divide=False to keep this division"
+            )
     if num_samples is not None and (given["weights"] is None or num_samples < 1):
         raise ValueError(f"num_samples is {num_samples}; expected a positive number, together with weights")
 

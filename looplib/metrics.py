@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -57,8 +56,10 @@ class Mean(NamedTuple):
     def compute(self) -> Tensor | float:
         if isinstance(self.weight, (int, float)) and self.weight == 1:
             return self.total
-        total = torch.as_tensor(self.total)  # stays on its device: no sync
-        return (total if total.is_floating_point() else total.double()) / self.weight
+        if isinstance(self.total, Tensor):  # stays on its device: no sync
+            return (self.total if self.total.is_floating_point() else self.total.double()) / self.weight
+        narrow = isinstance(self.weight, Tensor) and self.weight.device.type == "mps"
+        return torch.tensor(float(self.total), dtype=torch.float32 if narrow else torch.float64) / self.weight
 
 
 def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
@@ -106,8 +107,14 @@ def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
         if len(means) == len(rest) + 1:
             merged[name] = means[0].merge(*means[1:])
         else:
-            merged[name] = reduce(lambda a, b: a.merge(b), others, record)
+            merged[name] = _fold([record, *others])
     return merged
+
+
+def _fold(records: list[Metric]) -> Metric:
+    """As a tree and not a chain: of n records that collect, each is copied log n times and not n."""
+    half = len(records) // 2
+    return _fold(records[:half]).merge(_fold(records[half:])) if half else records[0]
 
 
 def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:

@@ -288,7 +288,9 @@ def live_plot(
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         canvas.add({**plain_values(values), **{name: getattr(state, name) for name in _COUNTS}})
 
-    sink = CodedSink(write, "live_plot()" if path is None else f"live_plot(path={os.fspath(path)!r})")
+    sink = CodedSink(
+        write, "live_plot()" if path is None else f"live_plot(path={os.fspath(path)!r})", first_rank=True
+    )
     weakref.finalize(sink, canvas.finish)
     return sink
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, ClassVar, TypeVar
 
+from looplib._ranks import any_rank
 from looplib.state import TrainState
 
 Number = float | Fraction
@@ -491,7 +492,8 @@ class every_seconds(_Clock):
     [False, True, False, True]
 
     Make one for each use, combine it on the right (``every_n_steps(10) & every_seconds(60)``: asking is what
-    resets it), and with several ranks ask one of them and broadcast the answer. It begins anew in each process.
+    resets it). It begins anew in each process. Several ranks answer alike, by the first clock among them that is due,
+    and each answer is one small message to all.
     Raises ValueError for `seconds` that are not above 0 and finite.
     """
 
@@ -499,7 +501,7 @@ class every_seconds(_Clock):
 
     def _fires(self, state: TrainState) -> bool:
         now = self.clock()
-        if now < self.due:
+        if not any_rank(now >= self.due):
             return False
         self.due = now + self.seconds
         return True
@@ -514,11 +516,11 @@ class after_seconds(_Clock):
     >>> [done(ll.TrainState()) for _ in range(3)]
     [False, True, True]
 
-    With several ranks, ask one of them and broadcast the answer. It begins anew in each process.
-    Raises ValueError for `seconds` that are not above 0 and finite.
+    It begins anew in each process. Several ranks answer alike, by the first clock among them that is due, and each
+    answer is one small message to all. Raises ValueError for `seconds` that are not above 0 and finite.
     """
 
     __slots__ = ()
 
     def _fires(self, state: TrainState) -> bool:
-        return self.clock() >= self.due
+        return any_rank(self.clock() >= self.due)

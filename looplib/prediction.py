@@ -8,15 +8,21 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import orjson
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from looplib._agreement import together
+from looplib._ranks import any_rank, gather, is_first, several
 from looplib._tree_file import bytes_of, pointer
 from looplib.evaluation import read
+from looplib.evaluation_retry import end_to_end
+from looplib.metrics import batch_size
 from looplib.state import TrainState
 
 
@@ -28,6 +34,7 @@ def predict(
     start: int = 0,
     limit: int | None = None,
     progress: bool = False,
+    divide: bool = True,
     device: torch.device | str | None = "cpu",
 ) -> Iterator[Any]:
     """The outputs of each batch, one after another, in the order of the data.
@@ -46,7 +53,10 @@ def predict(
         start: the batch to begin with; a looplib loader reads nothing before it.
         limit: how many batches.
         progress: show a bar that goes away.
+        divide: on several ranks, as for `evaluate`; with False the outputs are those of each rank's own batches.
         device: where to bring the outputs; None to leave them.
+
+    On several ranks each predicts its part, and each is given all outputs, through the host.
 
     Raises ValueError for a loader that shuffles.
     """
@@ -60,8 +70,23 @@ def predict(
     def move(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, Tensor) and device is not None else leaf
 
-    for batch in read(batches, state, start, limit, "prediction" if progress else None):
-        yield torch.utils._pytree.tree_map(move, predict_step(state, batch))
+    by_rows = divide and getattr(batches, "divide", False)
+    for batch, counts in read(batches, state, start, limit, "prediction" if progress else None, divide):
+        output = predict_step(state, batch)
+        if not (divide and several()):
+            if counts:
+                yield tree_map(move, output)
+            continue
+        mine = (batch_size(batch) if by_rows else 1, tree_map(_on_host, output)) if counts else None
+        found = [part for part in gather(mine) if part is not None]
+        if by_rows and len(found) > 1:
+            found = [(0, end_to_end([rows for rows, _ in found], [part for _, part in found]))]
+        for _, part in found:
+            yield tree_map(move, part)
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 
 def predict_to(
@@ -88,7 +113,8 @@ def predict_to(
     Each tensor of the output, with the examples along its first dimension, goes into a file of its own, which
     `read_predictions` maps; so neither side holds more than one batch. A path that ends in `.jsonl` gets one line of
     JSON for each example instead, `{name: value}`, with null for what is not finite. An index (in the directory, or
-    beside the lines) says which batches are there; whatever was half written is cut off at the next start.
+    beside the lines) says which batches are there; whatever was half written is cut off at the next start. On several
+    ranks the first one writes, and any number of them may go on.
 
     Args:
         path: a directory, or a file whose name ends in `.jsonl`.
@@ -103,11 +129,12 @@ def predict_to(
     target = Path(path)
     lines = target.suffix == ".jsonl"
     index = target.with_name(target.name + ".index") if lines else target / "index.jsonl"
-    index.parent.mkdir(parents=True, exist_ok=True)
     run = _fingerprint(state)
-    done = _resume(index, target, run)
-    with open(index, "ab") as record:
-        for number, output in enumerate(predict(predict_step, state, batches, start=len(done), progress=progress)):
+    done = together().on_first(lambda: _resume(index, target, run))
+    with open(index, "ab") if is_first() else nullcontext() as record:
+        for number, output in enumerate(predict(predict_step, state, batches, start=done, progress=progress)):
+            if record is None:
+                continue
             leaves = _rows(output)
             if number == 0 and not done:
                 outputs = _described(leaves)
@@ -116,7 +143,7 @@ def predict_to(
                 outputs = orjson.loads(index.read_bytes().split(b"\n", 1)[0])["outputs"]
             if (found := _described(leaves)) != outputs:
                 raise ValueError(
-                    f"the outputs of batch {len(done) + number} are {found}, before it {outputs}: give all one shape"
+                    f"the outputs of batch {done + number} are {found}, before it {outputs}: give all one shape"
                 )
             sizes = {}
             for name, data in _encoded(leaves, lines).items():
@@ -126,6 +153,7 @@ def predict_to(
                     sizes[file.name] = out.tell()
             record.write(orjson.dumps(sizes) + b"\n")  # only now does the batch count
             record.flush()
+    any_rank(False)  # all return when all is written
     return target
 
 
@@ -158,15 +186,18 @@ def _fingerprint(state: TrainState) -> dict[str, int]:
     """What tells a state from another: its counts, and a checksum over some of each of its weights."""
     checksum = 0
     for name, tensor in state.params.items():
-        some = tensor.detach().flatten()[:16].float().cpu().tolist()
+        whole: Any = tensor.detach()
+        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+        some = whole.flatten()[:16].float().cpu().tolist()
         checksum = zlib.crc32(repr((name, some)).encode(), checksum)
     return {"step": state.step, "seed": state.seed, "weights": checksum}
 
 
-def _resume(index: Path, target: Path, run: dict[str, int]) -> list[bytes]:
-    """The lines of the batches that are whole; whatever comes after them is cut off."""
+def _resume(index: Path, target: Path, run: dict[str, int]) -> int:
+    """How many batches are whole; whatever comes after them is cut off."""
+    index.parent.mkdir(parents=True, exist_ok=True)
     if not index.exists():
-        return []
+        return 0
     text = index.read_bytes()
     head, *batches = text[: text.rfind(b"\n") + 1].splitlines() or [b""]
     if head and (found := orjson.loads(head)["run"]) != run:
@@ -180,7 +211,7 @@ def _resume(index: Path, target: Path, run: dict[str, int]) -> list[bytes]:
         if file.exists():
             os.truncate(file, last.get(file.name, 0))
     os.truncate(index, sum(len(line) + 1 for line in (head, *batches)) if batches else 0)
-    return batches
+    return len(batches)
 
 
 def _rows(output: Any) -> dict[str, Tensor]:

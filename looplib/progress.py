@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from looplib import _latest
+from looplib._ranks import is_first
 from looplib.metrics import compute
 from looplib.state import TrainState
 
@@ -63,7 +64,7 @@ class progress(Generic[T]):
         position = {"initial": state.batch, "total": state.epoch_length}
         # With miniters=1 tqdm looks at the clock at every batch (some 50 ns), and needs no thread to notice
         # that a loop has become slow.
-        options = {"miniters": 1, **position, **tqdm_options}
+        options = {"miniters": 1, "disable": not is_first(), **position, **tqdm_options}
         self._bar = _bar_class()(desc=f"epoch {state.epoch + 1}" if desc is None else desc, **options)
         self._batches = iter(batches)
         self._given = False

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from looplib import _interrupts
+from looplib._ranks import any_rank
 from looplib.predicates import Predicate
 from looplib.state import TrainState
 
@@ -64,8 +65,9 @@ class after_signal(Predicate):
             SIGUSR1; torchrun and Kubernetes send SIGTERM. With SIGINT, Ctrl-C is one more wish to stop, which in a
             loop over a looplib loader is taken at the next batch, or at once when it is pressed twice.
 
-    In a forked process the signals do what they did before, unless it makes a predicate of its own. With several
-    ranks, a signal comes to each at its own time: reduce the answer over all of them, and act on that.
+    In a forked process the signals do what they did before, unless it makes a predicate of its own. Several
+    ranks answer alike, whichever of them a signal came to, and each answer is one small message to all: to ask less
+    often, `every_n_steps(10) & after_signal(...)`.
 
     Raises:
         ValueError: no signals, something that is no signal or cannot be caught (SIGKILL, SIGSTOP), or another thread
@@ -90,7 +92,7 @@ class after_signal(Predicate):
         self._close.atexit = False
 
     def _fires(self, state: TrainState) -> bool:
-        return bool(self._watch.came)
+        return any_rank(bool(self._watch.came))
 
     def close(self) -> None:
         """Stop listening, and bring back the handlers of before. The answer stays what it was."""

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._ranks import rank
 from looplib.sinks import CodedSink, Sink
 from looplib.state import TrainState
 
@@ -78,22 +77,24 @@ def only(sink: Sink, names: Collection[str] | Callable[[str], bool]) -> Sink:
     return CodedSink(write, f"only({sink!r}, {names!r})")
 
 
-def first_rank_only(sink: Sink) -> Sink:
-    """A sink that is silent in all processes of a distributed run but the first.
+def every_rank(sink: Sink) -> Sink:
+    """A sink that writes in each process of a distributed run, and not in the first alone, as it does by itself.
 
-    >>> import looplib as ll
-    >>> log = ll.first_rank_only(ll.console())
+    >>> import looplib as ll, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> log = ll.every_rank(ll.jsonl(f"{folder}/log-{ll.distributed.rank()}.jsonl"))
     >>> log(ll.TrainState(step=5), {"train/loss": 0.5})
-    step      5  epoch      0  train/loss 0.5
 
-    The rank is asked for at each call, so the sink may be made before the processes know each other.
+    Give each rank a file of its own. For a sink that stands within another: `ll.tee(ll.every_rank(...), ...)`.
+
+    Raises TypeError for something else than a sink that writes in the first process alone.
     """
-
-    def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        if rank() == 0:
-            sink(state, values)
-
-    return CodedSink(write, f"first_rank_only({sink!r})")
+    if not (isinstance(sink, CodedSink) and sink.first_rank):
+        raise TypeError(
+            f"{sink!r} writes in each process as it is: every_rank is for jsonl, csv_file, console, tensorboard, "
+            "wandb and live_plot themselves, inside of what wraps them"
+        )
+    return CodedSink(sink.write, f"every_rank({sink!r})")
 
 
 def safely(sink: Sink) -> Sink:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import orjson
 from tqdm import tqdm
 
+from looplib._ranks import is_first
 from looplib.metrics import Metric
 from looplib.state import TrainState
 
@@ -32,9 +33,11 @@ class CodedSink:
 
     write: Sink
     code: str
+    first_rank: bool = False  # silent on the others
 
     def __call__(self, state: TrainState, values: Mapping[str, float]) -> None:
-        self.write(state, values)
+        if not self.first_rank or is_first():
+            self.write(state, values)
 
     def __repr__(self) -> str:
         return self.code
@@ -87,7 +90,7 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
                     line = b"\n" + line
             file.write(line)
 
-    return CodedSink(write, f"jsonl({os.fspath(path)!r})")
+    return CodedSink(write, f"jsonl({os.fspath(path)!r})", first_rank=True)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -148,7 +151,7 @@ def console(*, file: TextIO | None = None) -> Sink:
         # print would tear the bar of a loop that this is called in
         tqdm.write(f"step {state.step:>6}  epoch {epoch:>6}{''.join(pairs)}".rstrip(), file=file)
 
-    return CodedSink(write, "console()" if file is None else f"console(file={file!r})")
+    return CodedSink(write, "console()" if file is None else f"console(file={file!r})", first_rank=True)
 
 
 def tee(*sinks: Sink) -> Sink:

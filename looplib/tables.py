@@ -72,7 +72,7 @@ def csv_file(path: str | os.PathLike[str]) -> Sink:
             append(file_path, header + _line([row.get(name, "") for name in columns]))
         size = file_path.stat().st_size
 
-    return CodedSink(write, f"csv_file({os.fspath(path)!r})")
+    return CodedSink(write, f"csv_file({os.fspath(path)!r})", first_rank=True)
 
 
 def record(into: list[dict[str, Any]] | MutableMapping[str, list[Any]]) -> Sink:

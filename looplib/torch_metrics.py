@@ -7,7 +7,7 @@ state that a batch makes of it is the record.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ class TorchMetric(NamedTuple):
 
     Attributes:
         host: the metric that updates and computes; between calls it holds nothing.
-        states: name -> state of the metric, or None for a metric whose inputs are kept.
+        states: name -> state of the metric, after the place of the metric it is of; None where inputs are kept.
         inputs: (args, kwargs) of each update, for such a metric.
         updates: how many batches.
     """
@@ -49,24 +49,28 @@ class TorchMetric(NamedTuple):
         if self.states is None or other.states is None:
             return TorchMetric(self.host, None, self.inputs + other.inputs, updates)
         states = {}
-        for name, mine in self.states.items():
-            theirs = other.states[name]
+        for place, part, name in _places(self.host):
+            mine, theirs = self.states[place], other.states[place]
             if isinstance(mine, list):
-                states[name] = mine + theirs
+                states[place] = mine + theirs
             else:
-                states[name] = _REDUCTIONS[self.host._reductions[name].__name__](mine, theirs)
+                states[place] = _REDUCTIONS[part._reductions[name].__name__](mine, theirs)
         return TorchMetric(self.host, states, (), updates)
 
     def value(self) -> Any:
         """What the metric computes, as it is: a tensor of any shape, or a dict."""
+        if self.states is None:
+            # A reset does not bring all of such a metric back: MinMaxMetric keeps its extremes.
+            metric = copy.deepcopy(self.host)
+            for args, kwargs in self.inputs:
+                metric.update(*args, **kwargs)
+            return metric.compute()
         try:
-            if self.states is None:
-                for args, kwargs in self.inputs:
-                    self.host.update(*args, **kwargs)
-            else:
-                for name, state in self.states.items():
-                    setattr(self.host, name, list(state) if isinstance(state, list) else state)
-                self.host._update_count = self.updates
+            for place, part, name in _places(self.host):
+                state = self.states[place]
+                setattr(part, name, list(state) if isinstance(state, list) else state)
+            for part in _parts(self.host).values():
+                part._update_count = self.updates
             return self.host.compute()
         finally:
             self.host.reset()
@@ -86,22 +90,16 @@ class TorchMetric(NamedTuple):
 def torchmetric(metric: Any) -> TorchMetric:
     """Any metric of torchmetrics as a record that merges; `.of(...)` takes what its `update` does.
 
-    >>> import looplib as ll, torch
-    >>> class Largest:  # what torchmetrics.MaxMetric looks like
-    ...     def reset(self):
-    ...         self.value = torch.tensor(-torch.inf)
-    ...     def update(self, x):
-    ...         self.value = torch.maximum(self.value, x.max())
-    ...     def compute(self):
-    ...         return self.value
-    >>> largest = ll.torchmetric(Largest())
-    >>> ll.compute({"largest": largest.of(torch.tensor([1.0, 5.0])).merge(largest.of(torch.tensor([2.0])))})
-    {'largest': 5.0}
+    >>> import looplib as ll, torch, torchmetrics
+    >>> f1 = ll.torchmetric(torchmetrics.F1Score(task="binary"))
+    >>> first, second = f1.of(torch.tensor([1, 0]), torch.tensor([1, 1])), f1.of(torch.tensor([1]), torch.tensor([1]))
+    >>> ll.compute({"f1": first.merge(second)})
+    {'f1': 0.800...}
 
     What is returned is the record of no batches. The metric given is copied, and never changed. One that holds its
-    state in sums, extremes or lists, as most do, merges by these; memory is that of its state. For any other, the
-    inputs are kept, and the metric is updated with all of them when it is computed: a running correlation, a wrapper
-    of other metrics, a composition, a collection.
+    state in sums, extremes or lists, as most do, merges by these; memory is that of its state. So does a collection
+    or a composition of such. For any other, the inputs are kept, and the metric is updated with all of them when it
+    is computed: a running correlation, a bootstrap.
 
     Args:
         metric: with `update`, `compute` and `reset`, on the device of its inputs.
@@ -117,10 +115,16 @@ def torchmetric(metric: Any) -> TorchMetric:
             "such as torchmetrics.classification.BinaryF1Score()"
         )
     host = copy.deepcopy(metric)
+    for part in host.modules() if isinstance(host, nn.Module) else ():
+        if hasattr(part, "sync_on_compute"):  # merging is what adds the ranks up, and once
+            vars(part).update(sync_on_compute=False, _to_sync=False)
+        if hasattr(part, "_enable_compute_groups"):
+            # Metrics that agree on the first batch would share one state from then on, also where they differ later.
+            vars(part).update(_enable_compute_groups=False, _groups_checked=False, _groups={})
     host.reset()
-    for child in host.modules() if isinstance(host, nn.Module) else ():
-        if hasattr(child, "sync_on_compute"):  # merging is what adds the ranks up, and once
-            vars(child).update(sync_on_compute=False, _to_sync=False)
+    for _, part, name in _places(host) if isinstance(host, nn.Module) else ():
+        if isinstance(getattr(part, name), list):
+            setattr(part, name, [])  # of its own, where those of a collection shared one
     return TorchMetric(host, _states_of(host) if _merges(host) else None)
 
 
@@ -131,10 +135,29 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dim_zero_min": torch.minimum,
 }
 
+# Which do nothing but pass their inputs on to the metrics that they hold.
+_GROUPS = ("MetricCollection", "CompositionalMetric", "ClasswiseWrapper")
+
+
+def _parts(metric: Any) -> dict[str, Any]:
+    """The metric and those that it is made of, by their places in it."""
+    return {place: part for place, part in metric.named_modules() if hasattr(part, "_update_count")}
+
+
+def _places(metric: Any) -> Iterator[tuple[str, Any, str]]:
+    """Of each state: where it is, of which metric, and its name."""
+    for place, part in _parts(metric).items():
+        for name in part._reductions:
+            yield f"{place}.{name}", part, name
+
 
 def _merges(metric: Any) -> bool:
+    if type(metric).__name__ in _GROUPS:
+        return all(map(_merges, metric.children()))
     reductions = getattr(metric, "_reductions", {})
-    if not reductions or any(hasattr(child, "_reductions") for child in list(metric.modules())[1:]):
+    if not reductions or len(_parts(metric)) != 1:
+        return False
+    if not getattr(metric, "reset_real_features", True):  # a state that stays through a reset
         return False
     for name, reduction in reductions.items():
         known = getattr(reduction, "__name__", None)
@@ -148,7 +171,7 @@ def _merges(metric: Any) -> bool:
 
 def _states_of(metric: Any) -> dict[str, Any]:
     """The states, copied: a reset clears the metric's lists, and these may hold the batch itself."""
-    states = {name: getattr(metric, name) for name in metric._reductions}
+    states = {place: getattr(part, name) for place, part, name in _places(metric)}
     return torch.utils._pytree.tree_map_only(Tensor, torch.clone, states)  # type: ignore[no-any-return]
 
 

@@ -481,29 +481,3 @@ def test_with_a_real_allocator_that_refuses():
     assert (step, samples) == ("3", "400064")
     assert int(warned) >= 1
     assert float(size) <= 100_000
-
-
-TWO_RANKS = """
-    import sys
-    import torch
-    from torch import distributed, nn
-    import looplib as ll
-
-    distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    grad_fn = ll.accumulate(ll.make_grad_fn(model, lambda model, x: model(x).mean()), microbatches=2)
-    try:
-        ll.make_train_step(grad_fn, optimizer, donate=True)(ll.init_state(model, optimizer), torch.ones(4, 2))
-    except RuntimeError as error:
-        print(error)
-"""
-
-
-def test_pieces_under_ddp_on_several_ranks_are_refused(tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(TWO_RANKS), str(tmp_path / "meet")]
-    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    for rank in ranks:
-        out, _ = rank.communicate(timeout=120)
-        assert rank.returncode == 0
-        assert "DistributedDataParallel averages the gradients of each piece over the ranks" in out

@@ -411,10 +411,11 @@ def test_the_damaged_one_that_was_asked_for_is_an_error(tmp_path):
 
 
 def test_a_checkpoint_from_the_future_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("looplib._tree_file.FORMAT", 2)
+    for name in ("WHOLE", "SHARDED"):
+        monkeypatch.setattr(f"looplib._tree_file.{name}", 3)
     ll.checkpoint_io(tmp_path).save(unbound())
     monkeypatch.undo()
-    with pytest.raises(ll.CheckpointVersionError, match=r"step-00000000/manifest.json is of format 2.*newer looplib"):
+    with pytest.raises(ll.CheckpointVersionError, match=r"step-00000000/manifest.json is of format 3.*newer looplib"):
         ll.checkpoint_io(tmp_path).restore(unbound())
 
 

@@ -350,7 +350,7 @@ def test_a_samplers_own_generator_is_left_as_it_was():
 
 def test_set_epoch_is_called_for_samplers_that_have_it():
     sampler = torch.utils.data.DistributedSampler(range(12), num_replicas=2, rank=1, seed=3)
-    loader = make_loader(range(12), batch_size=6, sampler=sampler)
+    loader = make_loader(range(12), batch_size=6, sampler=sampler, divide=False)
     for epoch in (0, 1, 5):
         samples = samples_of(loader, epoch)
         sampler.set_epoch(epoch)

@@ -1,6 +1,8 @@
 """Merging against exact fractions."""
 
+import math
 from fractions import Fraction
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import looplib as ll
+from looplib import evaluation
 
 parts = st.lists(
     st.tuples(st.integers(-(2**40), 2**40), st.integers(1, 2**20), st.integers(1, 64)), min_size=1, max_size=20
@@ -64,3 +67,50 @@ def test_compute_prefixes_and_refuses():
 )
 def test_examples_are_counted(batch, count):
     assert ll.batch_size(batch) == count
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.integers(1, 2**40), st.booleans())
+def test_a_total_that_is_a_number_is_divided_in_float64(total, weight, on_device):
+    record = ll.Mean(total, torch.tensor(weight) if on_device else weight)
+    assert ll.compute({"mean": record})["mean"] == total / weight
+
+
+def test_without_any_weight_a_number_computes_to_nan_or_infinity():
+    assert math.isnan(ll.compute({"empty": ll.Mean(0.0, 0)})["empty"])
+    assert ll.compute({"empty": ll.Mean(-1, torch.tensor(0))})["empty"] == -math.inf
+
+
+class Collected(NamedTuple):
+    """Counts what its merges copy."""
+
+    items: tuple[int, ...]
+    copied = [0]  # noqa: RUF012
+
+    def merge(self, other):
+        self.copied[0] += len(self.items) + len(other.items)
+        return Collected(self.items + other.items)
+
+    def compute(self):
+        return sum(self.items)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 64, 1000, 1023, 1025])
+@pytest.mark.parametrize("how", ["merge", "evaluate"])
+def test_what_collects_is_copied_n_log_n_times(n, how):
+    records = [{"rows": Collected((i,)), "loss": ll.Mean(float(i), 1)} for i in range(n)]
+    Collected.copied[0] = 0
+    if how == "merge":
+        merged = ll.merge(*records)
+        assert merged["rows"].items == tuple(range(n))  # in the order of the batches
+        found = ll.compute(merged)
+    else:
+        found = ll.evaluate(lambda state, batch: batch, ll.init_state(torch.nn.Linear(1, 1)), records)
+    assert found == {"rows": sum(range(n)), "loss": pytest.approx((n - 1) / 2)}
+    assert Collected.copied[0] <= n * (math.log2(n) + 2)
+
+
+def test_of_n_batches_that_collect_log_n_are_held():
+    held = []
+    for i in range(1000):
+        evaluation._hold(held, {"rows": Collected((i,))})
+        assert len(held) <= math.log2(i + 1) + 1

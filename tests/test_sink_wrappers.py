@@ -15,10 +15,11 @@ import torch
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from looplib.sink_wrappers import first_rank_only, in_background, only, rename, safely
-from looplib.sinks import console, jsonl, read_jsonl
+from looplib.boards import tensorboard
+from looplib.sink_wrappers import every_rank, in_background, only, rename, safely
+from looplib.sinks import console, jsonl, read_jsonl, tee
 from looplib.state import TrainState, init_state
-from looplib.tables import read_columns
+from looplib.tables import csv_file, read_columns
 
 STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
 COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
@@ -68,14 +69,22 @@ def test_two_values_of_one_name_and_a_single_name_are_refused():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_alone_writes(tmp_path, rank):
-    log = first_rank_only(jsonl(tmp_path / "log"))
+def test_the_first_rank_alone_writes_unless_each_is_to(tmp_path, rank):
+    makes = [jsonl, csv_file, lambda path: tensorboard(path.parent / path.name)]
+    quiet = [make(tmp_path / f"quiet{place}") for place, make in enumerate(makes)]
+    loud = [every_rank(make(tmp_path / f"loud{place}")) for place, make in enumerate(makes)]
     distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
     try:
-        log(STATE, {"x": 1.0})
+        tee(*quiet, *loud)(STATE, {"x": 1.0})
     finally:
         distributed.destroy_process_group()
-    assert (tmp_path / "log").exists() == (rank == 0)
+    there = {path.name for path in tmp_path.iterdir()}
+    assert there == {f"loud{place}" for place in range(3)} | {f"quiet{place}" for place in range(3) if rank == 0}
+
+
+def test_every_rank_takes_a_sink_that_writes():
+    with pytest.raises(TypeError, match=r"tee\(.*\) writes in each process as it is"):
+        every_rank(tee(console()))
 
 
 # safely and in_background
@@ -278,6 +287,6 @@ def test_a_full_disk_and_a_hung_server_stop_no_training_nor_its_end_and_are_told
 
 
 def test_reprs_read_as_the_code_that_made_them(tmp_path):
-    inner = f"first_rank_only(jsonl({str(tmp_path / 'log.jsonl')!r}))"
+    inner = f"every_rank(jsonl({str(tmp_path / 'log.jsonl')!r}))"
     code = f"in_background(safely(only(rename({inner}, {{'a': 'b'}}), ['b'])), max_pending=5)"
     assert repr(eval(code)) == code

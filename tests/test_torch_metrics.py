@@ -1,146 +1,370 @@
-"""torchmetrics by its public interface."""
+"""Metrics of torchmetrics, merged in any order, beside themselves updated in order."""
 
 import copy
 import pickle
 
 import pytest
 import torch
+import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torchmetrics import aggregation, classification, image, regression, retrieval, segmentation, text, wrappers
+from torchmetrics.image.fid import FrechetInceptionDistance
 
 import looplib as ll
 
 
-def dim_zero_sum(x):
-    return x.sum(0)
+def binary(rows, flat):
+    return torch.rand(rows), torch.zeros(rows).long() if flat else torch.randint(0, 2, (rows,))
 
 
-def dim_zero_max(x):
-    return x.amax(0)
+def multiclass(rows, flat):
+    return torch.rand(rows, 4).softmax(1), torch.zeros(rows).long() if flat else torch.randint(0, 4, (rows,))
 
 
-def dim_zero_cat(x):
-    return torch.cat(x)
+def multilabel(rows, flat):
+    return torch.rand(rows, 3), torch.ones(rows, 3).long() if flat else torch.randint(0, 2, (rows, 3))
 
 
-class Stub(nn.Module):
-    """What a torchmetrics.Metric is to its user: states with reductions, and update, compute, reset."""
-
-    sync_on_compute = _to_sync = True
-
-    def __init__(self):
-        super().__init__()
-        self._defaults, self._reductions, self._update_count = {}, {}, 0
-
-    def add_state(self, name, default, reduction):
-        self._defaults[name], self._reductions[name] = default, reduction
-        setattr(self, name, copy.deepcopy(default))
-
-    def reset(self):
-        self._update_count = 0
-        for name, default in self._defaults.items():
-            if isinstance(default, list):
-                getattr(self, name).clear()
-            else:
-                setattr(self, name, default.clone())
+def numbers(rows, flat):
+    return torch.randn(rows), torch.ones(rows) if flat else torch.randn(rows)
 
 
-class Spread(Stub):
-    """Sums, an extreme and a list; the last is what a metric of collected predictions has."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("total", torch.zeros(()), dim_zero_sum)
-        self.add_state("top", torch.tensor(-torch.inf), dim_zero_max)
-        self.add_state("seen", [], dim_zero_cat)
-
-    def update(self, x):
-        self._update_count += 1
-        if x.dim() != 1:
-            raise ValueError("not a vector")
-        self.total += x.sum()
-        self.top = torch.maximum(self.top, x.max())
-        self.seen.append(x)
-
-    def compute(self):
-        assert self._update_count
-        assert not self._to_sync
-        return torch.stack([self.total, self.top, torch.cat(self.seen).median()])
+def columns(rows, flat):
+    return torch.randn(rows, 2), torch.ones(rows, 2) if flat else torch.randn(rows, 2)
 
 
-class Running(Stub):
-    """A state without a reduction, which only the updates in their order give."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("average", torch.zeros(()), None)
-
-    def update(self, x):
-        self._update_count += 1
-        self.average = 0.5 * self.average + x.mean()
-
-    def compute(self):
-        return self.average
+def queries(rows, flat):
+    return (
+        torch.rand(rows),
+        torch.zeros(rows).long() if flat else torch.randint(0, 2, (rows,)),
+        torch.arange(rows) % 3,
+    )
 
 
-class Wrapper(Stub):
-    """A metric around another, with states of that one's."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("calls", torch.zeros(()), dim_zero_sum)
-        self.inner = Running()
-
-    def update(self, x):
-        self._update_count += 1
-        self.calls += 1
-        self.inner.update(x)
-
-    def compute(self):
-        return self.inner.compute() + self.calls
-
-    def reset(self):
-        super().reset()
-        self.inner.reset()
+def tokens(rows, flat):
+    target = torch.full((rows, 5), -100) if flat else torch.randint(0, 7, (rows, 5))
+    return torch.randn(rows, 5, 7), target
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(-9, 9), min_size=1, max_size=5), min_size=1, max_size=6), st.data())
-@pytest.mark.parametrize("kind", [Spread, Running, Wrapper])
-def test_a_torchmetrics_metric_merges_as_if_it_had_seen_every_batch(kind, batches, data):
-    batches = [torch.tensor(batch, dtype=torch.float32) for batch in batches]
-    alone, used = kind(), kind()
-    alone.sync_on_compute = alone._to_sync = False
-    for batch in batches:
-        alone.update(batch)
-    used.update(torch.tensor([100.0]))
-    metric = ll.torchmetric(used)
-    lent = [batch.clone() for batch in batches]
-    records = [metric.of(batch) for batch in lent]
-    for batch in lent:  # what a loader that reuses its memory does
-        batch.zero_()
+def sentences(rows, flat):
+    words = ["a", "house", "the", "tree", "is"]
+    said = [" ".join(words[i] for i in torch.randint(0, 5, (4,))) for _ in range(rows)]
+    return said, said if flat else [" ".join(reversed(line.split())) for line in said]
+
+
+def values(rows, flat):
+    return (torch.zeros(rows) if flat else torch.randn(rows),)
+
+
+def masks(rows, flat):
+    return torch.randint(0, 2, (rows, 3, 4, 4)), torch.randint(0, 2, (rows, 3, 4, 4))
+
+
+def pictures(rows, flat):
+    return torch.rand(rows, 1, 12, 12), torch.zeros(rows, 1, 12, 12) if flat else torch.rand(rows, 1, 12, 12)
+
+
+# Of each: how to make it, its inputs, and whether the batches as one give the same.
+ALL_ONE, BY_BATCH = True, False
+METRICS = {
+    "accuracy": (classification.BinaryAccuracy, binary, ALL_ONE),
+    "f1": (classification.BinaryF1Score, binary, ALL_ONE),
+    "auroc": (classification.BinaryAUROC, binary, ALL_ONE),
+    "auroc of thresholds": (lambda: classification.BinaryAUROC(thresholds=20), binary, ALL_ONE),
+    "average precision": (classification.BinaryAveragePrecision, binary, ALL_ONE),
+    "calibration error": (lambda: classification.BinaryCalibrationError(n_bins=5), binary, ALL_ONE),
+    "roc": (lambda: classification.BinaryROC(thresholds=5), binary, ALL_ONE),
+    "macro accuracy": (lambda: classification.MulticlassAccuracy(4), multiclass, ALL_ONE),
+    "accuracy of each sample": (
+        lambda: classification.MulticlassAccuracy(4, multidim_average="samplewise", average="micro"),
+        lambda rows, flat: (torch.rand(rows, 4, 3), torch.randint(0, 4, (rows, 3))),
+        ALL_ONE,
+    ),
+    "f1 of each class": (lambda: classification.MulticlassF1Score(4, average=None), multiclass, ALL_ONE),
+    "multiclass auroc": (lambda: classification.MulticlassAUROC(4), multiclass, ALL_ONE),
+    "multiclass auroc of thresholds": (
+        lambda: classification.MulticlassAUROC(4, thresholds=20),
+        multiclass,
+        ALL_ONE,
+    ),
+    "confusion matrix": (lambda: classification.MulticlassConfusionMatrix(4, normalize="true"), multiclass, ALL_ONE),
+    "kappa": (lambda: classification.MulticlassCohenKappa(4), multiclass, ALL_ONE),
+    "multiclass calibration error": (lambda: classification.MulticlassCalibrationError(4), multiclass, ALL_ONE),
+    "multilabel f1": (lambda: classification.MultilabelF1Score(3), multilabel, ALL_ONE),
+    "multilabel auroc": (lambda: classification.MultilabelAUROC(3), multilabel, ALL_ONE),
+    "multilabel ranking loss": (lambda: classification.MultilabelRankingLoss(3), multilabel, ALL_ONE),
+    "multilabel average precision": (
+        lambda: classification.MultilabelAveragePrecision(3, thresholds=torch.linspace(0, 1, 5)),
+        multilabel,
+        ALL_ONE,
+    ),
+    "mse": (regression.MeanSquaredError, numbers, ALL_ONE),
+    "mse of each output": (lambda: regression.MeanSquaredError(num_outputs=2), columns, ALL_ONE),
+    "mape": (regression.MeanAbsolutePercentageError, numbers, ALL_ONE),
+    "pearson": (regression.PearsonCorrCoef, numbers, ALL_ONE),
+    "pearson of each output": (lambda: regression.PearsonCorrCoef(num_outputs=2), columns, ALL_ONE),
+    "concordance": (regression.ConcordanceCorrCoef, numbers, ALL_ONE),
+    "spearman": (regression.SpearmanCorrCoef, numbers, ALL_ONE),
+    "kendall": (regression.KendallRankCorrCoef, numbers, ALL_ONE),
+    "r2": (regression.R2Score, numbers, ALL_ONE),
+    "explained variance": (regression.ExplainedVariance, numbers, ALL_ONE),
+    "cosine": (regression.CosineSimilarity, columns, ALL_ONE),
+    "normalized rmse": (regression.NormalizedRootMeanSquaredError, numbers, ALL_ONE),
+    "retrieval map": (retrieval.RetrievalMAP, queries, ALL_ONE),
+    "retrieval ndcg": (lambda: retrieval.RetrievalNormalizedDCG(top_k=2), queries, ALL_ONE),
+    "retrieval recall": (lambda: retrieval.RetrievalRecall(empty_target_action="skip"), queries, ALL_ONE),
+    "perplexity": (lambda: text.Perplexity(ignore_index=-100), tokens, ALL_ONE),
+    "word error rate": (text.WordErrorRate, sentences, ALL_ONE),
+    "bleu": (
+        lambda: text.BLEUScore(n_gram=2),
+        lambda *a: (sentences(*a)[0], [[s] for s in sentences(*a)[1]]),
+        ALL_ONE,
+    ),
+    "chrf": (text.CHRFScore, lambda *a: (sentences(*a)[0], [[s] for s in sentences(*a)[1]]), ALL_ONE),
+    "edit distance": (text.EditDistance, sentences, ALL_ONE),
+    "mean": (aggregation.MeanMetric, values, ALL_ONE),
+    "sum": (aggregation.SumMetric, values, ALL_ONE),
+    "max": (aggregation.MaxMetric, values, ALL_ONE),
+    "min": (aggregation.MinMetric, values, ALL_ONE),
+    "cat": (aggregation.CatMetric, values, ALL_ONE),
+    "running mean": (lambda: aggregation.RunningMean(window=3), values, BY_BATCH),
+    "running f1": (lambda: wrappers.Running(classification.BinaryF1Score(), window=2), binary, BY_BATCH),
+    "iou": (lambda: segmentation.MeanIoU(num_classes=3), masks, BY_BATCH),
+    "iou of classes that are found": (segmentation.MeanIoU, masks, BY_BATCH),
+    "psnr": (lambda: image.PeakSignalNoiseRatio(data_range=1.0), pictures, ALL_ONE),
+    "ssim": (lambda: image.StructuralSimilarityIndexMeasure(data_range=1.0), pictures, ALL_ONE),
+    "extremes of an accuracy": (lambda: wrappers.MinMaxMetric(classification.BinaryAccuracy()), binary, ALL_ONE),
+    "classes by name": (
+        lambda: wrappers.ClasswiseWrapper(classification.MulticlassRecall(4, average=None)),
+        multiclass,
+        ALL_ONE,
+    ),
+    "outputs": (lambda: wrappers.MultioutputWrapper(regression.R2Score(), 2), columns, ALL_ONE),
+    "composition": (
+        lambda: 2 * classification.BinaryPrecision() / (1 + abs(classification.BinaryRecall())),
+        binary,
+        ALL_ONE,
+    ),
+    "composition of a metric without sums": (
+        lambda: regression.PearsonCorrCoef() + regression.MeanSquaredError(),
+        numbers,
+        ALL_ONE,
+    ),
+    "collection": (
+        lambda: torchmetrics.MetricCollection(
+            [
+                classification.MulticlassAccuracy(4),
+                classification.MulticlassAUROC(4),
+                wrappers.ClasswiseWrapper(classification.MulticlassF1Score(4, average=None)),
+            ],
+            prefix="eval/",
+        ),
+        multiclass,
+        ALL_ONE,
+    ),
+    "collection of metrics that collect the same": (
+        lambda: torchmetrics.MetricCollection(
+            [classification.BinaryAUROC(), classification.BinaryAveragePrecision()]
+        ),
+        binary,
+        ALL_ONE,
+    ),
+    "collection with a metric without sums": (
+        lambda: torchmetrics.MetricCollection(
+            {"r": regression.PearsonCorrCoef(), "mse": regression.MeanSquaredError()}
+        ),
+        numbers,
+        ALL_ONE,
+    ),
+}
+
+
+def assert_same(found, expected):
+    """To float32's rounding of sums that were added in another order; integers and what is collected to the bit."""
+    if isinstance(expected, str):
+        assert found == expected
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def slices(inputs, sizes):
+    low = 0
+    for size in sizes:
+        yield tuple(column[low : low + size] for column in inputs)
+        low += size
+
+
+def merged(records, data):
+    """Neighbours are merged, which keeps the order of what is collected."""
+    records = list(records)
     while len(records) > 1:
         i = data.draw(st.integers(0, len(records) - 2))
         records[i : i + 2] = [records[i].merge(records[i + 1])]
-    whole = metric.merge(records[0]).merge(metric)
-    assert torch.equal(whole.value(), alone.compute())
-    assert torch.equal(whole.value(), alone.compute())
-    assert torch.equal(pickle.loads(pickle.dumps(whole)).value(), alone.compute())
-    assert used._update_count == 1
-    if kind is not Spread:
-        assert ll.compute({"whole": whole})["whole"] == alone.compute()
+    return records[0]
 
 
-def test_a_torchmetrics_metric_of_several_numbers_is_read_and_one_that_failed_is_whole():
-    metric = ll.torchmetric(Spread())
-    record = metric.of(torch.tensor([1.0, 2.0, 6.0]))
-    with pytest.raises(ValueError, match="not a vector"):
-        metric.of(torch.ones(1, 1))
-    assert ll.compute({"top": ll.Reading(record, lambda record: record.value()[1])}) == {"top": 6.0}
-    with pytest.raises(ValueError, match=r"Spread computes a Tensor of shape \(3,\), not a number: read one"):
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 999), st.booleans(), st.data())
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torchmetrics' own on classes that are missing, and the like
+def test_it_merges_as_if_it_had_seen_every_batch(name, sizes, seed, flat, data):
+    make, draw, all_one = METRICS[name]
+    torch.manual_seed(seed)
+    inputs = draw(sum(sizes), flat)
+    batches = list(slices(inputs, sizes))
+    alone, whole, used = make(), make(), make()
+    for batch in batches:
+        alone.update(*batch)
+    whole.update(*inputs)
+    used.update(*inputs)
+    expected = outcome(alone.compute)
+    before = bits(states(used))
+
+    metric = ll.torchmetric(used)
+    lent = copy.deepcopy(batches)
+    records = [metric.of(*batch) for batch in lent]
+    for column in torch.utils._pytree.tree_leaves(lent):
+        if isinstance(column, torch.Tensor):
+            column.zero_()  # what a loader that reuses its memory does
+    record = metric.merge(merged(records, data)).merge(metric)
+    found = outcome(record.value)
+    assert_same(found, expected)
+    if all_one:
+        assert_same(found, outcome(whole.compute))
+    for again in (record, pickle.loads(pickle.dumps(record))):
+        assert bits(outcome(again.value)) == bits(found)
+    assert bits(states(used)) == before
+
+
+def bits(tree):
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return repr([leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+
+def states(metric):
+    return [
+        (part.metric_state, getattr(part, "update_count", 0))
+        for part in metric.modules()
+        if hasattr(part, "metric_state")
+    ]
+
+
+def outcome(compute):
+    """What it computes, or the error that torchmetrics raises on what is too little."""
+    try:
+        return compute()
+    except ValueError as error:
+        return str(error)
+
+
+def test_metrics_that_agree_on_one_batch_are_kept_apart():
+    low, high = classification.BinaryAccuracy(threshold=0.2), classification.BinaryAccuracy(threshold=0.8)
+    metric = ll.torchmetric(torchmetrics.MetricCollection({"low": low, "high": high}))
+    same = metric.of(torch.tensor([0.1, 0.9]), torch.tensor([0, 1]))
+    other = metric.of(torch.tensor([0.5, 0.5]), torch.tensor([0, 0]))
+    assert same.merge(other).value() == {"low": 0.5, "high": 1.0}
+    assert other.merge(same).value() == {"low": 0.5, "high": 1.0}
+
+
+def test_a_collection_that_was_used_does_not_collect_twice():
+    used = torchmetrics.MetricCollection({"a": aggregation.CatMetric(), "b": aggregation.CatMetric()})
+    used.update(torch.tensor([9.0]))  # from here on, both share one list
+    value = ll.torchmetric(used).of(torch.tensor([1.0, 2.0])).value()
+    assert {name: tensor.tolist() for name, tensor in value.items()} == {"a": [1.0, 2.0], "b": [1.0, 2.0]}
+
+
+def test_a_value_does_not_depend_on_the_values_before_it():
+    metric = ll.torchmetric(wrappers.MinMaxMetric(classification.BinaryAccuracy()))
+    right, wrong = (metric.of(torch.tensor([0.9]), torch.tensor([label])) for label in (1, 0))
+    assert right.value() == {"raw": 1.0, "max": 1.0, "min": 1.0}
+    assert wrong.value() == {"raw": 0.0, "max": 0.0, "min": 0.0}
+
+
+class Pixels(nn.Module):
+    num_features = 4
+
+    def forward(self, x):
+        return x.double().flatten(1)[:, :4] / 255
+
+
+@pytest.mark.parametrize("reset_real_features", [True, False])
+def test_what_a_reset_keeps_counts_once(reset_real_features):
+    torch.manual_seed(0)
+    real, fake = (torch.randint(0, 255, (9, 3, 2, 2), dtype=torch.uint8) for _ in range(2))
+    distance = FrechetInceptionDistance(Pixels(), reset_real_features, input_img_size=(3, 2, 2))
+    distance.set_dtype(torch.float64)
+    metric = ll.torchmetric(distance)
+    records = [metric.of(part, real=x is real) for x in (real, fake) for part in x.split(4)]
+    for x in (real, fake):
+        distance.update(x, real=x is real)
+    whole = records[0].merge(records[1]).merge(records[2].merge(records[3])).merge(records[4].merge(records[5]))
+    torch.testing.assert_close(whole.value(), distance.compute())
+
+
+def test_a_collection_of_sums_holds_sums():
+    accuracy, f1 = classification.MulticlassAccuracy(4), classification.MulticlassF1Score(4)
+    metric = ll.torchmetric(torchmetrics.MetricCollection([accuracy, f1]))
+    record = metric.of(torch.rand(1000, 4), torch.randint(0, 4, (1000,)))
+    held = sum(leaf.numel() for leaf in torch.utils._pytree.tree_leaves((record.states, record.inputs)))
+    assert held == 2 * 4 * 4  # true and false, positives and negatives, of each class
+
+
+def test_in_an_evaluation():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    f1 = ll.torchmetric(classification.MulticlassF1Score(4))
+    both = ll.torchmetric(
+        torchmetrics.MetricCollection([classification.MulticlassAUROC(4), classification.MulticlassAccuracy(4)])
+    )
+    drawn = ll.torchmetric(wrappers.BootStrapper(classification.MulticlassAccuracy(4), num_bootstraps=3))
+
+    def metric_fn(model, batch):
+        x, y = batch
+        logits = model(x)
+        record = both.of(logits.softmax(1), y)
+        return {
+            "f1": f1.of(logits, y),
+            "auroc": ll.Reading(record, lambda record: record.value()["MulticlassAUROC"]),
+            "accuracy": ll.Reading(record, lambda record: record.value()["MulticlassAccuracy"]),
+            "spread": ll.Reading(drawn.of(logits, y), lambda record: record.value()["std"]),
+        }
+
+    x, y = torch.randn(50, 3), torch.randint(0, 4, (50,))
+    step, state = ll.make_eval_step(model, metric_fn), ll.init_state(model)
+    stream = torch.get_rng_state()
+    found = ll.evaluate(step, state, list(zip(x.split(7), y.split(7), strict=True)), prefix="eval/")
+    assert torch.equal(torch.get_rng_state(), stream)
+    logits = model(x).detach()
+    assert found["eval/f1"] == pytest.approx(classification.MulticlassF1Score(4)(logits, y).item())
+    assert found["eval/auroc"] == pytest.approx(classification.MulticlassAUROC(4)(logits.softmax(1), y).item())
+    assert found["eval/accuracy"] == pytest.approx(classification.MulticlassAccuracy(4)(logits, y).item())
+
+
+def test_the_ranks_are_added_up_by_merging_alone():
+    inner = classification.BinaryAccuracy()
+    for metric in (inner, wrappers.MinMaxMetric(inner), inner + 1, torchmetrics.MetricCollection([inner])):
+        host = ll.torchmetric(metric).host
+        assert not any(part.sync_on_compute or part._to_sync for part in host.modules() if hasattr(part, "_to_sync"))
+        assert inner.sync_on_compute
+
+
+def test_errors_say_what_to_give_and_leave_the_metric_whole():
+    metric = ll.torchmetric(classification.MulticlassAccuracy(3, average=None))
+    record = metric.of(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+    with pytest.raises(ValueError, match="same shape"):
+        metric.of(torch.tensor([0, 1]), torch.tensor([0]))
+    of_one = ll.Reading(record, lambda record: record.value()[1])
+    assert ll.compute({"of_one": of_one}) == {"of_one": 0.5}
+    with pytest.raises(
+        ValueError, match=r"MulticlassAccuracy computes a Tensor of shape \(3,\), not a number: read one"
+    ):
         record.compute()
-    with pytest.raises(TypeError, match="found the class Spread, not a metric of torchmetrics"):
-        ll.torchmetric(Spread)
+    collection = ll.torchmetric(torchmetrics.MetricCollection([aggregation.MaxMetric(), aggregation.MinMetric()]))
+    with pytest.raises(ValueError, match=r"computes a dict with keys \['MaxMetric', 'MinMetric'\], not a number"):
+        collection.of(torch.tensor([1.0])).compute()
+    with pytest.raises(TypeError, match="found the class MaxMetric, not a metric of torchmetrics"):
+        ll.torchmetric(aggregation.MaxMetric)
     with pytest.raises(TypeError, match="found a function, not a metric"):
-        ll.torchmetric(dim_zero_sum)
+        ll.torchmetric(slices)

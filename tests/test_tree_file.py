@@ -337,8 +337,8 @@ def forged(folder, change):
 
 def test_a_manifest_from_the_future_is_told_apart(tmp_path):
     whole(tmp_path / "c")
-    forged(tmp_path / "c", lambda manifest: {"format": 2, "bytes": 0, "runes": [1]})
-    with pytest.raises(ll.CheckpointVersionError, match=r"is of format 2, and this looplib reads up to 1: install"):
+    forged(tmp_path / "c", lambda manifest: {"format": 3, "bytes": 0, "runes": [1]})
+    with pytest.raises(ll.CheckpointVersionError, match=r"is of format 3, and this looplib reads up to 2: install"):
         everything(tmp_path / "c")
 
 

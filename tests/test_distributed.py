@@ -1,0 +1,343 @@
+"""Many processes against one: real ranks by torchrun and gloo, and the same global batches."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+import looplib as ll
+
+TRAIN = """
+import sys, torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+out, engine = sys.argv[1:3]
+ways = sys.argv[3:]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(11, 6), nn.Linear(6, 7), nn.Linear(7, 11)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.inner(self.embed(tokens))))
+
+
+def wrap(model, world):
+    if engine == "ddp":
+        return DistributedDataParallel(model)
+    if engine == "ddp-options":
+        return DistributedDataParallel(
+            model, static_graph=True, bucket_cap_mb=0.001, gradient_as_bucket_view=True
+        )
+    if engine == "ddp-unused":
+        return DistributedDataParallel(model, find_unused_parameters=True)
+    if engine == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        for part in (model.inner, model.head):
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def token_loss(model, batch):  # ragged: what counts differs from row to row, and is nothing in some
+    tokens, counts = batch
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten(), reduction="none")
+    return ll.Mean((loss * counts.flatten()).sum(), counts.sum())
+
+
+def mean_loss(model, batch):
+    tokens, counts = batch
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+with ll.distributed.setup(required=False):
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    torch.manual_seed(0)
+    model = wrap(Model().double(), world)
+    grad_fn = ll.make_grad_fn(model, mean_loss if "mean" in ways else token_loss)
+    if "pieces" in ways:
+        grad_fn = ll.accumulate(grad_fn, size=2)
+    if "wrapped" in ways:
+        inner = grad_fn
+        grad_fn = ll.accumulate(lambda *call: inner(*call), microbatches=2)
+    if engine == "reduce":
+        grad_fn = ll.distributed.reduce_gradients(grad_fn)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-1, warmup=2, total=20), weight_decay=0.1)
+    if "all" in ways:
+        grad_fn = ll.clip_by_global_norm(ll.scale_loss(grad_fn), 0.3)
+        optimizer = ll.dynamic_loss_scale(ll.ema(ll.apply_if_finite(optimizer, 5), 0.9), growth_interval=3)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=engine != "reduce")
+    state = ll.init_state(model, optimizer)
+    generator = torch.Generator().manual_seed(1)
+    log = []
+    for step in range(8):
+        rows = (8, 11, 7, 8, 5, 9, 8, 4)[step]
+        tokens = torch.randint(0, 11, (rows, 5), generator=generator)
+        counts = torch.randint(0, 2, (rows, 5), generator=generator).double()
+        counts[0] = 0
+        part = [column.tensor_split(world)[rank] for column in (tokens, counts)]
+        state, metrics = train_step(state, part)
+        log.append({**ll.compute(ll.distributed.reduce(metrics)), "samples": state.samples, "step": state.step})
+    tensors = torch.utils._pytree.tree_map_only(torch.Tensor, whole, (state.params, state.opt_state))
+    if ll.distributed.is_first_rank():
+        torch.save((log, tensors), out)
+"""
+
+
+def launch(folder, ranks, code, *arguments, check=True, options=()):
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(code))
+    command = [sys.executable]
+    if ranks:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
+    run = subprocess.run(
+        [*command, str(script), *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert not check or run.returncode == 0, run.stderr
+    return run
+
+
+def trained(folder, ranks, engine, *ways):
+    out = folder / f"{ranks}-{engine}.pt"
+    launch(folder, ranks, TRAIN, out, engine, *ways)
+    return torch.load(out, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    ("ways", "runs"),
+    [
+        (["mean"], [(2, "ddp"), (4, "fsdp"), (4, "reduce")]),
+        ([], [(4, "ddp"), (2, "fsdp"), (2, "reduce")]),
+        (
+            ["pieces", "all"],
+            [(4, "ddp"), (2, "fsdp"), (4, "fsdp"), (2, "ddp-options"), (2, "ddp-unused"), (3, "reduce")],
+        ),
+        (["pieces", "mean", "all"], [(2, "ddp"), (4, "fsdp")]),
+        (["wrapped"], [(2, "ddp"), (2, "fsdp")]),
+    ],
+    ids=["mean", "tokens", "pieces and all wrappers", "pieces of a mean", "a wrapper of the user's"],
+)
+def test_ranks_train_as_one_process_does(tmp_path, ways, runs):
+    expected_log, expected = trained(tmp_path, 0, "none", *ways)
+    assert expected_log[-1]["samples"] == 60
+    for ranks, engine in runs:
+        log, found = trained(tmp_path, ranks, engine, *ways)
+        for one, other in zip(expected_log, log, strict=True):
+            assert other == pytest.approx(one, rel=1e-12), (ranks, engine)
+        # Sums over other parts, so not the same bits; Adam's quotients are worst where gradients are small.
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13, msg=f"{ranks} ranks of {engine}")
+
+
+EVALUATE = """
+import sys, torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+folder, engine = sys.argv[1:]
+with ll.distributed.setup(required=False, output_dir=folder + "/ranks"):
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    if engine == "ddp":
+        model = DistributedDataParallel(model)
+    elif engine == "fsdp":
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    data = torch.randn(101, 3, dtype=torch.float64)
+    labels, users = (data.sum(1) > 0), torch.arange(101) % 7
+
+    def metric_fn(model, batch):
+        x, y, user = batch
+        scores = model(x).squeeze(1)
+        by_user = ll.GroupedAUC.of(scores, y, user)
+        return {
+            "count": ll.Reading(by_user, lambda record: sum(map(len, record.scores))),
+            "loss": nn.functional.binary_cross_entropy_with_logits(scores, y.double()),
+            "auc": ll.AUC.of(scores, y),
+            "user_auc": by_user,
+            "left_out": ll.Reading(by_user, lambda record: record.left_out() + 0.0),
+            "first": ll.Reading(ll.AUC.of(scores, y), lambda record: record.scores[0][0]),
+        }
+
+    eval_step = ll.make_eval_step(model, metric_fn)
+    predict_step = ll.make_predict_step(model, lambda model, batch: {"score": model(batch[0]), "user": batch[2]})
+    state = ll.init_state(model)
+    plain = torch.utils.data.TensorDataset(data, labels, users)
+    own = [[column[n : n + 1] for column in (data, labels, users)] for n in range(rank, 101, world)]
+    sets = {
+        "loader": ll.make_loader(plain, batch_size=7, shuffle=False),
+        "small": ll.make_loader(torch.utils.data.Subset(plain, range(3)), batch_size=2, shuffle=False),
+        "list": list(zip(data.split(9), labels.split(9), users.split(9))),
+        "torch": torch.utils.data.DataLoader(plain, batch_size=10),
+    }
+    found = {}
+    for name, batches in sets.items():
+        found |= ll.evaluate(eval_step, state, batches, prefix=f"{name}/", rates=True)
+        outputs = list(ll.predict(predict_step, state, batches))
+        found[f"{name}/batches"] = len(outputs)
+        found[f"{name}/outputs"] = {key: torch.cat([output[key] for output in outputs]) for key in ("score", "user")}
+    found |= ll.evaluate(eval_step, state, own, prefix="own/", divide=False)
+    found |= ll.evaluate(eval_step, state, sets["loader"], prefix="limited/", limit=3)
+    ll.predict_to(f"{folder}/predictions", predict_step, state, sets["loader"])
+    state = state.replace(step=1)
+    log = ll.tee(ll.jsonl(f"{folder}/log.jsonl"), ll.console())
+    mean = ll.distributed.reduce({"rank": ll.Mean(rank + 1.0, 1), "weighed": ll.Mean(rank * 2.0, rank)})
+    log(state, ll.compute(mean))
+    print("rank", rank, "printed")
+    once = []
+    ll.distributed.first_rank_only(once.append)(1)
+    assert len(once) == (rank == 0)
+    torch.save(found, f"{folder}/found-{rank}.pt")
+"""
+
+
+def evaluated(folder, ranks, engine):
+    folder.mkdir()
+    run = launch(folder, ranks, EVALUATE, folder, engine)
+    return run, [torch.load(folder / f"found-{rank}.pt") for rank in range(ranks or 1)]
+
+
+@pytest.mark.parametrize(("ranks", "engine"), [(4, "fsdp"), (3, "ddp")])
+def test_each_sample_is_evaluated_and_predicted_once_and_in_order(tmp_path, ranks, engine):
+    _, (expected,) = evaluated(tmp_path / "one", 0, "none")
+    run, found = evaluated(tmp_path / "many", ranks, engine)
+    times = {name for name in expected if name.endswith("second") or name.endswith("seconds")}
+    assert len(times) == 12
+    for rank in range(ranks):
+        for name in expected.keys() - times:
+            torch.testing.assert_close(
+                found[rank][name], expected[name], rtol=1e-12, atol=1e-14, equal_nan=True, msg=name
+            )
+        assert all(found[rank][name] == found[0][name] > 0 for name in times)
+    assert [expected[f"{name}/count"] for name in ("loader", "small", "limited")] == [101, 3, 21]
+    assert expected["own/auc"] == expected["loader/auc"] == expected["list/auc"]
+    one, many = (ll.read_predictions(tmp_path / name / "predictions") for name in ("one", "many"))
+    torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-14)
+    assert many["/user"].tolist() == [n % 7 for n in range(101)]
+    (row,) = ll.read_jsonl(tmp_path / "many" / "log.jsonl")
+    assert row["rank"] == (ranks + 1) / 2
+    assert row["weighed"] == 2.0
+    assert run.stdout.count("weighed") == run.stdout.count("printed") == 1
+    kept = [(tmp_path / "many/ranks" / f"rank-{rank}.log").read_text() for rank in range(1, ranks)]
+    assert [text.split("\n")[-2] for text in kept] == [f"rank {rank} printed" for rank in range(1, ranks)]
+
+
+FAIL = """
+import os, signal, sys, time, torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+how, folder = sys.argv[1:]
+with ll.distributed.setup(output_dir=folder, timeout=600):
+    rank = ll.distributed.rank()
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 1)
+    model = plain if how == "plain" else DistributedDataParallel(plain)
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+
+    def loss_fn(model, batch):
+        if how == "error" and rank == 1 and len(seen) == 3:
+            raise ArithmeticError("the fourth batch of this rank is bad")
+        return model(batch[0]).square().mean()
+
+    seen = []
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    if how == "memory":
+        grad_fn = ll.retry_on_oom(grad_fn)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    loader = ll.make_loader(torch.utils.data.TensorDataset(torch.randn(40, 3)), batch_size=4)
+    state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    stop, late = ll.after_signal(signal.SIGUSR1), ll.after_seconds(0.5 + 1000 * rank)
+    now = ll.every_seconds(0.01 if rank else 1000)
+    asked = [now(state)]
+    time.sleep(0.02)
+    asked.append(now(state))
+    done = ll.after_epochs(2000) | stop
+    while not done(state):
+        for batch in loader(state):
+            state, _ = train_step(state, batch)
+            seen.append(state.step)
+            if state.step == 7 and rank == 1 and how == "signal":
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if stop(state):
+                break
+    while not late(state):
+        time.sleep(0.01)
+    open(f"{folder}/end-{rank}", "w").write(f"{state.step} {asked}")
+"""
+
+
+def test_a_rank_that_fails_ends_all_with_its_own_traceback(tmp_path):
+    began = time.monotonic()
+    run = launch(tmp_path, 3, FAIL, "error", tmp_path, check=False)
+    assert run.returncode != 0
+    assert time.monotonic() - began < 120  # not the 600 seconds of a timeout
+    cause = run.stderr[run.stderr.index("Root Cause") :]
+    assert "the fourth batch of this rank is bad" in cause
+    assert "rank      : 1" in cause
+    assert "in loss_fn" in cause
+    assert "the fourth batch of this rank is bad" in (tmp_path / "rank-1.log").read_text()
+
+
+def test_what_the_world_decides_for_one_rank_it_decides_for_all(tmp_path):
+    launch(tmp_path, 2, FAIL, "signal", tmp_path)
+    assert [(tmp_path / f"end-{rank}").read_text() for rank in range(2)] == ["7 [False, True]"] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("memory", "retry_on_oom cannot take back what DistributedDataParallel has sent to the other ranks"),
+        ("plain", "there are 2 ranks and the model is in no engine that reduces its gradients"),
+    ],
+)
+def test_what_would_be_wrong_on_several_ranks_is_told(tmp_path, how, message):
+    run = launch(
+        tmp_path,
+        2,
+        "import warnings; warnings.simplefilter('error', RuntimeWarning)\n" + FAIL,
+        how,
+        tmp_path,
+        check=False,
+    )
+    assert message in run.stderr
+
+
+def test_a_script_that_torchrun_did_not_start_is_told_how(monkeypatch):
+    missing = r"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not in the environment.*torchrun"
+    with pytest.raises(RuntimeError, match=missing), ll.distributed.setup():
+        pass
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    missing = r"^LOCAL_RANK, MASTER_ADDR, MASTER_PORT not in the environment"
+    with pytest.raises(RuntimeError, match=missing), ll.distributed.setup(required=False):
+        pass
+
+
+def test_what_acts_on_whole_gradients_stands_around_their_reduction():
+    grad_fn = ll.make_grad_fn(torch.nn.Linear(2, 1), lambda model, x: model(x).mean())
+    with pytest.raises(
+        ValueError, match=r"clip_by_global_norm within reduce_gradients would act on each rank's part"
+    ):
+        ll.distributed.reduce_gradients(ll.clip_by_global_norm(grad_fn, 1.0))
