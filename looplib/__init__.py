@@ -9,7 +9,7 @@ from looplib.checkpoint import Checkpoint, CheckpointIO, Checkpoints, checkpoint
 from looplib.clipping import adaptive_grad_clip, clip_by_global_norm, clip_by_value, global_norm
 from looplib.composing import freeze, partition, sam
 from looplib.costs import flops, memory, meter, profiled, utilization
-from looplib.evaluation import evaluate
+from looplib.evaluation import evaluate, measure
 from looplib.evaluation_retry import split_on_oom
 from looplib.export import (
     load_optimizer_state_dict,
@@ -187,6 +187,7 @@ __all__ = [
     "make_predict_step",
     "make_train_step",
     "master_weights",
+    "measure",
     "memory",
     "merge",
     "meter",

@@ -41,6 +41,7 @@ chains = 0  # chains made so far: a state made at an earlier count may share ten
 
 
 def _storage(tensor: Tensor) -> int:
+    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has its memory there
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:  # sparse, or a tensor of a torch.func transform: it has no storage to write in place

@@ -17,6 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from looplib import _interrupts
+from looplib._ranks import shards
 
 Slot = tuple[dict[str, Any], str]
 
@@ -135,6 +136,15 @@ class Host:
                     swaps.append((owner, key, own, tensor))
                     if own.shape != tensor.shape:
                         self.explain(params, buffers, None)
+        # FSDP2 gathers its own parameters, whatever stands in the slots: they take the values for the call.
+        lent_to: list[Tensor] = []
+        if self.shards and not self.holds(params):
+            own_params = tensors(self.slots.params)
+            with torch.no_grad():
+                lent_to = shards(own_params.values())
+                saved = [tensor.clone() for tensor in lent_to]
+                torch._foreach_copy_(lent_to, shards(params[name] for name in own_params))
+            swaps = [swap for swap in swaps if not any(swap[2] is own for own in own_params.values())]
         modes = [(module, mode) for module, mode in self.modes if module.training is not mode]
         device = next(iter(params.values())).device if params else _CPU
         if device != self.device:
@@ -156,6 +166,9 @@ class Host:
                     owner[key] = own
                 for shard in self.shards:  # the outermost stays gathered after a forward pass alone
                     shard.reshard()  # type: ignore[operator]
+                if lent_to:
+                    with torch.no_grad():
+                        torch._foreach_copy_(lent_to, saved)
                 for module, mode in modes:
                     module.training = not mode
                 for generator, stream in zip(generators, streams, strict=True):

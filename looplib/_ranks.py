@@ -6,7 +6,7 @@ The ranks here are those that divide the data: all of torch.distributed's, or th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -122,3 +122,8 @@ def gather(value: Any) -> list[Any]:
     found: list[Any] = [None] * world_size()
     distributed.all_gather_object(found, value, host_group())
     return found
+
+
+def shards(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's part of each DTensor, with its memory, and other tensors as they are; called without grad mode."""
+    return [cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]

@@ -478,9 +478,11 @@ class Reader:
         dtype, shape, chunks = getattr(torch, entry["dtype"], None), entry["shape"], entry["chunks"]
         if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
             raise ValueError(f"{place} has dtype {entry['dtype']!r}, unknown to this torch")
+        if type(shape) is not list or not all(type(number) is int and 0 <= number < 2**48 for number in shape):
+            raise ValueError(f"{place} has shape {shape}")
         for chunk in chunks:
             offsets, sizes, length = chunk["offsets"], chunk["sizes"], self.data[chunk["data"]]["bytes"]
-            if any(type(number) is not int or number < 0 for number in (*shape, *offsets, *sizes)):
+            if any(type(number) is not int or number < 0 for number in (*offsets, *sizes)):
                 raise ValueError(f"{place} has shape {shape}, and a chunk of {sizes} at {offsets}")
             if any(low + n > of for low, n, of in zip(offsets, sizes, shape, strict=True)):
                 raise ValueError(f"{place} has shape {shape}, and a chunk of {sizes} at {offsets} beyond it")

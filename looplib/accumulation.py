@@ -201,8 +201,8 @@ def split(
     if sum(found) != count:
         raise ValueError(
             f"a {type(batch).__name__} of {count} examples cannot be cut: its pieces would have "
-            f"{', '.join(map(str, found))}. Give a batch of tensors (a dict, list, tuple or dataclass), smaller batches "
-            "that need not be cut, or another count (batch_size=)"
+            f"{', '.join(map(str, found))}. Give a batch of tensors (a dict, list, tuple or dataclass), smaller "
+            "batches that need not be cut, or another count (batch_size=)"
         )
     return pieces
 

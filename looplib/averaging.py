@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._ranks import shards
 from looplib.optimizer import Grads, Optimizer, Params, wrap
 from looplib.state import TrainState
 
@@ -150,9 +151,9 @@ def _moved(average: Tensors, now: Tensors, count: int, weight: Callable[[int], f
             moved = torch._foreach_lerp(old, new, weight(count)) if count else [tensor.clone() for tensor in new]
             return dict(zip(average, moved, strict=True))
         if count:
-            torch._foreach_lerp_(old, new, weight(count))
+            torch._foreach_lerp_(shards(old), shards(new), weight(count))
         else:
-            torch._foreach_copy_(old, new)
+            torch._foreach_copy_(shards(old), shards(new))
     return average
 
 
@@ -206,6 +207,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
         with torch.no_grad():
             slow, fast = [opt_state["slow"][name] for name in grads], [new[name] for name in grads]
             if donate:
+                slow, fast = shards(slow), shards(fast)
                 torch._foreach_lerp_(slow, fast, slow_step_size)
                 torch._foreach_copy_(fast, slow)
                 return new, record

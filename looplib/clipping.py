@@ -61,16 +61,24 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     tensor(5.)
     """
     tensors = list(tensors)
+    if any(hasattr(tensor, "device_mesh") for tensor in tensors):
+        return _norm_of_shards(tensors, norm_type)
     if len({tensor.dtype for tensor in tensors}) > 1:
-        return _whole(torch.nn.utils.get_total_norm(tensors, norm_type))
+        return torch.nn.utils.get_total_norm(tensors, norm_type)
     norms = torch._foreach_norm(tensors, norm_type)
     norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
-    return _whole(norm)
+    return norm
 
 
-def _whole(norm: Tensor) -> Tensor:
-    """That of all ranks, where each holds a shard."""
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+def _norm_of_shards(tensors: list[Tensor], norm_type: float) -> Tensor:
+    """That of all ranks' shards, of each device mesh by itself and then of all."""
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        by_mesh.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    norms: list[Any] = [torch.nn.utils.get_total_norm(alike, norm_type) for alike in by_mesh.values()]
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(whole), norm_type) if len(whole) > 1 else whole[0]
+    return norm
 
 
 def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
@@ -142,8 +150,8 @@ def adaptive_grad_clip(
         with torch.no_grad():
             for name, grad in out.grads.items():
                 if applies(name, params[name]):
-                    most = _unit_norm(params[name].detach()).clamp_(min=eps) * clipping
-                    grad.mul_((most / _unit_norm(grad).clamp_(min=1e-6)).clamp_(max=1.0))
+                    most = _unit_norm(params[name].detach()).clamp(min=eps) * clipping
+                    grad.mul_((most / _unit_norm(grad).clamp(min=1e-6)).clamp(max=1.0))
         return out
 
     return of_whole("adaptive_grad_clip", clipped)

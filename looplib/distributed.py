@@ -25,9 +25,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.rendezvous import rendezvous
 
-from looplib import _ranks
-from looplib._ranks import rank, world_size
+from looplib import _agreement, _ranks
 from looplib.gradients import WHOLE, GradFn, Gradients, Part, check_parts
 from looplib.metrics import Metric, Metrics, merge
 from looplib.state import TrainState
@@ -105,10 +105,14 @@ def setup(
         return
     device = _device(int(os.environ["LOCAL_RANK"]))
     options: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+    store, place, processes = next(iter(rendezvous("env://", **options)))
+    # torchrun keeps one store over its restarts, in which the addresses of processes that are gone would be found.
+    store = distributed.distributed_c10d.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options["device_id"] = device
-    distributed.init_process_group(backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"), **options)
+    backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    distributed.init_process_group(backend, store=store, rank=place, world_size=processes, **options)
     try:
         with _output_in(output_dir):
             yield device
@@ -117,6 +121,7 @@ def setup(
 
         get_error_handler().record_exception(error)
         raise
+    _agreement.finish()
     barrier()
     _ranks.use(None)
     distributed.destroy_process_group()
@@ -157,6 +162,26 @@ def _output_in(folder: str | os.PathLike[str] | None) -> Iterator[None]:
         for descriptor, before in zip((1, 2), kept, strict=True):
             os.dup2(before, descriptor)
             os.close(before)
+
+
+def rank() -> int:
+    """This process's number among those that divide the data, from 0; 0 where there is one process.
+
+    >>> import looplib as ll
+    >>> ll.distributed.rank()
+    0
+    """
+    return _ranks.rank()
+
+
+def world_size() -> int:
+    """How many processes divide the data.
+
+    >>> import looplib as ll
+    >>> ll.distributed.world_size()
+    1
+    """
+    return _ranks.world_size()
 
 
 def is_first_rank() -> bool:

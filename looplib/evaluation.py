@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from looplib._ranks import any_rank, gather, is_first, rank, world_size
 from looplib.distributed import merged
-from looplib.metrics import Mean, Metrics, batch_size, compute, merge
+from looplib.metrics import Mean, Metric, Metrics, batch_size, compute, merge
 from looplib.state import TrainState
 
 EvalFn = Callable[[TrainState, Any], Metrics]
@@ -66,10 +67,16 @@ def evaluate(
     Memory is that of one batch and some records of each metric. torch's random stream stands afterwards where it
     stood, whatever the iterable draws.
 
+    For the records themselves, such as a confusion matrix to draw, see `measure`.
+
     Raises:
-        ValueError: there is no batch; batches differ in their names; a set without an `eval_step`.
+        ValueError: there is no batch; batches differ in their names; a set without an `eval_step`; one batch, a dict
+            of tensors, in place of batches.
+        TypeError: a state in the place of the step.
     """
+    check_order("evaluate", eval_step, state)
     if isinstance(batches, Mapping):
+        _check_sets(batches)
         found: dict[str, float] = {}
         options: dict[str, Any] = {
             "limit": limit,
@@ -89,29 +96,17 @@ def evaluate(
         raise ValueError(f"eval_step has {', '.join(eval_step)}, and the batches no names: give a dict of sets too")
 
     began, counts = time.perf_counter(), [0, 0, 0]
-    metrics: Metrics | None = None
-    held: list[tuple[int, Metrics]] = []
-    stream = torch.default_generator.get_state()
+
+    def count(batch: Any) -> None:
+        sizes = 1, batch_size(batch), tokens(batch) if tokens else 0
+        counts[:] = [counted + size for counted, size in zip(counts, sizes, strict=True)]
+
     title = f"{prefix.strip('/') or 'evaluation'}" if progress else None
-    try:
-        for batch, count in read(batches, state, 0, limit, title, divide):
-            metrics = eval_step(state, batch)
-            if not count:
-                continue
-            _hold(held, metrics)
-            if rates or tokens:
-                sizes = 1, batch_size(batch), tokens(batch) if tokens else 0
-                counts = [counted + size for counted, size in zip(counts, sizes, strict=True)]
-        whole = merged(merge(*[part for _, part in held]) if held else None, metrics)
-        if whole is None:
-            raise ValueError(
-                "evaluate got no batches: the iterable is empty, or a generator that was used up; give a list, a "
-                "DataLoader or a loader"
-            )
+    counted = rates or tokens
+    with _kept_stream():
+        whole = _measured("evaluate", eval_step, state, batches, limit, title, divide, count if counted else None)
         values = compute(whole, prefix)  # which waits for the device
-    finally:
-        torch.default_generator.set_state(stream)
-    if rates or tokens:
+    if counted:
         ranks = gather((time.perf_counter() - began, counts))
         seconds = max(taken for taken, _ in ranks)
         totals = dict(
@@ -121,6 +116,97 @@ def evaluate(
         values |= {f"{prefix}{name}_per_second": totals[name] / seconds for name in names}
         values[f"{prefix}seconds"] = seconds
     return values
+
+
+def measure(
+    eval_step: EvalFn,
+    state: TrainState,
+    batches: Any,
+    *,
+    limit: int | None = None,
+    progress: bool = False,
+    divide: bool = True,
+) -> dict[str, Metric]:
+    """The metrics over all batches of one set as records, for what is more than a number, such as a matrix to draw.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(1, 1)
+    >>> def metric_fn(model, batch):
+    ...     x, y = batch
+    ...     return {"confusion": ll.ConfusionMatrix.of(x > 0, y, classes=2)}
+    >>> batches = [(torch.tensor([-1.0, 2.0]), torch.tensor([0, 1])), (torch.tensor([3.0]), torch.tensor([0]))]
+    >>> records = ll.measure(ll.make_eval_step(model, metric_fn), ll.init_state(model), batches)
+    >>> records["confusion"].matrix
+    tensor([[1, 1],
+            [0, 1]])
+    >>> ll.compute(records)
+    {'confusion': 0.666...}
+
+    `evaluate` gives what `compute` makes of these. Arguments, ranks and errors are as there, for one set and one
+    `eval_step`.
+    """
+    check_order("measure", eval_step, state)
+    for name, value in {"batches": batches, "eval_step": eval_step}.items():
+        if isinstance(value, Mapping):
+            _check_sets(value)
+            raise ValueError(f"measure takes one set, and {name} has {', '.join(value)}: call it for each of them")
+    with _kept_stream():
+        title = "evaluation" if progress else None
+        return _measured("measure", eval_step, state, batches, limit, title, divide)
+
+
+def _measured(
+    function: str,
+    eval_step: EvalFn,
+    state: TrainState,
+    batches: Any,
+    limit: int | None,
+    title: str | None,
+    divide: bool,
+    count: Callable[[Any], None] | None = None,
+) -> dict[str, Metric]:
+    """The metrics of all batches and ranks together; each batch that counts is counted."""
+    metrics: Metrics | None = None
+    held: list[tuple[int, Metrics]] = []
+    for batch, counts in read(batches, state, 0, limit, title, divide):
+        metrics = eval_step(state, batch)
+        if counts:
+            _hold(held, metrics)
+            if count is not None:
+                count(batch)
+    whole = merged(merge(*[part for _, part in held]) if held else None, metrics)
+    if whole is None:
+        raise ValueError(
+            f"{function} got no batches: the iterable is empty, or a generator that was used up; give a list, a "
+            "DataLoader or a loader"
+        )
+    return whole
+
+
+@contextmanager
+def _kept_stream() -> Iterator[None]:
+    """torch's random stream stands afterwards where it stood."""
+    stream = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(stream)
+
+
+def check_order(function: str, step: Any, state: Any, before: str = "") -> None:
+    if not isinstance(state, TrainState) or not (callable(step) or isinstance(step, Mapping)):
+        raise TypeError(
+            f"{function} takes a step and then a state, and found a {type(step).__name__} and then a "
+            f"{type(state).__name__}: write {function}({before}step, state, batches)"
+        )
+
+
+def _check_sets(sets: Mapping[str, Any]) -> None:
+    if tensors := [name for name, value in sets.items() if isinstance(value, torch.Tensor)]:
+        raise ValueError(
+            f"batches is a dict of tensors ({', '.join(map(str, tensors))}), as one batch is, and a dict here is of "
+            "several sets by name: give a list of batches, such as [batch]"
+        )
 
 
 def _hold(held: list[tuple[int, Metrics]], metrics: Metrics) -> None:
@@ -148,17 +234,22 @@ def read(
     """This rank's batches from a place on, and whether each counts: all ranks are given the same number of them."""
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; give how many batches, at least 1, or None for all")
-    length = len(batches) if hasattr(batches, "__len__") and getattr(batches, "_length", 0) is not None else None
+    stream = getattr(batches, "_length", 0) is None
+    length = max(0, len(batches) - start) if hasattr(batches, "__len__") and not stream else None
+    if length == 0:
+        batches, start = (), 0  # a loader takes it for a mistake to be read on from its end
     if limit is not None:
-        length = limit if length is None else min(limit, length - start)
-    stop = None if limit is None else start + limit
+        length = limit if length is None else min(limit, length)
+    # A stream reads what comes before as well, and takes its end for a mistake, too.
+    first = 0 if stream or not callable(batches) else start
+    rest = slice(start - first, None if limit is None else start - first + limit)
     ranks = world_size()
     found: Iterator[tuple[Any, bool]]
-    place = state.replace(epoch=0, batch=start, epoch_length=None)
+    place = state.replace(epoch=0, batch=first, epoch_length=None)
     if divide and getattr(batches, "divide", False):
-        found = islice(batches.parts(place), limit)
+        found = islice(batches.parts(place), rest.start, rest.stop)
     else:
-        whole = islice(batches(place), limit) if callable(batches) else islice(batches, start, stop)
+        whole = islice(batches(place) if callable(batches) else batches, rest.start, rest.stop)
         if divide:
             found = _in_turn(whole, rank(), ranks)
             length = None if length is None else -(-length // ranks)

@@ -96,6 +96,11 @@ def _together(counts: list[int], outs: list[Any]) -> Any:
     return end_to_end(counts, outs)
 
 
+def name_of(place: Any) -> str:
+    """Of a tensor in an output, by its place there: chance, deep/x/0, and output where it is all there is."""
+    return pointer(place).removeprefix("/") or "output"
+
+
 def end_to_end(counts: list[int], outs: list[Any]) -> Any:
     """The outputs of a whole batch, from those of its parts, which have so many examples each."""
     places, structure = torch.utils._pytree.tree_flatten_with_path(outs[0])
@@ -109,10 +114,10 @@ def end_to_end(counts: list[int], outs: list[Any]) -> Any:
         for (place, _), leaf, column in zip(places, leaves, columns, strict=True):
             name = name_of(place)
             if not isinstance(leaf, Tensor):
-                raise TypeError(f"the output's {name} is a {type(leaf).__name__}; parts of a batch need tensors")
+                raise TypeError(f"the output's {name!r} is a {type(leaf).__name__}; parts of a batch need tensors")
             if not leaf.dim() or len(leaf) != count:
                 raise ValueError(
-                    f"the output's {name} has shape {tuple(leaf.shape)} for {count} examples, which are part "
+                    f"the output's {name!r} has shape {tuple(leaf.shape)} for {count} examples, which are part "
                     "of a batch: give one row for each example"
                 )
             column.append(leaf)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from looplib import _interrupts, _modules
 from looplib._random import mix
-from looplib._ranks import Sums, largest_over_ranks, rank, several, total_over_ranks, world_size
+from looplib._ranks import Sums, largest_over_ranks, rank, several, shards, total_over_ranks, world_size
 from looplib.metrics import Mean, Metric
 from looplib.metrics import batch_size as count_examples
 from looplib.state import TrainState
@@ -419,9 +419,10 @@ def _order(name: str, wrapper: str) -> str:
 
 def multiply(grads: Mapping[str, Tensor], factor: Tensor | float) -> None:
     """All gradients times a factor, in place."""
+    parts = shards(grads.values())
     if not isinstance(factor, Tensor):
         if factor != 1:
-            torch._foreach_mul_(list(grads.values()), factor)
+            torch._foreach_mul_(parts, factor)
         return
-    for device in {grad.device for grad in grads.values()}:
-        torch._foreach_mul_([grad for grad in grads.values() if grad.device == device], factor.to(device))
+    for device in {part.device for part in parts}:
+        torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))

@@ -477,7 +477,7 @@ def _check_position(state: TrainState, count: int, length: int) -> None:
         raise ValueError(
             f"state.epoch_length is {state.epoch_length}, but this loader has {length} batches in an epoch; make "
             "the state with init_state(..., epoch_length=len(loader)), and go on with the data and the "
-            "batch_size that it began with"
+            "batch_size that it began with; to read another set from its beginning: loader(ll.TrainState())"
         )
     if state.epoch_length is not None and count != length:
         raise ValueError(

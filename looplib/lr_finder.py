@@ -51,7 +51,7 @@ class LRCurve:
         """
         figure = figure_of(figsize=(6.4, 4.0), layout="constrained")
         axes = figure.subplots()
-        axes.plot(self.lrs, self.losses, color="C0", alpha=0.25, linewidth=1)
+        axes.plot(self.lrs, self.losses, color="C0", alpha=0.25, linewidth=1, label="loss")
         axes.plot(self.lrs, self.smoothed, color="C0", linewidth=1.6, label="loss, smoothed")
         if self.suggestion is not None:
             label = f"suggestion: {self.suggestion:.2g}"

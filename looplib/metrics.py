@@ -123,8 +123,11 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     >>> compute({"loss": Mean(3.0, 4)}, prefix="train/")
     {'train/loss': 0.75}
 
-    Raises TypeError for a value that is no metric, naming it.
+    Raises TypeError for a value that is no metric, naming it, and for what is no dict.
     """
+    if not isinstance(metrics, Mapping):
+        what = "window.metrics()" if isinstance(metrics, Window) else '{"loss": ll.Mean(total, weight)}'
+        raise TypeError(f"compute takes a dict of metrics, and found a {type(metrics).__name__}: give {what}")
     values = {}
     for name, metric in metrics.items():
         if not isinstance(metric, Metric):
@@ -204,6 +207,9 @@ class Window:
             if log_now(state):
                 log(state, ll.compute(window.metrics(), prefix="train/"))
                 window = ll.Window()
+
+    No checkpoint has it, so log where you save, and a run that goes on begins with an empty one:
+    `log_now = ll.every_n_steps(50) | save_now`.
 
     It is a record that never changes, so an interrupt leaves the old one or the new one, and adding again what was
     added is adding it twice. Records wait in it unmerged until there are 64: a step costs a few operations in 64, and

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from looplib import _donation
+from looplib._ranks import shards
 
 Params = dict[str, Tensor]
 Grads = dict[str, Tensor]
@@ -242,6 +243,8 @@ class _Engine:
         if not params:
             raise ValueError(f"{self.cls.__name__} got no parameters to optimize")
         self.names = []  # these may be another model's, which divides otherwise
+        if self.cls not in _KERNELS and any(hasattr(tensor, "to_local") for tensor in params.values()):
+            self.fuse = False  # torch's other fused kernels take no DTensor
         try:
             return self.first_state(params)
         except RuntimeError:
@@ -412,12 +415,18 @@ class _Engine:
             states = [working[name] for name in names]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, self.one(steps[0].device))
-            self.kernel(
+            lists = [
                 [tensors[name] for name in names],
                 [grads[name] for name in names],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+            ]
+            if any(hasattr(tensor, "to_local") for tensor in lists[0]):
+                # Each element by itself: so this rank's part, without what DTensor asks of each operation.
+                lists = [shards(tensors) for tensors in lists]
+            self.kernel(
+                *lists,
                 steps,
                 lr=group["lr"],
                 beta1=group["betas"][0],

@@ -33,6 +33,8 @@ Log = str | os.PathLike[str] | Sequence[Row]
 _COUNTS = ("step", "epoch", "batch", "samples")
 
 
+_STYLES = ("-", "--", ":", "-.")
+
 _MARKED = 25  # a line of no more points than this shows each, and is not smoothed
 
 
@@ -53,14 +55,16 @@ def plot(
     ['loss']
     >>> figure = ll.plot({"small": rows, "large": rows}, "eval/loss", smooth=0.9)  # paths of logs do as well
 
-    What comes after the last slash of a name is its metric, so `train/loss` and `eval/loss` share a panel. One run
-    has a colour for each of them; several runs have one each, and line styles tell apart what is before the slash.
+    What comes after the last slash of a name is its metric and before it its source, so `train/loss` and `eval/loss`
+    share a panel. One run has a colour for each source. Several runs have a colour each, and where sources share a
+    panel, a line style for each source.
     Losses and perplexities are drawn on a log scale where they span a factor of ten. A value that is infinite or NaN
     is a cross at the lower edge. Where a run went back to a checkpoint, what it did again replaces what was there.
 
     Args:
         logs: the path of a `jsonl` log, or its rows as `read_jsonl` gives them; or a dict of these, by labels.
-        names: what to draw, in this order: metrics (`"loss"`) or full names (`"eval/auc"`); all numbers by default.
+        names: what to draw, in this order: metrics (`"loss"`), full names (`"eval/auc"`) or all of a source
+            (`"eval"`, `"eval/plain"`); all numbers by default.
         x: what to draw it over: `"step"`, `"epoch"`, `"samples"`, or any name in the same rows.
         smooth: from 0 to below 1, how much of the average before a point is kept at each; the line is then this
             exponential average, corrected for its beginning, and the values stand pale behind it. A line of at most
@@ -124,11 +128,24 @@ def _panels(
         names = [names]
     panels: dict[str, list[str]] = {}
     for wanted in [_split(name)[1] for name in there] if names is None else names:
-        found = [name for name in there if wanted in (name, _split(name)[1])]
+        found = _panels_of(wanted, there)
         if not found:
             raise ValueError(f"no log has {wanted!r}; there are {', '.join(there)}")
-        panels[found[0] if len(found) == 1 else wanted] = found
+        panels |= found
     return panels
+
+
+def _panels_of(wanted: str, there: Iterable[str]) -> dict[str, list[str]]:
+    """One for a name or a metric, or else one for each metric of a source."""
+    panels: dict[str, list[str]] = {}
+    for name in there:
+        if wanted in (name, _split(name)[1]):
+            panels.setdefault(wanted, []).append(name)
+    if not panels:
+        for name in there:
+            if name.startswith(f"{wanted}/"):
+                panels.setdefault(f"{wanted} {_split(name)[1]}", []).append(name)
+    return {names[0] if len(names) == 1 else title: names for title, names in panels.items()}
 
 
 def _listed(runs: Iterable[str]) -> str:
@@ -145,7 +162,11 @@ def _draw(
     down = -(-len(panels) // columns)
     figure = figure_of(figsize=(4.8 * columns + 0.8, 3.2 * down), layout="constrained")
     grid = figure.subplots(down, columns, squeeze=False).ravel()
-    sources = list(dict.fromkeys(_split(name)[0] for found in panels.values() for name in found))
+    inside = [list(dict.fromkeys(_split(name)[0] for name in found)) for found in panels.values()]
+    sources = list(dict.fromkeys(source for some in inside for source in some))
+    mixed = list(dict.fromkeys(source for some in inside if len(some) > 1 for source in some))
+    several = len(lines) > 1
+    styles = {source: _STYLES[place % len(_STYLES)] for place, source in enumerate(mixed)} if several else {}
     shown: dict[str, Any] = {}
     for axes, (title, found) in zip(grid, panels.items(), strict=False):
         for place, (label, run) in enumerate(lines.items()):
@@ -153,21 +174,30 @@ def _draw(
                 if name not in run:
                     continue
                 source = _split(name)[0]
-                rank = sources.index(source)
-                colour = f"C{place if len(lines) > 1 else rank}"
-                style = ("-", "--", ":", "-.")[rank % 4 if len(lines) > 1 else 0]
-                key = " ".join(filter(None, (label, source if len(sources) > 1 else "")))
-                if not key and len(found) > 1:
-                    key = name
-                line = _draw_line(axes, run[name], colour, style, smooth)
-                if key:  # else the title says it all
-                    shown.setdefault(key, line)
+                colour = f"C{place if several else sources.index(source)}"
+                line = _draw_line(axes, run[name], colour, styles.get(source, "-"), smooth)
+                if several:
+                    shown.setdefault(label, _sample(colour, "-"))
+                elif source in mixed:  # else the title says it all
+                    shown.setdefault(source or name, line)
         dress(axes, title, x, [value for run in lines.values() for name in found for _, value in run.get(name, [])])
     for axes in grid[len(panels) :]:
         axes.remove()
-    if len(shown) > 1:
-        figure.legend(shown.values(), shown.keys(), loc="outside right upper", frameon=False)
+    entries = list(shown.items())
+    for source, style in styles.items():
+        first = next(name for found in panels.values() for name in found if _split(name)[0] == source)
+        entries.append((source or first, _sample("0.4", style)))
+    if len(entries) > 1:
+        labels, handles = zip(*entries, strict=True)
+        of = None if several else next(iter(lines)) or None
+        figure.legend(handles, labels, loc="outside right upper", frameon=False, title=of)
     return figure
+
+
+def _sample(colour: str, style: Any) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=colour, linestyle=style, linewidth=1.6)
 
 
 def _draw_line(axes: Axes, points: list[tuple[float, float]], colour: str, style: str, smooth: float) -> Any:
@@ -325,8 +355,8 @@ class _Canvas:
     def draw(self) -> None:
         began = time.monotonic()
         lines = {"": _lines(self.rows, self.x)}
-        there = {part for name in lines[""] for part in (name, _split(name)[1])}
-        names = None if self.names is None else [name for name in self.names if name in there]
+        there = lines[""]
+        names = None if self.names is None else [name for name in self.names if _panels_of(name, there)]
         if there and names != []:
             figure = _draw(lines, _panels(lines, names, self.x), self.x, self.smooth)
             if self.path is not None:

@@ -318,17 +318,18 @@ class GroupedAUC(NamedTuple):
     ...         "calibration": ll.calibration(logits.sigmoid(), clicked),
     ...         "user_auc": by_user,
     ...         "users_left_out": ll.Reading(by_user, ll.GroupedAUC.left_out),
+    ...         "users": ll.Reading(by_user, ll.GroupedAUC.number_of_groups),
     ...     }
     >>> eval_step = ll.make_eval_step(model, metric_fn)
     >>> data = {"x": torch.randn(6, 4), "clicked": torch.tensor([0.0, 1, 1, 0, 0, 0]), "user": torch.arange(6) // 2}
     >>> batches = [{name: column[rows] for name, column in data.items()} for rows in (slice(4), slice(4, 6))]
     >>> scores = ll.evaluate(eval_step, ll.init_state(model), batches, prefix="eval/")
-    >>> scores["eval/users_left_out"]
-    1.0
+    >>> scores["eval/users_left_out"], scores["eval/users"]
+    (1.0, 3.0)
 
     A group need not lie in one batch, so everything is collected, and memory grows with the set as that of `AUC`
-    and 8 bytes for each example. A group with one class only has no AUC: it is left out, and counted by `left_out`.
-    Computes to NaN where no group is left, or a score is NaN.
+    and 8 bytes for each example. A group with one class only has no AUC: it is left out, and counted by `left_out`,
+    of the `number_of_groups`. Computes to NaN where no group is left, or a score is NaN.
 
     Attributes:
         scores, labels, groups, weights: the batches' own, on their device.
@@ -405,6 +406,10 @@ class GroupedAUC(NamedTuple):
             return 0
         _, positive, negative = self._by_group()
         return ((positive * negative) == 0).sum()
+
+    def number_of_groups(self) -> int:
+        """How many groups there are, with those that are left out."""
+        return len(torch.unique(torch.cat(self.groups))) if self.groups else 0
 
     def _by_group(self) -> tuple[Tensor, Tensor, Tensor]:
         weights = _all_weights(self.scores, self.weights)

@@ -27,7 +27,12 @@ def rename(sink: Sink, names: Mapping[str, str] | Callable[[str], str]) -> Sink:
     >>> log = ll.rename(ll.console(), {"eval/auc": "eval_auc"})
     >>> log(ll.TrainState(step=5), {"train/loss": 0.5, "eval/auc": 0.75})
     step      5  epoch      0  train/loss 0.5         eval_auc 0.75
-    >>> log = ll.rename(ll.console(), lambda name: name.replace("/", "_"))
+
+    The names that transformers' Trainer logs, `loss` and `eval_auc`:
+
+    >>> log = ll.rename(ll.console(), lambda name: name.removeprefix("train/").replace("/", "_"))
+    >>> log(ll.TrainState(step=5), {"train/loss": 0.5, "eval/auc": 0.75})
+    step      5  epoch      0  loss 0.5         eval_auc 0.75
 
     Args:
         sink: what is called.

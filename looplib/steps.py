@@ -211,7 +211,8 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
     Args:
         model: the module, wrapped or not.
         metric_fn: `metric_fn(model, batch)`, a dict of metrics such as `Mean(total, weight)`, or of scalars, which
-            weigh by the number of examples in the batch.
+            weigh by the number of examples in the batch: a mean of the batches' means, which is right for an average
+            over examples, and wrong for F1, AUC or a metric of torchmetrics that was called (see `torchmetric`).
 
     Raises:
         TypeError, ValueError: something else returned; a state of another model, a batch on another device.

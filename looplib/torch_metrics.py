@@ -58,7 +58,16 @@ class TorchMetric(NamedTuple):
         return TorchMetric(self.host, states, (), updates)
 
     def value(self) -> Any:
-        """What the metric computes, as it is: a tensor of any shape, or a dict."""
+        """What the metric computes, as it is: a tensor of any shape, or a dict.
+
+        Raises ValueError for the record of no batches.
+        """
+        if not self.updates:
+            name = type(self.host).__name__
+            raise ValueError(
+                f"this {name} was given no batch: return metric.of(predictions, labels), or what its update takes, "
+                "and not the metric itself, from the function of the model and the batch"
+            )
         if self.states is None:
             # A reset does not bring all of such a metric back: MinMaxMetric keeps its extremes.
             metric = copy.deepcopy(self.host)
@@ -101,11 +110,14 @@ def torchmetric(metric: Any) -> TorchMetric:
     or a composition of such. For any other, the inputs are kept, and the metric is updated with all of them when it
     is computed: a running correlation, a bootstrap.
 
+    Give the record to the loop, and not the metric's own value: a scalar such as `f1(logits, y)` is averaged over the
+    batches, by their examples, and for F1 or AUC such a mean of means is another number.
+
     Args:
         metric: with `update`, `compute` and `reset`, on the device of its inputs.
 
     Raises TypeError for something else. A metric of several numbers raises ValueError when it is computed; `Reading`
-    takes one from its `value()`.
+    takes one from its `value()`. So does the record of no batches, which `.of(...)` was forgotten for.
     """
     missing = [name for name in ("update", "compute", "reset") if not callable(getattr(metric, name, None))]
     if missing or isinstance(metric, type):

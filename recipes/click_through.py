@@ -92,8 +92,8 @@ def main(
     scores = {name: ll.evaluate(steps, best, test) for name, steps in judges.items()}
     path = ll.predict_to(folder / f"predictions-{best.step}", predict_step, best, test["all"])
     written, clicked = ll.read_predictions(path), torch.cat([batch[1] for batch in test["all"]])
-    by_user = ll.GroupedAUC.of(written["/chance"], clicked, written["/user"])
-    scores["disk"] = ll.compute({"all/auc": ll.AUC.of(written["/chance"], clicked), "all/user_auc": by_user})
+    by_user = ll.GroupedAUC.of(written["chance"], clicked, written["user"])
+    scores["disk"] = ll.compute({"all/auc": ll.AUC.of(written["chance"], clicked), "all/user_auc": by_user})
     print(f"{len(clicked):,} generated impressions" + "".join(f"{name:>10}" for name in scores))
     for name in scores["truth"]:
         print(f"{name:28}" + "".join(f"{found[name]:10.5g}" for found in scores.values() if name in found))

@@ -309,7 +309,7 @@ def test_batches_of_every_form_are_cut():
         assert [type(piece) for piece in pieces] == [type(batch)] * 3
         assert [read(piece)[0].tolist() for piece in pieces] == [[0, 1], [2, 3], [4]]
         assert [read(piece)[1] for piece in pieces] == [["a", "b"], ["c", "d"], ["e"]]
-    pieces = split(Record(x, 0.5), 5, 3)
+    pieces = split(Record(x, 0.5), 5, 3, lambda record: len(record.x))
     assert [piece.x.tolist() for piece in pieces] == [[0, 1, 2], [3, 4]]
     assert pieces[1].scale == 0.5
     targets = [{"boxes": torch.zeros(n, 4)} for n in range(1, 6)]  # one for each example
@@ -317,6 +317,16 @@ def test_batches_of_every_form_are_cut():
     pair = split((torch.zeros(2, 3), torch.ones(2)), 2, 1)  # two fields, not two examples
     assert [piece[0].shape for piece in pair] == [(1, 3), (1, 3)]
     assert split((x, None, 3, "text"), 5, 3)[1][1:] == (None, 3, "text")
+
+
+class Opaque:
+    """A batch with a length, and nothing else that is known."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return len(self.x)
 
 
 def test_what_cannot_be_cut_is_named():
@@ -328,6 +338,9 @@ def test_what_cannot_be_cut_is_named():
         ll.accumulate(grad_fn, microbatches=2)(state, batch)
     with pytest.raises(ValueError, match=r"batch\['rows'\] has shape \(3,\)"):
         ll.accumulate(grad_fn, size=2)(state, {"x": torch.zeros(8, 5), "rows": np.zeros(3)})
+    for wrapped in (ll.accumulate(grad_fn, size=3), ll.accumulate(grad_fn, 2), ll.retry_on_oom(grad_fn, 4)):
+        with pytest.raises(ValueError, match=r"a Opaque of 5 examples cannot be cut: its pieces would have 5, 5\."):
+            wrapped(state, Opaque(torch.zeros(5, 5)))
     with pytest.raises(TypeError, match="takes a list of pieces; this batch is a Tensor"):
         ll.accumulate(grad_fn)(state, torch.zeros(8, 5))
     with pytest.raises(ValueError, match="empty list"):

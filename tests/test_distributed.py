@@ -98,7 +98,7 @@ with ll.distributed.setup(required=False):
 """
 
 
-def launch(folder, ranks, code, *arguments, check=True, options=()):
+def launch(folder, ranks, code, *arguments, check=True, options=(), timeout=300):
     script = folder / "script.py"
     script.write_text(textwrap.dedent(code))
     command = [sys.executable]
@@ -109,7 +109,7 @@ def launch(folder, ranks, code, *arguments, check=True, options=()):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
     )
     assert not check or run.returncode == 0, run.stderr
     return run
@@ -233,13 +233,140 @@ def test_each_sample_is_evaluated_and_predicted_once_and_in_order(tmp_path, rank
     assert expected["own/auc"] == expected["loader/auc"] == expected["list/auc"]
     one, many = (ll.read_predictions(tmp_path / name / "predictions") for name in ("one", "many"))
     torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-14)
-    assert many["/user"].tolist() == [n % 7 for n in range(101)]
+    assert many["user"].tolist() == [n % 7 for n in range(101)]
     (row,) = ll.read_jsonl(tmp_path / "many" / "log.jsonl")
     assert row["rank"] == (ranks + 1) / 2
     assert row["weighed"] == 2.0
     assert run.stdout.count("weighed") == run.stdout.count("printed") == 1
     kept = [(tmp_path / "many/ranks" / f"rank-{rank}.log").read_text() for rank in range(1, ranks)]
     assert [text.split("\n")[-2] for text in kept] == [f"rank {rank} printed" for rank in range(1, ranks)]
+
+
+WRAPPERS = """
+import sys, torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+adamw = ll.optimizer(torch.optim.AdamW, lr=1e-2)
+CASES = {
+    "adaptive_grad_clip": (ll.adaptive_grad_clip, adamw),
+    "clip_by_value": (lambda grad_fn: ll.clip_by_value(grad_fn, 0.01), adamw),
+    "norm 1": (lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.1, 1.0), adamw),
+    "skip_spikes": (None, ll.skip_spikes(adamw, window=4, sigmas=3.0)),
+    "lookahead": (None, ll.lookahead(adamw, 2, 0.5)),
+    "swa": (None, ll.swa(adamw, start=1)),
+    "ema": (None, ll.ema(adamw, 0.5)),
+    "freeze": (None, ll.freeze(adamw, lambda name, tensor: name.startswith("0"))),
+    "sgd": (None, ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "rmsprop": (None, ll.optimizer(torch.optim.RMSprop, lr=0.01)),
+    "foreach": (None, ll.optimizer(torch.optim.AdamW, lr=1e-2, foreach=True)),
+    "groups": (None, ll.optimizer(torch.optim.AdamW, lr=1e-2, groups=[(lambda n, t: t.ndim < 2, {"lr": 0.1})])),
+}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def trained(engine, grad_wrapper, optimizer):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3)).double()
+    wrap = {"ddp": DistributedDataParallel, "fsdp": lambda model: fully_shard(model, mesh=mesh)}.get(engine)
+    model = wrap(model) if wrap else model
+    masks = []
+    model.register_forward_hook(lambda module, args, out: masks.append(out.detach().sum().item()))
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
+    if engine == "reduce":
+        grad_fn = ll.distributed.reduce_gradients(grad_fn)
+    step = ll.make_train_step(grad_wrapper(grad_fn) if grad_wrapper else grad_fn, optimizer, donate=True)
+    state, generator = ll.init_state(model, optimizer), torch.Generator().manual_seed(1)
+    eval_step = ll.make_eval_step(model, lambda model, batch: {"out": model(batch[0]).square().sum()})
+    for _ in range(5):
+        x = torch.randn(9, 6, generator=generator).double()
+        y = torch.randint(0, 3, (9,), generator=generator)
+        evaluated = ll.evaluate(eval_step, state, [(x, y)])
+        state, metrics = step(state, (x.tensor_split(world)[rank], y.tensor_split(world)[rank]))
+    metrics = ll.compute(ll.distributed.reduce(metrics)) | evaluated
+    state = ll.bind(model, ll.copy_state(state))
+    state, _ = step(state, (x, y))
+    averaged = ll.eval_state(optimizer, state)
+    return {name: whole(tensor) for name, tensor in averaged.params.items()} | metrics, masks
+
+
+with ll.distributed.setup():
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    for name, case in CASES.items():
+        (expected, drawn), *others = [trained(engine, *case) for engine in ("ddp", "fsdp", "reduce")]
+        for found, masks in others:
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-14, msg=name)
+            torch.testing.assert_close(masks, drawn, rtol=1e-11, atol=1e-14, msg=name)
+    sums = [torch.zeros(1) for _ in range(world)]
+    torch.distributed.all_gather(sums, torch.tensor([drawn[1]]))
+    if rank == 0:
+        print(len(CASES), "alike;", len({value.item() for value in sums}), "masks")
+"""
+
+
+def test_every_wrapper_gives_the_same_with_each_engine(tmp_path):
+    assert launch(tmp_path, 2, WRAPPERS).stdout == "12 alike; 2 masks\n"
+
+
+TENSOR = """
+import sys, torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+import looplib as ll
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+with ll.distributed.setup(required=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), nn.LayerNorm(4)).double()
+    if ll.distributed.launched():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        ll.distributed.set_data_parallel_group(mesh["data"])
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["data"])
+        assert (ll.distributed.rank(), ll.distributed.world_size()) == (mesh.get_local_rank("data"), 2)
+    data = torch.utils.data.TensorDataset(torch.randn(30, 6).double(), torch.randint(0, 4, (30,)))
+    optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=1e-2), 0.9)
+
+    def loss_fn(model, batch):
+        return ll.Mean(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), batch[1].sum())
+
+    grad_fn = ll.clip_by_global_norm(ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches=2), 0.5)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    loader = ll.make_loader(data, batch_size=7, drop_last=True)
+    state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    log = ll.jsonl(sys.argv[1])
+    while state.epoch < 2:
+        for batch in loader(state):
+            state, metrics = train_step(state, batch)
+            log(state, ll.compute(ll.distributed.reduce(metrics)))
+    eval_step = ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})
+    scores = ll.evaluate(eval_step, ll.eval_state(optimizer, state), loader)
+    weights = {name: whole(tensor).sum().item() for name, tensor in state.params.items()}
+    log(state, scores | weights)
+"""
+
+
+def test_tensor_parallel_models_train_as_one_process_does(tmp_path):
+    launch(tmp_path, 0, TENSOR, tmp_path / "one")
+    launch(tmp_path, 4, TENSOR, tmp_path / "many")
+    one, many = ll.read_jsonl(tmp_path / "one"), ll.read_jsonl(tmp_path / "many")
+    assert len(one) == len(many) == 9
+    assert one[-1]["samples"] == 56
+    for expected, found in zip(one, many, strict=True):
+        assert found == pytest.approx(expected, rel=1e-11, abs=1e-13)
 
 
 FAIL = """
@@ -341,3 +468,95 @@ def test_what_acts_on_whole_gradients_stands_around_their_reduction():
         ValueError, match=r"clip_by_global_norm within reduce_gradients would act on each rank's part"
     ):
         ll.distributed.reduce_gradients(ll.clip_by_global_norm(grad_fn, 1.0))
+
+
+ELASTIC = """
+import os, random, signal, sys, threading, time, torch
+from pathlib import Path
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+folder, engine, until, kills = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+
+
+def kill_once(number, rank):
+    # At a random moment, of which many are within a save; each number once, whichever rank comes first.
+    time.sleep(random.Random(number).uniform(0.0, 0.6))
+    try:
+        (folder / f"kill-{number}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+with ll.distributed.setup(required=False):
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    if world > 1:
+        mesh = init_device_mesh("cpu", (world,))
+        model = DistributedDataParallel(model) if engine == "ddp" else fully_shard(model, mesh=mesh)
+    data = torch.utils.data.TensorDataset(torch.randn(50, 5).double(), torch.randint(0, 3, (50,)))
+    optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-2, warmup=3, total=60)), 0.9)
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
+    train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 0.5), optimizer, donate=True)
+    loader = ll.make_loader(data, batch_size=8, drop_last=True)
+    ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=2, asynchronous=engine == "fsdp")
+    state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader)))
+    log, done, save_now = ll.jsonl(folder / "log.jsonl"), ll.after_steps(until), ll.every_n_steps(3)
+    killed = len(list(folder.glob("kill-*")))
+    if killed < kills and random.Random(killed).randrange(world) == rank:
+        threading.Thread(target=kill_once, args=(killed, rank), daemon=True).start()
+    while not done(state):
+        for batch in loader(state):
+            state, metrics = train_step(state, batch)
+            log(state, ll.compute(ll.distributed.reduce(metrics)))
+            if save_now(state) or done(state):
+                ckpt.save(state)
+            if done(state):
+                break
+            if kills:
+                time.sleep(0.01)
+    ckpt.wait()
+"""
+
+
+def losses(folder):
+    columns = ll.read_columns(folder / "log.jsonl")
+    assert columns["step"] == list(range(1, len(columns["step"]) + 1))
+    return columns
+
+
+def same_run(found, expected):
+    for name in ("samples", "epoch", "batch"):
+        assert found[name] == expected[name]
+    for name in ("loss", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-11)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_run_of_four_ranks_goes_on_with_two_and_then_one(tmp_path, engine):
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    launch(tmp_path, 0, ELASTIC, tmp_path / "whole", engine, 30, 0)
+    for ranks, until in ((4, 10), (2, 20), (0, 30)):
+        launch(tmp_path, ranks, ELASTIC, tmp_path / "parts", engine, until, 0)
+    same_run(losses(tmp_path / "parts"), losses(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "kills"),
+    [("ddp", 2), ("fsdp", 2), *(pytest.param(e, 25, marks=pytest.mark.large) for e in ("ddp", "fsdp"))],
+)
+@pytest.mark.timeout(3600)
+def test_ranks_that_are_killed_come_back_and_the_run_ends_where_it_should(tmp_path, engine, kills):
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    launch(tmp_path, 0, ELASTIC, tmp_path / "whole", engine, 60, 0)
+    options = ["--max-restarts", str(kills), "--monitor-interval", "0.1"]
+    launch(tmp_path, 2, ELASTIC, tmp_path / "killed", engine, 60, kills, options=options, timeout=100 + 30 * kills)
+    assert len(list((tmp_path / "killed").glob("kill-*"))) == kills
+    same_run(losses(tmp_path / "killed"), losses(tmp_path / "whole"))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import looplib as ll
+from looplib.evaluation import measure
 
 
 def parts():
@@ -121,3 +122,65 @@ def test_training_with_an_evaluation_at_every_step_has_the_bits_of_training_with
     for tree in ("params", "buffers"):
         for name, tensor in getattr(one, tree).items():
             assert torch.equal(tensor, getattr(other, tree)[name]), name
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=20), limit=st.none() | st.integers(1, 20))
+@settings(max_examples=15, deadline=None)
+def test_measure_gives_the_records_that_evaluate_computes(sizes, limit):
+    model, _, state = parts()
+    x = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(2))
+    rows = x if limit is None else x[: sum(sizes[:limit])]
+
+    def with_matrix(model, x):
+        matrix = ll.ConfusionMatrix.of(model(x).argmax(1), (x[:, 0] > 0).long(), classes=2)
+        return {**metric_fn(model, x), "matrix": matrix}
+
+    eval_step = ll.make_eval_step(model, with_matrix)
+    found = measure(eval_step, state, x.split(sizes), limit=limit)
+    assert ll.compute(found) == ll.evaluate(eval_step, state, x.split(sizes), limit=limit)
+    expected = torch.zeros(2, 2, dtype=torch.long)
+    torch.nn.Module.eval(model)
+    for row in rows:
+        expected[int(row[0] > 0), model(row[None]).argmax()] += 1
+    assert torch.equal(found["matrix"].matrix, expected)
+
+
+def test_measuring_leaves_the_random_stream_and_takes_one_set(capfd):
+    model, _, state = parts()
+    before = torch.get_rng_state()
+
+    def drawn():
+        for _ in range(3):
+            yield torch.rand(2, 3)
+
+    assert measure(ll.make_eval_step(model, metric_fn), state, drawn(), progress=True)["mean"].weight == 12
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "evaluation:" in capfd.readouterr().err
+    eval_step = ll.make_eval_step(model, metric_fn)
+    with pytest.raises(ValueError, match="measure takes one set, and batches has a, b: call it for each of them"):
+        measure(eval_step, state, {"a": [torch.zeros(2, 3)], "b": [torch.zeros(2, 3)]})
+    with pytest.raises(ValueError, match="measure takes one set, and eval_step has a: call it"):
+        measure({"a": eval_step}, state, [torch.zeros(2, 3)])
+    with pytest.raises(ValueError, match="measure got no batches"):
+        measure(eval_step, state, [])
+
+
+def test_arguments_in_another_order_and_a_batch_for_batches_are_named(tmp_path):
+    model, _, state = parts()
+    step, batches = ll.make_eval_step(model, metric_fn), [torch.zeros(2, 3)]
+    for name, call in {
+        "evaluate": lambda: ll.evaluate(state, step, batches),
+        "measure": lambda: measure(state, step, batches),
+        "predict": lambda: next(ll.predict(state, step, batches)),
+    }.items():
+        message = (
+            rf"{name} takes a step and then a state, and found a TrainState and then a function: write {name}\(step"
+        )
+        with pytest.raises(TypeError, match=message):
+            call()
+    with pytest.raises(TypeError, match=r"write predict_to\(path, step, state, batches\)"):
+        ll.predict_to(tmp_path / "out", state, step, batches)
+    assert not list(tmp_path.iterdir())
+    for call in (ll.evaluate, measure):
+        with pytest.raises(ValueError, match=r"a dict of tensors \(x, y\), as one batch is.*such as \[batch\]"):
+            call(step, state, {"x": torch.zeros(2, 3), "y": torch.zeros(2)})

@@ -868,8 +868,12 @@ def test_a_sampler_that_is_no_function_of_the_epoch():
 
 def test_states_that_are_not_this_loaders():
     loader = make_loader(range(10), batch_size=4)
-    with pytest.raises(ValueError, match=r"epoch_length is 5, but this loader has 3 batches .*len\(loader\)"):
+    with pytest.raises(
+        ValueError, match=r"epoch_length is 5, but this loader has 3 batches .*len\(loader\)"
+    ) as found:
         loader(at(epoch_length=5))
+    assert str(found.value).endswith("to read another set from its beginning: loader(ll.TrainState())")
+    assert len(list(loader(TrainState()))) == 3
     with pytest.raises(ValueError, match=r"stands at the end of epoch 1 \(batch 3 of 3\).*end_epoch"):
         loader(at(1, 3))
     with pytest.raises(ValueError, match=r"state.batch is 7, but epoch 0 has 3 batches"):

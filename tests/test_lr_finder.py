@@ -160,6 +160,8 @@ def test_the_curve_is_drawn_with_the_suggestion(tmp_path):
     assert points(raw) == list(zip(curve.lrs, curve.losses, strict=True))
     assert points(line) == list(zip(curve.lrs, curve.smoothed, strict=True))
     assert list(mark.get_xdata()) == [curve.suggestion] * 2
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["loss", "loss, smoothed", f"suggestion: {curve.suggestion:.2g}"]
     assert axes.get_xscale() == "log"
     low, high = axes.get_ylim()
     assert low < min(curve.losses) < curve.losses[0] < high

@@ -37,6 +37,17 @@ def expected(rows, name, x="step"):
     return [(float(row[x]), row[name]) for row in rows if name in row]
 
 
+def kinds(lines):
+    return [(line.get_color(), line.get_linestyle()) for line in lines]
+
+
+def legend(figure):
+    """The entries of the one legend, with the colour and style of each."""
+    (found,) = figure.legends
+    texts = [text.get_text() for text in found.get_texts()]
+    return dict(zip(texts, kinds(found.get_lines()), strict=True))
+
+
 def test_train_and_eval_of_a_metric_share_a_panel():
     rows = rows_of()
     figure = plot(rows)
@@ -63,14 +74,47 @@ def test_runs_have_colours_and_sources_line_styles(tmp_path):
     assert [points(line) for line in axes.lines] == [
         expected(rows, name) for rows in (small, rows_of()) for name in ("train/loss", "eval/loss")
     ]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "small train",
-        "small eval",
-        "large train",
-        "large eval",
+    assert kinds(axes.lines) == [("C0", "-"), ("C0", "--"), ("C1", "-"), ("C1", "--")]
+    assert legend(figure) == {
+        "small": ("C0", "-"),
+        "large": ("C1", "-"),
+        "train": ("0.4", "-"),
+        "eval": ("0.4", "--"),
+    }
+    alone = plot({"small": small}, "loss")  # a colour for each source, as without a label
+    assert (alone.legends[0].get_title().get_text(), list(legend(alone))) == ("small", ["train", "eval"])
+
+
+def test_where_no_panel_mixes_sources_the_legend_names_runs_only():
+    runs = {"small": rows_of(), "large": rows_of(scale=2.0)}
+    figure = plot(runs, ["train/loss", "eval/auc", "lr"])
+    assert [kinds(axes.lines) for axes in figure.axes] == [[("C0", "-"), ("C1", "-")]] * 3
+    assert legend(figure) == {"small": ("C0", "-"), "large": ("C1", "-")}
+    assert not plot(runs["small"], ["train/loss", "eval/auc", "lr"]).legends
+    # The source of a panel of its own is in its title.
+    both = plot(runs, ["loss", "lr"])
+    assert list(legend(both)) == ["small", "large", "train", "eval"]
+    assert kinds(both.axes[1].lines) == [("C0", "-"), ("C1", "-")]
+    alike = plot({"train": runs["small"], "eval": runs["large"]}, "loss")
+    assert [text.get_text() for text in alike.legends[0].get_texts()] == ["train", "eval", "train", "eval"]
+    bare = plot({name: [{"step": 1, "loss": 1.0, "eval/loss": 2.0}] for name in runs})
+    assert list(legend(bare)) == ["small", "large", "loss", "eval"]
+
+
+def test_a_source_stands_for_everything_under_it():
+    rows = [
+        {"step": step, "train/loss": 1.0, "eval/plain/loss": 2.0, "eval/plain/auc": 0.5, "eval/shifted/loss": 3.0}
+        for step in range(3)
     ]
-    kinds = [(line.get_color(), line.get_linestyle()) for line in axes.lines]
-    assert kinds == [("C0", "-"), ("C0", "--"), ("C1", "-"), ("C1", "--")]
+    plain = plot(rows, "eval/plain")
+    assert [axes.get_title() for axes in plain.axes] == ["eval/plain/loss", "eval/plain/auc"]
+    assert not plain.legends
+    figure = plot(rows, ["auc", "eval", "loss"])
+    assert [axes.get_title() for axes in figure.axes] == ["eval/plain/auc", "eval loss", "loss"]
+    assert [len(axes.lines) for axes in figure.axes] == [1, 2, 3]
+    assert points(figure.axes[1].lines[1]) == expected(rows, "eval/shifted/loss")
+    with pytest.raises(ValueError, match="no log has 'eval/pl'; there are train/loss, eval/plain/loss"):
+        plot(rows, "eval/pl")
 
 
 def test_names_choose_panels_and_their_order():
@@ -240,7 +284,7 @@ def test_drawing_takes_a_tenth_of_the_time_at_most(monkeypatch, tmp_path):
 
 
 def test_a_live_picture_waits_for_a_name(tmp_path):
-    log = live_plot(["eval/auc", "train/loss"], path=tmp_path / "loss.png", every=0)
+    log = live_plot(["eval/auc", "train"], path=tmp_path / "loss.png", every=0)
     log(ll.TrainState(step=1), {"lr": 1.0})
     assert not (tmp_path / "loss.png").exists()
     log(ll.TrainState(step=1), {"train/loss": 1.0})

@@ -71,14 +71,14 @@ def test_scores_from_disk_are_those_of_the_evaluation_and_of_sklearn(whole):
     recipe, folder, scores = whole
     fields, clicked, truth, rate = (column.numpy() for column in held_out(recipe)["all"])
     _, written = predictions(folder)
-    assert torch.equal(written["/user"], torch.from_numpy(fields[:, 0]))
+    assert torch.equal(written["user"], torch.from_numpy(fields[:, 0]))
     assert scores["disk"] == {name: scores["model"][name] for name in ("all/auc", "all/user_auc")}
-    for name, chances in {"model": written["/chance"].numpy(), "truth": truth, "rate": rate}.items():
+    for name, chances in {"model": written["chance"].numpy(), "truth": truth, "rate": rate}.items():
         found = scores[name]
         assert found["all/auc"] == pytest.approx(roc_auc_score(clicked, chances), abs=1e-12)
         assert found["all/loss"] == pytest.approx(log_loss(clicked, chances.astype(np.float64)), rel=1e-5)
         assert found["all/calibration"] == pytest.approx(chances.mean(dtype=np.float64) / clicked.mean(), rel=1e-6)
-    user_auc, left_out = sklearn_by_user(fields[:, 0], clicked, written["/chance"].numpy())
+    user_auc, left_out = sklearn_by_user(fields[:, 0], clicked, written["chance"].numpy())
     assert scores["model"]["all/user_auc"] == pytest.approx(user_auc, abs=1e-12)
     assert scores["model"]["all/users_left_out"] == left_out > 0
 
@@ -86,7 +86,7 @@ def test_scores_from_disk_are_those_of_the_evaluation_and_of_sklearn(whole):
 def test_new_users_and_cold_items_are_those_seldom_seen_in_training(whole):
     recipe, folder, scores = whole
     train, dev, _ = recipe.make_data(SMALL["impressions"], 10, 1000)
-    sets, written = held_out(recipe), predictions(folder)[1]["/chance"]
+    sets, written = held_out(recipe), predictions(folder)[1]["chance"]
     assert (len(train), sum(len(batch[1]) for batch in dev["all"]), len(sets["all"][1])) == (24_000, 2_000, 4_000)
     for name, place in (("new_users", 0), ("cold_items", 1)):
         ids, counts = np.unique(train.tensors[0][:, place].numpy(), return_counts=True)

@@ -228,6 +228,7 @@ def test_grouped_auc(drawn, average, data):
         record = S.GroupedAUC.empty(average).merge(record)
         same(number(record), expected)
         assert number(S.Reading(record, S.GroupedAUC.left_out)) == len(rows) - len(kept)
+        assert number(S.Reading(record, S.GroupedAUC.number_of_groups)) == len(rows)
         if len(tensors) == 3 and kept:
             assert number(record) == number(S.GroupedAUC.of(*tensors, average=average))
 
@@ -243,7 +244,7 @@ def test_scores_that_are_nan_are_not_ranked():
     for empty in (S.AUC.empty(), S.GroupedAUC.empty(), S.StreamingAUC.empty(), S.R2.empty()):
         assert math.isnan(number(empty))
         assert math.isnan(number(empty.merge(empty)))
-    assert S.GroupedAUC.empty().left_out() == 0
+    assert S.GroupedAUC.empty().left_out() == S.GroupedAUC.empty().number_of_groups() == 0
     infinite = torch.tensor([-torch.inf, torch.inf, 0.5, 0.2])
     assert number(S.AUC.of(infinite, labels)) == number(S.StreamingAUC.of(infinite, labels)) == 1
 

@@ -56,4 +56,10 @@ def test_an_empty_window_and_other_names_are_refused():
         Window().add({"a": Mean(1.0)}).add({"b": Mean(1.0)}).metrics()
 
 
-# tensorboard
+def test_a_window_itself_is_not_computed():
+    with pytest.raises(
+        TypeError, match=r"compute takes a dict of metrics, and found a Window: give window.metrics\(\)"
+    ):
+        compute(Window().add({"loss": Mean(1.0)}))
+    with pytest.raises(TypeError, match=r"and found a Mean: give {\"loss\": ll.Mean\(total, weight\)}"):
+        compute(Mean(1.0))

@@ -1,0 +1,199 @@
+"""Train the small language model of language_model.py in shards: FSDP2, `fully_shard`.
+
+    python recipes/language_model_fsdp.py                           (one process, no shards)
+    torchrun --nproc-per-node 2 recipes/language_model_fsdp.py      (two on this host, of a GPU or a core each)
+    torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST recipes/language_model_fsdp.py
+                                                                    (on each of 4 hosts; HOST is one of them)
+
+Each process holds its part of every weight and moment, and takes its rows of every batch; a block's weights are
+gathered when it runs. The batches, losses and weights are those of one process, but for how sums of floats round.
+runs/language_model_fsdp, a folder that all hosts must see, has the log, what the other ranks print, and checkpoints,
+each rank's part of them. Ctrl-C, or SIGTERM from a scheduler, ends all at the next line of the log (torchrun
+allows 30 s for it); the same command goes on, with any number of processes, and so does language_model_ddp.py with
+that --directory.
+
+Reached by --steps 300 and seed 0, on the CPU in bfloat16: 3.26 bits a byte on the held-out text with 2 processes, and
+with one; language_model.py says what 2000 steps reach. In float32 the losses of small runs agree to 1e-6.
+
+To change for more:
+
+    more GPUs, more hosts   the command alone; --batch_size is that of all ranks together, a row for each at least
+    larger batches          --microbatches: a rank adds up their gradients, unsharded, and sends them once a step
+    larger models           ll.recompute(loss_fn, Block): activations are made again in the backward pass. Where no
+                            process could hold all weights even at first, make the model on torch.device("meta"),
+                            and after fully_shard model.to_empty(device=device), and fill in the weights
+    mixed precision         --precision bfloat16: autocast, and on GPUs weights that are gathered in bfloat16
+    tensor parallelism      mesh = init_device_mesh("cuda", (hosts, 8), mesh_dim_names=("data", "tensor")), and
+                            ll.distributed.set_data_parallel_group(mesh["data"]); before fully_shard over mesh["data"]
+                            parallelize_module(block.mlp, mesh["tensor"], {"0": ColwiseParallel(), ...})
+
+What DeepSpeed calls it, as options of fully_shard:
+
+    ZeRO-1, ZeRO-2          reshard_after_forward=False; weights lie in shards between steps, though, and are gathered
+                            by each forward pass, where ZeRO gathers them after the update
+    ZeRO-3, ZeRO-Offload    reshard_after_forward=True, the default of blocks; offload_policy=CPUOffloadPolicy()
+    ZeRO++ hpZ              reshard_after_forward=8: in the backward pass weights come from the 8 GPUs of the host
+    MiCS, or HSDP           mesh=init_device_mesh("cuda", (hosts, 8), mesh_dim_names=("copies", "shards"))
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import pydoc_data.topics
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import looplib as ll
+
+
+def main(
+    steps: int = 2000,
+    batch_size: int = 16,  # windows in a step, of all ranks together
+    microbatches: int = 2,  # pieces of a rank's part of it, one after another, in the memory of one
+    length: int = 128,  # bytes that the model sees at most
+    width: int = 128,
+    depth: int = 4,
+    heads: int = 4,
+    lr: float = 3e-3,  # at its peak, after the warmup
+    warmup: int = 50,  # steps
+    weight_decay: float = 0.1,
+    max_norm: float = 1.0,
+    precision: str = "bfloat16",  # or float32
+    eval_every: int = 500,  # steps
+    log_every: int = 20,
+    seed: int = 0,
+    directory: str = "runs/language_model_fsdp",
+) -> dict[str, float]:
+    folder = Path(directory)
+    with ll.distributed.setup(required=False, output_dir=folder) as device:
+        torch.manual_seed(seed)  # the same weights on all ranks
+        model = Transformer(width, depth, heads, length).to(device)
+        cast = precision == "bfloat16"
+        if ll.distributed.launched():  # by torchrun
+            mesh = init_device_mesh(device.type, (ll.distributed.world_size(),))
+            dtype = torch.bfloat16 if cast and device.type == "cuda" else None
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            for part in (*model.blocks, model):  # a block at a time is whole; the root takes what is left
+                fully_shard(part, mesh=mesh, mp_policy=policy)
+        train_set, test_set = load_data(length)
+        loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, drop_last=True, device=device)
+        test_batches = ll.make_loader(test_set, batch_size=batch_size, shuffle=False, device=device)
+
+        rate = ll.warmup_cosine(lr, warmup=warmup, total=steps)
+        groups = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # norms and biases
+        optimizer = ll.optimizer(
+            torch.optim.AdamW, lr=rate, betas=(0.9, 0.95), weight_decay=weight_decay, groups=groups
+        )
+        grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn, enabled=cast))
+        grad_fn = ll.clip_by_global_norm(ll.accumulate(grad_fn, microbatches), max_norm)
+        train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+        eval_step = ll.make_eval_step(model, ll.autocast(metric_fn, enabled=cast))
+
+        ended = ll.after_steps(steps)
+        eval_now = ll.every_n_steps(eval_every) | ended
+        log_now = ll.every_n_steps(log_every) | eval_now
+        # Asked where a window of the log ends: so none is open at a checkpoint, and ranks need not agree each step.
+        done = ended | (log_now & ll.after_signal(signal.SIGTERM, signal.SIGINT))
+        to_file = ll.jsonl(folder / "log.jsonl")
+        log = ll.tee(to_file, ll.console())
+        ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1)
+        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+        count = sum(p.numel() for p in state.params.values())
+        print(f"{count:,} parameters, {ll.distributed.world_size()} ranks, step {state.step} of {steps}")
+
+        began, first, window = time.perf_counter(), state.samples, ll.Window()
+        while not done(state):
+            for batch in ll.progress(loader(state), state, leave=False):
+                state, metrics = train_step(state, batch)
+                window = window.add(metrics)
+                if log_now(state):
+                    speed = {"tokens_per_second": (state.samples - first) * length / (time.perf_counter() - began)}
+                    to_file(state, ll.compute(ll.distributed.reduce(window.metrics()), prefix="train/") | speed)
+                    window = ll.Window()
+                if eval_now(state):
+                    log(state, ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
+                    ckpt.save(state)
+                if done(state):
+                    break
+        if not ended(state):
+            ckpt.save(state)
+            print(f"stopped at step {state.step} of {steps}; the same command goes on from there")
+            return {}
+
+        seconds = time.perf_counter() - began
+        scores = ll.evaluate(eval_step, state, test_batches)
+        scores["bits_per_byte"] = scores["loss"] / math.log(2)
+        print(f"{scores['bits_per_byte']:.3f} bits a byte on the held-out text, {scores['accuracy']:.1%} guessed")
+        print(f"{seconds:.0f} s, {(state.samples - first) * length / seconds:,.0f} tokens a second")
+        return scores
+
+
+def load_data(length: int) -> tuple[TensorDataset, TensorDataset]:
+    """Windows (n, length + 1) of bytes, as int64; each begins with the last byte of the one before."""
+    topics = pydoc_data.topics.topics
+    text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    cut = len(data) * 9 // 10
+    train, test = (part.unfold(0, length + 1, length) for part in (data[:cut], data[cut:]))
+    return TensorDataset(train), TensorDataset(test)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.mlp(self.norm2(x))
+        return x
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int, depth: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for table in (self.bytes, self.places):
+            nn.init.normal_(table.weight, std=0.02)
+        self.head.weight = self.bytes.weight
+
+    # Engines act where the module is called: the head and the loss are in here, and loss_fn uses no parameter.
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        """Logits (batch, length, 256), or with labels (batch, length) the loss, without all logits at once."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.norm(self.blocks(self.bytes(tokens) + self.places(places)))
+        return self.head(x) if labels is None else ll.next_token_loss(x, labels, head=self.head, shift=False)
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor]) -> Any:
+    return model(batch[0][:, :-1], batch[0][:, 1:])
+
+
+def metric_fn(model: nn.Module, batch: tuple[Tensor]) -> dict[str, ll.Mean]:
+    logits, labels = model(batch[0][:, :-1]), batch[0][:, 1:]
+    right = (logits.argmax(-1) == labels).sum()
+    return {"loss": ll.next_token_loss(logits, labels, shift=False), "accuracy": ll.Mean(right, labels.numel())}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for setting in inspect.signature(main).parameters.values():
+        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
+    main(**vars(parser.parse_args()))
