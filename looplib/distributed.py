@@ -107,7 +107,8 @@ def setup(
     options: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
     store, place, processes = next(iter(rendezvous("env://", **options)))
     # torchrun keeps one store over its restarts, in which the addresses of processes that are gone would be found.
-    store = distributed.distributed_c10d.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    store = distributed.distributed_c10d.PrefixStore(attempt, store)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options["device_id"] = device

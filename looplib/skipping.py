@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._ranks import any_rank, sum_over_ranks
+from looplib._ranks import any_rank, shards, sum_over_ranks
 from looplib.metrics import Mean
 from looplib.optimizer import Grads, Optimizer, Params, wrap
 
@@ -82,7 +82,7 @@ def all_finite(grads: Grads) -> bool:
 
 
 def _finite(grads: Iterable[Tensor]) -> Tensor:
-    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in shards(grads)]
     largest = torch._foreach_norm([grad for grad in dense if grad.numel()], ord=float("inf"))
     if not largest:
         return torch.tensor(True)

@@ -14,7 +14,8 @@ import looplib as ll
 TRAIN = """
 import sys, torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 import looplib as ll
@@ -41,11 +42,19 @@ def wrap(model, world):
         )
     if engine == "ddp-unused":
         return DistributedDataParallel(model, find_unused_parameters=True)
-    if engine == "fsdp":
-        mesh = init_device_mesh("cpu", (world,))
+    if engine == "ddp-hook":
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    if engine.startswith("fsdp"):
+        options = {"mesh": init_device_mesh("cpu", (world,))}
+        if engine == "fsdp-copies":
+            options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+        if engine == "fsdp-options":
+            options |= {"offload_policy": CPUOffloadPolicy(pin_memory=False), "reshard_after_forward": False}
+            options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float64)
         for part in (model.inner, model.head):
-            fully_shard(part, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(part, **options)
+        fully_shard(model, **options)
     return model
 
 
@@ -124,13 +133,13 @@ def trained(folder, ranks, engine, *ways):
 @pytest.mark.parametrize(
     ("ways", "runs"),
     [
-        (["mean"], [(2, "ddp"), (4, "fsdp"), (4, "reduce")]),
+        (["mean"], [(2, "ddp-hook"), (4, "fsdp-copies"), (4, "reduce")]),
         ([], [(4, "ddp"), (2, "fsdp"), (2, "reduce")]),
         (
             ["pieces", "all"],
             [(4, "ddp"), (2, "fsdp"), (4, "fsdp"), (2, "ddp-options"), (2, "ddp-unused"), (3, "reduce")],
         ),
-        (["pieces", "mean", "all"], [(2, "ddp"), (4, "fsdp")]),
+        (["pieces", "mean", "all"], [(2, "ddp"), (2, "fsdp-options")]),
         (["wrapped"], [(2, "ddp"), (2, "fsdp")]),
     ],
     ids=["mean", "tokens", "pieces and all wrappers", "pieces of a mean", "a wrapper of the user's"],
@@ -313,6 +322,49 @@ with ll.distributed.setup():
 
 def test_every_wrapper_gives_the_same_with_each_engine(tmp_path):
     assert launch(tmp_path, 2, WRAPPERS).stdout == "12 alike; 2 masks\n"
+
+
+BATCHNORM = """
+import sys, torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+with ll.distributed.setup(required=False):
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    torch.manual_seed(0)
+    alone = nn.BatchNorm1d(3).double()
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    model = DistributedDataParallel(model) if world > 1 else model
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    grad_fn = grad_fn if world > 1 else ll.accumulate(grad_fn, size=4)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    state, generator = ll.init_state(model, optimizer), torch.Generator().manual_seed(1)
+    for _ in range(5):
+        x = torch.randn(8, 3, generator=generator).double()
+        alone(x[:4])
+        state, _ = train_step(state, x.tensor_split(world)[rank])
+    eval_step = ll.make_eval_step(model, lambda model, x: {"out": model(x).square().mean()})
+    found = ll.evaluate(eval_step, state, [x] * 3)  # all ranks, with the statistics of the first
+    if rank == 0:
+        statistics = {name.partition(".")[2]: tensor for name, tensor in state.buffers.items()}
+        torch.save((dict(state.params), statistics, dict(alone.named_buffers()), found), sys.argv[1])
+"""
+
+
+def test_batch_norm_normalises_each_part_and_keeps_the_statistics_of_the_first(tmp_path):
+    for ranks in (0, 2):
+        launch(tmp_path, ranks, BATCHNORM, tmp_path / str(ranks))
+    (pieces, _, alone, _), (parts, statistics, _, found) = (torch.load(tmp_path / str(ranks)) for ranks in (0, 2))
+    torch.testing.assert_close(parts, pieces, rtol=1e-12, atol=1e-14)
+    assert statistics.keys() == alone.keys()
+    assert all(torch.equal(statistics[name], alone[name]) for name in alone)
+    generator = torch.Generator().manual_seed(1)
+    x = [torch.randn(8, 3, generator=generator).double() for _ in range(5)][-1]
+    shown = (x - alone["running_mean"]) / (alone["running_var"] + 1e-5).sqrt() * parts["0.weight"] + parts["0.bias"]
+    out = (shown @ parts["1.weight"].T + parts["1.bias"]).square().mean()
+    assert found["out"] == pytest.approx(out.item(), rel=1e-12)
 
 
 TENSOR = """

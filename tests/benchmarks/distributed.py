@@ -1,0 +1,221 @@
+"""What a step of several ranks costs over the raw loop: time and bytes sent, interleaved in one run.
+
+    python tests/benchmarks/distributed.py
+
+Starts torchrun itself, with gloo on the CPU. For a tiny MLP and a transformer of 0.9 million parameters, with AdamW
+(fused on all sides), DDP and FSDP2, and for a mean over examples and one over weighted tokens (or rows):
+
+- the raw loop, which divides by the examples, or the weight, of all ranks: one all-reduce of a number a step;
+- the raw loop that does not, and is right only where all ranks have as much;
+- looplib, donated.
+
+In each process each has a model of its own, and they take turns in shuffled order, the same on all ranks. A round
+gives each its turn; the ratio is that of the medians of a step in one round, and the table shows the median over the
+rounds, and its quartiles. Bytes are those that rank 0 sends in a step, gloo's headers and all, as the kernel counts
+them (Linux; see tests/traffic.py). Ranks wait for each other, so a core that has something else to do slows all of
+them: only ratios tell, and of a machine with at least as many idle cores as ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from step_overhead import Block, Step, Transformer
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import looplib as ll
+
+LossFn = Callable[[nn.Module, Any], Any]
+
+
+def mlp() -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    return model, (torch.randn(16, 32), torch.randint(0, 10, (16,)), torch.rand(16))
+
+
+def transformer() -> tuple[nn.Module, Any]:
+    tokens = torch.randint(0, 512, (4, 65))
+    return Transformer(width=128, depth=4, length=64), (tokens[:, :-1], tokens[:, 1:], torch.rand(4, 64))
+
+
+MODELS = {"MLP 32-64-10, 16 rows a rank": mlp, "transformer, 0.9 M, 4 x 64 tokens a rank": transformer}
+
+
+def mean_loss(model: nn.Module, batch: Any) -> Tensor:
+    x, y, _ = batch
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def weighed_loss(model: nn.Module, batch: Any) -> ll.Mean:
+    x, y, weights = batch
+    losses = F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="none")
+    return ll.Mean((losses * weights.flatten()).sum(), weights.sum())
+
+
+LOSSES: dict[str, LossFn] = {"a mean": mean_loss, "weighed": weighed_loss}
+
+
+def wrapped(model: nn.Module, engine: str) -> nn.Module:
+    if engine == "DDP":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for module in model.modules():
+        if isinstance(module, Block):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def raw(model: nn.Module, loss_fn: LossFn, batch: Any, counted: bool = True) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    ranks = distributed.get_world_size()
+
+    def step() -> None:
+        if counted and loss_fn is mean_loss:
+            rows = torch.tensor(len(batch[0]), dtype=torch.float64)
+            on_its_way: Any = distributed.all_reduce(rows, async_op=True)  # while the forward pass runs
+        loss = loss_fn(model, batch)
+        if isinstance(loss, ll.Mean):
+            weight = torch.as_tensor(loss.weight).double()
+            if counted:
+                distributed.all_reduce(weight)
+                weight /= ranks
+            loss = loss.total / weight
+        elif counted:
+            on_its_way.wait()
+            loss = loss * (len(batch[0]) * ranks / rows)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def looplib(model: nn.Module, loss_fn: LossFn, batch: Any) -> Step:
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    state = ll.init_state(model, optimizer)
+
+    def step() -> None:
+        nonlocal state
+        state, _ = train_step(state, batch)
+
+    return step
+
+
+CONTENDERS: dict[str, Callable[[nn.Module, LossFn, Any], Step]] = {
+    "raw loop": raw,
+    "raw, counts no ranks": lambda model, loss_fn, batch: raw(model, loss_fn, batch, counted=False),
+    "looplib, donated": looplib,
+}
+
+
+def agreed(number: float) -> float:
+    """The first rank's."""
+    value = torch.tensor(number, dtype=torch.float64)
+    distributed.broadcast(value, 0)
+    return value.item()
+
+
+def sent(step: Step, steps: int = 5) -> float:
+    """Bytes a step."""
+    bytes_sent = importlib.import_module("traffic").bytes_sent
+    distributed.barrier()
+    before = bytes_sent()
+    for _ in range(steps):
+        step()
+    found: float = (bytes_sent() - before) / steps
+    distributed.barrier()
+    return found
+
+
+def rounds_of(steps: dict[str, Step], seconds: float, rounds: int | None) -> list[dict[str, float]]:
+    """Microseconds of a step of each, for each round."""
+    found: list[dict[str, float]] = []
+    took = max(5e-5, agreed(min(_timed(step) for step in steps.values() for _ in range(3))))
+    turn = max(5, round(0.1 / took))
+    order, end = random.Random(0), time.perf_counter() + seconds
+    while agreed(len(found) < rounds if rounds is not None else time.perf_counter() < end or not found):
+        times = {}
+        for name in order.sample(list(steps), len(steps)):
+            steps[name]()  # the caches are another contender's
+            distributed.barrier()
+            times[name] = statistics.median(_timed(steps[name]) for _ in range(turn)) * 1e6
+        found.append(times)
+    return found
+
+
+def _timed(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def work(seconds: float, rounds: int | None) -> None:
+    torch.set_num_threads(1)
+    with ll.distributed.setup():
+        for model_name, make in MODELS.items():
+            for engine in ("DDP", "FSDP2"):
+                for loss_name, loss_fn in LOSSES.items():
+                    steps = {}
+                    for name, contender in CONTENDERS.items():
+                        torch.manual_seed(0)
+                        model, batch = make()
+                        steps[name] = contender(wrapped(model, engine), loss_fn, batch)
+                    for step in steps.values():
+                        for _ in range(5):
+                            step()
+                    crossing = {name: sent(step) for name, step in steps.items()}
+                    found = rounds_of(steps, seconds, rounds)
+                    if ll.distributed.is_first_rank():
+                        show(f"{model_name}, {engine}, {loss_name}", found, crossing)
+
+
+def show(title: str, found: list[dict[str, float]], crossing: dict[str, float]) -> None:
+    print(f"\n{title}")
+    for name in CONTENDERS:
+        median = statistics.median(times[name] for times in found)
+        ratios = [times[name] / times["raw loop"] for times in found]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        print(
+            f"  {name:22} {median:10.1f} us a step   {middle:5.3f} x raw ({low:5.3f} to {high:5.3f}, "
+            f"{len(found)} rounds)   {crossing[name]:12,.0f} bytes a step",
+            flush=True,
+        )
+
+
+def main(ranks: int, arguments: list[str]) -> None:
+    here = Path(__file__).resolve()
+    keep = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}  # as step_overhead.py
+    paths = [str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, **keep, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    print(f"torch {torch.__version__}, {ranks} ranks of gloo, one thread each, fused AdamW, quartiles over rounds")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    sys.exit(subprocess.call([*command, str(here), *arguments], env=environment))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=30.0, help="for each of the eight rows")
+    parser.add_argument("--rounds", type=int, help="so many for each row, in place of seconds")
+    given = parser.parse_args()
+    if ll.distributed.launched():
+        work(given.seconds, given.rounds)
+    else:
+        main(given.ranks, sys.argv[1:])
