@@ -206,4 +206,4 @@ class _Handler:
 def _handler(number: int) -> Any:
     """The handler of a signal, but for the one of _interrupts, which the next batch or donated step puts up again."""
     current = signal.getsignal(number)
-    return _interrupts._previous[number] if current is _interrupts._handle else current
+    return current.handlers[number] if isinstance(current, _interrupts._Guard) else current

@@ -82,6 +82,17 @@ def test_it_is_true_from_the_signal_on_and_does_nothing_else(heard):
     assert stop_now(STATE)  # closing does not forget
 
 
+def test_handlers_come_back_from_under_each_of_the_guards_of_a_loop():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    _interrupts.install()  # before SIGINT's handler, and anew where the predicate has put its own
+    stop_now = after_signal(signal.SIGTERM, signal.SIGINT)
+    _interrupts.install()
+    assert signal.getsignal(signal.SIGTERM) is not signal.getsignal(signal.SIGINT)
+    stop_now.close()
+    _interrupts._uninstall()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
 def test_its_repr_reads_as_its_code():
     text = "after_signal(signal.SIGTERM, signal.SIGUSR1)"
     with eval(text) as stop_now:
