@@ -289,6 +289,9 @@ def retry_on_oom(
         size: the size of pieces to begin with; None for the whole batch.
         batch_size: counts the examples in a batch, as for `make_grad_fn`.
 
+    On several ranks each cuts its own part, and `ll.distributed.reduce_gradients` goes around; a model in DDP or
+    FSDP2 is refused, since what it has sent cannot be taken back.
+
     Raises:
         torch.OutOfMemoryError, RuntimeError: torch's own, when one example alone does not fit.
         ValueError: within `accumulate`, whose gradients so far a failed attempt would have spoiled.

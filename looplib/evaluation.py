@@ -60,9 +60,10 @@ def evaluate(
         divide: on several ranks, where the batches given are the same on each: divide them. False where each rank's
             are its own already.
 
-    On several ranks each sample counts once, and all are given the same values. A looplib loader divides each of its
-    batches; of other batches each rank takes one in turn. A rank that runs out takes a batch again, which does not
-    count, since forward passes may be those of all ranks together. Records merge as by `ll.distributed.reduce`.
+    On several ranks, all of which call this, each sample counts once, and all get the same values. A looplib loader
+    divides each of its batches; of other batches each rank takes one in turn. A rank that runs out takes a batch
+    again, which does not count, since forward passes may be those of all ranks together. Records merge as by
+    `ll.distributed.reduce`.
 
     Memory is that of one batch and some records of each metric. torch's random stream stands afterwards where it
     stood, whatever the iterable draws.

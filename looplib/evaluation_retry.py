@@ -38,6 +38,9 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
     outputs are the whole batch's too, in its order. A warning says when the pieces become smaller. What is remembered
     is the size that fits, in this function and for this step alone: training keeps its own.
 
+    On several ranks each cuts its own batches, but for a model in FSDP2, whose forward passes are those of all ranks
+    together: give it batches that fit.
+
     Args:
         step: from `make_eval_step` or `make_predict_step`. A function in it that draws random numbers draws the same
             for each piece.

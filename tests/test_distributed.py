@@ -522,6 +522,44 @@ def test_what_acts_on_whole_gradients_stands_around_their_reduction():
         ll.distributed.reduce_gradients(ll.clip_by_global_norm(grad_fn, 1.0))
 
 
+MEMORY = """
+import sys, warnings, torch
+import looplib as ll
+
+with ll.distributed.setup(required=False):
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1).double()
+
+    def loss_fn(model, x):
+        if rank == 1 and len(x) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return model(x).square().mean()
+
+    grad_fn = ll.distributed.reduce_gradients(ll.retry_on_oom(ll.make_grad_fn(model, loss_fn)))
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    train_step = ll.make_train_step(grad_fn, optimizer)  # pure: earlier states stay
+    states, x = [ll.init_state(model, optimizer)], torch.randn(10, 3).double()
+    for _ in range(3):
+        state, metrics = train_step(states[-1], x.tensor_split(world)[rank])
+        states.append(state)
+    pieces = ll.compute(metrics)["microbatch_size"]
+    torch.save(([dict(state.params) for state in states], state.samples, pieces), f"{sys.argv[1]}-{world}-{rank}")
+"""
+
+
+def test_a_rank_whose_memory_runs_out_cuts_its_own_part(tmp_path):
+    for ranks in (0, 2):
+        launch(tmp_path, ranks, MEMORY, tmp_path / "out")
+    (whole, samples, _), first, second = (torch.load(tmp_path / f"out-{name}") for name in ("1-0", "2-0", "2-1"))
+    torch.testing.assert_close(first[0], whole, rtol=1e-12, atol=1e-15)
+    assert all(
+        torch.equal(one[name], other[name]) for one, other in zip(first[0], second[0], strict=True) for name in one
+    )
+    assert (first[1], second[1], samples) == (30, 30, 30)
+    assert (first[2], second[2]) == (5, 2)
+
+
 ELASTIC = """
 import os, random, signal, sys, threading, time, torch
 from pathlib import Path
