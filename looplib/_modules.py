@@ -182,6 +182,10 @@ class Host:
         for generator in self.generators:
             generator.manual_seed(seed)
 
+    def passes_together(self) -> bool:
+        """Whether all ranks must make as many passes: each gathers shards, or the first reduces, to learn a graph."""
+        return bool(self.shards) or any(r.static_graph and r not in self.learned for r in self.replicas)
+
     def sync(self, now: bool) -> None:
         """Whether the engines reduce the gradients over the ranks in the backward passes to come."""
         for replica in self.replicas:

@@ -168,8 +168,9 @@ def make_grad_fn(
         if ranks > 1 and part.per is None:
             own = part.samples if part.samples is not None else sum(map(batch_size, pieces))
             counted = Sums([own])  # on its way during the first forward pass
-        # With shards, a forward pass is one of all ranks: those with fewer pieces take the last again, for nothing.
-        spare = largest_over_ranks(len(pieces)) - len(pieces) if ranks > 1 and host.shards and part.sums else 0
+        # Where a pass is one of all ranks, those with fewer pieces take their last one again, for nothing.
+        alike = ranks > 1 and part.sums and host.passes_together()
+        spare = largest_over_ranks(len(pieces)) - len(pieces) if alike else 0
 
         def body() -> None:
             for name, leaf in leaves.items():
