@@ -591,7 +591,7 @@ with ll.distributed.setup(required=False):
         mesh = init_device_mesh("cpu", (world,))
         model = DistributedDataParallel(model) if engine == "ddp" else fully_shard(model, mesh=mesh)
     data = torch.utils.data.TensorDataset(torch.randn(50, 5).double(), torch.randint(0, 3, (50,)))
-    optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-2, warmup=3, total=60)), 0.9)
+    optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-2, warmup=3, total=600)), 0.9)
     grad_fn = ll.make_grad_fn(model, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
     train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 0.5), optimizer, donate=True)
     loader = ll.make_loader(data, batch_size=8, drop_last=True)
@@ -646,8 +646,9 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_then_one(tmp_path, engine):
 def test_ranks_that_are_killed_come_back_and_the_run_ends_where_it_should(tmp_path, engine, kills):
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    launch(tmp_path, 0, ELASTIC, tmp_path / "whole", engine, 60, 0)
+    steps = 20 + 20 * kills  # so that none ends before it is killed
+    launch(tmp_path, 0, ELASTIC, tmp_path / "whole", engine, steps, 0)
     options = ["--max-restarts", str(kills), "--monitor-interval", "0.1"]
-    launch(tmp_path, 2, ELASTIC, tmp_path / "killed", engine, 60, kills, options=options, timeout=100 + 30 * kills)
+    launch(tmp_path, 2, ELASTIC, tmp_path / "killed", engine, steps, kills, options=options, timeout=100 + 30 * kills)
     assert len(list((tmp_path / "killed").glob("kill-*"))) == kills
     same_run(losses(tmp_path / "killed"), losses(tmp_path / "whole"))
