@@ -30,7 +30,8 @@ from torch.futures import Future
 
 from looplib import _directory
 from looplib._agreement import Together, named, raise_of
-from looplib._tree_file import DATA, SHARDED, Parts, Reader, is_sharded, local, runs_of, write_data, write_manifest
+from looplib._ranks import is_sharded
+from looplib._tree_file import DATA, SHARDED, Parts, Reader, local, runs_of, write_data, write_manifest
 
 
 def put(

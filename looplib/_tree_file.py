@@ -21,11 +21,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import orjson
 import torch
 from torch import Tensor
+
+from looplib._ranks import is_sharded
 
 WHOLE, SHARDED = 1, 2  # formats
 MANIFEST, DATA = "manifest.json", "tensors.safetensors"
@@ -103,15 +105,6 @@ class _Span:
     dtype: str
     low: int  # where in its storage the tensor's bytes begin and end
     high: int
-
-
-def is_sharded(leaf: Any) -> TypeGuard[Any]:
-    """Whether it is a DTensor, of which this process may hold a part only."""
-    if not isinstance(leaf, Tensor) or type(leaf) in (Tensor, torch.nn.Parameter):
-        return False
-    from torch.distributed.tensor import DTensor  # a second to import, for those who have it already
-
-    return isinstance(leaf, DTensor)
 
 
 def local(leaf: Any) -> Tensor:

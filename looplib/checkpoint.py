@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from looplib import _donation, _interrupts
 from looplib._agreement import Together, finish_first, together
 from looplib._directory import Lock, beside, free_name, in_words, number_of, put, put_aside, remove
+from looplib._ranks import is_sharded
 from looplib._tree_file import (
     MANIFEST,
     DamagedCheckpointError,
     Parts,
     Reader,
     check_files,
-    is_sharded,
     leaves_of,
     local,
     read_manifest,
@@ -256,7 +256,7 @@ def checkpoint_io(
             if monitor is not None and metrics is not None:
                 _check_monitor(monitor, scores)
             parts = Parts(_tree(state))
-            # DTensors are always copied: a step that writes over them does not know of their readers.
+            # DTensors are always copied: nearly all are those of donated steps, which FSDP2 asks for.
             if asynchronous and (parts.sharded or (copied and ranks.first)):
                 parts.copy()
             return parts, {

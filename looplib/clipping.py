@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._ranks import is_sharded
 from looplib.gradients import WHOLE, GradFn, Gradients, Part, multiply, of_whole
 from looplib.metrics import Mean
 from looplib.state import TrainState
@@ -61,7 +62,7 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     tensor(5.)
     """
     tensors = list(tensors)
-    if any(hasattr(tensor, "device_mesh") for tensor in tensors):
+    if any(map(is_sharded, tensors)):
         return _norm_of_shards(tensors, norm_type)
     if len({tensor.dtype for tensor in tensors}) > 1:
         return torch.nn.utils.get_total_norm(tensors, norm_type)

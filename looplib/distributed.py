@@ -25,7 +25,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.rendezvous import rendezvous
 
 from looplib import _agreement, _ranks
 from looplib.gradients import WHOLE, GradFn, Gradients, Part, check_parts
@@ -103,6 +102,8 @@ def setup(
             )
         yield _device(0)
         return
+    from torch.distributed.rendezvous import rendezvous  # here, for torch may be built without it
+
     device = _device(int(os.environ["LOCAL_RANK"]))
     options: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
     store, place, processes = next(iter(rendezvous("env://", **options)))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from looplib import _donation
-from looplib._ranks import shards
+from looplib._ranks import is_sharded, shards
 
 Params = dict[str, Tensor]
 Grads = dict[str, Tensor]
@@ -243,7 +243,7 @@ class _Engine:
         if not params:
             raise ValueError(f"{self.cls.__name__} got no parameters to optimize")
         self.names = []  # these may be another model's, which divides otherwise
-        if self.cls not in _KERNELS and any(hasattr(tensor, "to_local") for tensor in params.values()):
+        if self.cls not in _KERNELS and any(map(is_sharded, params.values())):
             self.fuse = False  # torch's other fused kernels take no DTensor
         try:
             return self.first_state(params)
@@ -422,7 +422,7 @@ class _Engine:
                 [state["exp_avg_sq"] for state in states],
                 [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
             ]
-            if any(hasattr(tensor, "to_local") for tensor in lists[0]):
+            if any(map(is_sharded, lists[0])):
                 # Each element by itself: so this rank's part, without what DTensor asks of each operation.
                 lists = [shards(tensors) for tensors in lists]
             self.kernel(
