@@ -4,48 +4,22 @@ import io
 import json
 import math
 import os
-import resource
 import struct
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from shared import STATE, at, file_size_limit, python
 
 from looplib.boards import tensorboard, wandb
-from looplib.state import TrainState
-
-STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
-COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
-
-
-def at(step, samples=0):
-    return TrainState(step=step, samples=samples)
-
-
-def python(code, *arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=60, **options
-    )
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "log.csv"
-
-
-@contextmanager
-def file_size_limit(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def events_of(folder):

@@ -3,8 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -12,27 +10,15 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from shared import COUNTS, STATE, at, python
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from looplib.boards import tensorboard
 from looplib.sink_wrappers import every_rank, in_background, only, rename, safely
 from looplib.sinks import console, jsonl, read_jsonl, tee
-from looplib.state import TrainState, init_state
+from looplib.state import init_state
 from looplib.tables import csv_file, read_columns
-
-STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
-COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
-
-
-def at(step, samples=0):
-    return TrainState(step=step, samples=samples)
-
-
-def python(code, *arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=60, **options
-    )
 
 
 @pytest.fixture

@@ -3,29 +3,21 @@
 import csv
 import math
 import os
-import resource
 import signal
 import struct
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from shared import COUNTS, STATE, at, file_size_limit
 
 from looplib.sinks import jsonl, read_jsonl, tee
-from looplib.state import TrainState
 from looplib.tables import csv_file, read_columns, record
-
-STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
-COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
-
-
-def at(step, samples=0):
-    return TrainState(step=step, samples=samples)
 
 
 @pytest.fixture
@@ -149,16 +141,6 @@ def test_a_killed_process_loses_at_most_the_row_in_flight(path):
             if name.startswith("x"):
                 group = int(name[1:])
                 assert columns[name] == [step if step // every == group else None for step in columns["step"]]
-
-
-@contextmanager
-def file_size_limit(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_an_error_and_leaves_the_table_whole(path):

@@ -1,0 +1,31 @@
+"""What several tests of logs need: a state, a process of Python, and a disk that is full."""
+
+import resource
+import subprocess
+import sys
+from contextlib import contextmanager
+
+from looplib.state import TrainState
+
+STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
+COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
+
+
+def at(step, samples=0):
+    return TrainState(step=step, samples=samples)
+
+
+def python(code, *arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=60, **options
+    )
+
+
+@contextmanager
+def file_size_limit(size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
