@@ -23,8 +23,11 @@ def use(group: Any) -> None:
     _on_host.clear()
 
 
+_available = distributed.is_available()
+
+
 def running() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
+    return _available and distributed.is_initialized()
 
 
 def group() -> Any:

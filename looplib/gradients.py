@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from looplib import _interrupts, _modules
 from looplib._random import mix
-from looplib._ranks import Sums, largest_over_ranks, rank, several, shards, total_over_ranks, world_size
+from looplib._ranks import Sums, largest_over_ranks, rank, shards, total_over_ranks, world_size
 from looplib.metrics import Mean, Metric
 from looplib.metrics import batch_size as count_examples
 from looplib.state import TrainState
@@ -148,7 +148,7 @@ def make_grad_fn(
                 "others: use make_train_step(..., donate=True) and a bound state (from ll.init_state, or "
                 "state = ll.bind(model, state))"
             )
-        ranks = world_size() if several() else 1
+        ranks = world_size()
         if ranks > 1 and not host.engine:
             _warn_of_local_gradients(grad_fn, part)
             ranks = 1
