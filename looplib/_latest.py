@@ -8,3 +8,4 @@ from __future__ import annotations
 from looplib.metrics import Metrics
 
 metrics: Metrics | None = None
+compiling = 0.0  # seconds spent on compiling steps so far

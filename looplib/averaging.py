@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._ranks import shards
+from looplib._tracing import applied, either, like, on_host
 from looplib.optimizer import Grads, Optimizer, Params, wrap
 from looplib.state import TrainState
 
@@ -117,16 +118,22 @@ def _averaging(
         new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
         if new is params:
             return params, {**opt_state, "inner_state": inner}
-        updates = int(opt_state["updates"]) + 1
-        record = {**opt_state, "inner_state": inner, "updates": torch.tensor(updates)}
+        counted, moves = on_host(moment, opt_state["updates"])
+        record = {**opt_state, "inner_state": inner, **counted}
+        if moves is not None:
+            now = {"params": new, "buffers": extra.get("buffers", {})}
+            average = opt_state["average"]
+            record["average"] = {kind: _moved(average[kind], now[kind], *moves, donate) for kind in average}
+        return new, either(applied(new), record, {**opt_state, "inner_state": inner})
+
+    def moment(before: Tensor) -> tuple[dict[str, Tensor], tuple[bool, float] | None]:
+        """The counters after this update, and whether the average moves: as the first one, or by which share."""
+        updates = int(before) + 1
         count, rest = divmod(updates - start, every)
         if count < 0 or rest:
-            return new, record
-        average = dict(opt_state["average"])
-        average["params"] = _moved(average["params"], new, count, weight, donate)
-        if with_buffers:
-            average["buffers"] = _moved(average["buffers"], extra.get("buffers", {}), count, weight, donate)
-        return new, {**record, "average": average, "n_averaged": torch.tensor(count + 1)}
+            return {"updates": torch.tensor(updates)}, None
+        counted = {"updates": torch.tensor(updates), "n_averaged": torch.tensor(count + 1)}
+        return counted, (count == 0, float(weight(count)) if count else 1.0)
 
     def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
         if not opt_state["n_averaged"]:
@@ -144,16 +151,21 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().float() if half else tensor.detach()
 
 
-def _moved(average: Tensors, now: Tensors, count: int, weight: Callable[[int], float], in_place: bool) -> Tensors:
+def _moved(average: Tensors, now: Tensors, first: bool, weight: float, in_place: bool) -> Tensors:
     with torch.no_grad():
         old, new = list(average.values()), [_wide(now[name]) for name in average]
         if not in_place:
-            moved = torch._foreach_lerp(old, new, weight(count)) if count else [tensor.clone() for tensor in new]
+            if first:
+                moved = [tensor.clone() for tensor in new]
+            elif isinstance(weight, Tensor):  # in a trace
+                moved = [before + (after - before) * weight for before, after in zip(old, new, strict=True)]
+            else:
+                moved = torch._foreach_lerp(old, new, weight)
             return dict(zip(average, moved, strict=True))
-        if count:
-            torch._foreach_lerp_(shards(old), shards(new), weight(count))
-        else:
+        if first:
             torch._foreach_copy_(shards(old), shards(new))
+        else:
+            torch._foreach_lerp_(shards(old), shards(new), weight)
     return average
 
 
@@ -200,10 +212,11 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
         new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
         if new is params:
             return params, {**opt_state, "inner_state": inner}
-        updates = int(opt_state["updates"]) + 1
-        record = {**opt_state, "inner_state": inner, "updates": torch.tensor(updates)}
-        if updates % sync_period:
-            return new, record
+        counter, meets = on_host(moment, opt_state["updates"])
+        skipped = {**opt_state, "inner_state": inner}
+        record = {**skipped, "updates": counter}
+        if not meets:
+            return new, either(applied(new), record, skipped)
         with torch.no_grad():
             slow, fast = [opt_state["slow"][name] for name in grads], [new[name] for name in grads]
             if donate:
@@ -214,7 +227,13 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
             moved = dict(zip(grads, torch._foreach_lerp(slow, fast, slow_step_size), strict=True))
         # A parameter that the inner update has left alone is still that of the state before.
         there = {name: t.clone().requires_grad_(params[name].requires_grad) for name, t in moved.items()}
-        return {**new, **there}, {**record, "slow": {**opt_state["slow"], **moved}}
+        record["slow"] = {**opt_state["slow"], **moved}
+        there = either(applied(new), {**new, **there}, dict(new))
+        return like(new, there), either(applied(new), record, skipped)
+
+    def moment(before: Tensor) -> tuple[Tensor, bool]:
+        updates = int(before) + 1
+        return torch.tensor(updates), updates % sync_period == 0
 
     def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
         return {**params, **opt_state["slow"]}, buffers

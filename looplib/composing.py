@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._tracing import Chosen, applied, on_host
 from looplib.clipping import global_norm
 from looplib.gradients import WHOLE, GradFn, Gradients, Part, of_whole
 from looplib.optimizer import Grads, Optimizer, Params, wrap
@@ -77,14 +78,20 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
     ) -> tuple[Params, Any]:
         states, new, acted = dict(opt_state["inner_states"]), dict(params), False
+        flags: list[Tensor | None] = []
         members = divide(params)
         check(grads)
         for key, own in members.items():
             mine = {name: grads[name] for name in own if name in grads}
             if mine:
                 changed, states[key] = optimizers[key].update(mine, states[key], own, step, donate=donate, **extra)
-                acted = acted or changed is not own
+                if changed is not own:
+                    acted = True
+                    flags.append(applied(changed))
                 new.update(changed)
+        decided = [flag for flag in flags if flag is not None]
+        if decided and len(decided) == len(flags):  # in a trace, where each of them may have skipped
+            new = Chosen(new, torch.stack(decided).any())
         return (new if acted else params), {"inner_states": states}
 
     def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
@@ -122,7 +129,9 @@ def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimize
     def update(
         grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
     ) -> tuple[Params, Any]:
-        active = {name: grad for name, grad in grads.items() if not frozen(name, step)}
+        names = tuple(grads)
+        chosen = on_host(lambda step: [name for name in names if not frozen(name, step)], step)
+        active = {name: grads[name] for name in chosen}
         if not active:
             return dict(params), opt_state
         new, inner = optimizer.update(active, opt_state["inner_state"], params, step, donate=donate, **extra)

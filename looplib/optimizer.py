@@ -7,17 +7,22 @@ the engine. An update writes in place: into the given tensors when they are dona
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from looplib import _donation
 from looplib._ranks import is_sharded, shards
+from looplib._tracing import UntraceableError, on_host, tracing
 
 Params = dict[str, Tensor]
 Grads = dict[str, Tensor]
@@ -329,6 +334,8 @@ class _Engine:
                 f"the optimizer's state has nothing for {sorted(grads.keys() - states.keys())}: make the state "
                 "with the same model, and the same trainable=, as the gradient function"
             )
+        if tracing():
+            return self.written_down(grads, opt_state, params, step)
         for name, grad in grads.items():
             if grad.dtype is not params[name].dtype:
                 raise ValueError(
@@ -378,6 +385,44 @@ class _Engine:
                 for group, values in zip(instance.param_groups, opt_state["groups"], strict=True)
             ]
         return {**params, **tensors}, new_state
+
+    def written_down(self, grads: Grads, opt_state: Any, params: Params, step: int) -> tuple[Params, Any]:
+        """An update in a trace, by the class's own step."""
+        states = opt_state["state"]
+        if "groups" in opt_state:
+            raise UntraceableError(
+                f"{self.cls.__name__} changes numbers of its own at each update, which a graph would keep for ever: "
+                "take the step without compile=, or one of torch.optim's classes"
+            )
+        fresh = self.lazy and on_host(lambda step: step == 0, step)
+        tensors = {name: params[name].detach().clone() for name in grads}
+        working = {name: {} if fresh else {k: _precise(k, v) for k, v in states[name].items()} for name in grads}
+        twin = _Engine(self.cls, self.defaults, self.groups)
+        twin.fuse = False
+        members = self.divide({name: params[name] for name in states})
+        instance = twin.build(tensors)
+        numbers = _Numbers()
+        for group, names, moving in zip(instance.param_groups, members, self.moving, strict=True):
+            group["params"] = [tensors[name] for name in names if name in tensors]
+            for key, value in moving.items():
+                group[key] = numbers.at(value, step)
+            # The plain forms: what they ask of a count they ask of a tensor while torch compiles. Those for CUDA graphs
+            # (capturable) divide 0 by 0 at a learning rate of 0, and are for those that ask more of a count.
+            forms = {"fused": False, "foreach": False, "capturable": self.cls in _BRANCHING}
+            group |= {key: form for key, form in forms.items() if key in group}
+        for name, grad in grads.items():
+            tensors[name].grad = grad
+            instance.state[tensors[name]] = working[name]
+        step_in_place = inspect.unwrap(self.cls.step)
+        with torch.no_grad(), numbers, _limits_of_tensors(step_in_place if self.ours else None):
+            step_in_place(instance)
+        made = {name: dict(instance.state[tensor]) for name, tensor in tensors.items()}
+        for name, state in made.items():
+            tensors[name].grad = None
+            for key, value in state.items():
+                if isinstance(value, Tensor) and isinstance(old := states[name].get(key), Tensor):
+                    state[key] = value.to(old.dtype)
+        return {**params, **tensors}, {"state": {**states, **made}}
 
     def settle(self, params: Params, states: Mapping[str, Any], rebuild: bool) -> None:
         """Make the instance one for these parameters."""
@@ -464,6 +509,79 @@ class _Engine:
 
 
 _KERNELS: dict[Any, Any] = {torch.optim.Adam: torch._fused_adam_, torch.optim.AdamW: torch._fused_adamw_}
+
+
+def _precise(key: str, value: Any) -> Any:
+    """A copy to update in a trace; counts in double precision, since bias corrections are computed from them there."""
+    if not isinstance(value, Tensor):
+        return value
+    wide = key == "step" and value.is_floating_point() and not value.dim() and value.device.type != "mps"
+    return value.double() if wide else value.clone()
+
+
+class _Numbers(TorchFunctionMode):
+    """Hyperparameters that are tensors, since they move, where torch's optimizers expect numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, tuple[Tensor, Callable[[int], Any], int]] = {}
+
+    def at(self, value: Any, step: int) -> Any:
+        if isinstance(value, (tuple, list)):
+            return tuple(self.at(member, step) if callable(member) else member for member in value)
+        made = on_host(lambda step: value(step), step)
+        if isinstance(made, Tensor):
+            self.known[id(made)] = made, value, step
+        return made
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _COMPARISONS and id(args[0]) in self.known and not isinstance(args[1], Tensor):
+            _, value, step = self.known[id(args[0])]
+            compare, other = _COMPARISONS[name], args[1]
+            return on_host(lambda step: bool(compare(value(step), other)), step)
+        if name == "item":
+            return args[0]
+        if name in ("addcdiv_", "addcmul_") and isinstance(kwargs.get("value"), Tensor):
+            into, one, two = args
+            return into.add_((one / two if name == "addcdiv_" else one * two) * kwargs["value"])
+        if name in ("add_", "add", "sub", "sub_") and isinstance(kwargs.get("alpha"), Tensor):
+            return getattr(args[0], name)(args[1] * kwargs["alpha"])
+        if name == "lerp_" and isinstance(weight := kwargs.get("weight", args[2] if args[2:] else None), Tensor):
+            return args[0].add_((args[1] - args[0]) * weight)
+        return func(*args, **kwargs)
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    name: getattr(operator, name.strip("_")) for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+} | {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+
+
+_BRANCHING = {torch.optim.ASGD, torch.optim.RAdam}
+
+
+@contextmanager
+def _limits_of_tensors(function: Any) -> Iterator[None]:
+    """`max` and `min` that take a tensor for a number, in this function's module: Adafactor limits its steps so."""
+
+    def limited(plain: Callable[..., Any], by: str, bound: str) -> Callable[..., Any]:
+        def of(*values: Any) -> Any:
+            tensors = [value for value in values if isinstance(value, Tensor)]
+            numbers = [value for value in values if not isinstance(value, Tensor)]
+            if not tensors:
+                return plain(*values)
+            found = functools.reduce(getattr(torch, by), tensors)
+            return torch.clamp(found, **{bound: plain(numbers)}) if numbers else found
+
+        return of
+
+    space = {} if function is None else function.__globals__
+    space |= {"max": limited(max, "maximum", "min"), "min": limited(min, "minimum", "max")}
+    try:
+        yield
+    finally:
+        del space["max"], space["min"]
 
 
 def _copies(

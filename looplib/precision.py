@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from looplib._tracing import afterwards, choose, like, tracing
 from looplib.gradients import WHOLE, GradFn, Gradients, Part, multiply, of_whole
 from looplib.metrics import Mean
 from looplib.optimizer import Grads, Optimizer, Params, wrap
@@ -163,19 +164,27 @@ def dynamic_loss_scale(
     ) -> tuple[Params, Any]:
         finite = all_finite(grads)
         scale, tracker = opt_state["loss_scale"].clone(), opt_state["growth_tracker"].clone()
-        overflowed = torch.full((), float(not finite), device=scale.device)
+        if isinstance(finite, Tensor):
+            overflowed = (~finite).to(scale)
+        else:
+            overflowed = torch.full((), float(not finite), device=scale.device)
         torch._amp_update_scale_(scale, tracker, overflowed, growth_factor, backoff_factor, growth_interval)
         record = {**opt_state, "loss_scale": scale, "growth_tracker": tracker}
-        if finite:
-            new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
-            return new, {**record, "inner_state": inner}
-        if scale < min_scale:
+        if isinstance(finite, Tensor) or not finite:
+            afterwards(check, finite, scale, opt_state["loss_scale"], step)
+        if not tracing() and not finite:
+            return params, record
+        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
+        updated = {**record, "inner_state": inner}
+        return choose(finite, new, params, updated, record) if isinstance(finite, Tensor) else (new, updated)
+
+    def check(finite: Tensor | bool, scale: Tensor, before: Tensor, step: int) -> None:
+        if not finite and scale < min_scale:
             raise NonFiniteGradientsError(
                 f"gradients are not finite at step {step} though the loss scale is down to "
-                f"{opt_state['loss_scale'].item()} (min_scale={min_scale}), so the scale is not the cause: "
+                f"{before.item()} (min_scale={min_scale}), so the scale is not the cause: "
                 "lower the learning rate, clip the gradients, or look at the batch"
             )
-        return params, record
 
     return wrap(optimizer, init, update)
 
@@ -230,10 +239,8 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
                 old = params[name]
                 rounded = old.copy_(new[name]) if donate else new[name].to(old.dtype)
                 narrow[name] = rounded.requires_grad_(old.requires_grad)
-        return {**new, **{name: params[name] for name in master}, **narrow}, {
-            "inner_state": inner,
-            "master": {name: new[name] for name in master},
-        }
+        changed = {**new, **{name: params[name] for name in master}, **narrow}
+        return like(new, changed), {"inner_state": inner, "master": {name: new[name] for name in master}}
 
     def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
         full = {**params, **opt_state["master"]}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from looplib._ranks import any_rank, shards, sum_over_ranks
+from looplib._tracing import afterwards, choose, tracing
 from looplib.metrics import Mean
 from looplib.optimizer import Grads, Optimizer, Params, wrap
 
@@ -60,25 +61,36 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
         grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
     ) -> tuple[Params, Any]:
         count, total = opt_state["notfinite_count"], opt_state["total_notfinite"]
-        if all_finite(grads):
-            new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
-            return new, {"inner_state": inner, "notfinite_count": torch.zeros_like(count), "total_notfinite": total}
-        if count >= max_consecutive:
-            bad = [name for name, grad in grads.items() if not _finite([grad])]
-            found = f"in {len(bad)} of {len(grads)} parameters: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}"
-            raise NonFiniteGradientsError(
-                f"gradients were not finite {int(count) + 1} times in a row (max_consecutive={max_consecutive}), "
-                f"now at step {step} {found if bad else 'on another rank'}. Lower the learning rate, clip the "
-                "gradients, or look at the batch; the state is as it was before it"
-            )
-        return params, {**opt_state, "notfinite_count": count + 1, "total_notfinite": total + 1}
+        finite = all_finite(grads)
+        skipped = {**opt_state, "notfinite_count": count + 1, "total_notfinite": total + 1}
+        if isinstance(finite, Tensor) or not finite:
+            by_name = {} if tracing() else {name: _finite([grad]) for name, grad in grads.items()}
+            afterwards(check, finite, count, step, by_name)
+        if isinstance(finite, bool) and not finite:
+            return params, skipped
+        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
+        record = {"inner_state": inner, "notfinite_count": torch.zeros_like(count), "total_notfinite": total}
+        return (new, record) if isinstance(finite, bool) else choose(finite, new, params, record, skipped)
+
+    def check(finite: Tensor | bool, count: Tensor, step: int, by_name: dict[str, Tensor]) -> None:
+        if finite or count < max_consecutive:
+            return
+        bad = [name for name, good in by_name.items() if not good]
+        found = f"in {len(bad)} of {len(by_name)} parameters: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}"
+        where = (found if bad else "on another rank") if by_name else "(a compiled step does not look where)"
+        raise NonFiniteGradientsError(
+            f"gradients were not finite {int(count) + 1} times in a row (max_consecutive={max_consecutive}), "
+            f"now at step {step} {where}. Lower the learning rate, clip the "
+            "gradients, or look at the batch; the state is as it was before it"
+        )
 
     return wrap(optimizer, init, update)
 
 
-def all_finite(grads: Grads) -> bool:
-    """Whether all gradients are finite, on all ranks."""
-    return not any_rank(~_finite(grads.values()))
+def all_finite(grads: Grads) -> bool | Tensor:
+    """Whether all gradients are finite, on all ranks; in a trace a tensor that says so."""
+    finite = _finite(grads.values())
+    return finite if tracing() else not any_rank(~finite)
 
 
 def _finite(grads: Iterable[Tensor]) -> Tensor:
@@ -145,25 +157,28 @@ def skip_spikes(
     ) -> tuple[Params, Any]:
         value = _value(extra.get("metrics") or {}, monitor)
         recent, seen, row = opt_state["recent"], opt_state["seen"], opt_state["spikes_in_a_row"]
-        known = recent[~recent.isnan()]
-        finite = bool(value.isfinite())
-        spike = not finite
-        if finite and len(known) >= max(2, window // 2):
-            spike = bool(value > known.mean() + sigmas * known.std())
-        record = {**opt_state, "spikes_in_a_row": torch.zeros_like(row)}
-        if finite:
-            at = torch.arange(window) == seen % window
-            record |= {"recent": torch.where(at, value, recent), "seen": seen + 1}
-        if not spike:
-            new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
-            return new, {**record, "inner_state": inner}
+        known = ~recent.isnan()
+        count, finite = known.sum(), value.isfinite()
+        mean = recent.nansum() / count
+        deviation = (torch.where(known, recent - mean, 0).square().sum() / (count - 1)).sqrt()
+        spike = ~finite | ((count >= max(2, window // 2)) & (value > mean + sigmas * deviation))
+        at = finite & (torch.arange(window) == seen % window)
+        record = {**opt_state, "recent": torch.where(at, value, recent), "seen": seen + finite}
+        skipped = {**record, "spikes_in_a_row": row + 1, "total_spikes": opt_state["total_spikes"] + 1}
+        afterwards(check, finite, row, value, step)
+        if not tracing() and spike:
+            return params, skipped
+        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
+        record = {**record, "spikes_in_a_row": torch.zeros_like(row), "inner_state": inner}
+        return choose(~spike, new, params, record, skipped) if tracing() else (new, record)
+
+    def check(finite: Tensor, row: Tensor, value: Tensor, step: int) -> None:
         if not finite and row >= max_consecutive:
             raise NonFiniteGradientsError(
                 f"{monitor!r} was a spike {int(row) + 1} times in a row (max_consecutive={max_consecutive}) and is "
                 f"{value.item()} at step {step}: lower the learning rate, or look at the batch; the state is as it "
                 "was before it"
             )
-        return params, {**record, "spikes_in_a_row": row + 1, "total_spikes": opt_state["total_spikes"] + 1}
 
     return wrap(optimizer, init, update)
 

@@ -41,7 +41,12 @@ class PredictStep(Protocol):
 
 
 def make_train_step(
-    grad_fn: GradFn, optimizer: Optimizer, *, donate: bool = False, same_batch: bool = False
+    grad_fn: GradFn,
+    optimizer: Optimizer,
+    *,
+    donate: bool = False,
+    same_batch: bool = False,
+    compile: bool | Mapping[str, Any] = False,
 ) -> TrainStep:
     """The step of a training loop, as a function from a state and a batch to the next state and its metrics.
 
@@ -65,8 +70,12 @@ def make_train_step(
             that arrives during the update is taken after it.
         same_batch: for one more update on a batch that another step takes too, as the second network of a GAN does:
             `step` counts it, and the position in the data stays. The other step comes first.
+        compile: make one compiled graph of the whole step, at the first batch of each shape; True, or a dict of
+            torch.compile's `mode`, `options` and `backend`. See `looplib.compiling` for what changes by it.
 
     Raises:
+        UntraceableError: a compiled step that asks for the value of a tensor, changes Python values, or runs on
+            several ranks; with the line or the name.
         DonatedStateError: the state was given to a donated step before.
         ValueError, TypeError: see `make_grad_fn` and `ll.optimizer`; the state is as it was then.
     """
@@ -77,6 +86,8 @@ def make_train_step(
             f"optimizer is a {type(optimizer).__name__}; give what ll.optimizer returns, such as "
             "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
         )
+    if compile:
+        return _compiled_step(grad_fn, optimizer, donate, same_batch, {} if compile is True else compile)
     part = Part(donate=donate)
 
     def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
@@ -147,6 +158,50 @@ def make_train_step(
         return new, out.metrics
 
     return donated_step if donate else pure_step
+
+
+def _compiled_step(
+    grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool, options: Mapping[str, Any]
+) -> TrainStep:
+    from looplib.compiling import Compiler, Outcome  # Inductor is a large import
+
+    def core(state: TrainState, batch: Any) -> Outcome:
+        out = grad_fn(state, batch, Part())
+        params, opt_state = optimizer.update(
+            out.grads, state.opt_state, state.params, state.step, metrics=out.metrics, buffers=out.buffers
+        )
+        return Outcome(params, opt_state, out.buffers, out.metrics, out.samples)
+
+    compiler = Compiler(core, donate, options, (grad_fn, optimizer.update))
+
+    def compiled_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
+        readers = _donation.readers
+        if donate and _donation._reading and (state._lane is None or state._lane.readers != readers):
+            _donation.wait_for_readers((state.params, state.buffers, state.opt_state))
+        _interrupts.install()
+        ready = compiler.prepare(state, batch)
+        thread = threading.get_ident()
+        try:
+            _interrupts.begin_hold(thread)
+            params, opt_state, buffers, metrics, samples, applied = compiler.run(ready, state)
+            values = _advance(state, samples, bool(applied), same_batch)
+            values |= {"params": params, "opt_state": opt_state, "buffers": buffers}
+            if donate:
+                chain = _chain(state, params.keys(), set(buffers))
+                chain.generation, chain.step, chain.readers = chain.generation + 1, values["step"], readers
+                new = make(values, {**state._seen, chain: chain.generation}, chain)
+                _donation.in_flight(state, new)
+            else:
+                new = make(values, state._seen and _donation.generations([values]))
+            _latest.metrics = metrics
+            compiler.remember(ready, new)
+        finally:
+            _interrupts.end_hold(thread)
+            _interrupts.deliver()
+        return new, metrics
+
+    compiled_step.compiler = compiler  # type: ignore[attr-defined]
+    return compiled_step
 
 
 def _advance(state: TrainState, samples: int, applied: bool, same_batch: bool) -> dict[str, Any]:
