@@ -22,27 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from looplib import _tracing
 from looplib._modules import named_modules
 from looplib._tracing import Count, UntraceableError
-from looplib.metrics import Metric
 from looplib.state import TrainState
+from looplib.steps import Outcome
 
 COUNTS = ("step", "epoch", "batch", "samples", "batch_samples", "batch_steps", "seed")
 _SPARE = (torch.float64, torch.int64, torch.float32, torch.bool)
 _SPARES = 64  # tensors of each of these dtypes that the host may send for one step
-
-
-class Outcome(NamedTuple):
-    """What a step makes of a state and a batch, before its counts."""
-
-    params: dict[str, Tensor]
-    opt_state: Any
-    buffers: dict[str, Tensor]
-    metrics: dict[str, Metric]
-    samples: int
-    applied: Any = True  # whether an update was made: a bool, or a tensor that says so
 
 
 Core = Callable[[TrainState, Any], Outcome]
@@ -64,25 +54,91 @@ class Held(NamedTuple):
     value: Any
 
 
-class Program(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Program:
     """A graph, and how to call it.
 
     Attributes:
         graph: takes the tensors of `inputs`, one by one, and returns a list of tensors.
         inputs: for each placeholder where its value comes from: (1, i) of state and batch, (2, i) of what the host
             answers, (None, tensor) that the step holds in Python.
-        rebuild: `rebuild(outputs, flat, spares, counts) -> (outcome, arguments)`, the latter for each of `afterwards`.
+        outputs: for each tensor of the outcome where it is: ("o", i) of what the graph returns, or an input as it
+            was, ("f", i) of state and batch, ("s", i) of what the host answers.
+        outcome: an `Outcome` and the arguments of `afterwards`, as a tree.
         afterwards: functions to call when it has run.
-        random: whether it draws random numbers.
+        successors: (place among `outputs`, place in the state) of each tensor and of the one that it takes over from.
+        trained: the places among `outputs` of parameters that require a gradient.
         held: what it may have read outside of the state.
     """
 
     graph: GraphModule
     inputs: list[tuple[int | None, Any]]
-    rebuild: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+    outputs: list[tuple[str, int]]
+    outcome: Any
     afterwards: list[Callable[..., None]]
-    random: bool
+    successors: list[tuple[int, int]]
+    trained: frozenset[int]
     held: list[Held]
+
+    def rebuild(self) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
+        """`rebuild(returned, flat, answers, counts) -> (outcome, arguments)`."""
+
+        def name(_: Tensor, place: int) -> str:
+            kind, index = self.outputs[place]
+            return f"{kind}[{index}]{'.requires_grad_()' if kind == 'o' and place in self.trained else ''}"
+
+        return dissect(self.outcome, name).build("o, f, s, n")
+
+    def random(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(map(draws, self.graph.graph.nodes))
+
+    def donated(self) -> Program:
+        """One that writes the new state over the old."""
+        outputs, inputs = list(self.outputs), list(self.inputs)
+        leaves = dissect(self.outcome).tensors
+        graph = torch.fx.Graph()
+        returned: Any = graph.graph_copy(self.graph.graph, {})
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        at = {source: node for source, node in zip(inputs, placeholders, strict=True) if source[0] is not None}
+
+        def taken(source: tuple[int, int], like: Tensor) -> Node:
+            if source not in at:
+                with graph.inserting_before(next(iter(graph.nodes))):
+                    at[source] = graph.placeholder(f"taken_{len(inputs)}")
+                at[source].meta["val"] = like
+                inputs.insert(0, source)
+            return at[source]
+
+        state = {_storage(node) for source, node in at.items() if source[0] == 1}
+        copies: list[tuple[Node, Node]] = []
+        for place, own in self.successors:
+            kind, index = outputs[place]
+            if (kind, index) != ("f", own):
+                new = returned[index] if kind == "o" else taken((1 if kind == "f" else 2, index), leaves[place])
+                if new.op == "placeholder" or _storage(new) in state:  # which another copy might write before
+                    value = new.meta["val"]
+                    new = graph.call_function(torch.ops.aten.clone.default, (new,))
+                    new.meta["val"] = value
+                copies.append((taken((1, own), leaves[place]), new))
+                outputs[place] = "f", own
+        for old, new in copies:
+            graph.call_function(torch.ops.aten.copy_.default, (old, new)).meta["val"] = old.meta["val"]
+        left = sorted({index for kind, index in outputs if kind == "o"})
+        graph.output([returned[index] for index in left])
+        outputs = [(kind, left.index(index) if kind == "o" else index) for kind, index in outputs]
+        module = GraphModule(self.graph, graph)
+        return dataclasses.replace(self, graph=module, inputs=inputs, outputs=outputs)
+
+
+def _storage(node: Node) -> int:
+    value: Tensor = node.meta["val"]
+    return value.untyped_storage()._cdata
+
+
+def draws(node: Node) -> bool:
+    """Whether it is an operation that draws random numbers."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 class Dissected(NamedTuple):
@@ -184,8 +240,9 @@ def trace(
     batch: Any,
     questions: dict[Any, Any],
     flat: list[Tensor],
-    donate: bool,
     held: list[Held],
+    evaluate: Callable[[Callable[..., Any], list[Any]], Any],
+    begin: Callable[[], None] = lambda: None,
 ) -> tuple[Program, dict[Any, Any], Any]:
     """Write the step down; returns the program, and the table and the key where it belongs among the questions.
 
@@ -194,10 +251,11 @@ def trace(
         state, batch: whose shapes, dtypes and devices are taken.
         questions: where the questions that the step asks are kept, from its first on.
         flat: the tensors of state and batch.
-        donate: let the graph write the new state over the old.
         held: what the step may read outside of the state (`held_by`).
+        evaluate: gives the host's answer for this state.
+        begin: called when the step's Python begins to run.
+        begin: called when the step's Python begins to run.
     """
-    counts = {name: getattr(state, name) for name in COUNTS}
     in_state, in_batch = dissect((state.params, state.buffers, state.opt_state)), dissect(batch)
     table, key = questions, None
     sent: list[tuple[torch.dtype, Tensor]] = []  # for the spare inputs, in the order of the questions
@@ -211,12 +269,13 @@ def trace(
         # The table is the caller's from its first question on: what a failed attempt has asked is asked again.
         table, key = questions, None
         sent.clear()
+        begin()
         used = dict.fromkeys(_SPARE, 0)
 
         def answer(function: Callable[..., Any], sources: list[Any]) -> Any:
             nonlocal table, key
-            found = function(*[value_of(source, flat, counts) for source in sources])
-            shape = as_answer(found)
+            with _disable_current_modes():  # the host computes now, and nothing of it is written down
+                shape = as_answer(evaluate(function, sources))
             question = table.get(key)
             if question is None:
                 question = table[key] = Question(function, sources, {})
@@ -258,11 +317,9 @@ def trace(
                 out = out._replace(applied=False, buffers=buffers)
             elif flag is not None:
                 out = out._replace(applied=flag, buffers=_tracing.either(flag, out.buffers, buffers))
-        if donate:
-            out = _written_over(out, (params, buffers, opt_state))
-        result[:] = [out, here.afterwards, known]
-        made = dissect((tuple(out), [values for _, values in here.afterwards]))
-        return made.tensors
+        outcome = tuple(out), [values for _, values in here.afterwards]
+        result[:] = outcome, [function for function, _ in here.afterwards], _successors(out, stand_in, known)
+        return dissect(outcome).tensors
 
     spare_order: list[int] = []
     with torch.no_grad(), _as_when_compiling():
@@ -305,105 +362,71 @@ def _floats_as_tensors(tree: Any) -> Any:
     return tree
 
 
-def _written_over(out: Outcome, old: Any) -> Outcome:
-    """The new state, copied into the old one's tensors."""
-    inputs = {tensor.untyped_storage()._cdata for tensor in dissect(old).tensors}
-    pairs: list[tuple[Tensor, Tensor]] = []
+def _successors(out: Outcome, old: TrainState, known: dict[int, int]) -> list[tuple[int, int]]:
+    """Which tensor of the outcome takes over from which of the state."""
+    found: list[tuple[int, int]] = []
+    places = iter(range(len(dissect(tuple(out)).tensors)))
 
-    def walk(new: Any, before: Any, path: str) -> Any:
+    def walk(new: Any, before: Any) -> None:
         if isinstance(new, Tensor):
-            if not isinstance(before, Tensor) or new.shape != before.shape or new.dtype != before.dtype:
-                raise UntraceableError(
-                    f"{path} of the new state is not like that of the old, so it cannot be written over it: take "
-                    "donate=False, or an optimizer whose state keeps its shape"
-                )
-            if new is before:
-                return before
-            if new.untyped_storage()._cdata in inputs:
-                new = new.clone()
-            pairs.append((before, new))
-            return before
-        if isinstance(new, dict):
-            return {key: walk(value, before.get(key), f"{path}[{key!r}]") for key, value in new.items()}
-        if isinstance(new, (list, tuple)):
-            members = [walk(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(new, before, strict=True))]
-            return type(new)(*members) if hasattr(new, "_fields") else type(new)(members)
-        return new
+            place = next(places)
+            if isinstance(before, Tensor) and (new.shape, new.dtype) == (before.shape, before.dtype):
+                found.append((place, known[id(before)]))
+        elif isinstance(new, dict):
+            for key, value in new.items():
+                walk(value, before.get(key) if isinstance(before, dict) else None)
+        elif isinstance(new, (list, tuple)):
+            old = before if isinstance(before, (list, tuple)) and len(before) == len(new) else [None] * len(new)
+            for value, was in zip(new, old, strict=True):
+                walk(value, was)
+        else:
+            for _ in dissect(new).tensors:
+                next(places)
 
-    params, buffers, opt_state = old
-    out = out._replace(
-        params=walk(dict(out.params), params, "params"),
-        opt_state=walk(out.opt_state, opt_state, "opt_state"),
-        buffers=walk(dict(out.buffers), buffers, "buffers"),
-    )
-    for before, new in pairs:
-        before.copy_(new)
-    return out
+    for new, before in zip(out[:3], (old.params, old.opt_state, old.buffers), strict=True):
+        walk(new, before)
+    return found
 
 
 def _finished(
-    graph: GraphModule,
-    result: list[Any],
-    count: int,
-    spare_order: list[int],
-    state: TrainState,
-    held: list[Held],
+    graph: GraphModule, result: list[Any], count: int, spare_order: list[int], state: TrainState, held: list[Held]
 ) -> Program:
     """The graph with the inputs that it needs and the outputs that it computes."""
-    out, checks, known = result
+    outcome, checks, successors = result
     nodes = graph.graph
     nodes.set_codegen(torch.fx.graph.CodeGen())
     placeholders = [node for node in nodes.nodes if node.op == "placeholder"]
-    place_of = {node: place for place, node in enumerate(placeholders)}
-    (output,) = (node for node in nodes.nodes if node.op == "output")
-    nodes_out = list(output.args[0])
-    kept: list[Any] = []
-    names: list[str] = []
     order = {place: position for position, place in enumerate(spare_order)}
-    for node in nodes_out:
-        if node in place_of:
-            place = place_of[node]
-            names.append(f"f[{place}]" if place < count else f"s[{order[place - count]}]")
+    (output,) = (node for node in nodes.nodes if node.op == "output")
+    place_of = {node: place for place, node in enumerate(placeholders)}
+    outputs: list[tuple[str, int]] = []
+    computed: dict[Node, int] = {}
+    for node in output.args[0]:
+        place = place_of.get(node)
+        if place is not None:
+            outputs.append(("f", place) if place < count else ("s", order[place - count]))
         else:
-            names.append(f"o[{len(kept)}]")
-            kept.append(node)
-    output.args = (kept,)
-    constants: list[tuple[Node, Any]] = []
+            outputs.append(("o", computed.setdefault(node, len(computed))))
+    output.args = (list(computed),)
+    inputs: list[tuple[int | None, Any]] = []
     for node in list(nodes.nodes):
         if node.op == "get_attr" and isinstance(value := getattr(graph, str(node.target), None), Tensor):
-            constants.append((node, value))
-    first = placeholders[0]
-    for position, (node, value) in enumerate(constants):
-        with nodes.inserting_before(first):
-            taken = nodes.placeholder(f"constant_{position}")
-        taken.meta.update(node.meta)
-        node.replace_all_uses_with(taken)
-        nodes.erase_node(node)
-    nodes.eliminate_dead_code()
-    inputs: list[tuple[int | None, Any]] = []
-    values = iter(value for _, value in constants)
-    for node in [node for node in nodes.nodes if node.op == "placeholder"]:
-        constant = node not in place_of
-        value = next(values) if constant else None
-        if not node.users:
+            with nodes.inserting_before(placeholders[0]):
+                constant = nodes.placeholder(f"constant_{len(inputs)}")
+            constant.meta.update(node.meta)
+            node.replace_all_uses_with(constant)
             nodes.erase_node(node)
-        elif constant:
             inputs.append((None, value))
-        else:
-            place = place_of[node]
+    nodes.eliminate_dead_code()
+    for node, place in place_of.items():
+        if node.users:
             inputs.append((1, place) if place < count else (2, order[place - count]))
+        else:
+            nodes.erase_node(node)
     nodes.lint()
     graph.recompile()
-    for place, name in enumerate(out.params):  # the first of the outputs
-        if names[place].startswith("o") and state.params[name].requires_grad:
-            names[place] += ".requires_grad_()"
-    made = dissect((tuple(out), [values for _, values in checks]), lambda tensor, place: names[place])
-    random = any(map(_draws, nodes.nodes))
-    return Program(graph, inputs, made.build("o, f, s, n"), [function for function, _ in checks], random, held)
-
-
-def _draws(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    trained = (place for place, name in enumerate(outcome[0][0]) if state.params[name].requires_grad)
+    return Program(graph, inputs, outputs, outcome, checks, successors, frozenset(trained), held)
 
 
 class _as_when_compiling:

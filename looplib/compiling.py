@@ -10,19 +10,21 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from looplib import _latest, _program
 from looplib._modules import _generators
-from looplib._program import COUNTS, Core, Outcome, Program, Question, as_answer, dissect, value_of
+from looplib._program import COUNTS, Core, Program, Question, as_answer, dissect, value_of
 from looplib._random import mix
 from looplib._ranks import rank, several
 from looplib._tracing import UntraceableError
 from looplib.state import TrainState
+from looplib.steps import Outcome
 
 Compiled = Callable[[list[Tensor]], Any]
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -41,10 +43,12 @@ class _Machine:
 class Machine:
     """A program with its machine code."""
 
-    __slots__ = ("program", "run", "stable")
+    __slots__ = ("draws", "program", "random", "rebuild", "run", "stable")
 
     def __init__(self, program: Program, run: Compiled) -> None:
-        self.program, self.run = program, run
+        self.program, self.run, self.rebuild, self.random = program, run, program.rebuild(), program.random()
+        self.draws: list[Callable[[], Tensor]] = []  # made before the graph runs
+        self.draws: list[torch.fx.Node] = []  # made before the graph runs
         self.stable: bool | None = None  # whether what comes out is like what goes in, known after the first run
 
 
@@ -90,9 +94,9 @@ class Compiler:
             spares: list[Tensor] = []
             node: Any = first.get(None)
             while type(node) is Question:
-                answer = as_answer(node.function(*[value_of(source, flat, counts) for source in node.sources]))
-                spares += answer.tensors
-                node = node.answers.get(answer.key())
+                key, tensors = self.answer(node, flat, counts)
+                spares += tensors
+                node = node.answers.get(key)
             if node is not None and (names := _program.changed(node.program.held)):
                 warnings.warn(
                     f"{', '.join(names)} changed since the step was compiled, so it is compiled anew", stacklevel=4
@@ -103,27 +107,56 @@ class Compiler:
                 return Ready(node, flat, spares, counts, kind)
             begin = time.perf_counter()
             held = _program.held_by(*self.watched)
-            program, answers, at = _program.trace(self.core, state, batch, first, flat, self.donate, held)
-            answers[at] = Machine(program, self.build(program))
+            answers, at, machine = self.make(state, batch, first, flat, counts, held)
+            answers[at] = machine
             self.compilations += 1
             _latest.compiling += time.perf_counter() - begin
+
+    def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
+        """What the host says now: the part that chooses a graph, and the tensors for it."""
+        said = as_answer(question.function(*[value_of(source, flat, counts) for source in question.sources]))
+        return said.key(), said.tensors
+
+    def make(
+        self,
+        state: TrainState,
+        batch: Any,
+        questions: dict[Any, Any],
+        flat: list[Tensor],
+        counts: Mapping[str, Any],
+        held: list[_program.Held],
+    ) -> tuple[dict[Any, Any], Any, Machine]:
+        """A program for such inputs, and the table and key that it is found by."""
+
+        def evaluate(function: Callable[..., Any], sources: list[Any]) -> Any:
+            return function(*[value_of(source, flat, counts) for source in sources])
+
+        program, answers, at = _program.trace(self.core, state, batch, questions, flat, held, evaluate)
+        program = program.donated() if self.donate else program
+        return answers, at, Machine(program, self.build(program))
+
+    def draw(self, machine: Machine, state: TrainState, generators: Sequence[torch.Generator]) -> list[Tensor]:
+        """Put the random streams where this step's begin; what is drawn before the graph runs."""
+        seed = mix(state.seed, state.step, rank(), 0)
+        for generator in generators:
+            generator.manual_seed(seed)
+        return []
 
     def run(self, ready: Ready, state: TrainState) -> Outcome:
         """Run it; with `donate` the state's tensors are written."""
         machine, flat, spares, counts, _ = ready
         program = machine.program
-        values = [value if kind is None else ready[kind][value] for kind, value in program.inputs]
+        draws: list[Tensor] = []
         grad_mode = torch.is_grad_enabled()
-        generators = _generators(flat[0].device) if program.random else ()
+        generators = _generators(flat[0].device) if machine.random else ()
         streams = [generator.get_state() for generator in generators]
         try:
             torch._C._set_grad_enabled(False)
             if generators:
-                seed = mix(state.seed, state.step, rank(), 0)
-                for generator in generators:
-                    generator.manual_seed(seed)
-            outputs = machine.run(values)
-            outcome, arguments = program.rebuild(outputs, flat, spares, counts)
+                draws = self.draw(machine, state, generators)
+            given = (None, flat, spares, draws)
+            outputs = machine.run([value if kind is None else given[kind][value] for kind, value in program.inputs])
+            outcome, arguments = machine.rebuild(outputs, flat, spares, counts)
         finally:
             torch._C._set_grad_enabled(grad_mode)
             for generator, stream in zip(generators, streams, strict=True):
@@ -156,8 +189,8 @@ def _backend(
         )
 
     def build(program: Program) -> Compiled:
-        examples = [_example(node) for node in program.graph.graph.nodes if node.op == "placeholder"]
         with torch.no_grad():
+            examples = fakes(program.graph)
             if backend == "inductor":
                 from torch._inductor import list_mode_options
                 from torch._inductor.compile_fx import compile_fx
@@ -171,6 +204,14 @@ def _backend(
     return build
 
 
-def _example(node: torch.fx.Node) -> Tensor:
-    value: Tensor = node.meta["val"]
-    return value
+def fakes(graph: torch.fx.GraphModule, members: Sequence[int | None] = ()) -> list[Tensor]:
+    """Tensors without values like the graph's inputs; with a first dimension of members where one is given."""
+    metas = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    sizes = list(members) or [None] * len(metas)
+    with FakeTensorMode():
+        return [
+            torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=meta.device)
+            if size is None
+            else torch.empty((size, *meta.size()), dtype=meta.dtype, device=meta.device)
+            for meta, size in zip(metas, sizes, strict=True)
+        ]

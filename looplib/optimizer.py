@@ -394,7 +394,10 @@ class _Engine:
                 f"{self.cls.__name__} changes numbers of its own at each update, which a graph would keep for ever: "
                 "take the step without compile=, or one of torch.optim's classes"
             )
-        fresh = self.lazy and on_host(lambda step: step == 0, step)
+        # A first buffer of zeros is what torch's own first step makes one of, but for dampening.
+        dampened = any(values.get("dampening", 0) for values in (self.defaults, *(values for _, values in self.groups)))
+        lazy = self.lazy and (dampened or self.cls is not torch.optim.SGD)
+        fresh = lazy and on_host(lambda step: step == 0, step)
         tensors = {name: params[name].detach().clone() for name in grads}
         working = {name: {} if fresh else {k: _precise(k, v) for k, v in states[name].items()} for name in grads}
         twin = _Engine(self.cls, self.defaults, self.groups)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from looplib import _modules
 from looplib._random import mix
 from looplib._ranks import rank
+from looplib._tracing import tracing
 from looplib.gradients import (
     WHOLE,
     GradFn,
@@ -113,7 +114,7 @@ def make_per_sample_grad_fn(
             )
         params, buffers = of_this_model(host, state)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
-        samples, seed = batch_size(batch), mix(state.seed, state.step, rank(), part.index)
+        samples, seed = batch_size(batch), 0 if tracing() else mix(state.seed, state.step, rank(), part.index)
         columns: list[Tensor] = []
 
         def take(leaf: Any) -> Any:
@@ -361,8 +362,10 @@ def add_noise(
         if not size:
             raise ValueError("the batch is empty: with Poisson sampling, give add_noise(..., expected_batch_size=)")
         multiply(out.grads, out.per / size)
-        generators = {
-            device: torch.Generator(device).manual_seed(mix(state.seed, state.step, _NOISE))
+        generators = {  # in a trace of a step they are those of the step, which no two steps share either
+            device: None
+            if tracing()
+            else torch.Generator(device).manual_seed(mix(state.seed, state.step, _NOISE))
             for device in {grad.device for grad in out.grads.values()}
         }
         for grad in out.grads.values():

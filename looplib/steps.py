@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Set
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,22 @@ from torch import Tensor, nn
 from looplib import _donation, _interrupts, _latest, _modules
 from looplib._random import mix
 from looplib._ranks import rank
+from looplib._tracing import tracing
 from looplib.gradients import GradFn, Part, of_this_model, record
 from looplib.metrics import Mean, Metric, batch_size
 from looplib.optimizer import Optimizer
 from looplib.state import TrainState, counts_of, make
+
+
+class Outcome(NamedTuple):
+    """What a step makes of a state and a batch, before its counts."""
+
+    params: dict[str, Tensor]
+    opt_state: Any
+    buffers: dict[str, Tensor]
+    metrics: dict[str, Metric]
+    samples: int
+    applied: Any = True  # whether an update was made: a bool, or a tensor that says so
 
 
 class TrainStep(Protocol):
@@ -86,8 +98,9 @@ def make_train_step(
             f"optimizer is a {type(optimizer).__name__}; give what ll.optimizer returns, such as "
             "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
         )
+    parts = Parts(_core(grad_fn, optimizer), (grad_fn, optimizer.update), donate, same_batch, compile)
     if compile:
-        return _compiled_step(grad_fn, optimizer, donate, same_batch, {} if compile is True else compile)
+        return compiled_step(parts)
     part = Part(donate=donate)
 
     def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
@@ -157,14 +170,28 @@ def make_train_step(
             _interrupts.deliver()
         return new, out.metrics
 
-    return donated_step if donate else pure_step
+    step = donated_step if donate else pure_step
+    step.parts = parts  # type: ignore[attr-defined]
+    return step
 
 
-def _compiled_step(
-    grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool, options: Mapping[str, Any]
-) -> TrainStep:
-    from looplib.compiling import Compiler, Outcome  # Inductor is a large import
+class Parts(NamedTuple):
+    """What a step is made of, for those that make another step of it.
 
+    Attributes:
+        core: the step without its counts.
+        watched: the functions that it calls.
+        donate, same_batch, compile: as given to `make_train_step`.
+    """
+
+    core: Callable[[TrainState, Any], Outcome]
+    watched: tuple[Any, ...]
+    donate: bool = False
+    same_batch: bool = False
+    compile: bool | Mapping[str, Any] = False
+
+
+def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], Outcome]:
     def core(state: TrainState, batch: Any) -> Outcome:
         out = grad_fn(state, batch, Part())
         params, opt_state = optimizer.update(
@@ -172,9 +199,18 @@ def _compiled_step(
         )
         return Outcome(params, opt_state, out.buffers, out.metrics, out.samples)
 
-    compiler = Compiler(core, donate, options, (grad_fn, optimizer.update))
+    return core
 
-    def compiled_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
+
+def compiled_step(parts: Parts, compiler: Any = None) -> TrainStep:
+    """A train step that runs as the program that a compiler makes of it."""
+    core, watched, donate, same_batch, compile = parts
+    if compiler is None:
+        from looplib.compiling import Compiler  # Inductor is a large import
+
+        compiler = Compiler(core, donate, {} if compile is True else compile, watched)
+
+    def compiled(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         readers = _donation.readers
         if donate and _donation._reading and (state._lane is None or state._lane.readers != readers):
             _donation.wait_for_readers((state.params, state.buffers, state.opt_state))
@@ -200,8 +236,8 @@ def _compiled_step(
             _interrupts.deliver()
         return new, metrics
 
-    compiled_step.compiler = compiler  # type: ignore[attr-defined]
-    return compiled_step
+    compiled.parts, compiled.compiler = parts, compiler  # type: ignore[attr-defined]
+    return compiled
 
 
 def _advance(state: TrainState, samples: int, applied: bool, same_batch: bool) -> dict[str, Any]:
@@ -283,6 +319,7 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
         samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
         return {name: record(name, value, samples) for name, value in values.items()}
 
+    eval_step.parts = Parts(_unchanging(eval_step), (model, metric_fn))  # type: ignore[attr-defined]
     return eval_step
 
 
@@ -298,7 +335,16 @@ def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -
     As `make_eval_step`: eval mode, no gradients, copies of the buffers. Returns what
     `predict_fn(model, batch)` does. Raises ValueError for a state of another model or a batch on another device.
     """
-    return _without_training(model, predict_fn)
+    predict_step = _without_training(model, predict_fn)
+    predict_step.parts = Parts(_unchanging(predict_step), (model, predict_fn))  # type: ignore[attr-defined]
+    return predict_step
+
+
+def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState, Any], Outcome]:
+    def core(state: TrainState, batch: Any) -> Outcome:
+        return Outcome(state.params, state.opt_state, state.buffers, step(state, batch), 0)
+
+    return core
 
 
 def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> PredictStep:
@@ -308,7 +354,7 @@ def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> 
         _interrupts.install()
         params, buffers = of_this_model(host, state)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
-        seed = mix(state.seed, state.step, rank())
+        seed = 0 if tracing() else mix(state.seed, state.step, rank())
         grad_mode = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)
