@@ -1,14 +1,25 @@
 """looplib: functional, composable PyTorch training loops."""
 
-from looplib import distributed
+from looplib import distributed, testing
+from looplib._tracing import UntraceableError, on_host
 from looplib._tree_file import CheckpointVersionError, DamagedCheckpointError
 from looplib.accumulation import accumulate, retry_on_oom
 from looplib.averaging import ema, ema_warmup, eval_state, lookahead, swa
 from looplib.boards import tensorboard, wandb
 from looplib.checkpoint import Checkpoint, CheckpointIO, Checkpoints, checkpoint_io
 from looplib.clipping import adaptive_grad_clip, clip_by_global_norm, clip_by_value, global_norm
+from looplib.compiling import compile_blocks
 from looplib.composing import freeze, partition, sam
 from looplib.costs import flops, memory, meter, profiled, utilization
+from looplib.ensemble import (
+    compute_members,
+    members_of,
+    per_member,
+    select_members,
+    stack_states,
+    unstack_states,
+    vmap_step,
+)
 from looplib.evaluation import evaluate, measure
 from looplib.evaluation_retry import split_on_oom
 from looplib.export import (
@@ -24,7 +35,7 @@ from looplib.loader import Loader, make_loader
 from looplib.losses import neftune, next_token_loss
 from looplib.lr_finder import LRCurve, find_lr
 from looplib.metrics import Mean, Metric, Window, batch_size, compute, merge
-from looplib.optimizer import Optimizer, optimizer
+from looplib.optimizer import Optimizer, injected, optimizer
 from looplib.per_sample import add_noise, clip_per_sample, gradient_noise_scale, make_per_sample_grad_fn
 from looplib.pictures import live_plot, plot
 from looplib.precision import autocast, dynamic_loss_scale, master_weights, scale_loss
@@ -88,6 +99,7 @@ from looplib.steps import EvalStep, PredictStep, TrainStep, make_eval_step, make
 from looplib.stopping import BestSoFar, early_stopping, update_best
 from looplib.tables import csv_file, read_columns, record
 from looplib.torch_metrics import TorchMetric, torchmetric
+from looplib.unrolling import differentiable, unroll
 
 __all__ = [
     "AUC",
@@ -121,6 +133,7 @@ __all__ = [
     "TorchMetric",
     "TrainState",
     "TrainStep",
+    "UntraceableError",
     "Window",
     "accumulate",
     "accuracy",
@@ -142,7 +155,9 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_value",
     "clip_per_sample",
+    "compile_blocks",
     "compute",
+    "compute_members",
     "console",
     "constant",
     "copy_state",
@@ -150,6 +165,7 @@ __all__ = [
     "cosine_restarts",
     "csv_file",
     "cyclic",
+    "differentiable",
     "distributed",
     "dynamic_loss_scale",
     "early_stopping",
@@ -171,6 +187,7 @@ __all__ = [
     "gradient_noise_scale",
     "in_background",
     "init_state",
+    "injected",
     "inverse_sqrt",
     "join",
     "jsonl",
@@ -188,6 +205,7 @@ __all__ = [
     "make_train_step",
     "master_weights",
     "measure",
+    "members_of",
     "memory",
     "merge",
     "meter",
@@ -195,11 +213,13 @@ __all__ = [
     "multistep_decay",
     "neftune",
     "next_token_loss",
+    "on_host",
     "one_cycle",
     "only",
     "optimizer",
     "optimizer_state_dict",
     "partition",
+    "per_member",
     "perplexity",
     "plot",
     "polynomial",
@@ -222,17 +242,23 @@ __all__ = [
     "save_safetensors",
     "scale_loss",
     "scaled",
+    "select_members",
     "skip_spikes",
     "split_on_oom",
+    "stack_states",
     "state_dict",
     "step_decay",
     "stop_when",
     "swa",
     "tee",
     "tensorboard",
+    "testing",
     "torchmetric",
+    "unroll",
+    "unstack_states",
     "update_best",
     "utilization",
+    "vmap_step",
     "wandb",
     "warmup",
     "warmup_cosine",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import functools
 import linecache
 import traceback
 import types
@@ -108,7 +109,8 @@ class Program:
                     at[source] = graph.placeholder(f"taken_{len(inputs)}")
                 at[source].meta["val"] = like
                 inputs.insert(0, source)
-            return at[source]
+            node: Node = at[source]
+            return node
 
         state = {_storage(node) for source, node in at.items() if source[0] == 1}
         copies: list[tuple[Node, Node]] = []
@@ -133,7 +135,7 @@ class Program:
 
 def _storage(node: Node) -> int:
     value: Tensor = node.meta["val"]
-    return value.untyped_storage()._cdata
+    return int(value.untyped_storage()._cdata)
 
 
 def draws(node: Node) -> bool:
@@ -148,16 +150,17 @@ class Dissected(NamedTuple):
     tensors: list[Tensor]
     constants: list[Any]
 
-    def key(self) -> Any:
-        return self.source, tuple(map(_kind, self.tensors)), tuple(map(_hashable, self.constants))
+    def key(self, by_gradient: bool = False) -> Any:
+        """What is the same for trees that one program takes; `by_gradient` where it matters who requires one."""
+        kinds = tuple(
+            (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, by_gradient and tensor.requires_grad)
+            for tensor in self.tensors
+        )
+        return self.source, kinds, tuple(map(_hashable, self.constants))
 
     def build(self, names: str = "v") -> Callable[..., Any]:
         made: Callable[..., Any] = eval(f"lambda {names}: {self.source}", {"c": self.constants})
         return made
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _hashable(value: Any) -> Any:
@@ -195,7 +198,9 @@ def dissect(tree: Any, leaf: Callable[[Tensor, int], str] = lambda tensor, place
             return f"{constant(type(node))}({', '.join(map(walk, node))})"
         leaves, spec = torch.utils._pytree.tree_flatten(node)
         if len(leaves) != 1 or leaves[0] is not node:
-            return f"{constant(torch.utils._pytree.tree_unflatten)}([{', '.join(map(walk, leaves))}], {constant(spec)})"
+            return (
+                f"{constant(torch.utils._pytree.tree_unflatten)}([{', '.join(map(walk, leaves))}], {constant(spec)})"
+            )
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
             inner = [f"{f.name!r}: {walk(getattr(node, f.name))}" for f in dataclasses.fields(node)]
             return f"{constant(_with_fields)}({constant(node)}, {{{', '.join(inner)}}})"
@@ -526,3 +531,32 @@ def _globals_read(code: types.CodeType) -> Iterator[str]:
 def changed(held: Iterable[Held]) -> list[str]:
     """The names of those that are no longer what they were."""
     return [name for name, read, value in held if (now := read()) is not value and not (now == value or now != now)]
+
+
+@functools.cache
+def simple_forms() -> dict[Any, Callable[..., Any]]:
+    """Operations that torch can neither map nor differentiate as others that it can: those on lists as on each."""
+
+    def each(name: str) -> Callable[..., list[Tensor]]:
+        packet = torch.ops.aten.linalg_vector_norm if name == "norm" else getattr(torch.ops.aten, name)
+
+        def of_lists(*args: Any, **kwargs: Any) -> list[Tensor]:
+            return [
+                packet(*[arg[place] if isinstance(arg, (list, tuple)) else arg for arg in args], **kwargs)
+                for place in range(len(args[0]))
+            ]
+
+        return of_lists
+
+    def copied(into: Tensor, values: Tensor, non_blocking: bool = False) -> Tensor:
+        return values.to(into.device, into.dtype).expand(into.shape)
+
+    found: dict[Any, Callable[..., Any]] = {torch.ops.aten.copy.default: copied}
+    for name in dir(torch.ops.aten):
+        base = name.removeprefix("_foreach_")
+        if base != name and not base.endswith("_") and (base == "norm" or hasattr(torch.ops.aten, base)):
+            packet = getattr(torch.ops.aten, name)
+            found |= {
+                getattr(packet, overload): each(base) for overload in packet.overloads() if "out" not in overload
+            }
+    return found

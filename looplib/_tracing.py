@@ -9,10 +9,12 @@ Outside of a trace each of these is the plain thing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 R = TypeVar("R")
 
@@ -38,7 +40,7 @@ class Count:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _refuse
     __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = _refuse
     __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = __float__ = __index__ = __round__ = __str__ = _refuse
-    __hash__ = _refuse  # type: ignore[assignment]
+    __hash__ = _refuse
     __repr__ = _refuse
 
     def __format__(self, spec: str) -> str:
@@ -79,6 +81,30 @@ members_asked = False  # whether a hyperparameter of its own was asked for
 def tracing() -> bool:
     """Whether a step is being written down now, rather than taken."""
     return _current is not None
+
+
+differentiable = False  # whether the graph is to be differentiated itself
+
+STOPS = "looplib_stops"  # in the notes of a node: no gradient passes here
+
+
+class _Stops(TorchFunctionMode):
+    """Marks what a loss function cuts off from the gradient itself, by `detach` or in `no_grad`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("detach", "detach_") or (name != "__get__" and not torch.is_grad_enabled()):
+            with torch.fx.traceback.annotate({STOPS: True}):
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def users_own() -> AbstractContextManager[Any]:
+    """Around the loss function of a user."""
+    return _Stops() if _current is not None and differentiable else _nothing
+
+
+_nothing = nullcontext()
 
 
 class within:

@@ -7,7 +7,7 @@ are fewer than `state.step` where several take turns (`partition`) or all is fro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -155,6 +155,7 @@ def _moved(average: Tensors, now: Tensors, first: bool, weight: float, in_place:
     with torch.no_grad():
         old, new = list(average.values()), [_wide(now[name]) for name in average]
         if not in_place:
+            moved: Sequence[Tensor]
             if first:
                 moved = [tensor.clone() for tensor in new]
             elif isinstance(weight, Tensor):  # in a trace

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from looplib import _latest, _program
@@ -23,6 +23,7 @@ from looplib._program import COUNTS, Core, Program, Question, as_answer, dissect
 from looplib._random import mix
 from looplib._ranks import rank, several
 from looplib._tracing import UntraceableError
+from looplib.recompute import Classes, choice, outermost
 from looplib.state import TrainState
 from looplib.steps import Outcome
 
@@ -30,25 +31,12 @@ Compiled = Callable[[list[Tensor]], Any]
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
-class _Machine:
-    """A program with its machine code."""
-
-    __slots__ = ("inputs", "program", "run")
-
-    def __init__(self, program: Program, run: Compiled) -> None:
-        self.program, self.run = program, run
-        self.inputs = program.inputs
-
-
 class Machine:
     """A program with its machine code."""
-
-    __slots__ = ("draws", "program", "random", "rebuild", "run", "stable")
 
     def __init__(self, program: Program, run: Compiled) -> None:
         self.program, self.run, self.rebuild, self.random = program, run, program.rebuild(), program.random()
         self.draws: list[Callable[[], Tensor]] = []  # made before the graph runs
-        self.draws: list[torch.fx.Node] = []  # made before the graph runs
         self.stable: bool | None = None  # whether what comes out is like what goes in, known after the first run
 
 
@@ -68,6 +56,8 @@ class Compiler:
     def __init__(self, core: Core, donate: bool, options: Mapping[str, Any], watched: tuple[Any, ...]) -> None:
         self.core, self.donate, self.watched = core, donate, watched
         self.build = _backend(**options)
+        self.by_gradient = True  # whether inputs that require a gradient are another kind
+        self.no_grad = True
         self.kinds: dict[Any, int] = {}  # of states
         self.table: dict[Any, dict[Any, Any]] = {}  # by what goes in, and then by what the host answers
         self.known: tuple[weakref.ref[TrainState], Callable[..., list[Tensor]], int] | None = None
@@ -77,19 +67,19 @@ class Compiler:
         """Find the program for these inputs, or make it, and what the host has to say for this step."""
         if several():
             raise UntraceableError(
-                f"a step cannot be compiled whole on {torch.distributed.get_world_size()} ranks, which send each other "
-                "gradients: leave out compile=, and compile the blocks of the model, ll.compile_blocks(model, Block)"
+                f"a step cannot be compiled whole on {torch.distributed.get_world_size()} ranks, which send each "
+                "other gradients: leave out compile=, and compile the model's blocks, ll.compile_blocks(model, Block)"
             )
         trees = state.params, state.buffers, state.opt_state
         if self.known is not None and self.known[0]() is state:
             flat, kind = self.known[1](trees), self.known[2]
         else:
             dissected = dissect(trees)
-            flat, kind = dissected.tensors, self.kinds.setdefault(dissected.key(), len(self.kinds))
+            flat, kind = dissected.tensors, self.kinds.setdefault(dissected.key(self.by_gradient), len(self.kinds))
         in_batch = dissect(batch)
         flat += in_batch.tensors
         counts = {name: getattr(state, name) for name in COUNTS}
-        first = self.table.setdefault((kind, in_batch.key()), {})
+        first = self.table.setdefault((kind, in_batch.key(self.by_gradient)), {})
         while True:
             spares: list[Tensor] = []
             node: Any = first.get(None)
@@ -151,10 +141,11 @@ class Compiler:
         generators = _generators(flat[0].device) if machine.random else ()
         streams = [generator.get_state() for generator in generators]
         try:
-            torch._C._set_grad_enabled(False)
+            if self.no_grad:
+                torch._C._set_grad_enabled(False)
             if generators:
                 draws = self.draw(machine, state, generators)
-            given = (None, flat, spares, draws)
+            given: tuple[list[Tensor], ...] = ([], flat, spares, draws)
             outputs = machine.run([value if kind is None else given[kind][value] for kind, value in program.inputs])
             outcome, arguments = machine.rebuild(outputs, flat, spares, counts)
         finally:
@@ -179,9 +170,36 @@ class Compiler:
             self.known = (weakref.ref(state), read, ready.kind)
 
 
+def compile_blocks(model: nn.Module, blocks: Classes | Callable[[str, nn.Module], bool], **options: Any) -> nn.Module:
+    """Compile each of a model's blocks by itself, in place, and leave the rest of the step as it is.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Sequential(*[torch.nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4)])
+    >>> model = ll.compile_blocks(model, torch.nn.TransformerEncoderLayer, backend="eager")
+    >>> list(dict(model.named_parameters()))[0]
+    '0.self_attn.in_proj_weight'
+
+    For large models, whose whole step would take long to compile: blocks of one class share their code, so the first
+    is compiled and the others are not. It goes with DDP (before it is wrapped) and FSDP2, with hooks, and with models
+    of which some parts cannot be traced. Names stay as they are.
+
+    Args:
+        model: changed in place, and returned.
+        blocks: a class of modules, a tuple of them, or `(name, module) -> bool`; the outermost of those chosen.
+        options: torch.compile's.
+
+    Raises ValueError when the model has no such module, TypeError for `blocks` of another kind.
+
+    Source: "regional compilation" in PyTorch's tutorials; `torch.nn.Module.compile`.
+    """
+    for module in outermost(model, choice(blocks), "compile_blocks"):
+        module.compile(**options)
+    return model
+
+
 def _backend(
     backend: str = "inductor", mode: str | None = None, options: Mapping[str, Any] | None = None, **unknown: Any
-) -> Callable[[Program, list[Tensor]], Compiled]:
+) -> Callable[[Program], Compiled]:
     if unknown or not isinstance(backend, str) or (mode is not None and mode not in _MODES):
         raise TypeError(
             f"compile={dict(backend=backend, mode=mode, **unknown)}: give True, or torch.compile's backend=, mode= "
@@ -196,7 +214,7 @@ def _backend(
                 from torch._inductor.compile_fx import compile_fx
 
                 chosen = {**list_mode_options(mode or "default"), **(options or {})}
-                made = compile_fx(program.graph, examples, config_patches=chosen)
+                made: Any = compile_fx(program.graph, examples, config_patches=chosen)
             else:
                 made = torch._dynamo.lookup_backend(backend)(program.graph, examples)
         return lambda values: made(*values)

@@ -1,16 +1,15 @@
 """Many members in one step: ensembles and sweeps as one stack of states.
 
 A stack is a `TrainState` whose tensors have one more dimension in front, the members. `vmap_step` writes down the
-step of one member as a graph, and maps that graph over all of them: each wrapper, optimizer and schedule does for each
-member what it does for a run alone, and small models fill the machine together.
+step of one member as a graph, and maps that graph over all of them: each wrapper, optimizer and schedule does for
+each member what it does for a run alone, and small models fill the machine together.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -60,12 +59,10 @@ def stack_states(states: Sequence[TrainState]) -> TrainState:
         for name in ("step", "epoch", "batch", "epoch_length", "samples"):
             if getattr(state, name) != getattr(first, name):
                 raise ValueError(
-                    f"member {number} is at {name} {getattr(state, name)}, member 0 at {getattr(first, name)}: members "
-                    "are stepped together, so take states of one moment"
+                    f"member {number} is at {name} {getattr(state, name)}, member 0 at {getattr(first, name)}: "
+                    "members are stepped together, so take states of one moment"
                 )
-    trees = {
-        name: _stacked([getattr(state, name) for state in states], name) for name in _TREES
-    }
+    trees = {name: _stacked([getattr(state, name) for state in states], name) for name in _TREES}
     return first.replace(**trees, seed=tuple(state.seed for state in states))
 
 
@@ -117,7 +114,9 @@ def members_of(stack: TrainState) -> int:
     """
     seeds: Any = stack.seed
     if not isinstance(seeds, tuple):
-        raise ValueError(f"this is one state, with the seed {seeds}, and no stack; make one by ll.stack_states([...])")
+        raise ValueError(
+            f"this is one state, with the seed {seeds}, and no stack; make one by ll.stack_states([...])"
+        )
     return len(seeds)
 
 
@@ -250,14 +249,14 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
     compiler = _Stacked(parts.core, parts.donate, options, parts.watched, own_batches)
     if hasattr(step, "is_train_step") or step.__name__ in ("pure_step", "donated_step", "compiled"):
         train_step: Any = compiled_step(parts, compiler)
-        return train_step
+        return cast(S, train_step)
 
     def mapped(state: TrainState, batch: Any) -> Any:
         return compiler.run(compiler.prepare(state, batch), state).metrics
 
     result: Any = mapped
     result.compiler = compiler
-    return result
+    return cast(S, result)
 
 
 class _Stacked(Compiler):
@@ -275,8 +274,8 @@ class _Stacked(Compiler):
             for leaf in dissect(batch).tensors:
                 if not leaf.dim() or len(leaf) != self.count:
                     raise ValueError(
-                        f"the batch has a tensor of shape {tuple(leaf.shape)}, and the stack {self.count} members: with "
-                        "own_batches=True each tensor has a first dimension of members"
+                        f"the batch has a tensor of shape {tuple(leaf.shape)}, and the stack {self.count} members: "
+                        "with own_batches=True each tensor has a first dimension of members"
                     )
         self.of_state = len(dissect((state.params, state.buffers, state.opt_state)).tensors)
         return super().prepare(state, batch)
@@ -352,11 +351,14 @@ class _Stacked(Compiler):
         machine.random = machine.random or bool(draws)
         return answers, at, machine
 
-    def mapped(self, program: Program, stacked: int, varied: list[bool]) -> tuple[Program, list[Callable[[], Tensor]]]:
+    def mapped(
+        self, program: Program, stacked: int, varied: list[bool]
+    ) -> tuple[Program, list[Callable[[], Tensor]]]:
         """The program of one member as that of all, and the operations that draw its random numbers beforehand."""
         with torch.no_grad():
             pure = functionalize(program.graph, remove="mutations")
-            one = make_fx(pure, _one_by_one(), tracing_mode="fake")(*fakes(program.graph))
+            one = make_fx(pure, _program.simple_forms(), tracing_mode="fake")(*fakes(program.graph))
+        _without_copies(one)
         draws = [node for node in one.graph.nodes if _program.draws(node) and _of_shape_alone(node)]
         first = next(iter(one.graph.nodes))
         inputs = list(program.inputs)
@@ -409,37 +411,34 @@ class _Same(dict[str, Any]):
         return _tracing.Count(name)
 
 
-@functools.cache
-def _one_by_one() -> dict[Any, Callable[..., Any]]:
-    """Operations on lists of tensors as those on each, for which torch knows what they are with a dimension more."""
-
-    def each(name: str) -> Callable[..., list[Tensor]]:
-        packet = torch.ops.aten.linalg_vector_norm if name == "norm" else getattr(torch.ops.aten, name)
-
-        def of_lists(*args: Any, **kwargs: Any) -> list[Tensor]:
-            return [
-                packet(*[arg[place] if isinstance(arg, (list, tuple)) else arg for arg in args], **kwargs)
-                for place in range(len(args[0]))
-            ]
-
-        return of_lists
-
-    found: dict[Any, Callable[..., Any]] = {}
-    for name in dir(torch.ops.aten):
-        base = name.removeprefix("_foreach_")
-        if base != name and not base.endswith("_") and (base == "norm" or hasattr(torch.ops.aten, base)):
-            packet = getattr(torch.ops.aten, name)
-            found |= {getattr(packet, overload): each(base) for overload in packet.overloads() if "out" not in overload}
-    return found
+def _without_copies(graph: torch.fx.GraphModule) -> None:
+    """Nothing is written in place in this graph, so that a copy is as good as what it was made of."""
+    for node in list(graph.graph.nodes):
+        copies = node.target in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) and not node.kwargs
+        if copies and all(user.op != "output" for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
 
 
-_SHAPED = {"bernoulli", "uniform", "normal_functional", "rand_like", "randn_like", "rand", "randn", "randint", "random"}
+_SHAPED = {
+    "bernoulli",
+    "uniform",
+    "normal_functional",
+    "rand_like",
+    "randn_like",
+    "rand",
+    "randn",
+    "randint",
+    "random",
+}
 
 
 def _of_shape_alone(node: Node) -> bool:
     """Whether what is drawn depends on nothing but numbers and shapes, so that it can be drawn beforehand."""
     name = str(node.target).split(".")
-    return name[1] in _SHAPED | {"randint_like", "exponential"} and not (name[1] == "bernoulli" and name[2] == "default")
+    return name[1] in _SHAPED | {"randint_like", "exponential"} and not (
+        name[1] == "bernoulli" and name[2] == "default"
+    )
 
 
 def _drawing(node: Node) -> Callable[[], Tensor]:
@@ -451,11 +450,10 @@ def _drawing(node: Node) -> Callable[[], Tensor]:
         meta = value.meta["val"]
         return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=meta.device)
 
-    given, target = (node.args, node.kwargs), node.target
+    given, target = (node.args, node.kwargs), cast(Callable[..., Tensor], node.target)
 
     def draw() -> Tensor:
-        args, kwargs = torch.fx.node.map_aggregate(given, like)  # type: ignore[misc]
-        drawn: Tensor = target(*args, **kwargs)  # type: ignore[operator]
-        return drawn
+        args, kwargs = torch.fx.node.map_aggregate(given, like)
+        return target(*args, **kwargs)
 
     return draw

@@ -173,6 +173,40 @@ def _check_class(cls: Any) -> None:
         )
 
 
+class injected:
+    """A hyperparameter that stands in the state, `opt_state["hyperparameters"]`, where training itself may change it.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.optimizer(torch.optim.SGD, lr=ll.injected(0.1))
+    >>> state = ll.init_state(model, optimizer)
+    >>> state.opt_state["hyperparameters"]
+    [{'lr': tensor(0.1000, dtype=torch.float64)}]
+
+    So each state can have its own: members of a stack, the trials of a population, an inner loop whose learning rate
+    is learned (`ll.differentiable`). To change it, put another tensor there: `state.replace(opt_state=...)`. There is
+    one dict for each of `groups`, and one for the defaults, which is the last.
+
+    Args:
+        value: the first value, a number.
+
+    Raises TypeError for another type.
+
+    Source: `optax.inject_hyperparams`.
+    """
+
+    def __init__(self, value: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"injected got a {type(value).__name__}; give a number")
+        self.value = float(value)
+
+    def __repr__(self) -> str:
+        return f"injected({self.value})"
+
+    def __call__(self, step: int) -> float:
+        return self.value
+
+
 def _moves(value: Any) -> bool:
     return callable(value) or (isinstance(value, (tuple, list)) and any(map(callable, value)))
 
@@ -259,6 +293,14 @@ class _Engine:
             return self.first_state(params)
 
     def first_state(self, params: Params) -> dict[str, Any]:
+        hyperparameters = [
+            {key: torch.tensor(v.value, dtype=torch.float64) for key, v in values.items() if isinstance(v, injected)}
+            for values in self.moving
+        ]
+        state = self.first_moments(params)
+        return {**state, "hyperparameters": hyperparameters} if any(hyperparameters) else state
+
+    def first_moments(self, params: Params) -> dict[str, Any]:
         params = {name: tensor.detach() for name, tensor in params.items()}
         made = self.build(params)
         if self.cls is torch.optim.SGD:
@@ -358,6 +400,8 @@ class _Engine:
         for group, moving in zip(instance.param_groups, self.moving, strict=True):
             for key, value in moving.items():
                 group[key] = _at(value, step)
+        for group, values in zip(instance.param_groups, opt_state.get("hyperparameters", ()), strict=False):
+            group.update({key: value.item() for key, value in values.items()})
         if "groups" in opt_state and not fresh:
             for group, values in zip(instance.param_groups, opt_state["groups"], strict=True):
                 group.update({key: _copy(value) for key, value in values.items()})
@@ -378,7 +422,7 @@ class _Engine:
             for key, tensor in old.items():
                 if isinstance(tensor, Tensor) and working[name][key] is not tensor:
                     working[name][key] = tensor.copy_(working[name][key])
-        new_state: dict[str, Any] = {"state": {**states, **working}}
+        new_state: dict[str, Any] = {**opt_state, "state": {**states, **working}}
         if "groups" in opt_state:
             new_state["groups"] = [
                 {key: _copy(group[key]) for key in values}
@@ -395,7 +439,9 @@ class _Engine:
                 "take the step without compile=, or one of torch.optim's classes"
             )
         # A first buffer of zeros is what torch's own first step makes one of, but for dampening.
-        dampened = any(values.get("dampening", 0) for values in (self.defaults, *(values for _, values in self.groups)))
+        dampened = any(
+            values.get("dampening", 0) for values in (self.defaults, *(values for _, values in self.groups))
+        )
         lazy = self.lazy and (dampened or self.cls is not torch.optim.SGD)
         fresh = lazy and on_host(lambda step: step == 0, step)
         tensors = {name: params[name].detach().clone() for name in grads}
@@ -405,12 +451,13 @@ class _Engine:
         members = self.divide({name: params[name] for name in states})
         instance = twin.build(tensors)
         numbers = _Numbers()
-        for group, names, moving in zip(instance.param_groups, members, self.moving, strict=True):
+        given = opt_state.get("hyperparameters") or [{}] * len(members)
+        for group, names, moving, own in zip(instance.param_groups, members, self.moving, given, strict=True):
             group["params"] = [tensors[name] for name in names if name in tensors]
             for key, value in moving.items():
-                group[key] = numbers.at(value, step)
-            # The plain forms: what they ask of a count they ask of a tensor while torch compiles. Those for CUDA graphs
-            # (capturable) divide 0 by 0 at a learning rate of 0, and are for those that ask more of a count.
+                group[key] = numbers.of_state(own[key]) if key in own else numbers.at(value, step)
+            # The plain forms: what they ask of a count they ask of a tensor while torch compiles. Those for CUDA
+            # graphs (capturable) divide 0 by 0 at a learning rate of 0, and are for those that ask more of a count.
             forms = {"fused": False, "foreach": False, "capturable": self.cls in _BRANCHING}
             group |= {key: form for key, form in forms.items() if key in group}
         for name, grad in grads.items():
@@ -425,7 +472,7 @@ class _Engine:
             for key, value in state.items():
                 if isinstance(value, Tensor) and isinstance(old := states[name].get(key), Tensor):
                     state[key] = value.to(old.dtype)
-        return {**params, **tensors}, {"state": {**states, **made}}
+        return {**params, **tensors}, {**opt_state, "state": {**states, **made}}
 
     def settle(self, params: Params, states: Mapping[str, Any], rebuild: bool) -> None:
         """Make the instance one for these parameters."""
@@ -515,7 +562,7 @@ _KERNELS: dict[Any, Any] = {torch.optim.Adam: torch._fused_adam_, torch.optim.Ad
 
 
 def _precise(key: str, value: Any) -> Any:
-    """A copy to update in a trace; counts in double precision, since bias corrections are computed from them there."""
+    """A copy to update in a trace; counts in double precision, since bias corrections come of them there."""
     if not isinstance(value, Tensor):
         return value
     wide = key == "step" and value.is_floating_point() and not value.dim() and value.device.type != "mps"
@@ -527,7 +574,7 @@ class _Numbers(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known: dict[int, tuple[Tensor, Callable[[int], Any], int]] = {}
+        self.known: dict[int, tuple[Tensor, Callable[[Any], Any], Any]] = {}
 
     def at(self, value: Any, step: int) -> Any:
         if isinstance(value, (tuple, list)):
@@ -537,13 +584,17 @@ class _Numbers(TorchFunctionMode):
             self.known[id(made)] = made, value, step
         return made
 
+    def of_state(self, tensor: Tensor) -> Tensor:
+        self.known[id(tensor)] = tensor, float, tensor
+        return tensor
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _COMPARISONS and id(args[0]) in self.known and not isinstance(args[1], Tensor):
-            _, value, step = self.known[id(args[0])]
+            _, value, source = self.known[id(args[0])]
             compare, other = _COMPARISONS[name], args[1]
-            return on_host(lambda step: bool(compare(value(step), other)), step)
+            return on_host(lambda source: bool(compare(value(source), other)), source)
         if name == "item":
             return args[0]
         if name in ("addcdiv_", "addcmul_") and isinstance(kwargs.get("value"), Tensor):

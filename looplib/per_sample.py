@@ -363,9 +363,7 @@ def add_noise(
             raise ValueError("the batch is empty: with Poisson sampling, give add_noise(..., expected_batch_size=)")
         multiply(out.grads, out.per / size)
         generators = {  # in a trace of a step they are those of the step, which no two steps share either
-            device: None
-            if tracing()
-            else torch.Generator(device).manual_seed(mix(state.seed, state.step, _NOISE))
+            device: None if tracing() else torch.Generator(device).manual_seed(mix(state.seed, state.step, _NOISE))
             for device in {grad.device for grad in out.grads.values()}
         }
         for grad in out.grads.values():

@@ -109,7 +109,7 @@ def _bar_class() -> Any:
         monitor_interval = 0  # no thread: see miniters above
 
         def __init__(self, **options: Any) -> None:
-            self._before = _latest.metrics
+            self._before, self._compiled = _latest.metrics, _latest.compiling
             self._loss: str | None = None
             self._thread = threading.get_ident()
             super().__init__(**options)
@@ -137,8 +137,10 @@ def _bar_class() -> Any:
         @property
         def format_dict(self) -> dict[str, Any]:
             values: dict[str, Any] = super().format_dict
-            if self._loss is not None:
-                values["postfix"] = f"{self._loss}, {values['postfix']}" if values["postfix"] else self._loss
+            parts = [self._loss, values["postfix"]]
+            if spent := _latest.compiling - self._compiled:
+                parts.append(f"compiling took {spent:.0f} s")
+            values["postfix"] = ", ".join(part for part in parts if part) or None
             return values
 
     return Bar

@@ -57,12 +57,12 @@ def recompute(
 
     Source: Chen et al., "Training deep nets with sublinear memory cost", 2016; `torch.utils.checkpoint`.
     """
-    choose = _choice(modules)
+    choose = choice(modules)
 
     def recomputing(model: nn.Module, batch: Any) -> R:
         if not torch.is_grad_enabled():
             return loss_fn(model, batch)
-        chosen = _outermost(model, choose)
+        chosen = outermost(model, choose, "recompute")
         own = [vars(module).get("forward") for module in chosen]
         thread = threading.get_ident()
         try:
@@ -83,7 +83,7 @@ def recompute(
     return recomputing
 
 
-def _choice(modules: Any) -> Callable[[str, nn.Module], bool]:
+def choice(modules: Any) -> Callable[[str, nn.Module], bool]:
     classes = modules if isinstance(modules, tuple) else (modules,)
     if classes and all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
         return lambda name, module: isinstance(module, classes)
@@ -96,13 +96,13 @@ def _choice(modules: Any) -> Callable[[str, nn.Module], bool]:
     return predicate
 
 
-def _outermost(model: nn.Module, choose: Callable[[str, nn.Module], bool]) -> list[nn.Module]:
+def outermost(model: nn.Module, choose: Callable[[str, nn.Module], bool], who: str) -> list[nn.Module]:
     modules = list(_modules.named_modules(model))
     chosen = [module for name, module in modules if choose(name, module)]
     if not chosen:
         classes = sorted({type(module).__name__ for _, module in modules})
         raise ValueError(
-            f"recompute chose no module of this {type(model).__name__}, which has the classes "
+            f"{who} chose no module of this {type(model).__name__}, which has the classes "
             f"{', '.join(classes)}: choose one of these, most often the block that the model repeats"
         )
     within = {inner for module in chosen for inner in module.modules() if inner is not module}

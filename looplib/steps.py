@@ -208,7 +208,7 @@ def compiled_step(parts: Parts, compiler: Any = None) -> TrainStep:
     if compiler is None:
         from looplib.compiling import Compiler  # Inductor is a large import
 
-        compiler = Compiler(core, donate, {} if compile is True else compile, watched)
+        compiler = Compiler(core, donate, compile if isinstance(compile, Mapping) else {}, watched)
 
     def compiled(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         readers = _donation.readers
