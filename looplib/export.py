@@ -2,7 +2,8 @@
 
 Outside, a module's `state_dict` names the weights, and a torch optimizer counts its parameters by group. A state
 names both as the innermost module does. The functions here translate; they need the module for its names, and
-leave it as it was.
+leave it as it was. Tensors of which each rank holds a part (FSDP2's, and those of tensor parallel plans) are whole
+outside: all ranks call alike, and gather one after another.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from looplib import _modules
+from looplib import _modules, _ranks
+from looplib._agreement import together
+from looplib._ranks import is_sharded, shards
 from looplib.optimizer import _Engine
 from looplib.state import TrainState
 
 R = TypeVar("R")
 
 
-def state_dict(model: nn.Module, state: TrainState) -> dict[str, Any]:
+def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False) -> dict[str, Any]:
     """What `model.state_dict()` would be with the state's values: for `torch.save`, or for plain torch.
 
     >>> import looplib as ll, torch
@@ -43,20 +46,47 @@ def state_dict(model: nn.Module, state: TrainState) -> dict[str, Any]:
 
     The tensors are the state's own memory: save or copy them before a donated step writes over it.
 
+    Those of which each rank holds a part are gathered, and all ranks call this; `ll.bind` is for a module that is
+    sharded as the state is. No rank ever has more than one whole tensor beyond what it keeps, and none has to keep
+    any but the first, in its host's memory:
+
+        weights = ll.state_dict(model, state, cpu_offload=True)
+        if ll.distributed.is_first_rank():
+            torch.save(weights, "weights.pt")
+
     Args:
         model: the module, wrapped or not; the state need not be bound to it.
         state: a state of this module.
+        cpu_offload: give tensors on the CPU, each moved there before the next is gathered, and on the first of
+            several ranks alone; the others get an empty dict. As torch's
+            `StateDictOptions(full_state_dict=True, cpu_offload=True)`.
 
     Raises:
         ValueError: a state of another module.
         DonatedStateError: the state is spent.
     """
-    found: Any = _lend(model, state, model.state_dict)
-    clean = _cleaner(model)
-    for table in (found, getattr(found, "_metadata", {})):  # the latter holds versions, by names of modules
-        for key in list(table):
-            table[clean(key)] = table.pop(key)
-    return found  # type: ignore[no-any-return]
+    kept = _ranks.is_first() or not cpu_offload
+
+    def exported() -> dict[str, Any]:
+        clean, places = _cleaner(model), _places(model)
+        found: dict[str, Any] = model.state_dict()
+        whole: dict[str, Tensor | None] = {}  # one for all names of tied weights
+        for key in list(found):
+            value, key = found.pop(key), clean(key)
+            if isinstance(value, Tensor):
+                name = places.get(key, key)
+                if name not in whole:
+                    value = _whole(value, trim=kept)
+                    whole[name] = (value.cpu() if cpu_offload else value) if kept else None
+                value = whole[name]
+            if kept:
+                found[key] = value
+        versions = getattr(found, "_metadata", {})  # by names of modules
+        for key in list(versions):
+            versions[clean(key)] = versions.pop(key)
+        return found
+
+    return _lend(model, state, exported)
 
 
 def load_state_dict(
@@ -82,6 +112,9 @@ def load_state_dict(
 
     The values are copied, and take the state's dtypes and devices. The new state is not bound to the module;
     `ll.bind(model, state)` binds it.
+
+    Where the state has a part of a tensor on each rank, each takes its own of the whole one that it is given, without
+    a message; of a file it reads that alone. Only a `source` that holds parts itself is gathered, by all ranks.
 
     Args:
         model: the module, wrapped or not.
@@ -121,18 +154,19 @@ def load_state_dict(
     if places and not (ours or chosen):
         wrong.append("names= chose none")
     new: dict[str, Tensor] = {}
+    taken: dict[str, str] = {}  # under which of its names each was found
     for key in [key for key in places if key in chosen]:
         value, old = chosen[key], held[places[key]]
         if not isinstance(value, Tensor):
             wrong.append(f"{key} is a {type(value).__name__}, not a tensor")
         elif value.shape != old.shape:
-            wrong.append(f"{key} has shape {tuple(value.shape)}, the state's has {tuple(old.shape)}")
+            wrong.append(f"{key} has shape {tuple(value.shape)}, the state's has {_shape(old)}")
         elif not torch.can_cast(value.dtype, old.dtype):
             wrong.append(f"{key} is of {value.dtype}, which does not go into the state's {old.dtype}")
         else:
-            copied = torch.empty_like(old, requires_grad=False).copy_(value.detach())
-            first = new.setdefault(places[key], copied.requires_grad_(old.requires_grad))
-            if first is not copied and not torch.allclose(first, copied, rtol=0, atol=0, equal_nan=True):
+            if (first := taken.setdefault(places[key], key)) == key:
+                new[places[key]] = _like(value, old).requires_grad_(old.requires_grad)
+            elif not _same(chosen[first], value, old):
                 wrong.append(f"{key} has other values than another name of the same tied weight")
     if wrong:
         title = "the mapping" if isinstance(source, Mapping) else os.fspath(source)
@@ -160,30 +194,40 @@ def save_safetensors(model: nn.Module, state: TrainState, path: str | os.PathLik
     names, and the file's metadata leads from the others to it, as `safetensors.torch.save_model` does it. What was
     at `path` is replaced once all is written.
 
+    Of several ranks all call this, whatever wraps the model: the first writes whole tensors, and what keeps it from
+    that is raised on each.
+
     Args:
         model, state: as for `state_dict`.
         path: the file; its directory exists.
 
     Raises:
         ImportError: without `pip install looplib[safetensors]`.
+        OSError: the file cannot be written.
         ValueError, DonatedStateError: as `state_dict`.
     """
-    safetensors = _safetensors()
-    places = _places(model)
-    kept: dict[str, Tensor] = {}
-    first: dict[str, str] = {}
-    metadata = {"format": "pt"}
-    for key, value in state_dict(model, state).items():
-        if (other := first.setdefault(places.get(key, key), key)) != key:
-            metadata[key] = other
-        else:
-            kept[key] = value.contiguous() if isinstance(value, Tensor) else value
-    part = Path(f"{os.fspath(path)}.part")
-    try:
-        safetensors.torch.save_file(kept, part, metadata)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    weights, places = state_dict(model, state, cpu_offload=True), _places(model)
+
+    def write() -> None:
+        safetensors = _safetensors()
+        kept: dict[str, Tensor] = {}
+        first: dict[str, str] = {}
+        metadata = {"format": "pt"}
+        for key, value in weights.items():
+            if (other := first.setdefault(places.get(key, key), key)) != key:
+                metadata[key] = other
+            else:
+                kept[key] = value.contiguous() if isinstance(value, Tensor) else value
+        part = Path(f"{os.fspath(path)}.part")
+        try:
+            safetensors.torch.save_file(kept, part, metadata)
+            part.replace(path)
+        except safetensors.SafetensorError as error:  # of a disk's, too
+            raise OSError(f"{os.fspath(path)} could not be written: {error}") from error
+        finally:
+            part.unlink(missing_ok=True)
+
+    together().on_first(write)
 
 
 def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.PathLike[str], **arguments: Any) -> None:
@@ -201,6 +245,8 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
     >>> model = transformers.AutoModel.from_pretrained(folder)
     >>> state = ll.init_state(model)
 
+    Of several ranks all call this, and the first writes, as in `save_safetensors`.
+
     Args:
         model: a `transformers` model, wrapped or not. Its `config` records the dtype and the class, as it always
             does on being saved.
@@ -211,7 +257,9 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
     Raises:
         TypeError: a model that has no `save_pretrained`.
         NotADirectoryError: `directory` is a file.
-        ValueError, DonatedStateError: as `state_dict`.
+        ValueError: as `state_dict`; or several ranks are to write, by `distributed_checkpoint=True` or since
+            `transformers` divided the model itself.
+        DonatedStateError: the state is spent.
     """
     inner: Any = [module for name, module in _modules.named_modules(model) if not name][-1]
     if not callable(getattr(inner, "save_pretrained", None)):
@@ -219,15 +267,32 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
             f"{type(inner).__name__} has no save_pretrained, which the models of transformers have; for other models "
             "take ll.save_safetensors, or torch.save(ll.state_dict(model, state), path)"
         )
-    if Path(directory).is_file():  # transformers logs this and returns
-        raise NotADirectoryError(f"{directory} is a file; save_pretrained needs a folder")
-    weights = state_dict(model, state)
-    # With the values in the module too, for what is read off it: the dtype in config.json.
-    _lend(model, state, lambda: inner.save_pretrained(directory, state_dict=weights, **arguments))
+    ranks = together()
+    divided = getattr(getattr(inner, "config", None), "distributed_config", None) is not None
+    if ranks.several and (divided or arguments.get("distributed_checkpoint")):
+        raise ValueError(
+            f"{'config.distributed_config' if divided else 'distributed_checkpoint=True'} has all ranks write, and "
+            "here the first alone does, whole tensors: shard the model by fully_shard, or, for checkpoints in parts, "
+            "take ll.checkpoint_io"
+        )
+    weights = state_dict(model, state, cpu_offload=True)
+
+    def write() -> None:
+        if Path(directory).is_file():  # transformers logs this and returns
+            raise NotADirectoryError(f"{directory} is a file; save_pretrained needs a folder")
+        # With the values in the module too, for what is read off it: the dtype in config.json.
+        _lend(model, state, lambda: inner.save_pretrained(directory, state_dict=weights, **arguments))
+
+    ranks.on_first(write)
 
 
 def optimizer_state_dict(
-    model: nn.Module, state: TrainState, torch_optimizer: torch.optim.Optimizer
+    model: nn.Module,
+    state: TrainState,
+    torch_optimizer: torch.optim.Optimizer,
+    *,
+    full_state_dict: bool = True,
+    cpu_offload: bool = False,
 ) -> dict[str, Any]:
     """The optimizer's state for a `torch.optim` optimizer to load: with it a raw loop goes on where the state is.
 
@@ -243,12 +308,19 @@ def optimizer_state_dict(
     raw loop sets it, or a torch scheduler does. For the same bits give `fused=True` where looplib does (it does
     where torch can, unless told).
 
+    Tensors of which each rank holds a part are gathered, as by `state_dict`, so all ranks call this. An optimizer
+    over such parameters itself goes on with parts: `raw.load_state_dict(ll.optimizer_state_dict(model, state, raw,
+    full_state_dict=False))`.
+
     Args:
         model: the module, wrapped or not.
         state: a state of this module, with the state of an `ll.optimizer`, wrapped by `apply_if_finite` or not.
         torch_optimizer: of the class and the kind that `ll.optimizer` was given, over the module's own parameters,
             in any groups and any order; it is not changed. One that keeps values in its groups (schedule-free ones
             do) needs the groups of `ll.optimizer` in the same order, those of the defaults last.
+        full_state_dict: gather what ranks hold parts of; False leaves this rank's parts, as DTensors.
+        cpu_offload: give tensors on the CPU; if they are gathered, on the first of several ranks alone, and an empty
+            dict on the others. Both are torch's `StateDictOptions`.
 
     Raises:
         ValueError: `torch_optimizer` is over other parameters, keeps other things, or has other groups.
@@ -256,6 +328,13 @@ def optimizer_state_dict(
         DonatedStateError: the state is spent.
     """
     grouped, core = _matched(model, state, torch_optimizer)
+    kept_here = _ranks.is_first() or not (cpu_offload and full_state_dict)
+
+    def exported(value: Tensor, like: Tensor, place: str) -> Tensor | None:
+        value = _whole(value) if full_state_dict else value
+        device = torch.device("cpu") if cpu_offload else like.device
+        return value.detach().to(device, like.dtype, copy=True) if kept_here else None
+
     packed: dict[str, Any] = torch_optimizer.state_dict()
     packed["state"] = {}
     for group, described, names in zip(torch_optimizer.param_groups, packed["param_groups"], grouped, strict=True):
@@ -266,17 +345,21 @@ def optimizer_state_dict(
         cls = type(torch_optimizer)
         chosen = {key: group[key] for key in inspect.signature(cls).parameters if key in group and key != "params"}
         engine = _Engine(cls, chosen, ())
-        tiny = {name: state.params[name].detach().new_zeros((1,) * state.params[name].ndim) for name in ids}
+        own = state.params
+        tiny = {
+            name: torch.zeros((1,) * own[name].ndim, dtype=own[name].dtype, device=own[name].device) for name in ids
+        }
         kept = engine.init(tiny)["state"]
         entries = {
-            ids[name]: _converted(name, core["state"][name], kept[name], "the state", cls.__name__) for name in ids
+            ids[name]: _converted(name, core["state"][name], kept[name], "the state", cls.__name__, exported)
+            for name in ids
         }
         if state.step or not engine.lazy:  # a lazy one begins its first step with nothing, whatever stands there
             packed["state"] |= {id: entry for id, entry in entries.items() if entry}
     if state.step and "groups" in core:
         for described, values in zip(packed["param_groups"], core["groups"], strict=True):
             described.update({key: _copied(value) for key, value in values.items()})
-    return packed
+    return packed if kept_here else {}
 
 
 def load_optimizer_state_dict(
@@ -300,8 +383,9 @@ def load_optimizer_state_dict(
         model: the module, wrapped or not.
         state: a state of this module, with its counts set; its `opt_state` says what is to be found.
         torch_optimizer: as for `optimizer_state_dict`; its tensors are copied, and take the dtypes and devices of the
-            state's. A parameter of which it keeps nothing yet, since it never had a gradient, keeps what `state`
-            has. Schedule-free ones have to be in training mode.
+            state's. They are whole or in parts, whichever the state's are. A parameter of which it keeps nothing
+            yet, since it never had a gradient, keeps what `state` has. Schedule-free ones have to be in training
+            mode.
 
     Raises:
         ValueError: `torch_optimizer` is over other parameters, keeps other things, has other groups, or has made no
@@ -313,10 +397,16 @@ def load_optimizer_state_dict(
     cls = type(torch_optimizer).__name__
     entries = dict(core["state"])
     found = False
+
+    def fitted(value: Tensor, like: Tensor, place: str) -> Tensor:
+        if value.shape != like.shape:
+            raise ValueError(f"{place} has shape {tuple(value.shape)} in this {cls}, the state's has {_shape(like)}")
+        return _like(value, like)
+
     for group, names in zip(torch_optimizer.param_groups, grouped, strict=True):
         for name, param in zip(names, group["params"], strict=True):
             if name in entries and (given := torch_optimizer.state.get(param)):
-                entries[name] = _converted(name, given, entries[name], f"this {cls}", "the state")
+                entries[name] = _converted(name, given, entries[name], f"this {cls}", "the state", fitted)
                 found = True
     if not found and any(entries.values()):
         raise ValueError(
@@ -388,22 +478,68 @@ def _with_core(opt_state: Any, core: Any) -> Any:
 
 
 def _converted(
-    name: str, entry: Mapping[str, Any], like: Mapping[str, Any], giver: str, taker: str
+    name: str,
+    entry: Mapping[str, Any],
+    like: Mapping[str, Any],
+    giver: str,
+    taker: str,
+    copied: Callable[[Tensor, Tensor, str], Tensor | None],
 ) -> dict[str, Any]:
-    """Copies of what is kept for one parameter, with the dtypes and devices of `like`."""
+    """Copies of what is kept for one parameter, of tensors by `copied(value, like, place)`."""
     if entry.keys() != like.keys():
         raise ValueError(
             f"for {name}, {giver} keeps {sorted(entry) or 'nothing'}, and {taker} keeps {sorted(like) or 'nothing'}: "
             "both need the same class of optimizer, with the same hyperparameters"
         )
     return {
-        key: _copied(torch.as_tensor(value).to(like[key])) if isinstance(like[key], Tensor) else _copied(value)
+        key: copied(torch.as_tensor(value), like[key], f"{name}'s {key}")
+        if isinstance(like[key], Tensor)
+        else _copied(value)
         for key, value in entry.items()
     }
 
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _whole(tensor: Tensor, *, trim: bool = False) -> Tensor:
+    """All of a tensor, which all ranks gather together where each holds a part of it."""
+    if not is_sharded(tensor):
+        return tensor
+    meeting = tensor.device_mesh.device_type
+    with torch.no_grad():
+        part = tensor if tensor.device.type == meeting else tensor.to(meeting)  # offloaded
+        found: Tensor = part.full_tensor().detach().to(tensor.device)
+    # Unequal parts were filled up to be sent: torch.save would write that too.
+    return found.clone() if trim and found.untyped_storage().nbytes() > found.nbytes else found
+
+
+def _like(value: Tensor, like: Tensor) -> Tensor:
+    """A copy laid out as `like` is: its dtype, device and strides, and this rank's part of it if that is a part."""
+    copied = torch.empty_like(like, requires_grad=False)
+    with torch.no_grad():
+        if not is_sharded(like):
+            return copied.copy_(_whole(value))
+        if not is_sharded(value) or (value.device_mesh, value.placements) != (like.device_mesh, like.placements):
+            from torch.distributed.tensor import distribute_tensor
+
+            whole = _whole(value).detach()
+            value = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)  # sends nothing
+        into, part = shards([copied, value])
+        into.copy_(part)
+    return copied
+
+
+def _same(one: Tensor, other: Tensor, like: Tensor) -> bool:
+    """Whether the values are the same once they are in the state."""
+    one, other = (_whole(value).detach().to(like.device, like.dtype) for value in (one, other))
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _shape(tensor: Tensor) -> str:
+    parts = ", of which each rank holds a part: give it whole" if is_sharded(tensor) else ""
+    return f"{tuple(tensor.shape)}{parts}"
 
 
 def _check_state(model: nn.Module, state: TrainState) -> None:

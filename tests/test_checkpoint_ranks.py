@@ -4,6 +4,7 @@ import builtins
 import json
 import os
 import pickle
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ranks import launch
 from torch import nn
 
 import looplib as ll
@@ -113,20 +115,15 @@ def damage(path, name):
 """
 
 
-def launch(ranks, script, folder, *, common=COMMON):
-    path = folder / f"script-{ranks}-{abs(hash(script))}.py"
-    path.write_text(common + textwrap.dedent(script) + "\ndist.barrier()\ndist.destroy_process_group()\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*command, str(path), str(folder)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr[:6000]
-    return done
+def run_script(path, folder):
+    sys.argv = [path, folder]
+    runpy.run_path(path, run_name="__main__")
+
+
+def launch_script(ranks, script, folder):
+    path = folder / f"script-{ranks}.py"
+    path.write_text(COMMON + textwrap.dedent(script) + "\ndist.barrier()\ndist.destroy_process_group()\n")
+    launch(ranks, run_script, str(path), str(folder))
 
 
 FOUR = """
@@ -402,7 +399,7 @@ def tensors(state):
 def folder(tmp_path_factory):
     """What four ranks saved, while all that is in FOUR was so."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch(4, FOUR, folder)
+    launch_script(4, FOUR, folder)
     return folder
 
 
@@ -423,11 +420,11 @@ def test_of_four_into_two_and_of_one_into_two(folder):
     state = ll.checkpoint_io(folder / "sharded-False").restore(state_of(net(5)))
     ll.checkpoint_io(folder / "one").save(state)
     assert len(reference) == len(tensors(state))
-    launch(2, TWO, folder)
+    launch_script(2, TWO, folder)
 
 
 def test_of_four_into_one_rank_that_is_sharded_and_back(folder):
-    launch(1, ONE, folder)
+    launch_script(1, ONE, folder)
 
 
 def test_an_error_is_told_as_what_it_is_if_that_can_be_said():

@@ -1,10 +1,8 @@
-"""What each of several ranks is given. Run as a script, by torchrun, it is one of them."""
+"""What each of several ranks is given."""
 
 import itertools
 import multiprocessing
 import random
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import numpy as np
@@ -12,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import launch
 from torch import distributed
 from torch.utils.data import (
     BatchSampler,
@@ -406,11 +405,11 @@ def read_as_everybody_does(kind, workers, options, begin, end):
     return found
 
 
-def main(path, *numbers):
+def write_batches(path, *numbers):
     """The global batches, put together again, for so many ranks each: all processes, or the first ones of them."""
     distributed.init_process_group("gloo")
     whole = {}
-    for ranks in map(int, numbers):
+    for ranks in numbers:
         group = distributed.new_group(range(ranks))
         if distributed.get_rank() < ranks:
             _ranks.use(None if ranks == distributed.get_world_size() else group)
@@ -427,19 +426,14 @@ def main(path, *numbers):
     distributed.destroy_process_group()
 
 
-def launch(processes, path, *numbers):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
-    subprocess.run([*torchrun, __file__, str(path), *map(str, numbers)], check=True, timeout=300)
-    return torch.load(path)
-
-
 @pytest.mark.parametrize(
     "launches", [[(4, 2, 3, 4)], pytest.param([(2, 2), (3, 3), (4, 4)], marks=pytest.mark.large)]
 )
 def test_global_batches_are_the_same_for_any_number_of_ranks(tmp_path, launches):
     found = {}
     for processes, *numbers in launches:
-        found |= launch(processes, tmp_path / "found", *numbers)
+        launch(processes, write_batches, tmp_path / "found", *numbers)
+        found |= torch.load(tmp_path / "found")
     one = [read_as_everybody_does(*which, *PLACES[1]) for which in SETS]
     for k, whole in enumerate(one):
         assert sorted(torch.cat(whole)[:, 0].tolist()) == sorted([*range(23)] * 2)
@@ -448,7 +442,3 @@ def test_global_batches_are_the_same_for_any_number_of_ranks(tmp_path, launches)
             assert all(map(torch.equal, others, whole))
     for here, in_workers in zip(one[:4:2], one[1:4:2], strict=True):
         assert all(map(torch.equal, here, in_workers))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

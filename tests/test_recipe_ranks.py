@@ -1,7 +1,6 @@
 """The recipes of many processes: stopped and gone on with other numbers of ranks, they log what one process logs."""
 
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -9,34 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import launch
 
 import looplib as ll
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SMALL = {"steps": 18, "warmup": 2, "batch_size": 16, "length": 128, "width": 16, "depth": 2, "heads": 2, "lr": 1e-2}
 SMALL |= {"microbatches": 3, "eval_every": 10, "log_every": 2, "precision": "float32"}
-
-# A signal comes to the last rank alone, after so many forward passes.
-STOPPED = """
-import importlib.util, json, os, signal, sys
-path, settings, calls = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-spec = importlib.util.spec_from_file_location("recipe", path)
-recipe = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(recipe)
-loss_fn, last = recipe.loss_fn, os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-
-
-def counted(model, batch):
-    global calls
-    calls -= 1
-    if last and not calls:
-        signal.raise_signal(signal.SIGTERM)
-    return loss_fn(model, batch)
-
-
-recipe.loss_fn = counted
-recipe.main(**settings)
-"""
 
 
 def load(engine):
@@ -46,11 +24,29 @@ def load(engine):
     return module
 
 
-def launch(ranks, *command):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def stopped(engine, settings, calls):
+    """The recipe on one of several ranks; a signal comes to the last one alone, after so many forward passes."""
+    recipe = load(engine)
+    loss_fn, last = recipe.loss_fn, os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+
+    def counted(model, batch):
+        nonlocal calls
+        calls -= 1
+        if last and not calls:
+            signal.raise_signal(signal.SIGTERM)
+        return loss_fn(model, batch)
+
+    recipe.loss_fn = counted
+    recipe.main(**settings)
+
+
+def torchrun(ranks, *command):
     run = subprocess.run(
-        [*torchrun, *map(str, command)], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
     return run.stdout
@@ -70,17 +66,16 @@ def test_stopped_and_gone_on_by_other_ranks_and_engines_it_logs_what_one_process
     assert rows[-1]["eval/loss"] == expected["loss"] < 4  # 5.5 for one who knows nothing
     capsys.readouterr()
 
-    folder, script = tmp_path / "run", tmp_path / "stopped.py"
+    folder = tmp_path / "run"
     settings = {**SMALL, "directory": str(folder)}
-    script.write_text(STOPPED)
 
     # Two ranks of DDP, one of which is told to stop in step 5: the next line of the log is that of step 6.
-    shown = launch(2, script, RECIPES / "language_model_ddp.py", json.dumps(settings), 5 * 3)
+    shown = launch(2, stopped, "ddp", settings, 5 * 3)
     assert "2 ranks, step 0 of 18" in shown
     assert "stopped at step 6 of 18; the same command goes on from there" in shown
 
     # Three in shards, with 6, 5 and 5 rows of each batch, from a checkpoint of whole tensors.
-    shown = launch(3, script, RECIPES / "language_model_fsdp.py", json.dumps(settings), 6 * 3)
+    shown = launch(3, stopped, "fsdp", settings, 6 * 3)
     assert "3 ranks, step 6 of 18" in shown
     assert "stopped at step 12 of 18" in shown
 
@@ -102,8 +97,8 @@ def test_stopped_and_gone_on_by_other_ranks_and_engines_it_logs_what_one_process
     assert "stopped at step 14 of 18" in shown
 
     # Two in shards, by the command that the docstring gives, to the end.
-    arguments = [text for name, value in settings.items() for text in (f"--{name}", value)]
-    shown = launch(2, RECIPES / "language_model_fsdp.py", *arguments)
+    arguments = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    shown = torchrun(2, str(RECIPES / "language_model_fsdp.py"), *arguments)
     assert "2 ranks, step 14 of 18" in shown
     assert f"{expected['bits_per_byte']:.3f} bits a byte on the held-out text" in shown
 

@@ -1,0 +1,61 @@
+"""Real processes for tests of several ranks, started as torchrun would."""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from torch.distributed import TCPStore
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
+# Ranks are forked from one process that has imported all this: by torchrun each takes seconds to do it anew.
+multiprocessing.set_forkserver_preload(
+    ["hypothesis", "looplib._shards", "pytest", "torch.distributed.tensor.debug", "torch.distributed.tensor.parallel"]
+)
+
+
+def launch(ranks, function, *arguments):
+    """`function(*arguments)`, which its module has by name, in the environment that torchrun gives so many ranks.
+
+    Gives all that they printed. If one fails, the others are ended, and what each has printed is in the error.
+    """
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(store.port),
+            "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(ranks),
+        }
+        given = folder, environment, function, arguments
+        running = start_processes(be_rank, given, ranks, join=False, start_method="forkserver")
+        end = time.monotonic() + 300
+        failure = None
+        try:
+            while not running.join(max(0, end - time.monotonic()), grace_period=5):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{ranks} ranks have not ended in 300 s")
+        except (ProcessExitedException, ProcessRaisedException, TimeoutError) as error:
+            failure = str(error).strip().partition("\n")[0]
+        finally:
+            for process in running.processes:
+                process.kill()
+        printed = [path.read_text() for path in sorted(Path(folder).iterdir())]
+    assert not failure, failure + "".join(f"\nrank {rank}: {text[-3000:]}" for rank, text in enumerate(printed))
+    return "".join(printed)
+
+
+def be_rank(rank, folder, environment, function, arguments):
+    with open(f"{folder}/{rank:05d}", "wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    multiprocessing.set_start_method(None, force=True)  # workers of loaders start as anywhere
+    try:
+        function(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        raise
