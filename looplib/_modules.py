@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from looplib import _interrupts
-from looplib._ranks import shards
+from looplib._ranks import is_sharded, shards
 
 Slot = tuple[dict[str, Any], str]
 
@@ -125,6 +125,8 @@ class Host:
         self.replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self.learned: set[nn.Module] = set()
         self.shards = [module for module in model.modules() if _is_sharded(module)]
+        self.waits = [type(module).__name__ for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+        self.waits += [name for name, tensor in tensors(self.slots.params).items() if is_sharded(tensor)]
         self.engine = next((type(m).__name__ for m in model.modules() if _owns_parameters(m)), None)
 
     def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
@@ -194,6 +196,44 @@ class Host:
             self.learned.add(replica)
         for shard in self.shards:
             shard.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
+
+    def only_together(self) -> str | None:
+        """Why all ranks must make a pass, or none of them, and what to do; None where one rank may give it up."""
+        hooks = [hook for replica in self.replicas for hook, _ in replica._comm_hooks]
+        if self.shards:
+            return (
+                f"{self.engine} gathers its shards in each forward pass, on all ranks together. Give it batches that "
+                "fit, in pieces by ll.accumulate; if the model fits one device, DistributedDataParallel will do"
+            )
+        if self.waits:  # for the statistics of all, or for the results of those that hold the rest of a layer
+            return (
+                f"{self.waits[0]} waits for other ranks in each forward pass. Give it batches that fit, in pieces by "
+                "ll.accumulate"
+            )
+        if any(replica.static_graph for replica in self.replicas):
+            return (
+                "DistributedDataParallel(static_graph=True) learns the graph in a first backward pass that reduces. "
+                "Leave out static_graph=True"
+            )
+        if hooks:
+            return (
+                f"its communication hook {getattr(hooks[0], '__name__', hooks[0])} acts in the backward pass. Leave "
+                "out the hook"
+            )
+        return None
+
+    def apart(self, now: bool) -> None:
+        """Whether passes through replicas are to send nothing, so that one rank alone may give one up."""
+        for replica in self.replicas:
+            if now:  # what is left of a pass before, which the next forward pass would do with the other ranks
+                replica.reducer._rebuild_buckets()
+            replica.require_backward_grad_sync = replica.require_forward_param_sync = not now
+
+    def share_buffers(self) -> None:
+        """Give all replicas the buffers of the first rank, where they are to have them."""
+        for replica in self.replicas:
+            if replica.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+                replica._sync_buffers()  # type: ignore[no-untyped-call]
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that stand in the module now: some modules put new ones there, rather than write."""

@@ -6,7 +6,7 @@ The ranks here are those that divide the data: all of torch.distributed's, or th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -78,11 +78,39 @@ def any_rank(flag: Tensor | bool) -> bool:
     return bool(flag)
 
 
-def largest_over_ranks(count: int) -> int:
-    """The largest of all ranks' numbers, the same answer on each."""
-    value = torch.tensor([count])
-    distributed.all_reduce(value, distributed.ReduceOp.MAX, host_group())
-    return int(value)
+def largest_over_ranks(values: Sequence[float]) -> list[float]:
+    """Of each of a few numbers the largest of all ranks', the same answer on each."""
+    largest = torch.tensor(values, dtype=torch.float64)
+    distributed.all_reduce(largest, distributed.ReduceOp.MAX, host_group())
+    return cast(list[float], largest.tolist())
+
+
+_BUCKET = 25 << 20  # bytes, as DistributedDataParallel's
+
+
+def add_up_over_ranks(tensors: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Each times this rank's factor, and the sums over all ranks, in place and in buckets."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.flatten() for tensor in bucket])
+        flat *= factor.to(flat.device) if isinstance(factor, Tensor) else factor
+        sum_over_ranks(flat)
+        parts = torch.split(flat, [tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one device and dtype each, of some bytes together."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for alike in kinds.values():
+        bucket: list[Tensor] = []
+        for tensor in alike:
+            if bucket and sum(held.nbytes for held in bucket) + tensor.nbytes > _BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import math
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from itertools import accumulate as accumulated_sum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from looplib._ranks import several, total_over_ranks
+from looplib._agreement import named, raise_of
+from looplib._ranks import gather, largest_over_ranks, rank, several, total_over_ranks
 from looplib.gradients import WHOLE, GradFn, Gradients, Part, check_parts, indices, multiply
 from looplib.metrics import Mean, merge
 from looplib.metrics import batch_size as count_examples
@@ -109,11 +111,16 @@ def over(
     metrics, samples = merge(*[out.metrics for out in outs]), sum(out.samples for out in outs)
     weights = [out.weight for out in outs if out.weight is not None]
     weight = _total(weights) if weights else None
-    if part.sums:
-        return Gradients(grads, metrics, buffers, samples, weight, per, ranks)
-    if weight is not None:
-        multiply(grads, _factor(per * ranks, total_over_ranks(weight) if ranks > 1 else weight))
-    return Gradients(grads, metrics, buffers, samples, ranks=ranks)
+    out = Gradients(grads, metrics, buffers, samples, weight, per, ranks)
+    return out if part.sums else _mean(out)
+
+
+def _mean(out: Gradients) -> Gradients:
+    """The gradients of the mean loss, from those of the summed loss over `per`."""
+    if out.weight is not None:
+        total = total_over_ranks(out.weight) if out.ranks > 1 else out.weight
+        multiply(out.grads, _factor(out.per * out.ranks, total))
+    return out._replace(weight=None, per=1.0)
 
 
 def _one_by_one(
@@ -122,6 +129,9 @@ def _one_by_one(
     """A call for each piece, which adds to the gradients of those before it."""
     per, grads = part.per, part.into
     wide: dict[str, Tensor] = {}
+    if dtype is not None:  # each call gives its own alone
+        _add(wide, grads or {}, dtype)
+        grads = None
     outs: list[Gradients] = []
     for index, piece in zip(indices(part, len(pieces)), pieces, strict=True):
         last = part.last and len(outs) == len(pieces) - 1
@@ -289,29 +299,48 @@ def retry_on_oom(
         size: the size of pieces to begin with; None for the whole batch.
         batch_size: counts the examples in a batch, as for `make_grad_fn`.
 
-    On several ranks each cuts its own part, and `ll.distributed.reduce_gradients` goes around; a model in DDP or
-    FSDP2 is refused, since what it has sent cannot be taken back.
+    A model in DistributedDataParallel is cut alike on all ranks: when memory runs out on one, all begin again with
+    pieces that are half as large, and `microbatch_size` is that of the rank with the largest. The engine then sends
+    nothing while the passes run, so that they can be given up; the gradients are reduced after them, in buckets, and
+    the buffers of the first rank are sent to all. That takes longer than DDP's own reduction, which is hidden
+    behind the backward pass. Within `ll.distributed.reduce_gradients`, around a model that is not wrapped, each rank
+    cuts its own part by itself.
 
     Raises:
-        torch.OutOfMemoryError, RuntimeError: torch's own, when one example alone does not fit.
+        torch.OutOfMemoryError, RuntimeError, MemoryError: the original, when one example alone does not fit. With DDP
+            this or any other error of one rank's is raised on all, with the rank in the message.
+        RuntimeError: a model whose passes no rank can give up alone, on several ranks: in FSDP2 or tensor parallel,
+            with SyncBatchNorm, in DDP with `static_graph=True` or a communication hook.
         ValueError: within `accumulate`, whose gradients so far a failed attempt would have spoiled.
     """
     check_parts(grad_fn, "retry_on_oom")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ValueError(f"size is {size!r}; give a whole number of examples, at least 1")
     fitting = size
+    engine: list[Callable[[TrainState, Gradients], Gradients]] = []  # if there is one, what it does at the end
 
-    def attempt(state: TrainState, batch: Any, pieces: int, count: int, part: Part) -> Gradients | None:
+    def attempt(state: TrainState, batch: Any, pieces: int, count: int, part: Part) -> tuple[Gradients | None, float]:
+        """The gradients, or None where memory ran out on any rank; and the size of the pieces there."""
         saved = {name: tensor.clone() for name, tensor in state.buffers.items()} if part.donate else {}
+        out, error, failed, largest = None, None, 0.0, float(pieces)
         try:
-            return over(grad_fn, state, split(batch, count, pieces, batch_size), count, part)
-        except (RuntimeError, MemoryError) as error:
-            with torch.no_grad():
-                for name, tensor in saved.items():
-                    state.buffers[name].copy_(tensor)
-            if pieces == 1 or not out_of_memory(error):
-                raise
-        return None
+            out = over(grad_fn, state, split(batch, count, pieces, batch_size), count, part)
+        except Exception as raised:
+            failed = pieces if pieces > 1 and out_of_memory(raised) else math.inf
+            error = raised if failed == math.inf else None
+        if together := bool(engine) and several():
+            failed, largest = largest_over_ranks([failed, largest])
+        if not failed:
+            return out, largest
+        with torch.no_grad():
+            for name, tensor in saved.items():
+                state.buffers[name].copy_(tensor)
+        if failed == math.inf:
+            try:
+                _raise(error, together)
+            finally:
+                error = None  # which knows this frame, and all that the attempt had allocated
+        return None, failed
 
     def retrying(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         nonlocal fitting
@@ -320,15 +349,36 @@ def retry_on_oom(
                 "retry_on_oom within accumulate would add to gradients that a failed attempt has spoiled: put it "
                 "around, retry_on_oom(accumulate(grad_fn, ...))"
             )
-        part = dataclasses.replace(part, retried=True)
+        own = several() and not part.local  # what an engine would average, or this rank's alone
+        asked = dataclasses.replace(part, retried=engine, sums=part.sums or own)
         count = batch_size(batch)
-        pieces = max(1, count if fitting is None else min(fitting, count))
-        while (out := attempt(state, batch, pieces, count, part)) is None:
-            fitting = pieces = half(pieces, count)
-        return out._replace(metrics={**out.metrics, "microbatch_size": Mean(pieces)})
+        while True:
+            pieces = max(1, count if fitting is None else min(fitting, count))
+            out, size = attempt(state, batch, pieces, count, asked)
+            if out is not None:
+                break
+            fitting = half(round(size), count)
+        if own and engine:
+            if part.sums:
+                raise ValueError(
+                    "retry_on_oom of a model in DistributedDataParallel gives the gradient of a whole step, and was "
+                    "asked for a part of one: put it around what asks"
+                )
+            out = engine[0](state, out)
+        elif own and not part.sums:
+            out = _mean(out)
+        return out._replace(metrics={**out.metrics, "microbatch_size": Mean(round(size))})
 
     retrying.of_whole = "retry_on_oom"  # type: ignore[attr-defined]
     return retrying
+
+
+def _raise(error: Exception | None, together: bool) -> NoReturn:
+    """Raise this rank's error, or on all ranks that of the first that has one."""
+    failures = gather(None if error is None else named(rank(), error)) if together else []
+    raise_of({place: one for place, one in enumerate(failures) if one is not None}, rank(), error)
+    assert error is not None
+    raise error
 
 
 _SIGNS = (

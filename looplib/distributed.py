@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from looplib import _agreement, _ranks
-from looplib.gradients import WHOLE, GradFn, Gradients, Part, check_parts
+from looplib.gradients import WHOLE, GradFn, Gradients, Part, check_parts, mean_over_ranks
 from looplib.metrics import Metric, Metrics, merge
 from looplib.state import TrainState
 
@@ -48,7 +48,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_BUCKET = 25 << 20  # bytes, as DistributedDataParallel's
 
 
 def launched() -> bool:
@@ -337,13 +336,17 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
     is a function like any other: states need not be bound nor donated, so runs can be kept and forked, and it stands
     around what has to be whole on one rank, such as `retry_on_oom` and `clip_per_sample`.
 
+    `retry_on_oom` over a model in DistributedDataParallel does the same by itself, in pieces that all ranks agree on.
+
     What each rank's part weighs, in samples or in the weight of a loss `Mean(total, weight)`, is summed first, and
     the gradients after that, in buckets of 25 MiB. A parameter that a rank's loss does not reach has a zero there.
 
     Args:
         grad_fn: of a rank's part of the batch. What acts on the gradients of a whole step goes around.
 
-    Raises ValueError for a `grad_fn` that is to go around, such as `clip_by_global_norm`.
+    Raises:
+        ValueError: a `grad_fn` that is to go around, such as `clip_by_global_norm`.
+        RuntimeError: a model in DDP or FSDP2, at the first step: its gradients would be reduced twice.
     """
     if getattr(grad_fn, "of_whole", None) != "retry_on_oom":
         check_parts(grad_fn, "reduce_gradients")
@@ -356,46 +359,6 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
                 "reduce_gradients within accumulate would send each piece: put it around, "
                 "reduce_gradients(accumulate(grad_fn, ...))"
             )
-        out = grad_fn(state, batch, replace(part, sums=True, local=True))
-        names = list(state.params)
-        there = [float(name in out.grads) for name in names]
-        weight = out.weight if out.weight is not None else out.samples
-        sums = _ranks.Sums([out.samples, *there, *([] if isinstance(weight, Tensor) else [weight])])
-        total = _ranks.total_over_ranks(weight) if isinstance(weight, Tensor) else None
-        samples, *counts = sums.read()
-        if total is None:
-            total = counts[len(names)]
-        reached = [name for name, count in zip(names, counts, strict=False) if count]
-        grads = {
-            name: out.grads[name] if name in out.grads else torch.zeros_like(state.params[name]) for name in reached
-        }
-        factor = out.per / (total + (total == 0))
-        for bucket in _buckets(list(grads.values())):
-            _add_up(bucket, factor)
-        return out._replace(grads=grads, samples=round(samples), weight=None, per=1.0)
+        return mean_over_ranks(grad_fn(state, batch, replace(part, sums=True, local=True)), state.params)
 
     return reduced
-
-
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one device and dtype each, of some bytes together."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for alike in kinds.values():
-        bucket: list[Tensor] = []
-        for tensor in alike:
-            if bucket and sum(held.nbytes for held in bucket) + tensor.nbytes > _BUCKET:
-                yield bucket
-                bucket = []
-            bucket.append(tensor)
-        yield bucket
-
-
-def _add_up(bucket: list[Tensor], factor: Tensor | float) -> None:
-    """Each times the rank's factor, and the sum over all ranks, in place."""
-    flat = torch.cat([tensor.flatten() for tensor in bucket])
-    flat *= factor.to(flat.device) if isinstance(factor, Tensor) else factor
-    _ranks.sum_over_ranks(flat)
-    parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-    torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])

@@ -17,9 +17,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from looplib import _interrupts, _modules
+from looplib import _interrupts, _modules, _tracing
 from looplib._random import mix
-from looplib._ranks import Sums, largest_over_ranks, rank, shards, total_over_ranks, world_size
+from looplib._ranks import (
+    Sums,
+    add_up_over_ranks,
+    largest_over_ranks,
+    rank,
+    shards,
+    total_over_ranks,
+    world_size,
+)
+from looplib._tracing import UntraceableError, tracing, users_own
 from looplib.metrics import Mean, Metric
 from looplib.metrics import batch_size as count_examples
 from looplib.state import TrainState
@@ -65,7 +74,8 @@ class Part:
         scale: multiplies the loss before the backward pass.
         last: no other part of this step comes after: now an engine reduces the gradients of all parts over the ranks.
         local: who asked adds up the ranks' gradients itself.
-        retried: the call may be given up and made again, by this rank alone.
+        retried: the call may be given up and made again, so an engine sends nothing, and puts here what makes one
+            gradient of all ranks' sums, for when none has given up.
         donate: the state's buffers may be written in place.
     """
 
@@ -77,7 +87,7 @@ class Part:
     scale: Tensor | None = None
     last: bool = True
     local: bool = False
-    retried: bool = False
+    retried: list[Callable[[TrainState, Gradients], Gradients]] | None = None
     donate: bool = False
 
 
@@ -135,6 +145,7 @@ def make_grad_fn(
     host = _modules.Host(model, training=True)
     names = _modules.trainable_names(model, trainable)
     chosen = frozenset(names)
+    weighed = False  # the loss had a weight on the host at the last call, on all ranks alike
 
     def grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         return many(state, (batch,), part)[0]
@@ -142,6 +153,12 @@ def make_grad_fn(
     def many(state: TrainState, pieces: Sequence[Any], part: Part) -> list[Gradients]:
         """The same of several pieces, one after another, with the tensors put into the module once."""
         params, buffers = of_this_model(host, state)
+        if host.engine and tracing():
+            raise UntraceableError(
+                f"{host.engine} sends gradients from within the backward pass, which a graph of a step cannot hold: "
+                "leave out compile=, and compile the blocks of the model instead, ll.compile_blocks(model, Block), "
+                "before it is wrapped"
+            )
         if host.engine and not (part.donate and host.holds(params)):
             raise RuntimeError(
                 f"{host.engine} works on the module's own parameters, in place, and would be silently wrong on "
@@ -152,27 +169,39 @@ def make_grad_fn(
         if ranks > 1 and not host.engine:
             _warn_of_local_gradients(grad_fn, part)
             ranks = 1
-        if ranks > 1 and part.retried:
+        if ranks > 1 and part.local:
             raise RuntimeError(
-                f"retry_on_oom cannot take back what {host.engine} has sent to the other ranks: leave the model "
-                "unwrapped, and write ll.distributed.reduce_gradients(ll.retry_on_oom(grad_fn))"
+                f"reduce_gradients around a model in {host.engine}, which reduces its gradients itself: leave one of "
+                "them out"
             )
+        apart, later = part.retried is not None and bool(host.replicas), False
+        if part.retried is not None and (reason := host.only_together()):
+            if ranks > 1:
+                raise RuntimeError(f"retry_on_oom cannot give up a pass of this model on one rank alone: {reason}")
+            apart = False
+        elif part.retried is not None and ranks > 1:
+            ranks, later = 1, True
+            if finish not in part.retried:
+                part.retried.append(finish)
         leaves = {name: _leaf(params[name]) for name in names}
         frozen = [] if len(names) == len(params) else [t for name, t in params.items() if name not in chosen]
         frozen = [tensor for tensor in frozen if tensor.requires_grad]
         stale = [leaf.grad for leaf in leaves.values()]
         here = state.seed, state.step, rank()
-        seeds = [mix(*here, index) for index in indices(part, len(pieces))]
+        seeds = [0 if tracing() else mix(*here, index) for index in indices(part, len(pieces))]
         outs: list[Gradients] = []
         counted: Sums | None = None
+        own: list[float] = []
         if ranks > 1 and part.per is None:
-            own = part.samples if part.samples is not None else sum(map(batch_size, pieces))
-            counted = Sums([own])  # on its way during the first forward pass
+            own = [part.samples if part.samples is not None else sum(map(batch_size, pieces))]
+            # On its way during the first forward pass, unless a weight is to go with it, which is known after that.
+            counted = Sums(own) if part.sums or not weighed else None
         # Where a pass is one of all ranks, those with fewer pieces take their last one again, for nothing.
         alike = ranks > 1 and part.sums and host.passes_together()
-        spare = largest_over_ranks(len(pieces)) - len(pieces) if alike else 0
+        spare = round(largest_over_ranks([len(pieces)])[0]) - len(pieces) if alike else 0
 
         def body() -> None:
+            nonlocal counted, weighed
             for name, leaf in leaves.items():
                 leaf.grad = part.into.get(name) if part.into else None
             per = part.per
@@ -182,13 +211,23 @@ def make_grad_fn(
                 if ranks > 1:
                     host.sync(part.last and not spare and len(outs) == len(pieces) - 1)
                 samples = batch_size(piece)
-                loss, aux = split_loss(loss_fn(model, piece))
+                with users_own():
+                    loss, aux = split_loss(loss_fn(model, piece))
+                total: list[float] = []
+                if own and not part.sums:
+                    weight_here = _on_host(loss)
+                    if counted is None:
+                        counted = Sums([*own, *weight_here])
+                        total = counted.read()[1:]
+                    elif weight_here:
+                        total = Sums(weight_here).read()
+                    weighed = bool(weight_here)
                 if counted is not None and not outs:
                     # The engine's average over the ranks of sums over this is the mean over all samples.
                     per = counted.read()[0] / ranks
                 elif per is None and not isinstance(loss, Mean):
                     per = part.samples  # known beforehand, so there is nothing to divide at the end
-                value, factor, weight, divisor = objective_of(loss, samples, part.sums, per, ranks)
+                value, factor, weight, divisor = objective_of(loss, samples, part.sums, per, ranks, *total)
                 per = divisor
                 _backward(value, factor, part.scale)
                 metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
@@ -212,6 +251,8 @@ def make_grad_fn(
             torch._C._set_grad_enabled(True)
             for tensor in frozen:
                 tensor.requires_grad_(False)
+            if apart:
+                host.apart(True)
             host.run(leaves if len(names) == len(params) else {**params, **leaves}, lent, seeds[0], body)
         except RuntimeError:
             host.explain(params, buffers, pieces[min(len(outs), len(pieces) - 1)])
@@ -224,21 +265,50 @@ def make_grad_fn(
                     tensor.requires_grad_(True)
                 for leaf, grad in zip(leaves.values(), stale, strict=True):
                     leaf.grad = grad
-                if ranks > 1:
+                if apart:
+                    host.apart(False)
+                elif ranks > 1:
                     host.sync(True)
             finally:
                 _interrupts.end_hold(thread)
                 _interrupts.deliver()
         out = outs[-1]
-        if len(out.grads) < len(names) and not (allow_unused or not part.last):
+        if len(out.grads) < len(names) and not (allow_unused or later or not part.last):
             raise ValueError(unreached(name for name in names if name not in out.grads))
         if out.buffers and not part.donate:
             kept = {name: _kept(buffers[name], lent[name], tensor) for name, tensor in out.buffers.items()}
             outs[-1] = out._replace(buffers=kept)
         return outs
 
+    def finish(state: TrainState, out: Gradients) -> Gradients:
+        """What an engine would have made of all ranks' sums, and of the buffers."""
+        out = mean_over_ranks(out, state.params)
+        if not (allow_unused or out.grads.keys() >= chosen):
+            raise ValueError(unreached(name for name in names if name not in out.grads))
+        if out.buffers:
+            host.run(state.params, out.buffers, 0, host.share_buffers)
+        return out
+
     grad_fn.many = many  # type: ignore[attr-defined]
     return grad_fn
+
+
+def mean_over_ranks(out: Gradients, params: Mapping[str, Tensor]) -> Gradients:
+    """The gradient of the mean over all ranks, from each rank's own of its summed loss; collective.
+
+    What each weighs is summed first, and the gradients after that. One that a rank does not have is zero there.
+    """
+    there = [float(name in out.grads) for name in params]
+    weight = out.weight if out.weight is not None else out.samples
+    sums = Sums([out.samples, *there, *([] if isinstance(weight, Tensor) else [weight])])
+    total = total_over_ranks(weight) if isinstance(weight, Tensor) else None
+    samples, *counts = sums.read()
+    if total is None:
+        total = counts.pop()
+    reached = [name for name, count in zip(params, counts, strict=True) if count]
+    grads = {name: out.grads[name] if name in out.grads else torch.zeros_like(params[name]) for name in reached}
+    add_up_over_ranks(grads.values(), out.per / (total + (total == 0)))
+    return out._replace(grads=grads, samples=round(samples), weight=None, per=1.0)
 
 
 def indices(part: Part, count: int) -> Iterable[int]:
@@ -293,11 +363,12 @@ def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def objective_of(
-    loss: Any, samples: int, sums: bool, per: Tensor | float | None, ranks: int = 1
+    loss: Any, samples: int, sums: bool, per: Tensor | float | None, ranks: int = 1, total: float | None = None
 ) -> tuple[Tensor, Tensor | float, Tensor | float | None, Tensor | float]:
     """What to differentiate, times what: to the mean loss, or to the summed loss over `per`, with its weight.
 
-    On several ranks, whose gradients are then averaged, the mean is that over all ranks, and `per` the same on each.
+    On several ranks, whose gradients are then averaged, the mean is that over all ranks, and `per` the same on each;
+    `total` is what the losses of all ranks weigh, where that is known.
     """
     value = loss.total if isinstance(loss, Mean) else loss
     if not isinstance(value, Tensor):
@@ -322,7 +393,8 @@ def objective_of(
         return value, samples / per, samples if ranks == 1 else None, per
     weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
     if ranks > 1 and not sums:
-        weight = total_over_ranks(weight * loss.times) / (ranks * loss.times)
+        total_weight = total_over_ranks(weight * loss.times) if total is None else total
+        weight = total_weight / (ranks * loss.times)
     one = _one(value) if isinstance(weight, Tensor) or isinstance(per, Tensor) else 1.0
     if not sums:
         return value, one / weight if isinstance(weight, Tensor) or weight else math.inf, None, 1.0
@@ -331,6 +403,16 @@ def objective_of(
     if per is None:
         per = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
     return value, one * loss.times / per, weight, per
+
+
+def _on_host(loss: Any) -> list[float]:
+    """What a loss weighs, where no device must be waited for to know it; else nothing."""
+    if not isinstance(loss, Mean):
+        return []
+    if not isinstance(loss.weight, Tensor):
+        return [loss.weight * loss.times]
+    plain = type(loss.weight) is Tensor and loss.weight.device.type == "cpu"
+    return [loss.weight.detach().item() * loss.times] if plain else []
 
 
 def _warn_of_local_gradients(grad_fn: Any, part: Part) -> None:
@@ -352,6 +434,8 @@ _constants: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
 def _one(like: Tensor, value: float = 1.0) -> Tensor:
     """A scalar on the device and of the dtype of another tensor, made once."""
     kind = like.device, like.dtype, value
+    if tracing():
+        return torch.full((), value, device=like.device, dtype=like.dtype)
     if (constant := _constants.get(kind)) is None:
         if len(_constants) > 100:
             _constants.clear()
@@ -368,7 +452,8 @@ def _backward(loss: Tensor, factor: Tensor | float, scale: Tensor | None) -> Non
         seed = seed * scale
     if scale is not None or seed is factor:
         seed = seed.reshape(()).to(loss.device, loss.dtype)
-    _run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    again = _tracing.differentiable  # by formulas that have a gradient themselves
+    _run_backward((loss,), (seed,), again, again, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def record(name: str, value: Any, samples: int) -> Metric:

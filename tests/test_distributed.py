@@ -66,14 +66,37 @@ def mean_loss(model, batch):
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
+def counted_loss(model, batch):
+    total, weight, _ = token_loss(model, batch)
+    return ll.Mean(total / 2, weight.item() / 2, 2)
+
+
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def same_bits_whatever_ran_before():  # a weight goes with the count of the examples once there has been one
+    model = wrap(Model(), "ddp")
+    part = ll.Part(donate=True, scale=torch.tensor(3.0))
+    used, state = ll.make_grad_fn(model, token_loss), ll.init_state(model)
+    batch = torch.randint(0, 11, (rank + 2, 5)), torch.randint(0, 3, (rank + 2, 5)).float()
+    used(state, batch, part)  # after which DDP builds its buckets anew, and so adds in another order
+    for _ in range(10):
+        found, expected = [f(state, batch, part).grads for f in (used, ll.make_grad_fn(model, token_loss))]
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        batch = torch.randint(0, 11, (rank + 2, 5)), torch.randint(0, 3, (rank + 2, 5)).float()
 
 
 def train(engine, ways):
     torch.manual_seed(0)
     model = wrap(Model().double(), engine)
-    grad_fn = ll.make_grad_fn(model, mean_loss if "mean" in ways else token_loss)
+    kinds, log = [counted_loss, token_loss, mean_loss, mean_loss, token_loss], []
+
+    def loss_fn(model, batch):
+        kind = kinds[len(log) % 5] if "changing" in ways else mean_loss if "mean" in ways else token_loss
+        return kind(model, batch)
+
+    grad_fn = ll.make_grad_fn(model, loss_fn)
     if "pieces" in ways:
         grad_fn = ll.accumulate(grad_fn, size=2)
     if "wrapped" in ways:
@@ -88,7 +111,6 @@ def train(engine, ways):
     train_step = ll.make_train_step(grad_fn, optimizer, donate=engine != "reduce")
     state = ll.init_state(model, optimizer)
     generator = torch.Generator().manual_seed(1)
-    log = []
     for rows in (8, 11, 7, 8, 5, 9, 8, 4):
         tokens = torch.randint(0, 11, (rows, 5), generator=generator)
         counts = torch.randint(0, 2, (rows, 5), generator=generator).double()
@@ -102,6 +124,8 @@ def train(engine, ways):
 with ll.distributed.setup(required=False):
     rank, world = ll.distributed.rank(), ll.distributed.world_size()
     found = {case: train(*case.split(":")) for case in sys.argv[2:]}
+    if world > 1:
+        same_bits_whatever_ran_before()
     if ll.distributed.is_first_rank():
         torch.save(found, sys.argv[1])
 """
@@ -124,7 +148,7 @@ def launch(folder, ranks, code, *arguments, check=True, options=(), timeout=300)
     return run
 
 
-WAYS = ["mean", "tokens", "tokens in pieces with all", "mean in pieces with all"]
+WAYS = ["mean", "tokens", "changing", "tokens in pieces with all", "mean in pieces with all"]
 ENGINES = ["ddp", "ddp-options", "ddp-unused", "ddp-hook", "fsdp", "fsdp-options", "reduce"]
 
 
@@ -443,8 +467,6 @@ with ll.distributed.setup(output_dir=folder, timeout=600):
 
     seen = []
     grad_fn = ll.make_grad_fn(model, loss_fn)
-    if how == "memory":
-        grad_fn = ll.retry_on_oom(grad_fn)
     train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     loader = ll.make_loader(torch.utils.data.TensorDataset(torch.randn(40, 3)), batch_size=4)
     state = ll.init_state(model, optimizer, epoch_length=len(loader))
@@ -485,23 +507,10 @@ def test_what_the_world_decides_for_one_rank_it_decides_for_all(tmp_path):
     assert [(tmp_path / f"end-{rank}").read_text() for rank in range(2)] == ["7 [False, True]"] * 2
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("memory", "retry_on_oom cannot take back what DistributedDataParallel has sent to the other ranks"),
-        ("plain", "there are 2 ranks and the model is in no engine that reduces its gradients"),
-    ],
-)
-def test_what_would_be_wrong_on_several_ranks_is_told(tmp_path, how, message):
-    run = launch(
-        tmp_path,
-        2,
-        "import warnings; warnings.simplefilter('error', RuntimeWarning)\n" + FAIL,
-        how,
-        tmp_path,
-        check=False,
-    )
-    assert message in run.stderr
+def test_what_would_be_wrong_on_several_ranks_is_told(tmp_path):
+    strict = "import warnings; warnings.simplefilter('error', RuntimeWarning)\n"
+    run = launch(tmp_path, 2, strict + FAIL, "plain", tmp_path, check=False)
+    assert "there are 2 ranks and the model is in no engine that reduces its gradients" in run.stderr
 
 
 def test_a_script_that_torchrun_did_not_start_is_told_how(monkeypatch):
@@ -559,6 +568,241 @@ def test_a_rank_whose_memory_runs_out_cuts_its_own_part(tmp_path):
     )
     assert (first[1], second[1], samples) == (30, 30, 30)
     assert (first[2], second[2]) == (5, 2)
+
+
+RETRY = """
+import itertools, sys, warnings, torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+
+class Model(nn.Module):
+    def __init__(self, branch=False, norm=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 5).double(), nn.Linear(5, 2).double()
+        self.branch = nn.Linear(3, 5).double() if branch else None
+        self.norm = nn.BatchNorm1d(5).double() if norm else nn.Identity()
+
+    def forward(self, x):
+        h = torch.tanh(self.norm(self.first(x)))
+        chosen = x[:, 0] > 0
+        if self.branch is not None and chosen.any():  # of which there are none on the first rank
+            h = h + chosen[:, None] * self.branch(x)
+        find_room("forward", x)
+        if where == "backward":
+            h.register_hook(lambda grad: find_room("backward", x))
+        return self.last(h)
+
+
+def find_room(place, x):
+    if crowded and place == where and len(x) > room:
+        raise torch.OutOfMemoryError("no room for so many")
+
+
+def mean_loss(model, batch):
+    x, y, _ = batch
+    seen.append(len(x))
+    find_room("before", x)
+    if where == "wrong" and rank == 1:
+        raise ArithmeticError("this rank's batch is bad")
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def weighed_loss(model, batch):
+    x, y, weights = batch
+    return ll.Mean((nn.functional.cross_entropy(model(x), y, reduction="none") * weights).sum(), weights.sum())
+
+
+def counted_loss(model, batch):
+    total, weight, _ = weighed_loss(model, batch)
+    return ll.Mean(total, int(weight))
+
+
+def batches_of(rows):
+    generator = torch.Generator().manual_seed(1)
+    for n in rows:
+        x, y = torch.randn(n, 3, generator=generator).double(), torch.randint(0, 2, (n,), generator=generator)
+        x[:, 0] = torch.linspace(-1, 0.4, n)
+        yield x, y, torch.randint(0, 3, (n,), generator=generator).double()
+
+
+def own(batch):
+    return [column.tensor_split(ll.distributed.world_size())[ll.distributed.rank()] for column in batch]
+
+
+def raw(loss_fn, rows, **kind):  # one process, which is given the global batches
+    model, losses = Model(**kind), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in batches_of(rows):
+        loss = loss_fn(model, batch)
+        loss = loss.total / loss.weight if isinstance(loss, ll.Mean) else loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, dict(model.named_parameters())
+
+
+def raw_norm(rows):  # pieces of two rows normalise themselves, and the statistics are those of the first rank's
+    model = Model(norm=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in batches_of(rows):
+        optimizer.zero_grad()
+        before = [tensor.clone() for tensor in model.buffers()]
+        for part in reversed(range(world)):
+            for tensor, value in zip(model.buffers(), before):
+                tensor.copy_(value)
+            for x, y, _ in zip(*[column.tensor_split(world)[part].split(2) for column in batch]):
+                (nn.functional.cross_entropy(model(x), y, reduction="sum") / len(batch[0])).backward()
+        optimizer.step()
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def trained(loss_fn, rows, kind, inner=lambda grad_fn: grad_fn, plain=0, **options):
+    model = DistributedDataParallel(Model(**kind), **options)
+    grad_fn, optimizer = ll.make_grad_fn(model, loss_fn), ll.optimizer(torch.optim.SGD, lr=0.5)
+    retrying = ll.make_train_step(ll.retry_on_oom(inner(grad_fn)), optimizer, donate=True)
+    usual = ll.make_train_step(grad_fn, optimizer, donate=True)
+    state, log = ll.init_state(model, optimizer), []
+    for n, batch in enumerate(batches_of(rows)):
+        state, metrics = (usual if n < plain else retrying)(state, own(batch))
+        size = ll.compute(metrics).get("microbatch_size")
+        log.append((ll.compute(ll.distributed.reduce(metrics))["loss"], size, state.samples))
+    return state, zip(*log)
+
+
+def compare(name, sizes, loss_fn=mean_loss, rows=(11, 11, 6), kind={}, **options):
+    global crowded
+    state, (losses, found, samples) = trained(loss_fn, rows, kind, **options)
+    crowded = False
+    expected, params = raw(loss_fn, rows, **kind)
+    crowded = rank == 1
+    torch.testing.assert_close(list(losses), expected, rtol=1e-12, atol=0, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(dict(state.params), params, rtol=1e-12, atol=1e-15, msg=lambda text: f"{name}: {text}")
+    assert list(samples) == list(itertools.accumulate(rows)), (name, samples)
+    assert list(found) == sizes, (name, found)
+
+
+def raised(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def asked(model, around=ll.retry_on_oom, lower=0.0, **part):
+    batch = own(next(batches_of([4])))
+    batch[0] -= lower
+    grad_fn, state = around(ll.make_grad_fn(model, mean_loss)), ll.init_state(model)
+    return raised(lambda: grad_fn(state, batch, ll.Part(donate=True, **part)))
+
+
+def hooked(model):
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    return model
+
+
+with ll.distributed.setup(timeout=60), warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    crowded, room, where, seen = rank == 1, 2, "forward", []
+    wrap = DistributedDataParallel
+
+    trained(mean_loss, (11, 11), {})
+    found = {"seen": list(seen), "warnings": [str(one.message) for one in caught]}
+    compare("mean", [2, 2, 2])
+    compare("weighed", [2, 2, 2], weighed_loss)
+    compare("weighed by numbers", [2, 2, 2], counted_loss)
+    compare("views", [2, 2, 2], weighed_loss, gradient_as_bucket_view=True, bucket_cap_mb=1e-5)
+    compare("branch", [2, 2, 2], weighed_loss, kind={"branch": True}, find_unused_parameters=True)
+    compare("around accumulate", [6, 6, 3], weighed_loss, inner=lambda inner: ll.accumulate(inner, size=2))
+    compare("halves of halves", [3, 3, 3], inner=lambda inner: ll.accumulate(inner, microbatches=2))
+    compare("wide", [3, 3, 3], inner=lambda inner: ll.accumulate(inner, 2, dtype=torch.float64))
+    compare("wrapped", [2, 2, 2], weighed_loss, inner=lambda inner: lambda *call: inner(*call))
+    where = "backward"
+    compare("backward", [2, 2, 2])
+    where, room = "before", 5  # DDP's second forward pass, which agrees on the buckets: this rank does not come to it
+    compare("before", [None, 3, 3], rows=(10, 12, 6), plain=1)
+
+    where, room = "forward", 2
+    state, _ = trained(mean_loss, (8, 8, 8), {"norm": True})
+    crowded = False
+    expected = raw_norm((8, 8, 8))
+    crowded = rank == 1
+    torch.testing.assert_close({**state.params, **state.buffers}, expected, rtol=1e-12, atol=1e-15)
+
+    group = [torch.distributed.new_group([n]) for n in range(world)][rank]
+    ll.distributed.set_data_parallel_group(group)
+    crowded, where = True, "backward"  # a reduction that has begun would stand in the way of the next
+    trained(mean_loss, (4, 4), {}, process_group=group)
+    ll.distributed.set_data_parallel_group(None)
+
+    crowded, where, room = rank == 1, "forward", 0
+    model = wrap(Model())
+    found["one example"] = asked(model)
+    where = "wrong"
+    found["another error"] = asked(model)
+    crowded, where = False, "nowhere"
+    batch = next(batches_of([5]))
+    grads = ll.make_grad_fn(model, mean_loss)(ll.init_state(model), own(batch), ll.Part(donate=True)).grads
+    reference = Model()
+    mean_loss(reference, batch).backward()
+    expected = {name: tensor.grad for name, tensor in reference.named_parameters()}
+    torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-15)
+
+    if rank == 1:  # alone with a model of its own, so it asks no other rank
+        reference.zero_grad()
+        total, weight, _ = weighed_loss(reference, batch)
+        (total / weight).backward()
+        expected = {name: tensor.grad for name, tensor in reference.named_parameters()}
+        crowded, where, room = True, "forward", 1
+        grad_fn = ll.retry_on_oom(ll.make_grad_fn(reference, weighed_loss))
+        grads = grad_fn(ll.init_state(reference), batch).grads
+        torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-15)
+        crowded, where = False, "nowhere"
+
+    found["part"] = asked(model, sums=True)
+    found["unused"] = asked(wrap(Model(branch=True)), lower=1.0)
+    found["twice"] = asked(model, lambda grad_fn: ll.distributed.reduce_gradients(ll.retry_on_oom(grad_fn)))
+    found["static"] = asked(wrap(Model(), static_graph=True))
+    found["hook"] = asked(hooked(wrap(Model())))
+    found["batch norm"] = asked(nn.Sequential(wrap(Model()), nn.SyncBatchNorm(2).double()))
+    found["fsdp"] = asked(fully_shard(Model(), mesh=init_device_mesh("cpu", (world,))))
+    torch.save(found, f"{sys.argv[1]}-{rank}")
+"""
+
+
+def test_ranks_in_ddp_cut_alike_when_memory_runs_out_on_one(tmp_path):
+    # The script compares losses and parameters with those of a raw loop over the global batches.
+    launch(tmp_path, 2, RETRY, tmp_path / "out")
+    first, second = (torch.load(tmp_path / f"out-{rank}") for rank in range(2))
+    assert first.pop("seen") == [6, 3, 3, 2, 2, 2, 2, 2, 2]  # it had room for more, and goes on with what both have
+    assert second.pop("seen") == [5, 3, 2, 2, 1, 2, 2, 1]
+    for rows, found in ((6, first), (5, second)):
+        cut = f"out of memory on a batch of {rows}: from now on in pieces of "
+        assert found.pop("warnings") == [cut + "3", cut + "2"]
+    assert first == second
+    expected = {
+        "one example": "OutOfMemoryError: rank 1: no room for so many",
+        "another error": "ArithmeticError: rank 1: this rank's batch is bad",
+        "part": "ValueError: retry_on_oom of a model in DistributedDataParallel gives the gradient of a whole step",
+        "unused": "ValueError: no gradient reached branch.weight, branch.bias",
+        "twice": "RuntimeError: reduce_gradients around a model in DistributedDataParallel, which reduces",
+        "static": "RuntimeError: retry_on_oom cannot give up a pass of this model on one rank alone: "
+        "DistributedDataParallel(static_graph=True) learns the graph",
+        "hook": "its communication hook allreduce_hook acts in the backward pass",
+        "batch norm": "SyncBatchNorm waits for other ranks in each forward pass",
+        "fsdp": "FSDPModel gathers its shards in each forward pass, on all ranks together",
+    }
+    assert first.keys() == expected.keys()
+    for name, message in expected.items():
+        assert message in first[name], name
 
 
 ELASTIC = """

@@ -74,20 +74,23 @@ def raw(engine, weighed=False, pieces=1, counted=True, clip=False, buffers=False
     return step
 
 
-def looped(engine, weighed=False, pieces=1, clip=False, buffers=False, scaled=False, around=lambda inner: inner):
+def looped(engine, weighed=False, pieces=1, clip=False, buffers=False, scaled=False, retried=False, around=None):
     model = wrapped(engine, buffers)
     if engine == "fsdp-kept":
         model.set_reshard_after_backward(False)
     grad_fn = ll.make_grad_fn(model, weighed_loss if weighed else mean_loss)
     if pieces > 1:
         grad_fn = ll.accumulate(grad_fn, pieces)
+    if retried:
+        grad_fn = ll.retry_on_oom(grad_fn)
     if engine == "reduce":
         grad_fn = ll.distributed.reduce_gradients(grad_fn)
     if scaled:
         grad_fn = ll.scale_loss(grad_fn)
     if clip:
         grad_fn = ll.clip_by_global_norm(grad_fn, 1.0)
-    optimizer = around(ll.optimizer(torch.optim.AdamW, lr=1e-3))
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    optimizer = around(optimizer) if around else optimizer
     train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     state = ll.init_state(model, optimizer)
 
@@ -160,7 +163,7 @@ with ll.distributed.setup():
     found = {}
     for engine, names in {
         "ddp": ["mean", "weighed", "pieces", "weighed pieces", "buffers"],
-        "fsdp": ["mean", "pieces", "weighed pieces", "clipped"],
+        "fsdp": ["mean", "weighed", "pieces", "weighed pieces", "clipped"],
         "fsdp-kept": ["pieces"],
     }.items():
         for name in names:
@@ -172,6 +175,8 @@ with ll.distributed.setup():
         found["fsdp-hybrid pieces"] = each(looped("fsdp-hybrid", **ways["pieces"]))
     for name in ("mean", "pieces", "weighed"):
         found[f"reduce {name}"] = each(looped("reduce", **ways[name]))
+    for name in ("mean", "pieces", "weighed", "buffers"):
+        found[f"ddp {name} retried"] = each(looped("ddp", retried=True, **ways[name]))
     for engine in ("ddp", "fsdp"):
         found[f"{engine} uncounted raw"] = each(raw(engine, counted=False))
         found[f"{engine} finite"] = each(looped(engine, around=lambda inner: ll.apply_if_finite(inner, 3)))
@@ -196,6 +201,7 @@ with ll.distributed.setup():
     found["norms"] = each(reduced(tensors, torch.float32))
     found["reached"] = each(reduced(1 + tensors + 1))
     found["reached, weighed"] = each(reduced(1 + tensors))
+    found["reached, with buffers"] = each(reduced(1 + tensors + 2 + 1))
     everyone = [None] * world
     distributed.all_gather_object(everyone, found)
     if rank == 0:
@@ -246,9 +252,12 @@ def test_the_bytes_of_a_step_are_those_of_the_raw_loop(counted):
         # How many examples all ranks have, by which a raw loop has to divide as well unless all have as many.
         assert sent[f"{engine} mean"] == sent[f"{engine} mean raw"] == plus(sent[f"{engine} uncounted raw"], count)
     assert sent["ddp pieces"] == sent["ddp pieces raw"] == sent["ddp mean"]
-    # And their weight, where the loss has one: a raw loop needs that alone, and no state.samples.
-    assert sent["ddp weighed"] == plus(sent["ddp weighed raw"], count)
-    assert sent["ddp weighed pieces"] == plus(sent["ddp weighed pieces raw"], count) == sent["ddp weighed"]
+    # And their weight, where the loss has one: a raw loop needs that alone, and no state.samples. Of one piece both
+    # go in one all-reduce, where a raw loop has one too, and of several the weight goes after the last.
+    for engine in ("ddp", "fsdp"):
+        assert sent[f"{engine} weighed raw"] == plus(sent[f"{engine} uncounted raw"], count)
+        assert sent[f"{engine} weighed"] == plus(sent[f"{engine} uncounted raw"], sent["pair"])
+    assert sent["ddp weighed pieces"] == plus(sent["ddp weighed pieces raw"], count)
     assert sent["ddp buffers"] == sent["ddp buffers raw"]
     assert sent["ddp clipped"] == sent["ddp mean"]
     for engine in ("fsdp", "fsdp-kept"):
@@ -299,6 +308,12 @@ def test_what_stands_around_a_step_sends_numbers_and_no_tensors(counted):
     assert sent["ddp finite"] == sent["ddp scaled"] == plus(sent["ddp mean"], sent["flag"])
     assert sent["ddp spikes"] == plus(sent["ddp mean"], sent["pair"])
     assert sent["fsdp finite"] == sent["fsdp scaled"] == plus(sent["fsdp mean"], sent["flag"])
+    # The same for retry_on_oom, and before it whether there was room, and for how many.
+    for name in ("mean", "pieces"):
+        assert sent[f"ddp {name} retried"] == plus(sent["reduce mean"], sent["pair"])
+    assert sent["ddp weighed retried"] == plus(sent["reduce weighed"], sent["pair"])
+    usual = plus(sent["ddp buffers retried"], sent["count"])
+    assert usual == plus(sent["ddp buffers"], sent["reached, with buffers"], sent["pair"])
     # Samples, weight and one number for each tensor in one all-reduce; a weight on the device in one of its own.
     assert sent["reduce mean"] == sent["reduce pieces"] == plus(sent["ddp uncounted raw"], sent["reached"])
     assert sent["reduce weighed"] == plus(sent["ddp uncounted raw"], sent["reached, weighed"], sent["count"])
