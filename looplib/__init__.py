@@ -31,7 +31,7 @@ from looplib.export import (
     state_dict,
 )
 from looplib.gradients import GradFn, Gradients, Part, make_grad_fn
-from looplib.loader import Loader, make_loader
+from looplib.loader import Loader, make_loader, without_rows
 from looplib.losses import neftune, next_token_loss
 from looplib.lr_finder import LRCurve, find_lr
 from looplib.metrics import Mean, Metric, Window, batch_size, compute, merge
@@ -56,6 +56,22 @@ from looplib.predicates import (
 from looplib.prediction import predict, predict_to, read_predictions
 from looplib.progress import progress
 from looplib.recompute import recompute
+from looplib.replaying import (
+    Difference,
+    LeafDifference,
+    Replayed,
+    RowScore,
+    Run,
+    differences,
+    fingerprint,
+    first_difference,
+    keep,
+    nbytes,
+    read_fingerprints,
+    replay,
+    saved_states,
+    worst_rows,
+)
 from looplib.schedules import (
     Schedule,
     constant,
@@ -111,12 +127,14 @@ __all__ = [
     "Checkpoints",
     "ConfusionMatrix",
     "DamagedCheckpointError",
+    "Difference",
     "DonatedStateError",
     "EvalStep",
     "GradFn",
     "Gradients",
     "GroupedAUC",
     "LRCurve",
+    "LeafDifference",
     "Loader",
     "Mean",
     "Metric",
@@ -126,6 +144,9 @@ __all__ = [
     "Predicate",
     "PredictStep",
     "Reading",
+    "Replayed",
+    "RowScore",
+    "Run",
     "Schedule",
     "Sink",
     "Stopped",
@@ -165,6 +186,7 @@ __all__ = [
     "cosine_restarts",
     "csv_file",
     "cyclic",
+    "differences",
     "differentiable",
     "distributed",
     "dynamic_loss_scale",
@@ -181,6 +203,8 @@ __all__ = [
     "every_seconds",
     "exponential",
     "find_lr",
+    "fingerprint",
+    "first_difference",
     "flops",
     "freeze",
     "global_norm",
@@ -191,6 +215,7 @@ __all__ = [
     "inverse_sqrt",
     "join",
     "jsonl",
+    "keep",
     "linear",
     "live_plot",
     "load_optimizer_state_dict",
@@ -211,6 +236,7 @@ __all__ = [
     "meter",
     "mse",
     "multistep_decay",
+    "nbytes",
     "neftune",
     "next_token_loss",
     "on_host",
@@ -229,17 +255,20 @@ __all__ = [
     "profiled",
     "progress",
     "read_columns",
+    "read_fingerprints",
     "read_jsonl",
     "read_predictions",
     "recompute",
     "record",
     "rename",
+    "replay",
     "retry_on_oom",
     "rmse",
     "safely",
     "sam",
     "save_pretrained",
     "save_safetensors",
+    "saved_states",
     "scale_loss",
     "scaled",
     "select_members",
@@ -264,4 +293,6 @@ __all__ = [
     "warmup_cosine",
     "warmup_linear",
     "warmup_stable_decay",
+    "without_rows",
+    "worst_rows",
 ]

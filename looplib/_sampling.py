@@ -11,7 +11,7 @@ import operator
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -107,6 +107,21 @@ class Plan:
             low, high = own_rows(self.size(k), rank, ranks)
             part = slice(first + low, first + high)
         return self.keys[part], None if self.visits is None else self.visits[part]
+
+    def without(self, keys: Collection[Any]) -> Plan:
+        """The same batches with these keys taken out of them; one that would be empty has a key of its neighbours."""
+        if isinstance(self.keys, Tensor):
+            kept = ~torch.isin(self.keys, torch.tensor([operator.index(key) for key in keys], dtype=torch.int64))
+            left: Tensor | list[Any] = self.keys[kept]
+        else:
+            kept = torch.tensor([key not in keys for key in self.keys])
+            left = [key for key in self.keys if key not in keys]
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
+        ends = before[torch.tensor(self.ends).clamp_(max=len(self.keys))]
+        places = torch.arange(len(ends))
+        most = ends[-1] - places.flip(0)  # so that one is left for each that follows
+        ends = torch.minimum((ends - places).clamp_(min=1).cummax(0).values + places, most)
+        return Plan(left, ends.tolist(), None if self.visits is None else self.visits[kept])
 
     def size(self, k: int) -> int:
         """Samples in a batch."""

@@ -8,6 +8,7 @@ torch's DataLoader is the engine for workers, pinned memory and streams.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,8 +32,10 @@ from looplib import _ranks
 from looplib._interrupts import interruptible
 from looplib._reading import Engines, Items, Jobs, Rows, Stream, read_jobs, read_stream, rows_of, start_worker
 from looplib._sampling import (
+    Plan,
     Sampling,
     in_order,
+    listed,
     order_of,
     plan_epoch,
     same_plan,
@@ -67,12 +70,14 @@ class Loader:
     batch_size: int | None
     seed: int
     _length: int | None
-    _batches: Callable[[TrainState, bool], Iterator[Any]]
+    _batches: Callable[[TrainState, bool, Any], Iterator[Any]]
     shuffles: bool = False
     divide: bool = True
+    _plan: Callable[[int], Plan] | None = None  # of an epoch; a stream has none
+    _cuts: bool = True  # a rank reads some keys of a batch, and not a whole one of which it takes rows
 
     def __call__(self, state: TrainState) -> Iterator[Any]:
-        return interruptible(self._batches(state, False))
+        return interruptible(self._batches(state, False, self._plan))
 
     def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
         """For evaluation: pairs of this rank's part of each batch, and whether it counts.
@@ -85,7 +90,25 @@ class Loader:
         Where a batch has no row for this rank, the batch's first row stands in and does not count: so all ranks
         make as many forward passes, and each sample counts once.
         """
-        return interruptible(self._batches(state, True))
+        return interruptible(self._batches(state, True, self._plan))
+
+    def indices(self, state: TrainState) -> Tensor | list[Any] | None:
+        """Which samples of the dataset the next batch has, in the order of its rows, without reading them.
+
+        >>> import looplib as ll, torch
+        >>> loader = ll.make_loader(torch.arange(5) * 10, batch_size=4, shuffle=False)
+        >>> loader.indices(ll.TrainState(batch=1))
+        tensor([4])
+
+        (rows,) int64, or a list of keys where a sampler gives others; of this rank's part of the batch. None for a
+        stream, whose samples have no numbers.
+        """
+        if self._plan is None:
+            return None
+        plan = self._plan(state.epoch)
+        assert self._length is not None
+        _check_position(state, len(plan), self._length)
+        return plan.batch(state.batch, *(_place(self.divide) if self._cuts else (0, 1)))[0]
 
     def __len__(self) -> int:
         if self._length is None:
@@ -242,7 +265,7 @@ def make_loader(
 
         engines, name = Engines(build, seed), f"the stream ({type(dataset).__name__})"
 
-        def stream_batches(state: TrainState, pairs: bool) -> Iterator[Any]:
+        def stream_batches(state: TrainState, pairs: bool, _: None) -> Iterator[Any]:
             place = _place(divide)
             found = read_stream(engines, name, state.epoch, state.batch, state.epoch_length, *place)
             return _given(found, move, state.epoch, state.batch, *place, pairs)
@@ -270,8 +293,8 @@ def make_loader(
     )
     in_process = num_workers == 0 and not pin_memory
 
-    def batches(state: TrainState, pairs: bool) -> Iterator[Any]:
-        epoch, first, plan = state.epoch, state.batch, plan_epoch(sampling, seed, state.epoch)
+    def batches(state: TrainState, pairs: bool, plan_of: Callable[[int], Plan]) -> Iterator[Any]:
+        epoch, first, plan = state.epoch, state.batch, plan_of(state.epoch)
         _check_position(state, len(plan), length)
         rank, ranks = _place(divide)
         # An item that is a batch is one key, which all ranks read.
@@ -288,7 +311,62 @@ def make_loader(
         return _given(read, move, epoch, first, rank, ranks, pairs)
 
     ordered = shuffle is False or sampler is not None or batch_sampler is not None
-    return Loader(dataset, batch_size, seed, length, batches, shuffles=not ordered, divide=divide)
+    plan_of = functools.partial(plan_epoch, sampling, seed)
+    return Loader(dataset, batch_size, seed, length, batches, not ordered, divide, plan_of, _cuts=batched)
+
+
+def without_rows(loader: Loader, rows: Iterable[Any] | Tensor) -> Loader:
+    """The same loader, but that these samples of the dataset are in none of its batches.
+
+    >>> import looplib as ll, torch
+    >>> loader = without_rows(ll.make_loader(torch.arange(6), batch_size=3, shuffle=False), [1, 5])
+    >>> list(loader(ll.TrainState())), len(loader)
+    ([tensor([0, 2]), tensor([3, 4])], 2)
+
+    A batch that had one of them is smaller by it, and they are never read. All else stays in its place: the order,
+    the batches' numbers, the length of an epoch, and what is drawn while another sample is read. So from a state of
+    before, the run goes on with the bits that it would have had, up to the first batch that had one of them. (A batch
+    of which nothing is left takes a sample of the next one, or of one before.)
+
+    To go on after a spike: `state = kept[100]; loader = ll.without_rows(loader, [17, 503])`. The list belongs to the
+    script, as the seed and the batch size do: a run that is resumed needs it again.
+
+    Args:
+        loader: from `make_loader`, or from this.
+        rows: indices of the dataset, or the keys that its sampler gives.
+
+    Raises:
+        TypeError: a loader over a stream, whose samples have no numbers.
+        ValueError: a row that the dataset does not have; by `loader(state)`, fewer samples left than batches.
+    """
+    planned = loader._plan
+    if planned is None:
+        raise TypeError(
+            f"a stream ({type(loader.dataset).__name__}) has no numbered rows; leave them out where it yields them"
+        )
+    gone = set(listed(rows))
+    beyond = [row for row in gone if isinstance(row, int) and not 0 <= row < _count(loader.dataset)]
+    if beyond:
+        raise ValueError(
+            f"rows {', '.join(map(str, sorted(beyond)))} are not in the dataset, whose {len(loader.dataset)} rows "
+            "are numbered from 0"
+        )
+
+    def plan_of(epoch: int) -> Plan:
+        plan = planned(epoch).without(gone)
+        if plan.ends[0] < 1:
+            raise ValueError(
+                f"epoch {epoch} has {len(plan)} batches and only {plan.ends[-1]} samples without the {len(gone)} "
+                "rows left out, so some batches would have none; leave out fewer, or make a loader of the samples "
+                "that are left (torch.utils.data.Subset), which is another order and length"
+            )
+        return plan
+
+    return dataclasses.replace(loader, _plan=plan_of)
+
+
+def _count(dataset: Any) -> float:
+    return len(dataset) if hasattr(dataset, "__len__") else float("inf")
 
 
 def _place(divide: bool) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from looplib._sampling import Sampling, in_order, plan_epoch, shuffled, weighted
-from looplib.loader import Loader, make_loader
+from looplib.loader import Loader, make_loader, without_rows
 from looplib.state import TrainState, end_epoch
 
 pytestmark = [
@@ -886,3 +886,121 @@ def test_repr():
     assert repr(make_loader([1, 2, 3], batch_size=2)) == "Loader(list, 2 batches, batch_size=2, seed=0)"
     assert repr(make_loader(Counting(), seed=4)) == "Loader(Counting, a stream, batch_size=None, seed=4)"
     assert isinstance(make_loader([1]), Loader)
+
+
+# The samples of a batch by their numbers, and loaders without some of them
+
+
+ORDERS = {
+    "shuffled": lambda count: {"batch_size": 4},
+    "in order": lambda count: {"batch_size": 4, "shuffle": False},
+    "drop last": lambda count: {"batch_size": 4, "drop_last": True},
+    "weights": lambda count: {"batch_size": 4, "weights": [1.0 + i for i in range(count)]},
+    "lengths": lambda count: {"batch_size": 4, "lengths": [1 + i % 5 for i in range(count)]},
+    "batch sampler": lambda count: {
+        "batch_sampler": lambda epoch, g: torch.randperm(count, generator=g).split([3, count - 3])
+    },
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_indices_are_those_of_the_rows_that_come(order):
+    data = Augmented(17)
+    loader = make_loader(data, seed=3, **ORDERS[order](17))
+    for epoch in range(2):
+        for k in range(len(loader)):
+            state = at(epoch, k, len(loader))
+            data.read.clear()
+            indices = loader.indices(state)
+            assert data.read == []
+            assert next(loader(state))[:, 0].tolist() == indices.tolist()
+    with pytest.raises(ValueError, match="stands at the end of epoch"):
+        loader.indices(at(0, len(loader)))
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_indices_are_of_the_ranks_own_rows(rank, monkeypatch):
+    monkeypatch.setattr("looplib._ranks.rank", lambda: rank)
+    monkeypatch.setattr("looplib._ranks.world_size", lambda: 3)
+    for divide in (True, False):
+        loader = make_loader(Augmented(17), batch_size=7, seed=3, drop_last=True, divide=divide)
+        for part in (loader, without_rows(loader, [4, 11])):
+            found = [part.indices(at(0, k)).tolist() for k in range(2)]
+            assert found == [batch[:, 0].tolist() for batch in part(at())]
+    batches = make_loader([torch.arange(3), torch.arange(5)], shuffle=False)
+    assert batches.indices(at(0, 1)).tolist() == [1]
+
+
+def test_indices_of_keys_of_batches_and_of_streams():
+    named = {"a": 1, "b": 2, "c": 3}
+    loader = make_loader(named, batch_size=2, sampler=["c", "a", "b"], collate_fn=list)
+    assert [loader.indices(at(0, k)) for k in (0, 1)] == [["c", "a"], ["b"]]
+    assert batches_of(without_rows(loader, ["a"])) == [[3], [2]]
+    batches = [torch.arange(3), torch.arange(5)]
+    assert make_loader(batches, shuffle=False).indices(at(0, 1)).tolist() == [1]
+    stream = make_loader(AugmentedStream(5), batch_size=2)
+    assert stream.indices(at()) is None
+    with pytest.raises(TypeError, match=r"a stream \(AugmentedStream\) has no numbered rows"):
+        without_rows(stream, [1])
+
+
+@given(st.sampled_from(sorted(ORDERS)), st.sets(st.integers(0, 22), max_size=8), st.integers(0, 5), st.data())
+@settings(deadline=None, max_examples=60)
+def test_without_some_rows_all_others_come_where_and_as_they_did(order, rows, epoch, data):
+    whole = make_loader(Augmented(23), seed=7, **ORDERS[order](23))
+    first = data.draw(st.integers(0, len(whole) - 1))
+    state = at(epoch, first, len(whole))
+    expected = [[row for row in batch if row[0].item() not in rows] for batch in whole(at(epoch, 0, len(whole)))]
+    read = Augmented(23)
+    part = without_rows(make_loader(read, seed=7, **ORDERS[order](23)), rows)
+    assert len(part) == len(whole)
+    if sum(map(len, expected)) < len(expected):
+        with pytest.raises(ValueError, match=f"epoch {epoch} has 2 batches and only 1 samples without"):
+            part(state)
+        return
+    if all(expected):
+        for batch, left in zip(part(state), expected[first:], strict=True):
+            assert torch.equal(batch, torch.stack(left))  # with the draws of each
+    else:
+        found = list(part(at(epoch, 0, len(whole))))
+        assert torch.equal(torch.cat(found), torch.stack(list(itertools.chain(*expected))))
+        assert sum(abs(len(batch) - len(left)) for batch, left in zip(found, expected, strict=True)) <= 2 * sum(
+            not left for left in expected
+        )
+    assert rows.isdisjoint(read.read)
+    some = set(list(rows)[::2])
+    twice = without_rows(without_rows(whole, some), torch.tensor(sorted(rows - some), dtype=torch.int64))
+    assert all(torch.equal(a, b) for a, b in zip(twice(state), part(state), strict=True))
+    assert part.indices(state).tolist() == next(part(state))[:, 0].long().tolist()
+
+
+def test_without_rows_through_workers_and_from_tensors():
+    rows = [0, 5, 11, 12]
+    expected = batches_of(without_rows(make_loader(Augmented(14), batch_size=4, seed=2), rows), 1)
+    loader = make_loader(Augmented(14), batch_size=4, seed=2, num_workers=2)
+    assert batches_of(without_rows(loader, rows), 1) == expected
+    data = TensorDataset(torch.arange(14))
+    found = [x.tolist() for (x,) in without_rows(make_loader(data, batch_size=4, seed=2), rows)(at(1))]
+    assert found == [[int(row[0]) for row in batch] for batch in expected]
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.data())
+@settings(deadline=None)
+def test_no_batch_is_left_empty_while_there_are_samples_for_all(count, batch_size, data):
+    whole = make_loader(Augmented(count), batch_size=batch_size, shuffle=False)
+    rows = data.draw(st.sets(st.integers(0, count - 1)))
+    left = [row for row in range(count) if row not in rows]
+    part = without_rows(whole, rows)
+    if len(left) < len(whole):
+        with pytest.raises(ValueError, match=f"has {len(whole)} batches and only {len(left)} samples"):
+            part(at())
+        return
+    found = [[int(row[0]) for row in batch] for batch in part(at())]
+    assert (list(itertools.chain(*found)), len(found)) == (left, len(whole))
+    assert all(found)
+    assert max(map(len, found)) <= batch_size
+
+
+def test_rows_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="rows -1, 14 are not in the dataset, whose 14 rows are numbered from 0"):
+        without_rows(make_loader(Augmented(14), batch_size=4), [3, 14, -1])
