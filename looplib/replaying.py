@@ -533,19 +533,19 @@ def _in_words(leaf: Any) -> str:
 class Run:
     """What a run is replayed from.
 
-    >>> Run(lambda state, batch: (state, {}), lambda state: [], TrainState()).states
+    >>> Run(lambda state, batch: (state, {}), TrainState(), lambda state: []).states
     TrainState(step=0, epoch=0, batch=0, samples=0, seed=0)
 
     Attributes:
         train_step: its step.
-        loader: its batches, as a function of the state.
         states: one state of it, or a mapping from steps to such, as `keep` and `saved_states` give them.
+        loader: its batches, as a function of the state.
         grad_fn: what the step was made of, to compare gradients.
     """
 
     train_step: TrainStep
-    loader: Batches
     states: States
+    loader: Batches
     grad_fn: GradFn | None = None
 
 
@@ -590,7 +590,7 @@ def first_difference(
     >>> train_step = ll.make_train_step(grad_fn, optimizer)
     >>> def other_step(state, batch):
     ...     return train_step(state, batch * 2 if state.step == 7 else batch)
-    >>> one, other = Run(train_step, loader, state, grad_fn), Run(other_step, loader, state, grad_fn)
+    >>> one, other = Run(train_step, state, loader, grad_fn), Run(other_step, state, loader, grad_fn)
     >>> found = first_difference(one, other, stop=20)
     >>> found.equal, found.different, found.leaves[0].place
     (7, 8, '/metrics/loss')

@@ -74,7 +74,7 @@ class Case:
         self.state = self.state if bound else ll.copy_state(self.state)
 
     def run(self, **options):
-        return Run(self.step, self.loader, self.state, **options)
+        return Run(self.step, self.state, self.loader, **options)
 
     def train(self, steps, see=lambda state, batch, metrics, after: None):
         """A loop as anyone writes it."""
@@ -527,7 +527,7 @@ def test_one_number_moved_by_one_ulp_is_found_at_its_step(at, name, donate):
     case, other = Case(donate=donate), Case(donate=donate)
     was = bits(case.state)
     one = case.run(grad_fn=case.grad_fn)
-    two = Run(changed_at(other.step, at, name), other.loader, other.state, other.grad_fn)
+    two = Run(changed_at(other.step, at, name), other.state, other.loader, other.grad_fn)
     found = first_difference(one, two, stop=15)
     assert (found.equal, found.different) == (at, at + 1)
     # Batch, metrics and gradients are the same, and of all that the step made one number is not.
@@ -564,20 +564,20 @@ def test_kept_states_narrow_down_where_to_look(donate):
     found = first_difference(*kept)
     assert (found.equal, found.different, found.replayed) == (8, 12, None)
     assert repr(found).startswith("the runs differ at step 12, and were the same at step 8:\n  /params/")
-    found = first_difference(*(Run(step, loader, states) for step, states in zip(steps, kept, strict=True)))
+    found = first_difference(*(Run(step, states, loader) for step, states in zip(steps, kept, strict=True)))
     assert (found.equal, found.different) == (10, 11)
     assert min(asked) == 8
     # The states of a run that changed, replayed by a step that does not: nothing here parts them.
-    found = first_difference(Run(case.step, loader, kept[0]), Run(case.step, loader, kept[1]))
+    found = first_difference(Run(case.step, kept[0], loader), Run(case.step, kept[1], loader))
     assert (found.equal, found.different, found.replayed) == (8, 12, None)
     # Those before it, and no further.
     early = [{step: state for step, state in states.items() if step <= 8} for states in kept]
-    runs = [Run(step, loader, states) for step, states in zip(steps, early, strict=True)]
+    runs = [Run(step, states, loader) for step, states in zip(steps, early, strict=True)]
     assert first_difference(*early) is None
     assert first_difference(*runs) is None
     assert first_difference(*runs, stop=13).equal == 10
     parted = [{step: state for step, state in states.items() if step >= 12} for states in kept]
-    found = first_difference(*(Run(step, loader, states) for step, states in zip(steps, parted, strict=True)))
+    found = first_difference(*(Run(step, states, loader) for step, states in zip(steps, parted, strict=True)))
     assert (found.equal, found.different) == (None, 12)
     assert repr(found).startswith("the runs differ at step 12, from the first on:")
 
@@ -623,7 +623,7 @@ def test_what_parts_first_is_named_first():
         for k, (x, y) in enumerate(case.loader(state), state.batch):
             yield (x.roll(1, 0) if (state.epoch, k) == (1, 1) else x), y
 
-    found = first_difference(run, Run(case.step, poisoned, case.state, case.grad_fn), stop=20)
+    found = first_difference(run, Run(case.step, case.state, poisoned, case.grad_fn), stop=20)
     assert (found.equal, found.leaves[0].place, found.leaves[1].place[:9]) == (6, "/batch/0", "/metrics/")
     assert found.leaves[0].differing == 16 * 64
     assert any(leaf.place == "/grads/0.weight" for leaf in found.leaves)
@@ -637,11 +637,11 @@ def test_what_parts_first_is_named_first():
 
     flat = ll.optimizer(torch.optim.AdamW, lr=0.01)
     found = first_difference(
-        Run(case.step, Told(), case.state), Run(ll.make_train_step(case.grad_fn, flat), Told(), case.state), stop=9
+        Run(case.step, case.state, Told()), Run(ll.make_train_step(case.grad_fn, flat), case.state, Told()), stop=9
     )
     assert [replayed.indices.item() for replayed in found.replayed] == [0, 0]
-    untold = Run(changed_at(case.step, 3, "0.bias"), poisoned, case.state)
-    found = first_difference(Run(case.step, Told(), case.state), untold, stop=9)
+    untold = Run(changed_at(case.step, 3, "0.bias"), case.state, poisoned)
+    found = first_difference(Run(case.step, case.state, Told()), untold, stop=9)
     assert [leaf.place for leaf in found.leaves] == ["/after/params/0.bias"]
 
     def scaled(state, batch, *part):
@@ -649,13 +649,13 @@ def test_what_parts_first_is_named_first():
         return out._replace(grads={n: g * 2 if state.step == 4 else g for n, g in out.grads.items()})
 
     found = first_difference(
-        run, Run(ll.make_train_step(scaled, case.optimizer), case.loader, case.state, scaled), stop=9
+        run, Run(ll.make_train_step(scaled, case.optimizer), case.state, case.loader, scaled), stop=9
     )
     assert (found.equal, found.leaves[0].place) == (4, "/grads/0.weight")
 
     optimizer = ll.optimizer(torch.optim.AdamW, lr=lambda step: 0.01 * (1 + (step == 3)))
     runs = [
-        Run(ll.make_train_step(case.grad_fn, each), case.loader, case.state, case.grad_fn)
+        Run(ll.make_train_step(case.grad_fn, each), case.state, case.loader, case.grad_fn)
         for each in (flat, optimizer)
     ]
     found = first_difference(*runs, stop=9)
@@ -672,7 +672,7 @@ def test_another_way_to_the_same_numbers_parts_in_bits_and_not_beyond_a_toleranc
         grad_fn = ll.accumulate(grad_fn, microbatches) if microbatches > 1 else grad_fn
         step = ll.make_train_step(grad_fn, optimizer, donate=donate)
         loader = ll.make_loader(Noisy(), batch_size=16)
-        return Run(step, loader, ll.init_state(model, optimizer, epoch_length=LENGTH), grad_fn)
+        return Run(step, ll.init_state(model, optimizer, epoch_length=LENGTH), loader, grad_fn)
 
     runs = case(1), case(4)
     # The pieces' sums are rounded elsewhere: in the last bits of float32, from the first steps on.
@@ -687,7 +687,7 @@ def test_another_way_to_the_same_numbers_parts_in_bits_and_not_beyond_a_toleranc
             after = after.replace(params={name: tensor * 0.9 for name, tensor in after.params.items()})
         return after, metrics
 
-    other = Run(slower, runs[1].loader, runs[1].states, runs[1].grad_fn)
+    other = Run(slower, runs[1].states, runs[1].loader, runs[1].grad_fn)
     found = first_difference(runs[0], other, stop=10, rtol=1e-4, atol=1e-4)
     assert (found.equal, found.different) == (7, 8)
     assert {leaf.place.split("/")[2] for leaf in found.leaves} == {"params"}
