@@ -1,38 +1,48 @@
 """Checks for a project's own unit tests: each names one way in which training goes wrong without an error.
 
 A check takes the very functions that the training script uses, a state and a batch, and raises an AssertionError
-that says what was done, what was found, what usually causes it, and what to do. Models may be as tiny as you like,
-since what is tested is how things are put together. How to unit-test a training step, in a `tests/test_train.py`
-beside a `train.py` whose script calls `make_run` too:
+that says what was done, what was found, what usually causes it, and what to do.
+
+How to unit-test a training step: let the script get all that it trains with from one function, here `make_run`,
+whose settings can be small, and give what it returns to the checks, one line for each. Models may be tiny, since what
+is tested is how things are put together. A complete `tests/test_your_step.py` beside such a `train.py`:
 
     import pytest
+    from train import make_run  # returns a record of grad_fn, train_step, predict_step, loader, state, batch
+
     from looplib import testing
-    from train import make_run  # width -> a record of grad_fn, train_step, predict_step, state, loader, batch
 
     @pytest.fixture
     def run():
-        return make_run(width=8)
+        return make_run(epochs=30, width=8)
 
-    def test_step_is_pure(run):
+    def test_the_step_is_pure(run):
         testing.assert_pure(run.train_step, run.state, run.batch)
 
-    def test_stopped_runs_go_on(run):
-        testing.assert_resumes(run.train_step, run.state, run.loader, steps=6)
+    def test_a_stopped_run_goes_on_to_the_same_bits(run):
+        testing.assert_resumes(run.train_step, run.state, run.loader)
 
     def test_rows_do_not_see_each_other(run):
         testing.assert_rows_independent(run.predict_step, run.state, run.batch)
 
-    def test_one_batch_can_be_learned_by_heart(run):
-        testing.assert_overfits(run.train_step, run.state, run.batch, steps=100)
+    def test_one_batch_is_learned_by_heart(run):
+        testing.assert_overfits(run.train_step, run.state, run.batch)
 
     def test_pieces_give_the_gradient_of_the_whole(run):
         testing.assert_pieces_equal_whole(run.grad_fn, run.state, run.batch)
 
+    def test_ranks_give_the_gradient_of_the_whole(run):
+        testing.assert_reduces_alike(run.grad_fn, run.state, run.batch)
+
     def test_every_parameter_is_trained(run):
         testing.assert_all_gradients(run.grad_fn, run.state, run.batch)
 
-    def test_ranks_give_the_gradient_of_the_whole(run):
-        testing.assert_reduces_alike(run.grad_fn, run.state, run.batch, ranks=2)
+    def test_the_step_compiles(run):
+        testing.assert_compiles(run.train_step, run.state, run.batch)
+
+`recipes/testing_your_step` is such a project. Where the train step clips or scales gradients, `grad_fn` is what these
+wrappers are put around. A model of sequences has `assert_causal` besides, a script for several ranks
+`assert_ranks_train_alike`.
 
 Each of these lines would have been red for a bug that somebody shipped: a loss averaged wrongly over micro-batches,
 a frozen layer, labels shuffled apart from their inputs, an evaluation in training mode. Steps may donate, since
@@ -43,40 +53,59 @@ that DDP or FSDP2 wraps works on its own tensors alone: give the checks the unwr
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import os
 import pickle
-import random
 import socket
-import sys
 import tempfile
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.spawn import spawn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from looplib import distributed
-from looplib._modules import Host, _generators, named_modules
-from looplib.accumulation import _like, _structure, accumulate, split
+from looplib._comparing import (
+    TREES,
+    Surroundings,
+    WithoutDropout,
+    about_kernels,
+    beyond_part,
+    copied,
+    differences,
+    fail,
+    in_float64,
+    is_spent,
+    kind_of,
+    leaves,
+    listed,
+    outputs_of,
+    reached,
+    recorded,
+    rows_apart,
+    same,
+    seed_otherwise,
+    stream_places,
+    streams_kept,
+    taken,
+)
+from looplib._program import Question, changed
+from looplib._tracing import UntraceableError
+from looplib.accumulation import accumulate, split
 from looplib.checkpoint import checkpoint_io
 from looplib.gradients import GradFn, Gradients, Part
 from looplib.loader import Loader
 from looplib.metrics import batch_size, compute
-from looplib.state import DonatedStateError, TrainState, copy_state
-from looplib.steps import PredictStep, TrainStep
+from looplib.state import TrainState, copy_state
+from looplib.steps import Parts, PredictStep, TrainStep, compiled_step
 
 __all__ = [
     "assert_all_gradients",
     "assert_causal",
+    "assert_compiles",
     "assert_overfits",
     "assert_pieces_equal_whole",
     "assert_pure",
@@ -113,55 +142,57 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
     Raises AssertionError with the names of what differs, and by how much.
     """
     __tracebackhide__ = True
-    with _streams_kept(state):
-        given, inputs = dict(_leaves(copy_state(state))), dict(_leaves(_copied(batch), "batch"))
-        surroundings, places = _Surroundings(step), _places(state)
-        mine, rows = copy_state(state), _copied(batch)
-        first = _recorded(step(mine, rows))
-        if moved := [f"{name} moved on" for name, at in _places(state).items() if _differences(at, places[name])]:
-            _fail(
+    with streams_kept(state):
+        given, inputs = dict(leaves(copy_state(state))), dict(leaves(copied(batch), "batch"))
+        surroundings, places = Surroundings(step), stream_places(state)
+        mine, rows = copy_state(state), copied(batch)
+        first = recorded(step(mine, rows))
+        if moved := [
+            f"{name} moved on" for name, at in stream_places(state).items() if differences(at, places[name])
+        ]:
+            fail(
                 "the step drew from a global random stream",
                 moved,
                 "So its result depends on what ran before it, and it changes what runs after. Draw from torch "
                 "within the loss function, where looplib seeds the stream by the state's seed and step and puts it "
                 "back, and make what NumPy or Python draw in the dataset, where the loader seeds them.",
             )
-        if changed := _differences(inputs, dict(_leaves(rows, "batch"))):
-            _fail(
+        if changed := differences(inputs, dict(leaves(rows, "batch"))):
+            fail(
                 "the step wrote to its batch",
                 changed,
                 "Whoever reads the batch after it (a second step, a metric, the next epoch of a dataset in memory) "
                 "reads something else. Usually an operation in place on an input (x += ..., x.clamp_(...), "
                 "labels[mask] = -100, batch.pop(...)): make a new tensor, such as x = x + ...",
             )
-        if not _is_spent(mine) and (changed := _differences(given, dict(_leaves(mine)))):
-            _fail(
+        if not is_spent(mine) and (changed := differences(given, dict(leaves(mine)))):
+            fail(
                 "the step wrote to the state that it was given",
                 changed,
                 "A state that was kept is no longer what it was. Usually an operation in place on model.weight.data, "
                 "on a tensor of state.extra, or on one of opt_state in an optimizer of one's own: make a new tensor, "
                 "or make the step with donate=True, which tells everyone that the old state is spent.",
             )
-        if changed := surroundings.spoiled() or _differences(given, dict(_leaves(state))):
-            _fail(
+        if changed := surroundings.spoiled() or differences(given, dict(leaves(state))):
+            fail(
                 "the step changed tensors or modes that belong to neither its state nor its result",
                 changed,
                 "Usually a loss function that calls model.eval(), model.train() or requires_grad_(...) and does "
                 "not put it back, a torch optimizer that steps on the module itself, or a gradient left in .grad. "
                 "Let the step return what it changes, as a part of the state.",
             )
-        _seed_otherwise()
-        step(_elsewhere(state), _copied(batch if other is None else other))
-        second = _recorded(step(copy_state(state), _copied(batch)))
-        if differing := _differences(first, second):
-            _fail(
+        seed_otherwise()
+        step(_elsewhere(state), copied(batch if other is None else other))
+        second = recorded(step(copy_state(state), copied(batch)))
+        if differing := differences(first, second):
+            fail(
                 "the step is not a function of its state and its batch: two calls on equal ones differ",
                 differing,
                 "Between them torch's, NumPy's and Python's random streams were seeded otherwise, and the step ran "
                 f"on other weights.{surroundings.hint()} Usually something that remembers between calls (a counter "
                 "or a cached tensor in a module, a closure or an optimizer, a torch.Generator of one's own), or "
                 "the time: put what must be remembered into a buffer or state.extra, and draw from torch's own "
-                "stream." + _about_kernels(state),
+                "stream." + about_kernels(state),
             )
 
 
@@ -209,37 +240,37 @@ def assert_resumes(
     if steps < 2 or (not isinstance(batches, Loader) and steps > len(batches)):
         there = "" if isinstance(batches, Loader) else f" and the list has {len(batches)}"
         raise ValueError(f"steps is {steps}{there}; a run is stopped between two batches: give 2 or more")
-    with _streams_kept(state), tempfile.TemporaryDirectory() as temporary:
+    with streams_kept(state), tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary if directory is None else directory)
-        surroundings = _Surroundings(step)
+        surroundings = Surroundings(step)
         straight: dict[int, dict[str, Any]] = {}
         for at, said, current in _run(step, copy_state(state), batches, 0, steps):
             straight[at] = said
             if at < steps:
                 checkpoint_io(folder / f"after-{at}").save(current)
-        end = _recorded(current, "state")
+        end = recorded(current, "state")
         for stop in range(1, steps):
             again, template = (step, state) if restart is None else restart()
-            _seed_otherwise()
+            seed_otherwise()
             restored = checkpoint_io(folder / f"after-{stop}").restore(_spoiled(template))
             for at, said, current in _run(again, restored, batches, stop, steps):  # noqa: B007
-                if differing := _differences(straight[at], said):
+                if differing := differences(straight[at], said):
                     _fail_to_resume(stop, f"batch {at} of {steps}", differing, surroundings, state)
-            if differing := _differences(end, _recorded(current, "state")):
+            if differing := differences(end, recorded(current, "state")):
                 _fail_to_resume(stop, f"the state after {steps} batches", differing, surroundings, state)
 
 
 def _fail_to_resume(
-    stop: int, where: str, differing: list[str], surroundings: _Surroundings, state: TrainState
+    stop: int, where: str, differing: list[str], surroundings: Surroundings, state: TrainState
 ) -> NoReturn:
     __tracebackhide__ = True
-    _fail(
+    fail(
         f"a run that was stopped after {stop} batches and restored is not the run that went on: {where} differs",
         differing,
         f"So something that the run depends on is not in its checkpoint.{surroundings.hint()} Usually a count, an "
         "average or a cache that a closure, a module's attribute or an optimizer's wrapper keeps between steps "
         "(put it into a buffer, opt_state or state.extra, which are saved), a loader or dataset that draws from a "
-        "generator of its own, or a step that is not pure: see assert_pure." + _about_kernels(state),
+        "generator of its own, or a step that is not pure: see assert_pure." + about_kernels(state),
     )
 
 
@@ -251,10 +282,10 @@ def _run(
     while at < stop:
         before = at
         for batch in batches(state) if isinstance(batches, Loader) else batches[start:stop]:
-            read = _recorded(batch, "batch")
-            state, metrics = step(state, _copied(batch))
+            read = recorded(batch, "batch")
+            state, metrics = step(state, copied(batch))
             at += 1
-            yield at, {**read, **_recorded(metrics, "metrics")}, state
+            yield at, {**read, **recorded(metrics, "metrics")}, state
             if at == stop:
                 return
         if at == before or state.epoch_length is None:
@@ -281,11 +312,8 @@ def _spoiled(state: TrainState) -> TrainState:
         wrong = math.nan if leaf.is_floating_point() or leaf.is_complex() else 1
         return torch.full_like(leaf, wrong).requires_grad_(leaf.requires_grad)
 
-    trees = {name: torch.utils._pytree.tree_map(spoil, getattr(state, name)) for name in _TREES}
+    trees = {name: torch.utils._pytree.tree_map(spoil, getattr(state, name)) for name in TREES}
     return state.replace(**trees, step=0, epoch=0, batch=0, samples=0, seed=state.seed + 1)
-
-
-_TREES = ("params", "buffers", "opt_state", "extra")
 
 
 def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any, *, tolerance: float = 1e-5) -> None:
@@ -320,9 +348,9 @@ def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any
     count = batch_size(batch)
     if count < 2:
         raise ValueError(f"the batch has {count} row; give 2 or more, which differ, so that one could see another")
-    with _streams_kept(state):
-        wide, rows, out = _in_float64(function, state, batch)
-        whole = _outputs(out, count)
+    with streams_kept(state):
+        wide, rows, out = in_float64(function, state, batch)
+        whole = outputs_of(out, count)
         half = count // 2
         ways = {
             "among copies of row 0": [*range(half), *[0] * (count - half)],
@@ -330,13 +358,13 @@ def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any
             "alone": [0],
         }
         for way, index in ways.items():
-            found = dict(_leaves(function(wide, _taken(rows, count, index)), "output"))
+            found = dict(leaves(function(wide, taken(rows, count, index)), "output"))
             apart = []
             for name, expected in whole.items():
-                if (text := _rows_apart(name, expected[index], found.get(name), index, tolerance)) is not None:
+                if (text := rows_apart(name, expected[index], found.get(name), index, tolerance)) is not None:
                     apart.append(text)
             if apart:
-                _fail(
+                fail(
                     f"rows of a batch see each other: their outputs change when they stand {way}",
                     apart,
                     "Usually BatchNorm in training mode, a mean, softmax or normalization over dimension 0, "
@@ -376,9 +404,9 @@ def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, t
             f"tokens have the shape {tuple(tokens.shape)}; give (batch, length, ...), of length 2 or more"
         )
     length = tokens.shape[1]
-    with _streams_kept(state):
-        wide, inputs, out = _in_float64(function, state, tokens)
-        whole = _outputs(out, len(inputs))
+    with streams_kept(state):
+        wide, inputs, out = in_float64(function, state, tokens)
+        whole = outputs_of(out, len(inputs))
         if odd := [f"{name} {tuple(t.shape)}" for name, t in whole.items() if t.dim() < 2 or t.shape[1] != length]:
             raise ValueError(
                 f"outputs must be (batch, length, ...) with length {length}, and there is {', '.join(odd)}"
@@ -391,15 +419,15 @@ def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, t
                 raise ValueError(
                     f"tokens from place {cut} on are all alike; give some that differ from place to place"
                 )
-            found = dict(_leaves(function(wide, torch.cat([inputs[:, :cut], other], 1)), "output"))
+            found = dict(leaves(function(wide, torch.cat([inputs[:, :cut], other], 1)), "output"))
             apart = []
             for name, expected in whole.items():
-                gap = _gap(expected[:, :cut], found[name][:, :cut], tolerance)
+                gap = beyond_part(expected[:, :cut], found[name][:, :cut], tolerance)
                 if gap.any():
                     place = gap.transpose(0, 1).flatten(1).any(1).nonzero()[0].item()
                     apart.append(f"{name}: from place {place} on, of those before {cut}")
             if apart:
-                _fail(
+                fail(
                     f"outputs see the future: they change when only the places from {cut} on are others",
                     apart,
                     "Usually attention without is_causal or with a mask the wrong way round (True means attend in "
@@ -449,9 +477,9 @@ def assert_overfits(
         raise ValueError(f"steps is {steps}; give 1 or more")
     curve: list[float] = []
     skipped, current = 0, copy_state(state)
-    with _streams_kept(state):
+    with streams_kept(state):
         for _ in range(steps):
-            current, metrics = step(current, _copied(batch))
+            current, metrics = step(current, copied(batch))
             if metric not in metrics:
                 raise ValueError(f"the step has no metric {metric!r}; it has {', '.join(metrics)}")
             curve.append(compute({metric: metrics[metric]})[metric])
@@ -494,7 +522,7 @@ def assert_overfits(
             "broadcast, a branch that is detached or frozen (see assert_all_gradients), strong dropout or weight "
             "decay, inputs that are not normalized, or simply a learning rate that is too small or too few steps."
         )
-    _fail(
+    fail(
         f"one batch was not learned by heart in {len(curve)} steps: the goal was a {metric} of {goal:.4g}", lines, why
     )
 
@@ -533,8 +561,8 @@ def assert_pieces_equal_whole(
         raise ValueError(
             f"microbatches is {microbatches}, and the batch has {count} rows: give 2 or more, up to that"
         )
-    with _streams_kept(state), _WithoutDropout():
-        wide, rows, whole = _in_float64(grad_fn, state, batch)
+    with streams_kept(state), WithoutDropout():
+        wide, rows, whole = in_float64(grad_fn, state, batch)
         _check_draws(grad_fn, wide, rows, whole, tolerance)
         _compare(whole, accumulated(wide, rows).grads, wide, tolerance, f"{microbatches} pieces of {count} rows")
 
@@ -569,14 +597,14 @@ def assert_reduces_alike(
     count = batch_size(batch)
     if not 2 <= ranks <= count:
         raise ValueError(f"ranks is {ranks}, and the batch has {count} rows: give 2 or more, up to that")
-    with _streams_kept(state), _WithoutDropout():
-        wide, rows, whole = _in_float64(grad_fn, state, batch)
+    with streams_kept(state), WithoutDropout():
+        wide, rows, whole = in_float64(grad_fn, state, batch)
         _check_draws(grad_fn, wide, rows, whole, tolerance)
         parts = split(rows, count, [len(part) for part in torch.arange(count).tensor_split(ranks)])
         outs = [grad_fn(wide, part, Part(sums=True, local=True)) for part in parts]
         weights = [out.weight for out in outs if out.weight is not None]
         if len(weights) < ranks:
-            _fail(
+            fail(
                 "a part of a batch came without its weight",
                 [f"rank {rank} of {ranks}" for rank, out in enumerate(outs) if out.weight is None],
                 "A GradFn that wraps another hands its third argument on to it, grad_fn(state, batch, part), and the "
@@ -602,10 +630,10 @@ def _of_parts(grad_fn: GradFn) -> GradFn:
 
 
 def _check_draws(grad_fn: GradFn, state: TrainState, batch: Any, first: Gradients, tolerance: float) -> None:
-    other = grad_fn(state.replace(seed=state.seed + 1), _copied(batch))
+    other = grad_fn(state.replace(seed=state.seed + 1), copied(batch))
     if drawn := _apart(first.grads, other.grads, tolerance):
         raise ValueError(
-            f"the gradient of {_listed(list(drawn))} differs from one state.seed to another: the loss draws random "
+            f"the gradient of {listed(list(drawn))} differs from one state.seed to another: the loss draws random "
             "numbers, and pieces draw others than the whole, so there is nothing to compare. Turn off what draws "
             "(dropout of torch's own layers is off already), such as by model.eval() on that layer before "
             "ll.make_grad_fn"
@@ -632,9 +660,9 @@ def _compare(whole: Gradients, found: Mapping[str, Tensor], state: TrainState, t
         f"{name}: apart by {gap:.3g}, of {float(whole.grads[name].abs().max()):.3g} at most"
         for name, gap in sorted(apart.items(), key=lambda item: -item[1])
     ]
-    written = [name for name, tensor in whole.buffers.items() if not _same(tensor, state.buffers[name])]
+    written = [name for name, tensor in whole.buffers.items() if not same(tensor, state.buffers[name])]
     why = (
-        f"The forward pass moved {_listed(written)}: BatchNorm, or another layer in training mode that takes its "
+        f"The forward pass moved {listed(written)}: BatchNorm, or another layer in training mode that takes its "
         "statistics over the batch, sees only a part at a time, so that its result depends on the size of the parts. "
         "GroupNorm or LayerNorm does not; on ranks, torch.nn.SyncBatchNorm sees all; or put the layer in eval mode."
         if written
@@ -643,7 +671,7 @@ def _compare(whole: Gradients, found: Mapping[str, Tensor], state: TrainState, t
         "number of what counts. Or a sum over the rows: return a mean, or ll.Mean(total, number of rows). Or a "
         "term that looks across rows, such as a contrastive loss or a balance of experts, which parts cannot give."
     )
-    _fail(f"{what} do not give the gradient of the whole batch", lines, why)
+    fail(f"{what} do not give the gradient of the whole batch", lines, why)
 
 
 def assert_all_gradients(
@@ -670,14 +698,14 @@ def assert_all_gradients(
     Raises AssertionError with the names, by what is wrong with them.
     """
     __tracebackhide__ = True
-    with _streams_kept(state):
+    with streams_kept(state):
         try:
-            out = grad_fn(copy_state(state), _copied(batch))
+            out = grad_fn(copy_state(state), copied(batch))
         except ValueError:  # a parameter that is not reached is an error of the whole step alone; others come again
-            out = grad_fn(copy_state(state), _copied(batch), Part(last=False))
+            out = grad_fn(copy_state(state), copied(batch), Part(last=False))
     kept = {name for name, tensor in state.params.items() if frozen is not None and frozen(name, tensor)}
     if frozen is not None and not kept:
-        raise ValueError(f"frozen chose none of the parameters, which are {_listed(list(state.params))}")
+        raise ValueError(f"frozen chose none of the parameters, which are {listed(list(state.params))}")
     lines = []
     for name, tensor in state.params.items():
         grad = out.grads.get(name)
@@ -692,7 +720,7 @@ def assert_all_gradients(
         elif grad.numel() and not grad.any():
             lines.append(f"{name}: all of its {grad.numel()} numbers are zero")
     if lines:
-        _fail(
+        fail(
             f"{len(lines)} of {len(state.params)} parameters do not get the gradient that they should",
             lines,
             "No gradient: usually a layer that forward() does not call, requires_grad_(False) or trainable= that "
@@ -701,6 +729,154 @@ def assert_all_gradients(
             "NaN: a log, square root or division at zero, also where torch.where throws the value away. What is "
             "not trained on purpose: frozen=lambda name, tensor: ...",
         )
+
+
+def assert_compiles(
+    step: TrainStep,
+    state: TrainState,
+    batch: Any,
+    *,
+    steps: int = 10,
+    programs: int = 1,
+    tolerance: float = 1e-5,
+    backend: str = "eager",
+) -> None:
+    """Raise unless a step can be compiled whole: without a break, once for all steps, to the eager step's numbers.
+
+    >>> import looplib as ll, torch
+    >>> from looplib import testing
+    >>> model, lr = torch.nn.Linear(2, 1), ll.warmup_linear(1e-3, warmup=2, total=9)
+    >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=lr)
+    >>> step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    >>> testing.assert_compiles(step, ll.init_state(model, optimizer), torch.randn(4, 2))
+
+    What is found is a matter of the graph, so by default the graph runs as it is, without machine code, which takes
+    a fraction of a second instead of ten. Both steps are in float64 where the loss function takes that, and without
+    the dropout of torch's own layers, since a compiled step draws other numbers in pieces of a batch.
+
+    Args:
+        step: what `make_train_step` returned, compiled or not, pure or donated; of a stack, the step of one member.
+        state: what to begin with.
+        batch: for all steps: each other shape would compile once more.
+        steps: how many.
+        programs: how many graphs they may compile: 1, and one more for each switch on the way, such as a layer that
+            is thawed, or an average that moves every few steps.
+        tolerance: how far metrics and the state may be apart, relative to the largest number of either.
+        backend: torch.compile's; "inductor" for the machine code that a run has.
+
+    Raises:
+        AssertionError: with the line that no graph can hold, what it is compiled anew for, or what differs.
+        TypeError: another step.
+        ValueError: one step; a loss that draws random numbers by itself, other ones when compiled.
+    """
+    __tracebackhide__ = True
+    parts = getattr(step, "parts", None)
+    if not isinstance(parts, Parts):
+        raise TypeError(
+            f"assert_compiles got a {type(step).__name__} that is no train step of looplib; give what "
+            "ll.make_train_step returned, without what is put around it"
+        )
+    if steps < 2:
+        raise ValueError(f"steps is {steps}; give 2 or more: whether it is compiled anew shows from the second on")
+    chosen: dict[str, Any] = {"backend": backend}
+    if backend == "inductor":  # whose own draws are others than eager ones
+        given = parts.compile if isinstance(parts.compile, Mapping) else {}
+        chosen |= {**given, "backend": backend, "options": {**(given.get("options") or {}), "fallback_random": True}}
+    compiled: Any = compiled_step(parts._replace(compile=chosen))
+    first: list[Any] = []
+    with streams_kept(state), WithoutDropout(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*changed since the step was compiled")  # which is told below
+        begin, rows, _ = in_float64(parts.core, state, batch)
+        plain, current = begin, copy_state(begin)
+        for at in range(1, steps + 1):
+            before = plain
+            plain, expected = _by_core(parts, before, rows)
+            try:
+                current, metrics = compiled(current, copied(rows))
+                refusal = ""
+            except UntraceableError as error:
+                refusal = str(error)
+            if refusal:
+                fail(
+                    "the step cannot be compiled whole",
+                    [refusal],
+                    "Where that is no fault, compile the blocks of the model alone: ll.compile_blocks(model, Block).",
+                )
+            compiler = compiled.compiler
+            first = first or _machines(compiler)
+            if compiler.compilations > programs:
+                fail(
+                    f"the step was compiled anew in step {at}: {compiler.compilations} graphs so far",
+                    _reasons(compiler, first, begin, before),
+                    "A graph keeps its plain Python numbers, texts and bools for ever, so that each new value of one "
+                    "takes another graph. Let schedules and ll.on_host return floats, and keep counts as tensors in "
+                    "opt_state or in buffers. What is switched on purpose within these steps, such as a layer that "
+                    "is thawed, is allowed for by programs=, one more for each.",
+                )
+            found = _outcome(current, metrics)
+            differing = [line for name in expected for line in differences(expected[name], found[name], tolerance)]
+            if differing and any(machine.random for machine in _machines(compiler)):
+                raise ValueError(
+                    "the loss draws random numbers by itself, and a compiled step other ones than an eager one, so "
+                    "there is nothing to compare. Turn off what draws (dropout of torch's own layers is off already)"
+                )
+            if differing:
+                fail(
+                    f"the compiled step is not the eager one: after step {at} numbers differ",
+                    differing,
+                    "Usually Python that is to run in each step and runs once, while the graph is written down: a "
+                    "draw of random or NumPy, the time, a list or dict that is appended to or read, a global or an "
+                    "attribute of an object that is set elsewhere. Give what changes in the batch, the state or by "
+                    "ll.on_host. Or rounding, where code insists on float32 or less, or where a gradient is nothing "
+                    "else (that of a bias before BatchNorm) and the optimizer blows it up: a larger tolerance.",
+                )
+
+
+def _by_core(parts: Parts, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, dict[str, Any]]]:
+    """One step of a step's own Python."""
+    out = parts.core(state, copied(batch))
+    applied = out.params is not state.params
+    new = {"params": out.params, "opt_state": out.opt_state, "buffers": out.buffers if applied else state.buffers}
+    later = state.replace(**new, step=state.step + applied)
+    return later, _outcome(later, out.metrics)
+
+
+def _outcome(state: TrainState, metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    trees = {"metrics": metrics, "params": state.params, "buffers": state.buffers, "opt_state": state.opt_state}
+    return {name: dict(leaves(tree, name)) for name, tree in trees.items()} | {"step": {"step": state.step}}
+
+
+def _machines(compiler: Any) -> list[Any]:
+    return [node for node in _asked(compiler) if not isinstance(node, Question)]
+
+
+def _asked(compiler: Any) -> Iterator[Any]:
+    """The questions to the host that a compiled step has asked, and the graphs that it has come to by the answers."""
+    waiting = [node for first in compiler.table.values() for node in first.values()]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, Question):
+            waiting += node.answers.values()
+
+
+def _reasons(compiler: Any, machines: list[Any], begin: TrainState, now: TrainState) -> list[str]:
+    """What has changed since the first graph: values in Python, the kind of the state, answers of the host."""
+    lines = [f"{name}: a plain value that has changed" for m in machines for name in changed(m.program.held)]
+    for tree in ("params", "buffers", "opt_state"):
+        one, other = ({n: _layout(leaf) for n, leaf in leaves(getattr(s, tree), tree)} for s in (begin, now))
+        lines += differences(one, other)
+    for question in _asked(compiler):
+        if isinstance(question, Question) and len(question.answers) > 1:
+            own = next((thing for thing, _ in reached(question.function)), question.function)
+            place = f" ({own.__code__.co_filename}:{own.__code__.co_firstlineno})" if hasattr(own, "__code__") else ""
+            said = [answer[0] for answer in question.answers]
+            lines.append(f"{getattr(own, '__qualname__', own)}{place}: returned {', then '.join(said[:4])}")
+    return lines
+
+
+def _layout(leaf: Any) -> Any:
+    return f"{kind_of(leaf)}, strides {leaf.stride()}" if isinstance(leaf, Tensor) else leaf
 
 
 def assert_ranks_train_alike(
@@ -751,7 +927,7 @@ def assert_ranks_train_alike(
             f"begin is {begin!r}, which a new process cannot import: put it at the top of a module, as a def"
         ) from error
     step, state, loader = begin()
-    with _streams_kept(state), tempfile.TemporaryDirectory() as folder:
+    with streams_kept(state), tempfile.TemporaryDirectory() as folder:
         before = {name: tensor.detach().cpu().clone() for name, tensor in state.params.items()}
         *_, (_, _, end) = _run(step, state, loader, 0, steps)
         alone = {name: tensor.detach().cpu() for name, tensor in end.params.items()}
@@ -762,10 +938,10 @@ def assert_ranks_train_alike(
         spawn(_train_on_rank, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
         trained = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
     drifted = [
-        f"rank {rank}: {line}" for rank, params in enumerate(trained) for line in _differences(trained[0], params)
+        f"rank {rank}: {line}" for rank, params in enumerate(trained) for line in differences(trained[0], params)
     ]
     if drifted:
-        _fail(
+        fail(
             f"after {steps} steps the ranks' weights differ from those of rank 0",
             drifted,
             "So each trains a model of its own: usually gradients that nothing reduces (wrap the model in "
@@ -777,7 +953,7 @@ def assert_ranks_train_alike(
     gaps = {name: float((trained[0][name] - tensor).abs().max()) for name, tensor in alone.items() if tensor.numel()}
     apart = {name: gap for name, gap in gaps.items() if not gap <= tolerance * largest}
     if apart:
-        _fail(
+        fail(
             f"after {steps} steps {ranks} ranks have other weights than one process",
             [f"{name}: apart by {gap:.3g}, of changes of {largest:.3g} at most" for name, gap in apart.items()],
             "Usually a loss or gradient that is divided by the number of ranks once more or once less, a loss that "
@@ -801,370 +977,3 @@ def _train_on_rank(
         whole: dict[str, Any] = dict(end.params)
         params = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in whole.items()}
         torch.save({name: tensor.detach().cpu() for name, tensor in params.items()}, Path(folder) / f"{rank}.pt")
-
-
-def _fail(what: str, found: Iterable[str], why: str) -> NoReturn:
-    __tracebackhide__ = True
-    lines = list(found)
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    raise AssertionError("\n".join([f"{what}:", *(f"  {line}" for line in lines[:_SHOWN] + more), why]))
-
-
-_SHOWN = 8
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
-def _about_kernels(state: TrainState) -> str:
-    if all(tensor.device.type == "cpu" for tensor in state.params.values()):
-        return ""
-    return (
-        " On an accelerator some kernels add up in another order each time: torch.use_deterministic_algorithms(True) "
-        "names those, or takes others."
-    )
-
-
-def _leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """All that a tree holds, by name: `params['0.weight']`, `metrics['loss'].total`."""
-    children: Iterable[tuple[str, Any]]
-    if isinstance(node, Mapping):
-        children = [(f"[{key!r}]", value) for key, value in node.items()]
-    elif isinstance(node, (list, tuple)):
-        names = getattr(node, "_fields", None)
-        children = [(f"[{i}]" if names is None else f".{names[i]}", value) for i, value in enumerate(node)]
-    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-        children = [(f".{field.name}", getattr(node, field.name)) for field in dataclasses.fields(node)]
-    elif not isinstance(node, Tensor) and len(found := torch.utils._pytree.tree_flatten_with_path(node)[0]) != 1:
-        children = [(torch.utils._pytree.keystr(path), leaf) for path, leaf in found]
-    else:
-        yield place, node
-        return
-    for name, child in children:
-        yield from _leaves(child, f"{place}{name}".removeprefix("."))
-
-
-def _recorded(result: Any, place: str = "") -> dict[str, Any]:
-    """The same with copies of the tensors, which no later call can write to."""
-    if not place and isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], TrainState):
-        return {**_recorded(result[1], "metrics"), **_recorded(result[0], "state")}
-    return {name: _copied_leaf(leaf) for name, leaf in _leaves(result, place or "output")}
-
-
-def _is_spent(state: TrainState) -> bool:
-    try:
-        return not all(hasattr(state, name) for name in _TREES)
-    except DonatedStateError:
-        return True
-
-
-def _same(one: Any, other: Any) -> bool:
-    """To the bit, but that NaN is NaN."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-            return False
-        return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
-    if type(one) is not type(other):
-        return False
-    if hasattr(one, "tobytes") and hasattr(one, "shape"):  # NumPy's
-        return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
-    if type(one).__eq__ is object.__eq__:  # type: ignore[comparison-overlap]  # nothing says what it would be for two of them to be equal
-        return _plain(vars(one)) == _plain(vars(other)) if hasattr(one, "__dict__") else True
-    return bool(one == other or (one != one and other != other))
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
-
-
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    lines = [f"{name}: is no longer there" for name in one if name not in other]
-    lines += [f"{name}: is new" for name in other if name not in one]
-    for name, leaf in one.items():
-        if name in other and not _same(leaf, other[name]):
-            lines.append(f"{name}: {_difference(leaf, other[name])}")
-    return lines
-
-
-def _difference(one: Any, other: Any) -> str:
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return f"{one!r}, then {other!r}" if type(one) is type(other) else f"{_kind(one)}, then {_kind(other)}"
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return f"{_kind(one)}, then {_kind(other)}"
-    one, other = one.detach(), other.detach()
-    if one.numel() == 1:
-        return f"{one.item():.9g}, then {other.item():.9g}"
-    differing = (one != other) & ~((one != one) & (other != other))
-    gap = (other.double() - one.double()).abs() if not one.is_complex() else (other - one).abs()
-    return f"{int(differing.sum())} of {one.numel()} numbers differ, by {float(gap[differing].max()):.3g} at most"
-
-
-def _kind(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"a tensor {tuple(leaf.shape)} of {str(leaf.dtype).removeprefix('torch.')} on {leaf.device}"
-    return f"a {type(leaf).__name__}"
-
-
-def _map(
-    function: Callable[[Any], Any], node: Any, is_leaf: Callable[[Any], bool] = lambda node: isinstance(node, Tensor)
-) -> Any:
-    """A tree with the function of each leaf in its place, in whatever containers batches come."""
-    if is_leaf(node):
-        return function(node)
-    if isinstance(node, Mapping):
-        values = {key: _map(function, value, is_leaf) for key, value in node.items()}
-        return values if type(node) is dict or not isinstance(node, MutableMapping) else _like(node, values)
-    if isinstance(node, (list, tuple)):
-        members = [_map(function, value, is_leaf) for value in node]
-        return type(node)(*members) if hasattr(node, "_fields") else type(node)(members)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        names = [field.name for field in dataclasses.fields(node) if field.init]
-        return dataclasses.replace(node, **{name: _map(function, getattr(node, name), is_leaf) for name in names})
-    return torch.utils._pytree.tree_map(function, node)
-
-
-def _copied_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.detach().clone()
-    return leaf.copy() if hasattr(leaf, "copy") and hasattr(leaf, "shape") else leaf
-
-
-def _copied(batch: Any) -> Any:
-    return _map(_copied_leaf, batch)
-
-
-def _wide(leaf: Any) -> Any:
-    return leaf.detach().double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-
-def _in_float64(function: Callable[[TrainState, Any], Any], state: TrainState, batch: Any) -> tuple[Any, Any, Any]:
-    """Copies of state and batch, and what the function makes of them: in float64, or else in their own dtypes."""
-    own = copy_state(state)
-    try:
-        trees = {
-            tree: {name: _wide(t).requires_grad_(t.requires_grad) for name, t in getattr(own, tree).items()}
-            for tree in ("params", "buffers")
-        }
-        wide, rows = own.replace(**trees), _map(_wide, _copied(batch))
-        return wide, rows, function(wide, _copied(rows))
-    except (RuntimeError, TypeError):  # a dtype that the code insists on, or a device without float64
-        return own, _copied(batch), function(own, _copied(batch))
-
-
-def _outputs(out: Any, count: int) -> dict[str, Tensor]:
-    found = dict(_leaves(out, "output"))
-    for name, leaf in found.items():
-        if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count:
-            raise ValueError(
-                f"{name} is {_kind(leaf)}, of a batch of {count} rows; return tensors with one row for each example"
-            )
-    return found
-
-
-def _taken(batch: Any, count: int, index: list[int]) -> Any:
-    """A batch of these rows of a batch."""
-
-    def has_rows(node: Any) -> bool:
-        if isinstance(node, (list, tuple)):
-            return len(node) == count and not hasattr(node, "_fields") and not _structure(node, count)
-        return isinstance(node, Tensor)
-
-    def rows(node: Any) -> Any:
-        if isinstance(node, (list, tuple)):
-            return type(node)([node[i] for i in index])
-        if not getattr(node, "shape", ()):
-            return node
-        if len(node) != count:
-            raise ValueError(
-                f"the batch has {count} rows, and in it is {_kind(node)}: its rows cannot be taken; give tensors "
-                "with one row for each example"
-            )
-        return node[index]
-
-    return _map(rows, batch, has_rows)
-
-
-def _gap(expected: Tensor, found: Tensor, tolerance: float) -> Tensor:
-    """Where two tensors are apart by more than a part of the largest number; integers, at all."""
-    if not expected.is_floating_point():
-        return expected != found
-    expected, found = expected.double(), found.double()
-    finite = expected[expected.isfinite()]
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
-    alike = (expected == found) | ((expected != expected) & (found != found))
-    return ~(alike | ((expected - found).abs() <= tolerance * largest))
-
-
-def _rows_apart(name: str, expected: Tensor, found: Any, index: list[int], tolerance: float) -> str | None:
-    if not isinstance(found, Tensor) or expected.shape != found.shape:
-        return f"{name}: {_kind(expected)}, then {_kind(found)}"
-    gap = _gap(expected, found, tolerance)
-    if not gap.any():
-        return None
-    rows = gap.flatten(1).any(1) if gap.dim() > 1 else gap
-    which = sorted({index[i] for i in rows.nonzero().flatten().tolist()})
-    by = float((expected.double() - found.double()).abs()[gap].max())
-    return f"{name}: row {_listed([str(i) for i in which])} changed by {by:.3g} at most"
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """torch's dropout lets everything through, whichever layer asks for it."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if function in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if function is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-        if function is F.multi_head_attention_forward:
-            kwargs["training"] = False
-        return function(*args, **kwargs)
-
-
-_DROPOUTS = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
-    torch.dropout_,
-}
-
-
-def _streams(state: TrainState) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """The global random streams, as functions that get and set where each stands."""
-    found: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-        "Python's random": (random.getstate, random.setstate)
-    }
-    if (numpy := sys.modules.get("numpy")) is not None:
-        found["numpy.random"] = numpy.random.get_state, numpy.random.set_state
-    for device in {torch.device("cpu"), *(tensor.device for tensor in state.params.values())}:
-        for generator in _generators(device):
-            found[f"torch's random stream on {generator.device}"] = generator.get_state, generator.set_state
-    return found
-
-
-def _places(state: TrainState) -> dict[str, dict[str, Any]]:
-    return {name: _recorded(get()) for name, (get, _) in _streams(state).items()}
-
-
-@contextmanager
-def _streams_kept(state: TrainState) -> Iterator[None]:
-    """A test that uses a check draws what it would have drawn without it."""
-    kept = [(put, get()) for get, put in _streams(state).values()]
-    try:
-        yield
-    finally:
-        for put, place in kept:
-            put(place)
-
-
-def _seed_otherwise() -> None:
-    """All global streams at places where no run begins, which differ from call to call."""
-    global _seeds
-    _seeds += 1
-    torch.manual_seed(_seeds)
-    random.seed(_seeds)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(_seeds)
-
-
-_seeds = 20_000_000
-
-
-class _Surroundings:
-    """What a step can reach besides its arguments: modules, and what closures and attributes remember."""
-
-    def __init__(self, step: Any) -> None:
-        self.step = step
-        self.fixed, self.memory = self._look()
-
-    def spoiled(self) -> list[str]:
-        """What has changed of that which no step may change: parameters, buffers, gradients and modes of modules."""
-        return _differences(self.fixed, self._look()[0])
-
-    def hint(self) -> str:
-        """What else has changed since, as a sentence about where the memory may be."""
-        now = self._look()[1]
-        changed = [name for name, value in now.items() if not _same(value, self.memory.get(name))]
-        return f" Besides the state, {_listed(changed)} changed in these calls." if changed else ""
-
-    def _look(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        fixed: dict[str, Any] = {}
-        memory: dict[str, Any] = {}
-        for thing, variables in _reached(self.step):
-            for name, value in variables.items():
-                memory |= _remembered(name, value)
-            if not isinstance(thing, nn.Module):
-                continue
-            for prefix, module in named_modules(thing):
-                place = f"{type(thing).__name__}.{prefix}".rstrip(".")
-                fixed[f"{place}.training"] = module.training
-                for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                    if tensor is not None and not nn.parameter.is_lazy(tensor):
-                        fixed[f"{place}.{name}"] = _copied_leaf(tensor)
-                        fixed[f"{place}.{name}.requires_grad"] = tensor.requires_grad
-                        fixed[f"{place}.{name}.grad"] = _copied_leaf(tensor.grad) if tensor.is_leaf else None
-                for name, value in vars(module).items():
-                    if not name.startswith("_") and name != "training":
-                        memory |= _remembered(f"{place}.{name}", value)
-        return fixed, memory
-
-
-def _remembered(name: str, value: Any) -> dict[str, Any]:
-    """A number, a text or a tensor, or those in a container."""
-    members = {name: value}
-    if isinstance(value, Mapping):
-        members = {f"{name}[{key!r}]": member for key, member in value.items()}
-    elif isinstance(value, (list, tuple)):
-        members = {f"{name}[{i}]": member for i, member in enumerate(value)}
-    plain = (bool, int, float, str, Tensor, type(None))
-    return {place: _copied_leaf(leaf) for place, leaf in members.items() if isinstance(leaf, plain)}
-
-
-def _reached(step: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Each module that a function leads to, and each function and object on the way, with its variables by name."""
-    waiting, seen = [step], set()
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, nn.Module):
-            yield thing, {}
-        elif isinstance(thing, types.FunctionType):
-            code, cells = thing.__code__, thing.__closure__ or ()
-            own = {
-                name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True) if _full(cell)
-            }
-            shared = {name: thing.__globals__[name] for name in code.co_names if name in thing.__globals__}
-            waiting += [*own.values(), *vars(thing).values(), *(thing.__defaults__ or ())]
-            waiting += [value for value in shared.values() if isinstance(value, (nn.Module, types.FunctionType))]
-            if not thing.__module__.startswith("looplib."):  # whose closures remember nothing of a run
-                yield thing, {f"{thing.__name__}'s {name}": value for name, value in {**shared, **own}.items()}
-        elif isinstance(thing, types.MethodType):
-            waiting += [thing.__self__, thing.__func__]
-        elif isinstance(thing, functools.partial):
-            waiting += [thing.func, *thing.args, *thing.keywords.values()]
-        elif isinstance(thing, Host):
-            waiting.append(thing.model)
-        elif isinstance(thing, (list, tuple)):
-            waiting += [member for member in thing if callable(member)]
-        elif isinstance(thing, Mapping):
-            waiting += [member for member in thing.values() if callable(member)]
-        elif dataclasses.is_dataclass(thing) and not isinstance(thing, (type, TrainState)):
-            waiting += [getattr(thing, field.name) for field in dataclasses.fields(thing)]
-        elif callable(thing) and hasattr(thing, "__dict__") and not isinstance(thing, type):
-            waiting += vars(thing).values()
-            yield thing, {f"{type(thing).__name__}.{name}": value for name, value in vars(thing).items()}
-
-
-def _full(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # of a name that has no value yet
-        return False

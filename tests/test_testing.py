@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import random
 import re
 import time
@@ -107,6 +108,7 @@ def check_all(step, grad_fn, predict_step, state, batch, stop_after=3):
     testing.assert_pieces_equal_whole(grad_fn, state, batch)
     testing.assert_all_gradients(grad_fn, state, batch)
     testing.assert_reduces_alike(grad_fn, state, batch, ranks=2)
+    testing.assert_compiles(step, state, batch)
 
 
 @both_steps
@@ -850,6 +852,183 @@ def test_frozen_parameters_are_frozen_on_purpose_or_told():
     vector_valued = ll.make_grad_fn(model, lambda m, b: m(b[0], ""))
     with pytest.raises(ValueError, match="the loss has shape"):  # errors of another kind come as they are
         testing.assert_all_gradients(vector_valued, ll.init_state(model), rows())
+
+
+# a step that cannot be compiled whole
+
+
+def scheduled(**options):
+    return ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-2, warmup=3, total=8), **options)
+
+
+@both_steps
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        scheduled(),
+        scheduled(weight_decay=lambda step: 0.1 / (1 + step)),
+        ll.apply_if_finite(ll.ema(scheduled(), 0.9), 5),
+        ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 / (1 + step), momentum=0.9),
+    ],
+    ids=["schedule", "two schedules", "wrapped", "momentum"],
+)
+def test_schedules_do_not_recompile(donate, optimizer):
+    step, state = put_together(mlp(nn.BatchNorm1d(6), nn.Dropout()), optimizer=optimizer, donate=donate)
+    kept = ll.copy_state(state)
+    testing.assert_compiles(step, state, rows())
+    assert equal(state, kept)
+
+
+def test_a_step_that_is_compiled_already_and_one_in_machine_code_are_checked_too():
+    optimizer = scheduled()
+    state = ll.init_state(model := mlp(nn.Tanh(), nn.Dropout()), optimizer)
+    grad_fn = ll.make_grad_fn(model, mean_loss)
+    step = ll.make_train_step(grad_fn, optimizer, donate=True, compile={"mode": "max-autotune-no-cudagraphs"})
+    testing.assert_compiles(step, state, rows())
+    step = ll.make_train_step(grad_fn, optimizer, donate=True, compile=True)
+    testing.assert_compiles(step, state, rows(), steps=3, backend="inductor")
+
+
+def test_a_model_that_insists_on_float32_is_compiled_in_float32():
+    def loss_fn(model, batch):
+        return mean_loss(model, (batch[0].float(), batch[1]))
+
+    testing.assert_compiles(*put_together(mlp(nn.Tanh()), loss_fn), rows())
+
+
+def by_a_number(model, batch):
+    loss = mean_loss(model, batch)
+    return loss * math.exp(loss.item())
+
+
+def by_a_branch(model, batch):
+    loss = mean_loss(model, batch)
+    if loss > 1:
+        loss = loss.log()
+    return loss
+
+
+@both_steps
+@pytest.mark.parametrize(
+    ("loss_fn", "line"),
+    [(by_a_number, "return loss * math.exp(loss.item())"), (by_a_branch, "if loss > 1:")],
+    ids=["item", "if"],
+)
+def test_what_asks_for_the_value_of_a_tensor_is_named_with_its_line(donate, loss_fn, line):
+    step, state = put_together(mlp(), loss_fn, donate=donate)
+    with fails("cannot be compiled whole", "test_testing.py:", f"in {loss_fn.__name__}: `{line}`", "compile_blocks"):
+        testing.assert_compiles(step, state, rows())
+
+
+@both_steps
+def test_a_module_that_counts_in_an_attribute_cannot_be_compiled(donate):
+    step, state = put_together(mlp(Counting()), donate=donate)
+    with fails("cannot be compiled whole", "changes 1.calls", "Make them buffers"):
+        testing.assert_compiles(step, state, rows())
+
+
+def counting(inner):
+    """An optimizer that counts its updates in a plain number of its state."""
+
+    def init(params):
+        return {"inner_state": inner.init(params), "count": 0}
+
+    def update(grads, opt_state, params, step, **options):
+        new, found = inner.update(grads, opt_state["inner_state"], params, step, **options)
+        return new, {"inner_state": found, "count": opt_state["count"] + 1}
+
+    return ll.Optimizer(init, update)
+
+
+def whole_numbers(step):
+    return step + 1
+
+
+@both_steps
+@pytest.mark.parametrize(
+    ("optimizer", "named"),
+    [
+        (
+            ll.optimizer(torch.optim.SGD, lr=whole_numbers),
+            ["whole_numbers (", "test_testing.py:", "returned 1, then 2"],
+        ),
+        (counting(scheduled()), ["opt_state['count']: 0, then 1", "keep counts as tensors"]),
+    ],
+    ids=["schedule of ints", "count"],
+)
+def test_a_value_that_changes_each_step_is_compiled_anew_and_named(donate, optimizer, named):
+    step, state = put_together(mlp(), optimizer=optimizer, donate=donate)
+    with fails("compiled anew in step 2: 2 graphs so far", *named):
+        testing.assert_compiles(step, state, rows())
+
+
+def test_an_attribute_that_is_set_from_step_to_step_is_compiled_anew_and_named():
+    model = mlp()
+    model.temperature = 1.0
+    inner = ll.make_grad_fn(model, lambda model, batch: mean_loss(model, batch) / model.temperature)
+
+    def anneal(step):
+        model.temperature = 1.0 / (1 + step)
+
+    def grad_fn(state, batch, part=WHOLE):
+        ll.on_host(anneal, state.step)
+        return inner(state, batch, part)
+
+    optimizer = scheduled()
+    step = ll.make_train_step(grad_fn, optimizer)
+    with fails("compiled anew in step 2", "Sequential.temperature: a plain value that has changed"):
+        testing.assert_compiles(step, ll.init_state(model, optimizer), rows())
+
+
+def test_a_switch_on_the_way_is_allowed_for():
+    def frozen(name, step):
+        return name.startswith("0.") and step < 4
+
+    step, state = put_together(mlp(), optimizer=ll.freeze(scheduled(), frozen))
+    with fails(
+        "compiled anew in step 5", "frozen (", "returned ['1.weight', '1.bias'], then ['0.weight',", "programs="
+    ):
+        testing.assert_compiles(step, state, rows())
+    testing.assert_compiles(step, state, rows(), steps=4)
+    testing.assert_compiles(step, state, rows(), programs=2)
+
+
+def test_python_that_runs_while_the_graph_is_written_down_gives_other_numbers():
+    step, state = put_together(mlp(), drawing(random.random))
+    with fails("not the eager one: after step 1", "metrics['loss'].total: ", "a draw of random"):
+        testing.assert_compiles(step, state, rows())
+
+
+@pytest.mark.parametrize("name", ["average", "weights"])
+def test_a_compiled_step_that_forgets_a_part_is_found(name):
+    """An update that does another thing while it is written down, in what the metrics do not show."""
+    inner = ll.ema(scheduled(), 0.9)
+
+    def update(grads, opt_state, params, step, **options):
+        new, later = inner.update(grads, opt_state, params, step, **options)
+        if torch.compiler.is_compiling():
+            later = {**later, "average": opt_state["average"]} if name == "average" else later
+            new = dict(params) if name == "weights" else new
+        return new, later
+
+    step, state = put_together(mlp(), optimizer=ll.Optimizer(inner.init, update))
+    with fails("not the eager one: after step", "['average']" if name == "average" else "params['0.weight']"):
+        testing.assert_compiles(step, state, rows())
+
+
+def test_draws_of_the_loss_are_compared_where_they_are_the_same_and_refused_elsewhere():
+    noisy = drawing(lambda: torch.rand(()))
+    testing.assert_compiles(*put_together(mlp(), noisy, pieces=1), rows())
+    with pytest.raises(ValueError, match="the loss draws random numbers by itself"):
+        testing.assert_compiles(*put_together(mlp(), noisy, pieces=3), rows())
+
+
+def test_compiling_is_checked_of_looplibs_steps_over_two_steps_or_more():
+    step, state = put_together(mlp())
+    with pytest.raises(TypeError, match=r"got a Remembering that is no train step.*ll.make_train_step returned"):
+        testing.assert_compiles(Remembering(step), state, rows())
+    with pytest.raises(ValueError, match="steps is 1; give 2 or more"):
+        testing.assert_compiles(step, state, rows(), steps=1)
 
 
 # processes

@@ -1,0 +1,111 @@
+"""Tell malignant tumours from benign ones, by a training step that has unit tests.
+
+    pip install "looplib[recipes]" pytest
+    cd recipes/testing_your_step
+    python train.py                (or with other settings: --epochs 20 --seed 1)
+    python -m pytest               (a line in tests/test_your_step.py for each way in which training goes wrong)
+
+All that the script trains with comes from one function, `make_run`, which the tests call with small settings. Break
+something here, such as the division in `loss_fn`, and see which of them turn red, and what they say.
+
+The 569 tumours, of 30 measurements each, come with scikit-learn; 114 of them are held out.
+
+Reached: 94.7% to 95.6% of the held-out tumours over the seeds 0 to 9, in 5 seconds on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from sklearn.datasets import load_breast_cancer
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import looplib as ll
+
+COSTS = torch.tensor([3.0, 1.0])  # of overlooking one that is malignant (class 0), and benign (class 1)
+
+
+class Run(NamedTuple):
+    """What the script trains with, and what the tests try."""
+
+    grad_fn: ll.GradFn  # before it is cut into pieces and clipped
+    train_step: ll.TrainStep
+    eval_step: ll.EvalStep
+    predict_step: ll.PredictStep
+    loader: ll.Loader
+    test_batches: DataLoader[Any]
+    state: ll.TrainState  # at the beginning
+    batch: Any  # a few rows
+
+
+def main(
+    epochs: int = 10, width: int = 32, dropout: float = 0.2, lr: float = 3e-3, seed: int = 0
+) -> dict[str, float]:
+    torch.set_num_threads(1)  # so small a network gains nothing from more
+    run = make_run(epochs, width, dropout, lr, seed)
+    state, done = run.state, ll.after_epochs(epochs)
+    while not done(state):
+        for batch in run.loader(state):
+            state, _ = run.train_step(state, batch)
+    scores = ll.evaluate(run.eval_step, state, run.test_batches)
+    print(f"{scores['accuracy']:.1%} of the held-out tumours right, a loss of {scores['loss']:.3f}")
+    return scores
+
+
+def make_run(epochs: int = 10, width: int = 32, dropout: float = 0.2, lr: float = 3e-3, seed: int = 0) -> Run:
+    torch.manual_seed(seed)
+    train_set, test_set = load_data()
+    model = nn.Sequential(
+        nn.Linear(30, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(dropout), nn.Linear(width, 2)
+    )
+    loader = ll.make_loader(train_set, batch_size=64, seed=seed)
+    steps = epochs * len(loader)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(lr, warmup=steps // 10, total=steps))
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    return Run(
+        grad_fn=grad_fn,
+        train_step=ll.make_train_step(ll.clip_by_global_norm(ll.accumulate(grad_fn, 2), 1.0), optimizer, donate=True),
+        eval_step=ll.make_eval_step(model, metric_fn),
+        predict_step=ll.make_predict_step(model, lambda model, batch: model(batch[0]).softmax(1)),
+        loader=loader,
+        test_batches=DataLoader(test_set, batch_size=256),
+        state=ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)),
+        batch=train_set[:16],
+    )
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> ll.Mean:
+    """The mean over the costs, not over the rows: a piece of a batch weighs by what its rows cost."""
+    x, labels = batch
+    losses, costs = F.cross_entropy(model(x), labels, reduction="none"), COSTS[labels]
+    return ll.Mean((costs * losses).sum(), costs.sum())
+
+
+def metric_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, ll.Mean]:
+    x, labels = batch
+    return {
+        "loss": loss_fn(model, batch),
+        "accuracy": ll.Mean((model(x).argmax(1) == labels).sum(), len(labels)),
+    }
+
+
+def load_data() -> tuple[TensorDataset, TensorDataset]:
+    """Measurements (n, 30) in float32, of mean 0 and standard deviation 1 in training, and labels (n,)."""
+    found = load_breast_cancer()
+    x, labels = torch.tensor(found.data), torch.tensor(found.target)
+    train, test = train_test_split(range(len(x)), test_size=0.2, stratify=labels, random_state=0)
+    x = ((x - x[train].mean(0)) / x[train].std(0)).float()
+    return TensorDataset(x[train], labels[train]), TensorDataset(x[test], labels[test])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for setting in inspect.signature(main).parameters.values():
+        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
+    main(**vars(parser.parse_args()))
