@@ -9,21 +9,23 @@ as numbers, and what it keeps in Python objects, would be frozen in it: so both 
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
 import linecache
+import numbers
+import sysconfig
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from looplib import _tracing
 from looplib._modules import named_modules
@@ -31,10 +33,8 @@ from looplib._tracing import Count, UntraceableError
 from looplib.state import TrainState
 from looplib.steps import Outcome
 
-COUNTS = ("step", "epoch", "batch", "samples", "batch_samples", "batch_steps", "seed")
-_SPARE = (torch.float64, torch.int64, torch.float32, torch.bool)
-_SPARES = 64  # tensors of each of these dtypes that the host may send for one step
-
+COUNTS = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "batch_steps", "seed", "extra")
+_HOSTS = "looplib_host"  # in the notes of a node: which of the host's answers it stands for
 
 Core = Callable[[TrainState, Any], Outcome]
 
@@ -48,7 +48,7 @@ class Question(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A plain value outside of the state that a step may read."""
+    """A plain value or a tensor outside of the state that a step may read."""
 
     name: str
     read: Callable[[], Any]
@@ -70,6 +70,7 @@ class Program:
         successors: (place among `outputs`, place in the state) of each tensor and of the one that it takes over from.
         trained: the places among `outputs` of parameters that require a gradient.
         held: what it may have read outside of the state.
+        written: the names of the parameters, and of the buffers, that it writes in place.
     """
 
     graph: GraphModule
@@ -80,6 +81,7 @@ class Program:
     successors: list[tuple[int, int]]
     trained: frozenset[int]
     held: list[Held]
+    written: tuple[set[str], set[str]] = (set(), set())
 
     def rebuild(self) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
         """`rebuild(returned, flat, answers, counts) -> (outcome, arguments)`."""
@@ -99,7 +101,7 @@ class Program:
         outputs, inputs = list(self.outputs), list(self.inputs)
         leaves = dissect(self.outcome).tensors
         graph = torch.fx.Graph()
-        returned: Any = graph.graph_copy(self.graph.graph, {})
+        returned: list[Node] = list(graph.graph_copy(self.graph.graph, {}))  # type: ignore[arg-type]
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         at = {source: node for source, node in zip(inputs, placeholders, strict=True) if source[0] is not None}
 
@@ -112,25 +114,46 @@ class Program:
             node: Node = at[source]
             return node
 
+        def cloned(node: Node) -> Node:
+            clone: Node = graph.call_function(torch.ops.aten.clone.default, (node,))
+            clone.meta["val"] = node.meta["val"].clone()
+            return clone
+
         state = {_storage(node) for source, node in at.items() if source[0] == 1}
-        copies: list[tuple[Node, Node]] = []
+        copies: dict[int, tuple[Node, Node]] = {}  # from the second to the first, by the place among the outputs
         for place, own in self.successors:
             kind, index = outputs[place]
             if (kind, index) != ("f", own):
                 new = returned[index] if kind == "o" else taken((1 if kind == "f" else 2, index), leaves[place])
                 if new.op == "placeholder" or _storage(new) in state:  # which another copy might write before
-                    value = new.meta["val"]
-                    new = graph.call_function(torch.ops.aten.clone.default, (new,))
-                    new.meta["val"] = value
-                copies.append((taken((1, own), leaves[place]), new))
+                    new = cloned(new)
+                copies[place] = taken((1, own), leaves[place]), new
                 outputs[place] = "f", own
-        for old, new in copies:
+        written = {_storage(old) for old, _ in copies.values()}
+        kept = {place for place, _ in self.successors}
+        for place, (kind, index) in enumerate(outputs):  # a metric that is a tensor of the old state
+            node = returned[index] if kind == "o" else at.get((1, index)) if kind == "f" else None
+            if place not in kept and node is not None and _storage(node) in written:
+                outputs[place] = "o", len(returned)
+                returned.append(cloned(node))
+        for old, new in copies.values():
             graph.call_function(torch.ops.aten.copy_.default, (old, new)).meta["val"] = old.meta["val"]
         left = sorted({index for kind, index in outputs if kind == "o"})
         graph.output([returned[index] for index in left])
         outputs = [(kind, left.index(index) if kind == "o" else index) for kind, index in outputs]
-        module = GraphModule(self.graph, graph)
-        return dataclasses.replace(self, graph=module, inputs=inputs, outputs=outputs)
+        params, opt_state, buffers = self.outcome[0][:3]
+        names = [*params, *[None] * len(dissect(opt_state).tensors), *buffers]
+        changed = {place for place in copies if place < len(names)}
+        return dataclasses.replace(
+            self,
+            graph=GraphModule(self.graph, graph),
+            inputs=inputs,
+            outputs=outputs,
+            written=(
+                {names[place] for place in changed if place < len(params)},
+                {names[place] for place in changed if place >= len(names) - len(buffers)},
+            ),
+        )
 
 
 def _storage(node: Node) -> int:
@@ -152,10 +175,7 @@ class Dissected(NamedTuple):
 
     def key(self, by_gradient: bool = False) -> Any:
         """What is the same for trees that one program takes; `by_gradient` where it matters who requires one."""
-        kinds = tuple(
-            (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, by_gradient and tensor.requires_grad)
-            for tensor in self.tensors
-        )
+        kinds = tuple((*_kind(tensor), by_gradient and tensor.requires_grad) for tensor in self.tensors)
         return self.source, kinds, tuple(map(_hashable, self.constants))
 
     def build(self, names: str = "v") -> Callable[..., Any]:
@@ -167,7 +187,11 @@ def _hashable(value: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        return id(value)
+        raise UntraceableError(
+            f"a {type(value).__name__} stands in the state, in the batch, or in what on_host returned: a compiled "
+            "step takes tensors, numbers, strings, and dicts, lists, tuples and dataclasses of these; turn NumPy "
+            "arrays into tensors (torch.from_numpy)"
+        ) from None
     return type(value), value
 
 
@@ -201,17 +225,28 @@ def dissect(tree: Any, leaf: Callable[[Tensor, int], str] = lambda tensor, place
             return (
                 f"{constant(torch.utils._pytree.tree_unflatten)}([{', '.join(map(walk, leaves))}], {constant(spec)})"
             )
-        if dataclasses.is_dataclass(node) and not isinstance(node, type):
-            inner = [f"{f.name!r}: {walk(getattr(node, f.name))}" for f in dataclasses.fields(node)]
-            return f"{constant(_with_fields)}({constant(node)}, {{{', '.join(inner)}}})"
+        if isinstance(node, Mapping):  # of a tokenizer, for instance
+            return f"{constant(type(node))}({walk(dict(node))})"
+        if (fields := _fields(node)) is not None:
+            return f"{constant(_with_fields)}({constant(type(node))}, {walk(fields)})"
         return constant(node)
 
     source = walk(tree)
     return Dissected(source, tensors, constants)
 
 
-def _with_fields(record: Any, values: dict[str, Any]) -> Any:
-    new = object.__new__(type(record))
+def _fields(node: Any) -> dict[str, Any] | None:
+    """What a record is made of: a dataclass, or an object that holds tensors as attributes."""
+    if isinstance(node, (type, nn.Module)):
+        return None
+    if dataclasses.is_dataclass(node):
+        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    own = dict(getattr(node, "__dict__", {}))
+    return own if any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_iter(own)) else None
+
+
+def _with_fields(kind: type, values: dict[str, Any]) -> Any:
+    new: Any = object.__new__(kind)
     for name, value in values.items():
         object.__setattr__(new, name, value)
     return new
@@ -259,63 +294,42 @@ def trace(
         held: what the step may read outside of the state (`held_by`).
         evaluate: gives the host's answer for this state.
         begin: called when the step's Python begins to run.
-        begin: called when the step's Python begins to run.
     """
     in_state, in_batch = dissect((state.params, state.buffers, state.opt_state)), dissect(batch)
     table, key = questions, None
-    sent: list[tuple[torch.dtype, Tensor]] = []  # for the spare inputs, in the order of the questions
     result: list[Any] = []
-    spare_examples = [torch.zeros((), dtype=dtype) for dtype in _SPARE for _ in range(_SPARES)]
-    examples = [tensor.detach() for tensor in flat]
+    without_values = FakeTensorMode(allow_non_fake_inputs=True)  # and without symbols for them, so asking raises
+    without_values._allow_unsafe_data_ptr_access = False
 
-    def run(*inputs: Tensor) -> list[Tensor]:
+    def run(*given: Tensor) -> list[Tensor]:
         nonlocal table, key
-        given, spares = inputs[: len(flat)], inputs[len(flat) :]
         # The table is the caller's from its first question on: what a failed attempt has asked is asked again.
         table, key = questions, None
-        sent.clear()
         begin()
-        used = dict.fromkeys(_SPARE, 0)
+        sent = 0
 
         def answer(function: Callable[..., Any], sources: list[Any]) -> Any:
-            nonlocal table, key
+            nonlocal table, key, sent
             with _disable_current_modes():  # the host computes now, and nothing of it is written down
                 shape = as_answer(evaluate(function, sources))
-            question = table.get(key)
-            if question is None:
+                inputs = [without_values.from_tensor(tensor) for tensor in shape.tensors]
+            if (question := table.get(key)) is None:
                 question = table[key] = Question(function, sources, {})
-            fakes = []
-            for tensor in shape.tensors:
-                if tensor.dtype not in used or tensor.dim():
-                    raise UntraceableError(
-                        f"on_host returned a tensor of {tensor.dtype} and shape {tuple(tensor.shape)}: scalars of "
-                        f"{', '.join(map(str, _SPARE))} go into a graph"
-                    )
-                place = _SPARE.index(tensor.dtype) * _SPARES + used[tensor.dtype]
-                used[tensor.dtype] += 1
-                if used[tensor.dtype] > _SPARES:
-                    raise UntraceableError(f"more than {_SPARES} numbers of the host go into one step")
-                sent.append((tensor.dtype, tensor))
-                spare_order.append(place)
-                fakes.append(spares[place])
-                known[id(spares[place])] = len(flat) + place
+            tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+            for tensor in inputs:
+                proxy = tracer.create_proxy("placeholder", f"host_{sent}", (), {})
+                proxy.node.meta[_HOSTS] = sent
+                track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+                sent += 1
             table, key = question.answers, shape.key()
-            return shape.build()(fakes)
+            return shape.build()(inputs)
 
-        spare_order.clear()
         known = {id(tensor): place for place, tensor in enumerate(given)}
-        numbers: dict[str, Any] = {name: Count(name) for name in COUNTS}
+        counts: dict[str, Any] = {name: Count(name) for name in COUNTS}
         params, buffers, opt_state = in_state.build()(given)
-        stand_in = TrainState(
-            **numbers,
-            epoch_length=state.epoch_length,
-            params=params,
-            buffers=buffers,
-            opt_state=opt_state,
-            extra=Count("extra"),
-        )
+        stand_in = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
         here = _tracing.Trace(known, answer)
-        with _tracing.within(here):
+        with _tracing.within(here), _DrawnOnce():
             out = core(stand_in, in_batch.build()(given[len(in_state.tensors) :]))
             flag = _tracing.applied(out.params)
             if out.params is params:
@@ -326,10 +340,10 @@ def trace(
         result[:] = outcome, [function for function, _ in here.afterwards], _successors(out, stand_in, known)
         return dissect(outcome).tensors
 
-    spare_order: list[int] = []
-    with torch.no_grad(), _as_when_compiling():
+    examples = [without_values.from_tensor(tensor.detach()) for tensor in flat]
+    with torch.no_grad(), torch.random.fork_rng(devices=()), _as_when_compiling():
         try:
-            graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples, *spare_examples)
+            graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
         except UntraceableError:
             raise
         except Exception as error:
@@ -341,11 +355,12 @@ def trace(
             f"the forward pass changes {', '.join(sorted(set(names)))}, which is kept as a plain Python value: "
             "a graph would keep what they were. Make them buffers (register_buffer), which are part of the state"
         )
-    program = _finished(graph, result, len(flat), spare_order, state, held)
+    program = _finished(graph, result, state, held)
     return program, table, key
 
 
 def value_of(source: tuple[str, Any], flat: list[Tensor], counts: Mapping[str, Any]) -> Any:
+    """What a question is asked about."""
     kind, value = source
     return flat[value] if kind == "input" else counts[value] if kind == "count" else value
 
@@ -358,8 +373,8 @@ def as_answer(found: Any) -> Dissected:
 
 
 def _floats_as_tensors(tree: Any) -> Any:
-    if type(tree) is float:
-        return torch.tensor(tree, dtype=torch.float64)
+    if isinstance(tree, numbers.Real) and not isinstance(tree, numbers.Integral):  # NumPy's too
+        return torch.tensor(float(tree), dtype=torch.float64)
     if type(tree) is dict:
         return {key: _floats_as_tensors(value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
@@ -393,45 +408,97 @@ def _successors(out: Outcome, old: TrainState, known: dict[int, int]) -> list[tu
     return found
 
 
-def _finished(
-    graph: GraphModule, result: list[Any], count: int, spare_order: list[int], state: TrainState, held: list[Held]
-) -> Program:
+def _finished(graph: GraphModule, result: list[Any], state: TrainState, held: list[Held]) -> Program:
     """The graph with the inputs that it needs and the outputs that it computes."""
     outcome, checks, successors = result
     nodes = graph.graph
     nodes.set_codegen(torch.fx.graph.CodeGen())
-    placeholders = [node for node in nodes.nodes if node.op == "placeholder"]
-    order = {place: position for position, place in enumerate(spare_order)}
+    asked = [node for node in nodes.nodes if _HOSTS in node.meta]
+    placeholders = [node for node in nodes.nodes if node.op == "placeholder" and _HOSTS not in node.meta]
+    for node in asked:  # they stand where they were asked for
+        placeholders[0].prepend(node)
+    source_of = {node: (1, place) for place, node in enumerate(placeholders)}
+    source_of |= {node: (2, node.meta[_HOSTS]) for node in asked}
     (output,) = (node for node in nodes.nodes if node.op == "output")
-    place_of = {node: place for place, node in enumerate(placeholders)}
     outputs: list[tuple[str, int]] = []
     computed: dict[Node, int] = {}
+    owns, written = dict(successors), _written(graph)
     for node in output.args[0]:
-        place = place_of.get(node)
-        if place is not None:
-            outputs.append(("f", place) if place < count else ("s", order[place - count]))
+        if len(outputs) in owns:
+            own = placeholders[owns[len(outputs)]]
+            node = own if _is_copy(node, own, written) else node
+        if node in source_of:
+            kind, place = source_of[node]
+            outputs.append(("f" if kind == 1 else "s", place))
         else:
             outputs.append(("o", computed.setdefault(node, len(computed))))
     output.args = (list(computed),)
     inputs: list[tuple[int | None, Any]] = []
+    reads = {id(value): read for _, read, value in held if isinstance(value, Tensor)}
     for node in list(nodes.nodes):
         if node.op == "get_attr" and isinstance(value := getattr(graph, str(node.target), None), Tensor):
-            with nodes.inserting_before(placeholders[0]):
+            with nodes.inserting_before(next(iter(nodes.nodes))):
                 constant = nodes.placeholder(f"constant_{len(inputs)}")
             constant.meta.update(node.meta)
             node.replace_all_uses_with(constant)
             nodes.erase_node(node)
-            inputs.append((None, value))
+            inputs.insert(0, (None, reads.get(id(value), partial(_itself, value))))
     nodes.eliminate_dead_code()
-    for node, place in place_of.items():
-        if node.users:
-            inputs.append((1, place) if place < count else (2, order[place - count]))
-        else:
+    for node in list(nodes.nodes):
+        if node in source_of and node.users:
+            inputs.append(source_of[node])
+        elif node in source_of:
             nodes.erase_node(node)
     nodes.lint()
     graph.recompile()
     trained = (place for place, name in enumerate(outcome[0][0]) if state.params[name].requires_grad)
     return Program(graph, inputs, outputs, outcome, checks, successors, frozenset(trained), held)
+
+
+def _written(graph: GraphModule) -> set[int]:
+    """The storages that may be written, at the most: batch norm's kernels do so without telling."""
+    ops = [node for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    writers = [node for node in ops if node.target._schema.is_mutable or "batch_norm" in str(node.target)]
+    return {_storage(node) for writer in writers for node in writer.all_input_nodes if "val" in node.meta}
+
+
+def _is_copy(node: Node, of: Node, written: set[int]) -> bool:
+    """Whether it is a tensor of the state as it was, which a gradient function has copied in case it is written."""
+    while node.target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
+        if _storage(node) in written:
+            return False
+        (node,) = node.all_input_nodes
+    return node is of
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Random numbers of a pass that is recomputed in the backward pass are those of the first time.
+
+    torch's checkpointing puts the random streams back to where they were. A trace draws nothing; so it moves the
+    stream itself at each draw, and knows a draw by where the stream stands.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn: dict[Any, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        with _disable_current_modes():
+            here = func, torch.default_generator.get_state().numpy().tobytes()
+            torch.rand(())
+        in_place = func._schema.is_mutable
+        if torch._C._current_graph_task_id() != -1 and here in self.drawn:  # within a backward pass
+            return args[0].copy_(self.drawn[here]) if in_place else self.drawn[here]
+        out = func(*args, **kwargs)
+        self.drawn[here] = out.clone() if in_place else out  # the numbers may be written over
+        return out
 
 
 class _as_when_compiling:
@@ -474,63 +541,126 @@ def _is_library(filename: str) -> bool:
     return filename.startswith(_LIBRARIES) or filename.startswith("<")
 
 
-_PLAIN = (bool, int, float, str, type(None))
-_TORCHS = {"training", "call_super_init", "dump_patches", "_is_full_backward_hook", "_compiled_call_impl"}
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_TORCHS = {"training", "call_super_init", "dump_patches"}
+_INSTALLED = (*_LIBRARIES, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+_MANY = 64  # a container with more entries is data rather than settings
 
 
 def held_by(*functions: Any) -> list[Held]:
-    """The attributes of modules, and the globals and closed-over values of functions, that these may read."""
-    found: list[Held] = []
-    seen: set[int] = set()
+    """What these may read outside of the state: plain values and tensors.
 
-    def visit(thing: Any) -> None:
-        if id(thing) in seen:
+    Such stand in attributes of modules, and in what functions close over or take from their globals; there in
+    containers, and in objects as attributes that the functions' code names.
+    """
+    found: list[Held] = []
+    seen: dict[int, Any] = {}
+
+    def look(name: str, read: Callable[[], Any], value: Any, names: Set[str]) -> None:
+        if isinstance(value, Tensor) or type(value) in _PLAIN:
+            found.append(Held(name, read, value))
+        elif isinstance(value, (types.ModuleType, type)) or id(value) in seen:
             return
-        seen.add(id(thing))
-        if isinstance(thing, nn.Module):
-            for name, module in named_modules(thing):
-                own = vars(module)
-                for key, value in own.items():
-                    if type(value) in _PLAIN and key not in _TORCHS:
-                        found.append(Held(f"{name or type(module).__name__}.{key}", partial(own.get, key), value))
-        elif isinstance(thing, types.FunctionType):
-            spaces = thing.__globals__
-            ours = str(spaces.get("__name__", "")).split(".")[0] in ("looplib", "torch")
-            for key in () if ours else _globals_read(thing.__code__):
-                if type(spaces.get(key)) in _PLAIN:
-                    found.append(Held(key, partial(spaces.get, key), spaces[key]))
-                else:
-                    visit(spaces.get(key))
-            for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
-                value = _content(cell)
-                if type(value) in _PLAIN:
-                    if not ours:
-                        found.append(Held(name, partial(_content, cell), value))
-                else:
-                    visit(value)
+        else:
+            seen[id(value)] = value
+            if isinstance(value, nn.Module):
+                look_at_module(value)
+            elif isinstance(value, types.FunctionType):
+                look_at_function(value)
+            elif isinstance(value, partial):
+                for part in (value.func, value.args, value.keywords):
+                    look(name, partial(_itself, part), part, names)
+            elif isinstance(value, types.MethodType):
+                method, owner = value.__func__, value.__self__
+                look(name, partial(_itself, method), method, names)
+                look(name, partial(_itself, owner), owner, _names(getattr(method, "__code__", None)))
+            elif isinstance(value, dict) and len(value) <= _MANY:
+                for key, member in list(value.items()):
+                    look(f"{name}[{key!r}]", partial(value.get, key), member, names)
+            elif isinstance(value, (list, tuple)) and len(value) <= _MANY:
+                for place, member in enumerate(value):
+                    look(f"{name}[{place}]", partial(_member, value, place), member, names)
+            else:
+                look_at_object(name, value, names)
+
+    def look_at_module(model: nn.Module) -> None:
+        for name, module in named_modules(model):
+            own = vars(module)
+            for key, value in own.items():
+                if not key.startswith("_") and key not in _TORCHS:
+                    look(f"{name or type(module).__name__}.{key}", partial(own.get, key), value, frozenset())
+            for method in _methods(type(module)):
+                look_at_function(method)
+
+    def look_at_function(function: types.FunctionType) -> None:
+        code = function.__code__
+        installed, names = code.co_filename.startswith(_INSTALLED), _names(code)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            value = _content(cell)
+            # looplib's own wrappers hold what they were made with; what they wrap is looked at.
+            if not (installed and (type(value) in _PLAIN or isinstance(value, Tensor))):
+                look(name, partial(_content, cell), value, names)
+        if not installed:
+            spaces = function.__globals__
+            for name in names & spaces.keys():
+                look(name, partial(spaces.get, name), spaces[name], names)
+            for value in function.__defaults__ or ():
+                look(f"a default of {function.__name__}", partial(_itself, value), value, names)
+
+    def look_at_object(name: str, value: Any, names: Set[str]) -> None:
+        if type(value).__module__.split(".")[0] in ("looplib", "torch"):
+            return
+        own, kind = getattr(value, "__dict__", {}), type(value)
+        called = [method for method in _methods(kind) if method.__name__ in names | {"__call__"}]
+        for method in called:
+            look_at_function(method)
+            names = names | _names(method.__code__)
+        for key in names & own.keys():
+            look(f"{name}.{key}", partial(own.get, key), own[key], names)
 
     for function in functions:
-        visit(function)
+        look("it", partial(_itself, function), function, frozenset())
     return found
+
+
+def _methods(kind: type) -> list[types.FunctionType]:
+    """Those of a class that was not installed."""
+    methods = [value for cls in kind.__mro__ for value in vars(cls).values() if isinstance(value, types.FunctionType)]
+    return [method for method in methods if not method.__code__.co_filename.startswith(_INSTALLED)]
 
 
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return _content  # nothing stands there yet
+        return None  # nothing stands there yet
 
 
-def _globals_read(code: types.CodeType) -> Iterator[str]:
-    yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _globals_read(inner)
+def _member(values: Any, place: int) -> Any:
+    return values[place] if place < len(values) else None
+
+
+def _names(code: types.CodeType | None) -> frozenset[str]:
+    """The globals and attributes that a function mentions."""
+    if code is None:
+        return frozenset()
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 def changed(held: Iterable[Held]) -> list[str]:
-    """The names of those that are no longer what they were."""
-    return [name for name, read, value in held if (now := read()) is not value and not (now == value or now != now)]
+    """The names of those that are no longer what they were; a tensor may be another of its kind."""
+    return [name for name, read, value in held if (now := read()) is not value and not _alike(now, value)]
+
+
+def _alike(now: Any, value: Any) -> bool:
+    if isinstance(now, Tensor) and isinstance(value, Tensor):
+        return _kind(now) == _kind(value)
+    return type(now) is type(value) and bool(now == value or now != now)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 @functools.cache

@@ -24,7 +24,7 @@ class UntraceableError(RuntimeError):
 
 
 class Count:
-    """Stands for one of the state's numbers in a trace, where its value would be frozen if it were read."""
+    """Stands for a field of the state that is no tensor, whose value a trace would freeze if it were read."""
 
     __slots__ = ("name",)
 
@@ -33,7 +33,7 @@ class Count:
 
     def _refuse(self, *_: Any) -> Any:
         raise UntraceableError(
-            f"state.{self.name} was read as a number, which the graph of a step would keep for ever: ask for what "
+            f"state.{self.name} was read for its value, which the graph of a step would keep for ever: ask for what "
             f"follows from it by ll.on_host(function, state.{self.name}), which is called anew at each step"
         )
 
@@ -42,6 +42,7 @@ class Count:
     __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = __float__ = __index__ = __round__ = __str__ = _refuse
     __hash__ = _refuse
     __repr__ = _refuse
+    __getitem__ = __iter__ = __len__ = __contains__ = _refuse
 
     def __format__(self, spec: str) -> str:
         return str(self._refuse())
@@ -89,14 +90,50 @@ STOPS = "looplib_stops"  # in the notes of a node: no gradient passes here
 
 
 class _Stops(TorchFunctionMode):
-    """Marks what a loss function cuts off from the gradient itself, by `detach` or in `no_grad`."""
+    """Marks what a loss function cuts off from the gradient itself: by `detach`, in `no_grad`, and the like.
+
+    Whether gradients are off is heard from `no_grad` itself: they are off as well within an `autograd.Function`,
+    which cuts nothing off.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = _current
+        self.off = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("detach", "detach_") or (name != "__get__" and not torch.is_grad_enabled()):
-            with torch.fx.traceback.annotate({STOPS: True}):
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if _current is not self.trace:  # a step within the loss function is written down, with marks of its own
+            return func(*args, **kwargs)
+        refuse_strangers(args, kwargs)
+        if func is torch._C._set_grad_enabled:
+            self.off = not args[0]
+        if not (self.off or _cuts(func, kwargs)):
+            return func(*args, **kwargs)
+        with torch.fx.traceback.annotate({STOPS: True}):
+            return func(*args, **kwargs)
+
+
+def _cuts(func: Any, kwargs: Any) -> bool:
+    """Whether a function of torch's returns something that its inputs get no gradient through."""
+    if func is torch.autograd.grad:
+        return not kwargs.get("create_graph")
+    if getattr(func, "__self__", None) is Tensor.data:
+        return True
+    name: str = getattr(func, "__name__", "")
+    return name.partition(".")[0] == "detach"
+
+
+def refuse_strangers(args: Any, kwargs: Any) -> None:
+    """Raise for tensors of a transform of torch.func's that is not in progress here: no gradient would reach them."""
+    level = torch._C._functorch.maybe_current_level() or 0
+    for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and torch._C._functorch.maybe_get_level(leaf) > level:
+            raise UntraceableError(
+                "the step reads a tensor that torch.func transforms from elsewhere than its state and batch (a "
+                "function closes over it), so no gradient would reach it: give it in the batch, or as a "
+                "hyperparameter in the state (ll.injected)"
+            )
 
 
 def users_own() -> AbstractContextManager[Any]:
@@ -110,7 +147,7 @@ _nothing = nullcontext()
 class within:
     """For the time of a trace."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace | None) -> None:
         self.trace = trace
 
     def __enter__(self) -> None:

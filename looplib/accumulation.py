@@ -21,6 +21,7 @@ from torch import Tensor
 
 from looplib._agreement import named, raise_of
 from looplib._ranks import gather, largest_over_ranks, rank, several, total_over_ranks
+from looplib._tracing import UntraceableError, tracing
 from looplib.gradients import WHOLE, GradFn, Gradients, Part, check_parts, indices, multiply
 from looplib.metrics import Mean, merge
 from looplib.metrics import batch_size as count_examples
@@ -344,6 +345,11 @@ def retry_on_oom(
 
     def retrying(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         nonlocal fitting
+        if tracing():
+            raise UntraceableError(
+                "retry_on_oom cannot try again within a compiled step: leave it out and give ll.accumulate(grad_fn, "
+                "size=...), or leave out compile="
+            )
         if part.into is not None or not part.last:
             raise ValueError(
                 "retry_on_oom within accumulate would add to gradients that a failed attempt has spoiled: put it "

@@ -2,7 +2,15 @@
 
 A step is a function of values, so all of it can be compiled at once: forward pass, backward pass, clipping, update.
 It is written down as a graph once for each shape of its inputs, and torch's Inductor makes machine code of that. What
-the host decides from step to step, such as the learning rate, goes into the graph as a number.
+the host decides from step to step, such as the learning rate, goes into the graph as a number; and the random numbers
+are a function of the state's seed and step as ever, though others than without `compile=`.
+
+A graph is what the step's Python did when it was written down. Python that only looks on (hooks, prints) is done that
+once. A number that a loss function has from elsewhere (an attribute, a global, a closure) is watched, and the step
+compiled anew, with a warning, when it has changed; tensors from there are read at each step. Numbers and strings in a
+batch are part of its shape. Random numbers are drawn in the order of the graph: microbatches each have their own, and
+so has the second pass of `sam`. Dynamo has no part in this, so there are no guards and no graph breaks: what cannot
+be written down is an error.
 """
 
 from __future__ import annotations
@@ -11,11 +19,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from looplib import _latest, _program
 from looplib._modules import _generators
@@ -28,6 +38,7 @@ from looplib.state import TrainState
 from looplib.steps import Outcome
 
 Compiled = Callable[[list[Tensor]], Any]
+_MANY = (16, 64, 256)  # compilations to warn of
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -62,6 +73,7 @@ class Compiler:
         self.table: dict[Any, dict[Any, Any]] = {}  # by what goes in, and then by what the host answers
         self.known: tuple[weakref.ref[TrainState], Callable[..., list[Tensor]], int] | None = None
         self.compilations = 0
+        self.intact = True  # whether the run that has raised left the state as it was
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         """Find the program for these inputs, or make it, and what the host has to say for this step."""
@@ -101,6 +113,12 @@ class Compiler:
             answers[at] = machine
             self.compilations += 1
             _latest.compiling += time.perf_counter() - begin
+            if self.compilations in _MANY:
+                warnings.warn(
+                    f"the step has been compiled {self.compilations} times, since it was given so many different "
+                    "shapes, numbers or strings in batches, or answers of on_host: pad batches to few shapes",
+                    stacklevel=4,
+                )
 
     def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
         """What the host says now: the part that chooses a graph, and the tensors for it."""
@@ -138,6 +156,7 @@ class Compiler:
         program = machine.program
         draws: list[Tensor] = []
         grad_mode = torch.is_grad_enabled()
+        self.intact = True
         generators = _generators(flat[0].device) if machine.random else ()
         streams = [generator.get_state() for generator in generators]
         try:
@@ -146,21 +165,25 @@ class Compiler:
             if generators:
                 draws = self.draw(machine, state, generators)
             given: tuple[list[Tensor], ...] = ([], flat, spares, draws)
-            outputs = machine.run([value if kind is None else given[kind][value] for kind, value in program.inputs])
+            self.intact = not self.donate
+            outputs = machine.run([value() if kind is None else given[kind][value] for kind, value in program.inputs])
             outcome, arguments = machine.rebuild(outputs, flat, spares, counts)
         finally:
             torch._C._set_grad_enabled(grad_mode)
             for generator, stream in zip(generators, streams, strict=True):
                 generator.set_state(stream)
-        for function, given in zip(program.afterwards, arguments, strict=True):
-            function(*given)
-        return Outcome(*outcome)
+        out = Outcome(*outcome)
+        if program.afterwards:
+            self.intact = not (self.donate and out.applied)
+            for function, values in zip(program.afterwards, arguments, strict=True):
+                function(*values)
+        return out
 
     def remember(self, ready: Ready, state: TrainState) -> None:
         """The state that a run has given: where it is like the one before, the next step need not look through it."""
         machine = ready.machine
         if machine.stable is None:
-            found = dissect((state.params, state.buffers, state.opt_state)).key()
+            found = dissect((state.params, state.buffers, state.opt_state)).key(self.by_gradient)
             machine.stable = self.kinds.get(found) == ready.kind
         if machine.stable:
             if self.known is None or self.known[2] != ready.kind:
@@ -205,28 +228,47 @@ def _backend(
             f"compile={dict(backend=backend, mode=mode, **unknown)}: give True, or torch.compile's backend=, mode= "
             f"(one of {', '.join(_MODES)}) or options=; dynamic= and fullgraph= have no choice here"
         )
+    if backend != "inductor" and (mode or options):
+        raise TypeError(f"compile= has mode= or options=, which are Inductor's, and the backend {backend!r}")
+    chosen = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    if chosen and (strange := chosen.keys() - torch._inductor.list_options()):
+        raise TypeError(f"Inductor has no option {', '.join(sorted(strange))}; see torch._inductor.list_options()")
+    graphs = mode in ("reduce-overhead", "max-autotune") or chosen.get("triton.cudagraphs")
+    if backend == "inductor":
+        compiled_by = None
+    elif backend in (known := torch._dynamo.list_backends(exclude_tags=())):
+        compiled_by = torch._dynamo.lookup_backend(backend)
+    else:
+        raise TypeError(f"torch has no backend {backend!r}: give inductor, or one of {', '.join(known)}")
 
     def build(program: Program) -> Compiled:
         with torch.no_grad():
             examples = fakes(program.graph)
-            if backend == "inductor":
-                from torch._inductor import list_mode_options
+            if compiled_by is None:
                 from torch._inductor.compile_fx import compile_fx
 
-                chosen = {**list_mode_options(mode or "default"), **(options or {})}
-                made: Any = compile_fx(program.graph, examples, config_patches=chosen)
+                patches = {**torch._inductor.list_mode_options(mode or "default"), **chosen}
+                made: Any = compile_fx(program.graph, examples, config_patches=patches)
             else:
-                made = torch._dynamo.lookup_backend(backend)(program.graph, examples)
+                made = compiled_by(program.graph, examples)
+        if graphs and any(example.is_cuda for example in examples):
+            return partial(_run_apart, made)
         return lambda values: made(*values)
 
     return build
+
+
+def _run_apart(made: Callable[..., Any], values: list[Tensor]) -> list[Tensor]:
+    """Run what may be a CUDA graph, whose outputs the next run writes over: a state is to last."""
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    return [tensor.clone() for tensor in made(*values)]
 
 
 def fakes(graph: torch.fx.GraphModule, members: Sequence[int | None] = ()) -> list[Tensor]:
     """Tensors without values like the graph's inputs; with a first dimension of members where one is given."""
     metas = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     sizes = list(members) or [None] * len(metas)
-    with FakeTensorMode():
+    with FakeTensorMode(shape_env=ShapeEnv()):  # without which Inductor would not look into its cache
         return [
             torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=meta.device)
             if size is None

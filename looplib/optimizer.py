@@ -190,7 +190,7 @@ class injected:
     Args:
         value: the first value, a number.
 
-    Raises TypeError for another type.
+    Raises TypeError for another type; `init_state` raises it for a member of a tuple, such as one of `betas`.
 
     Source: `optax.inject_hyperparams`.
     """
@@ -293,6 +293,13 @@ class _Engine:
             return self.first_state(params)
 
     def first_state(self, params: Params) -> dict[str, Any]:
+        for values in self.moving:
+            for key, value in values.items():
+                if isinstance(value, (tuple, list)) and any(isinstance(member, injected) for member in value):
+                    raise TypeError(
+                        f"{key} has an injected member: injected stands for a hyperparameter as a whole, so give a "
+                        "number or a schedule there"
+                    )
         hyperparameters = [
             {key: torch.tensor(v.value, dtype=torch.float64) for key, v in values.items() if isinstance(v, injected)}
             for values in self.moving
@@ -601,7 +608,9 @@ class _Numbers(TorchFunctionMode):
             into, one, two = args
             return into.add_((one / two if name == "addcdiv_" else one * two) * kwargs["value"])
         if name in ("add_", "add", "sub", "sub_") and isinstance(kwargs.get("alpha"), Tensor):
-            return getattr(args[0], name)(args[1] * kwargs["alpha"])
+            into, other = args
+            wide = torch.promote_types(into.dtype, other.dtype)  # in which torch's kernel multiplies: for Muon
+            return getattr(into, name)(other.to(wide) * kwargs["alpha"])
         if name == "lerp_" and isinstance(weight := kwargs.get("weight", args[2] if args[2:] else None), Tensor):
             return args[0].add_((args[1] - args[0]) * weight)
         return func(*args, **kwargs)

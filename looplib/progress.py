@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
 from looplib import _latest
 from looplib._ranks import is_first
-from looplib.metrics import compute
+from looplib.metrics import Mean, Metrics, compute
 from looplib.state import TrainState
 
 T = TypeVar("T")
@@ -46,7 +48,9 @@ class progress(Generic[T]):
             redraws), or `disable=None` (no bar unless in a terminal).
 
     `len()` is the number of batches from the state's position to the end of its epoch. The loss shown is that
-    of the last step of `make_train_step` in this process, whichever run it belongs to.
+    of the last step of `make_train_step` in this process, whichever run it belongs to; the time that such steps took
+    to compile while the bar was there stands behind it, if they did; of a stack (`vmap_step`), the
+    mean over the members whose loss is finite.
 
     Raises:
         TypeError: `batches` cannot be iterated over; `len()` of a stream.
@@ -94,6 +98,15 @@ class progress(Generic[T]):
         self._bar.close()
 
 
+def _loss_of(metrics: Metrics) -> float:
+    """The loss; of a stack, the mean over its members whose loss is finite."""
+    loss = metrics["loss"].compute()
+    if isinstance(loss, Tensor) and loss.numel() > 1:
+        finite = loss[loss.isfinite()]
+        loss = (finite if len(finite) else loss).mean()
+    return compute({"loss": Mean(loss)})["loss"]
+
+
 # tqdm.auto chooses terminal or notebook, and warns of missing widgets, when imported: so at first use.
 @functools.cache
 def _bar_class() -> Any:
@@ -132,7 +145,7 @@ def _bar_class() -> Any:
             # tensor that is not written yet.
             here = not getattr(self, "disable", True) and threading.get_ident() == self._thread
             if here and metrics is not None and metrics is not self._before:
-                self._loss = f"loss={compute({'loss': metrics['loss']})['loss']:.4g}"
+                self._loss = f"loss={_loss_of(metrics):.4g}"
 
         @property
         def format_dict(self) -> dict[str, Any]:

@@ -205,6 +205,8 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
 def compiled_step(parts: Parts, compiler: Any = None) -> TrainStep:
     """A train step that runs as the program that a compiler makes of it."""
     core, watched, donate, same_batch, compile = parts
+    if not isinstance(compile, (bool, Mapping)):
+        raise TypeError(f"compile is {compile!r}: give True, or a dict such as {{'mode': 'max-autotune'}}")
     if compiler is None:
         from looplib.compiling import Compiler  # Inductor is a large import
 
@@ -223,7 +225,7 @@ def compiled_step(parts: Parts, compiler: Any = None) -> TrainStep:
             values = _advance(state, samples, bool(applied), same_batch)
             values |= {"params": params, "opt_state": opt_state, "buffers": buffers}
             if donate:
-                chain = _chain(state, params.keys(), set(buffers))
+                chain = _chain(state, *ready.machine.program.written)
                 chain.generation, chain.step, chain.readers = chain.generation + 1, values["step"], readers
                 new = make(values, {**state._seen, chain: chain.generation}, chain)
                 _donation.in_flight(state, new)
@@ -231,6 +233,10 @@ def compiled_step(parts: Parts, compiler: Any = None) -> TrainStep:
                 new = make(values, state._seen and _donation.generations([values]))
             _latest.metrics = metrics
             compiler.remember(ready, new)
+        except BaseException:
+            if donate and not compiler.intact:
+                _chain(state, *ready.machine.program.written).generation += 1
+            raise
         finally:
             _interrupts.end_hold(thread)
             _interrupts.deliver()

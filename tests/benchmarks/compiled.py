@@ -1,0 +1,153 @@
+"""The step compiled whole against raw loops with and without torch.compile, interleaved in one run.
+
+    python tests/benchmarks/compiled.py
+
+For the tiny MLP and the transformer of 5 million parameters of step_overhead.py, with AdamW: the raw loop with its
+fused kernel, eager; the same with the model compiled; with model and loss in one compiled function; with that, and
+the optimizer's step compiled as well; looplib donated, eager; and looplib compiled, donated and pure. Steps of all
+contenders take turns in shuffled order; the ratio is that of the medians of a step. The time to compile is that of
+the first two steps, and told apart.
+
+With a GPU the same is measured there in CUDA-event time, also with CUDA graphs (`mode="reduce-overhead"` on all
+sides), and for GPT-2 small in bf16 under autocast, with its share of the device's matrix peak (--peak, in TFLOP/s).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from step_overhead import MODELS, Block, Step, Transformer, next_token, times
+from torch import Tensor, nn
+
+import looplib as ll
+
+Make = Callable[[], tuple[nn.Module, Callable[..., Tensor], Any]]
+
+
+def gpt2() -> tuple[nn.Module, Callable[..., Tensor], Any]:
+    """124 million parameters: 12 blocks of width 768, 50,304 tokens, 8 texts of 1,024."""
+    model = Transformer(vocabulary=50_304, width=768, depth=0, length=1024)
+    model.blocks = nn.Sequential(*[Block(768, 12) for _ in range(12)])
+    return model, ll.autocast(next_token), torch.randint(0, 50_304, (8, 1025))
+
+
+def made(make: Make, device: str) -> tuple[nn.Module, Callable[..., Tensor], Any]:
+    torch.manual_seed(0)
+    model, loss_fn, batch = make()
+    return model.to(device), loss_fn, torch.utils._pytree.tree_map(lambda tensor: tensor.to(device), batch)
+
+
+def raw(make: Make, device: str, compiled: str, **options: Any) -> Step:
+    model, loss_fn, batch = made(make, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    called: Any = torch.compile(model, **options) if compiled == "model" else model
+
+    def loss() -> Tensor:
+        return loss_fn(called, batch)
+
+    whole = compiled in ("loss", "all")
+    forward: Callable[[], Tensor] = torch.compile(loss, **options) if whole else loss
+    update: Any = optimizer.step
+    if compiled == "all":
+        update = torch.compile(optimizer.step, **options)
+
+    def step() -> None:
+        if options:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        optimizer.zero_grad()
+        forward().backward()  # type: ignore[no-untyped-call]
+        update()
+
+    return step
+
+
+def looplib(make: Make, device: str, donate: bool, compile: bool | Mapping[str, Any]) -> Step:
+    model, loss_fn, batch = made(make, device)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate, compile=compile)
+    state = ll.init_state(model, optimizer)
+
+    def step() -> None:
+        nonlocal state
+        state, _ = train_step(state, batch)
+
+    return step
+
+
+def contenders(make: Make, device: str) -> dict[str, Callable[[], Step]]:
+    found: dict[str, Callable[[], Step]] = {
+        "raw, eager": lambda: raw(make, device, ""),
+        "raw, model compiled": lambda: raw(make, device, "model"),
+        "raw, model and loss": lambda: raw(make, device, "loss"),
+        "raw, model, loss, update": lambda: raw(make, device, "all"),
+        "looplib donated, eager": lambda: looplib(make, device, True, False),
+        "looplib donated, compiled": lambda: looplib(make, device, True, True),
+        "looplib pure, compiled": lambda: looplib(make, device, False, True),
+    }
+    if device == "cuda":
+        graphs = {"mode": "reduce-overhead"}
+        found["raw, all, CUDA graphs"] = lambda: raw(make, device, "all", **graphs)
+        found["looplib donated, CUDA graphs"] = lambda: looplib(make, device, True, graphs)
+        found["looplib pure, CUDA graphs"] = lambda: looplib(make, device, False, graphs)
+    return found
+
+
+def event_times(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
+    """Microseconds of each step on the device, of runs of ten steps that take turns."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for name in random.sample(list(steps), len(steps)):
+            steps[name]()  # the caches are another contender's
+            begin, done = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
+            begin.record()
+            for _ in range(10):
+                steps[name]()
+            done.record()
+            done.synchronize()
+            found[name].append(begin.elapsed_time(done) * 100)
+    return found
+
+
+def main(seconds: float, device: str, peak: float) -> None:
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {device}, AdamW, medians over {seconds:.0f} s a row")
+    for name, make in {**MODELS, **({"GPT-2 small, bf16, batch 8 x 1024": gpt2} if device == "cuda" else {})}.items():
+        print(f"\n{name}")
+        steps: dict[str, Step] = {}
+        compiling: dict[str, float] = {}
+        for who, contender in contenders(make, device).items():
+            steps[who] = contender()
+            begin = time.perf_counter()
+            for _ in range(2):
+                steps[who]()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            compiling[who] = time.perf_counter() - begin
+        found = event_times(steps, seconds) if device == "cuda" else times(steps, seconds)
+        medians = {who: statistics.median(values) for who, values in found.items()}
+        best = min(median for who, median in medians.items() if who.startswith("raw"))
+        work = 0
+        if make is gpt2:
+            model, loss_fn, batch = made(make, device)
+            work = ll.flops(ll.make_grad_fn(model, loss_fn), ll.init_state(model), batch)
+        for who, median in medians.items():
+            line = f"  {who:28} {median:10.1f} us a step   {median / medians['raw, eager']:5.3f} x raw eager"
+            line += f"   {median / medians['raw, model compiled']:5.3f} x raw with a compiled model"
+            line += f"   {median / best:5.3f} x best raw   first two steps {compiling[who]:5.1f} s"
+            print(line + (f"   {ll.utilization(work, median / 1e6, peak * 1e12):.1%} of the peak" if work else ""))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=40.0, help="for each model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--peak", type=float, default=989.0, help="dense TFLOP/s in bf16, of an H100 or H200")
+    arguments = parser.parse_args()
+    main(arguments.seconds, arguments.device, arguments.peak)
