@@ -136,14 +136,27 @@ def _averaging(
         return counted, (count == 0, float(weight(count)) if count else 1.0)
 
     def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
-        if not opt_state["n_averaged"]:
+        begun, average = opt_state["n_averaged"] > 0, opt_state["average"]
+        if not begun.any():
             return optimizer.evaluation(params, buffers, opt_state["inner_state"])
-        average = opt_state["average"]
         chosen = {name: tensor.to(params[name].dtype) for name, tensor in average["params"].items()}
         statistics = {name: tensor.to(buffers[name].dtype) for name, tensor in average.get("buffers", {}).items()}
-        return {**params, **chosen}, {**buffers, **statistics}
+        averaged = {**params, **chosen}, {**buffers, **statistics}
+        if begun.all():
+            return averaged
+        without = optimizer.evaluation(params, buffers, opt_state["inner_state"])  # for some members of a stack
+        return _member_by_member(begun, averaged[0], without[0]), _member_by_member(begun, averaged[1], without[1])
 
     return wrap(optimizer, init, update, evaluation)
+
+
+def _member_by_member(flags: Tensor, tensors: Tensors, others: Tensors) -> Tensors:
+    def chosen(one: Tensor, other: Tensor) -> Tensor:
+        if one is other:
+            return one
+        return torch.where(flags.to(one.device).reshape(-1, *[1] * (one.dim() - 1)), one.detach(), other.detach())
+
+    return {name: chosen(tensor, others[name]) for name, tensor in tensors.items()}
 
 
 def _wide(tensor: Tensor) -> Tensor:

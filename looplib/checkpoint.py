@@ -260,7 +260,7 @@ def checkpoint_io(
             if asynchronous and (parts.sharded or (copied and ranks.first)):
                 parts.copy()
             return parts, {
-                "counts": {**{name: getattr(state, name) for name in _COUNTS}, "seed": str(state.seed)},
+                "counts": {**{name: getattr(state, name) for name in _COUNTS}, "seed": _written(state.seed)},
                 "metrics": {name: value if math.isfinite(value) else str(value) for name, value in scores.items()},
                 "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             }
@@ -503,11 +503,20 @@ def _describe(path: Path) -> Checkpoint:
 
 
 def _counts(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    counts = {**manifest["counts"], "seed": int(manifest["counts"]["seed"])}
-    wrong = [name for name in _COUNTS if type(counts[name]) is not int]
+    counts = {**manifest["counts"], "seed": _seed(manifest["counts"]["seed"])}
+    wrong = [name for name in _COUNTS if name != "seed" and type(counts[name]) is not int]
     if counts.keys() != set(_COUNTS) or (wrong and (wrong != ["epoch_length"] or counts["epoch_length"] is not None)):
         raise ValueError(f"counts that are no counts of a state: {counts}")
     return counts
+
+
+def _written(seed: Any) -> str | list[str]:
+    """As text, since a number of JSON has 64 bits; the seeds of a stack are a list."""
+    return [str(one) for one in seed] if isinstance(seed, tuple) else str(seed)
+
+
+def _seed(written: str | list[str]) -> Any:
+    return tuple(int(one) for one in written) if isinstance(written, list) else int(written)
 
 
 def _is_weight(place: str, names: Callable[[str], bool] | None) -> bool:

@@ -7,23 +7,28 @@ each member what it does for a run alone, and small models fill the machine toge
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from looplib import _program, _tracing
 from looplib._program import Core, Dissected, Program, Question, as_answer, dissect, value_of
 from looplib._random import mix
 from looplib._ranks import rank
+from looplib._tracing import UntraceableError
 from looplib.compiling import Compiler, Machine, Ready, fakes
-from looplib.metrics import Metric
+from looplib.metrics import Mean, Metric
 from looplib.state import TrainState
 from looplib.steps import Outcome, Parts, compiled_step
 
@@ -66,27 +71,36 @@ def stack_states(states: Sequence[TrainState]) -> TrainState:
     return first.replace(**trees, seed=tuple(state.seed for state in states))
 
 
-def _stacked(trees: Sequence[Any], path: str) -> Any:
-    first = trees[0]
-    if isinstance(first, Tensor):
-        kinds = {(tuple(t.shape), t.dtype, t.device) if isinstance(t, Tensor) else type(t) for t in trees}
-        if len(kinds) > 1:
-            raise ValueError(f"{path} differs among the members: {', '.join(map(str, kinds))}; a stack has one shape")
-        with torch.no_grad():
-            return torch.stack([tensor.detach() for tensor in trees]).requires_grad_(first.requires_grad)
-    if isinstance(first, dict):
-        for number, tree in enumerate(trees):
-            if not isinstance(tree, dict) or tree.keys() != first.keys():
-                raise ValueError(f"{path} of member {number} has other names than that of member 0")
-        return {key: _stacked([tree[key] for tree in trees], f"{path}[{key!r}]") for key in first}
-    if isinstance(first, (list, tuple)):
-        if len({len(tree) for tree in trees}) > 1:
-            raise ValueError(f"{path} differs among the members in its length")
-        members = [_stacked(column, f"{path}[{place}]") for place, column in enumerate(zip(*trees, strict=True))]
-        return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
-    if any(tree != first for tree in trees):
-        raise ValueError(f"{path} is {first!r} in member 0 and not in all others; only tensors are stacked")
-    return first
+def _stacked(trees: Sequence[Any], name: str) -> Any:
+    columns = []
+    for number, tree in enumerate(trees):
+        found = {name + keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
+        columns.append(found)
+        if differing := found.keys() ^ columns[0].keys():
+            raise ValueError(
+                f"{', '.join(sorted(differing)[:5])} stands in one of the members 0 and {number} and not in the "
+                "other; members have the same model and optimizer"
+            )
+    spec = tree_flatten(trees[0])[1]
+    return tree_unflatten([_stacked_leaves(path, [found[path] for found in columns]) for path in columns[0]], spec)
+
+
+def _stacked_leaves(path: str, leaves: list[Any]) -> Any:
+    first = leaves[0]
+    for number, leaf in enumerate(leaves):
+        if isinstance(first, Tensor) and isinstance(leaf, Tensor):
+            if (leaf.shape, leaf.dtype, leaf.device) != (first.shape, first.dtype, first.device):
+                raise ValueError(
+                    f"{path} has shape {tuple(leaf.shape)}, {leaf.dtype} on {leaf.device} in member {number}, and "
+                    f"{tuple(first.shape)}, {first.dtype} on {first.device} in member 0; a stack has one of each"
+                )
+        elif type(leaf) is not type(first) or not (leaf == first or leaf != leaf):
+            raise ValueError(
+                f"{path} is {first!r} in member 0 and {leaf!r} in member {number}; only tensors may differ"
+            )
+    if not isinstance(first, Tensor):
+        return first
+    return torch.stack([leaf.detach() for leaf in leaves]).requires_grad_(first.requires_grad)
 
 
 def unstack_states(stack: TrainState) -> list[TrainState]:
@@ -131,28 +145,35 @@ def select_members(stack: TrainState, numbers: Sequence[int]) -> TrainState:
     Raises ValueError for a number of no member, or none at all.
     """
     count = members_of(stack)
-    if not numbers or any(not 0 <= number < count for number in numbers):
+    if not len(numbers) or any(not 0 <= number < count for number in numbers):
         raise ValueError(f"numbers are {list(numbers)}; a stack of {count} has the members 0 to {count - 1}")
     places = torch.tensor(list(numbers))
     seeds: Any = stack.seed
-
-    def chosen(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.detach().index_select(0, places.to(leaf.device)).requires_grad_(leaf.requires_grad)
-
-    trees = {name: torch.utils._pytree.tree_map(chosen, getattr(stack, name)) for name in _TREES}
-    return stack.replace(**trees, seed=tuple(seeds[number] for number in numbers))
+    chosen = _changed(stack, count, lambda leaf: leaf.index_select(0, places.to(leaf.device)))
+    return chosen.replace(seed=tuple(seeds[number] for number in numbers))
 
 
 def _member(stack: TrainState, number: int) -> TrainState:
     seeds: Any = stack.seed
+    return _changed(stack, len(seeds), lambda leaf: leaf[number].clone()).replace(seed=seeds[number])
 
-    def own(leaf: Any) -> Any:
-        return leaf.detach()[number].clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
-    trees = {name: torch.utils._pytree.tree_map(own, getattr(stack, name)) for name in _TREES}
-    return stack.replace(**trees, seed=seeds[number])
+def _changed(stack: TrainState, count: int, change: Callable[[Tensor], Tensor]) -> TrainState:
+    def leaf(path: str, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if not tensor.dim() or len(tensor) != count:
+            raise ValueError(
+                f"{path} has shape {tuple(tensor.shape)}, and no first dimension of the stack's {count} members; "
+                "what is put into the state of a stack needs one"
+            )
+        return change(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+    trees = {}
+    for name in _TREES:
+        leaves, spec = tree_flatten_with_path(getattr(stack, name))
+        trees[name] = tree_unflatten([leaf(name + keystr(path), tensor) for path, tensor in leaves], spec)
+    return stack.replace(**trees)
 
 
 class per_member:
@@ -161,8 +182,13 @@ class per_member:
     >>> import looplib as ll, torch
     >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.per_member([1e-3, 3e-3, 1e-2]), weight_decay=0.1)
 
-    It stands where `ll.optimizer` takes a number or a schedule. Raises ValueError for no values; the step raises it
-    when the stack has another number of members.
+    It stands where `ll.optimizer` takes a number or a schedule. Where it is 0 for some members and not for others
+    (a weight decay, a momentum), these have the term too, times 0.
+
+    Such an optimizer makes one first state for all members. Rprop and ASGD put the learning rate into theirs: for
+    these, make each member's first state by an optimizer with its own, and the step by one with `per_member`.
+
+    Raises ValueError for no values; the step raises it when the stack has another number of members, or is none.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -174,15 +200,57 @@ class per_member:
         return f"per_member({list(self.values)})"
 
     def __call__(self, step: int) -> float:
-        number = _tracing.member if _tracing.member is not None else 0
-        if _tracing.member is not None:
-            _tracing.members_asked = True
-            if _tracing.members != len(self.values):
-                raise ValueError(
-                    f"{self} has {len(self.values)} values, and the stack {_tracing.members} members: give one each"
-                )
-        value = self.values[number]
-        return float(value(step) if callable(value) else value)
+        if _asked is None:
+            if step:
+                raise ValueError(f"{self} was asked for by a step of one state; make a step of a stack: ll.vmap_step")
+            # A first state is made with it, which needs room for what any of the members keeps.
+            return next(filter(None, (_at(value, 0) for value in self.values)), 0.0)
+        if _asked.count != len(self.values):
+            raise ValueError(
+                f"{self} has {len(self.values)} values, and the stack {_asked.count} members: give one each"
+            )
+        _asked.own = True
+        found = _at(self.values[_asked.number], step)
+        return found or (_LEAST if _asked.without_zeros else found)
+
+
+def _at(value: Any, step: int) -> float:
+    return float(value(step) if callable(value) else value)
+
+
+_LEAST = 5e-324  # the smallest number above 0
+
+
+@dataclass
+class _Asked:
+    """The member whose answer the host is asked for.
+
+    Attributes:
+        number, count: which, of how many.
+        without_zeros: hyperparameters that are 0 are to be given as if they were not.
+        own: whether a hyperparameter of its own was asked for.
+    """
+
+    number: int
+    count: int
+    without_zeros: bool
+    own: bool = False
+
+
+_asked: _Asked | None = None
+
+
+class _Records(NamedTuple):
+    """A metric of each member that is more than a mean: they merge and are computed each for itself."""
+
+    members: tuple[Metric, ...]
+
+    def merge(self, other: _Records) -> _Records:
+        pairs = zip(self.members, other.members, strict=True)
+        return _Records(tuple(mine.merge(others) for mine, others in pairs))
+
+    def compute(self) -> Tensor:
+        return torch.stack([torch.as_tensor(member.compute()).double().reshape(()) for member in self.members])
 
 
 def compute_members(metrics: Mapping[str, Metric], prefix: str = "") -> list[dict[str, float]]:
@@ -192,12 +260,19 @@ def compute_members(metrics: Mapping[str, Metric], prefix: str = "") -> list[dic
     >>> ll.compute_members({"loss": ll.Mean(torch.tensor([2.0, 6.0]), 2)})
     [{'loss': 1.0}, {'loss': 3.0}]
 
+    Args:
+        metrics: of a step by `vmap_step`, a `Window` of such, or those that `ll.measure` gives for such a step.
+        prefix: put before each name.
+
     Raises ValueError for metrics of one state.
     """
     values = {name: torch.as_tensor(metric.compute()).detach().double().cpu() for name, metric in metrics.items()}
     counts = {len(value) for value in values.values() if value.dim()}
     if len(counts) != 1:
-        raise ValueError(f"these metrics are of {sorted(counts) or 'no'} members; give those of a step by vmap_step")
+        raise ValueError(
+            f"these metrics ({', '.join(values) or 'none'}) are of {' and '.join(map(str, sorted(counts))) or 'no'} "
+            "members; give those of a step by ll.vmap_step, and ll.compute those of one state"
+        )
     (count,) = counts
     columns = {prefix + name: value.expand(count).tolist() for name, value in values.items()}
     return [{name: column[number] for name, column in columns.items()} for number in range(count)]
@@ -218,12 +293,22 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
 
     Each member does what the step would do with it alone: with its own random numbers (a function of its seed), its
     own clipping, averages, loss scale and learning rate. The result is that of as many runs in turn but for the last
-    bits, which batched kernels round otherwise. One that diverges is not seen by the others; one whose update is
-    skipped (`apply_if_finite`) stays where it was while `step` counts on, and never makes the step raise.
+    bits, which batched kernels round otherwise. Nothing mixes members, whatever the optimizer or the wrapper: one
+    that diverges is not seen by the others. One whose update is skipped (`apply_if_finite`) stays where it was while
+    `step` counts on, unless all are skipped, and never makes the step raise.
+
+    Random numbers are those that the step without `compile=` draws for the member alone, but for the pieces of
+    `accumulate` after the first and the second pass of `sam`, which draw further ones of the member's own stream, and
+    for dropout on a GPU, where torch has a kernel of its own.
 
     The step is written down as a graph at the first batch of each shape, as a compiled step is, and what holds there
     holds here: no value of a tensor may be asked for. `make_train_step(..., donate=True, compile=True)` is kept, so
-    the stack is written in place and compiled. A small stack of large models gains nothing.
+    the stack is written in place and compiled. A small stack of large models gains nothing, and attention is computed
+    by matrices and not by fused kernels, which know of no members.
+
+    To evaluate, `compute_members(measure(vmap_step(eval_step), stack, batches))`. What `vmap_step(predict_step)`
+    returns has the members in a first dimension; for `ll.predict`, which wants the examples there, take their mean,
+    `lambda stack, batch: predict_step(stack, batch).mean(0)`, or transpose.
 
     Args:
         step: what `make_train_step`, `make_eval_step` or `make_predict_step` returns.
@@ -235,9 +320,10 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
         TypeError: another function.
         ValueError: a state that is no stack; members whose wrappers differ in what they do (an average that moves in
             some of them alone); `per_member` values for another number of members.
-        UntraceableError: see `make_train_step(compile=)`.
+        UntraceableError: sparse gradients; random numbers whose distribution depends on tensors in a way that cannot
+            be mapped; and see `make_train_step(compile=)`.
 
-    Source: Rochester, Kidger and others' "model ensembling" by `jax.vmap`; `torch.func.stack_module_state`.
+    Source: `jax.vmap` over initialisations, as in Equinox's "ensembling" example; `torch.func.stack_module_state`.
     """
     parts = getattr(step, "parts", None)
     if not isinstance(parts, Parts):
@@ -247,14 +333,14 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
         )
     options = {} if parts.compile is True else parts.compile or {"backend": "eager"}
     compiler = _Stacked(parts.core, parts.donate, options, parts.watched, own_batches)
-    if hasattr(step, "is_train_step") or step.__name__ in ("pure_step", "donated_step", "compiled"):
+    if not isinstance(parts.watched[0], nn.Module):  # which is what a step without training looks at first
         train_step: Any = compiled_step(parts, compiler)
         return cast(S, train_step)
 
-    def mapped(state: TrainState, batch: Any) -> Any:
-        return compiler.run(compiler.prepare(state, batch), state).metrics
+    def without_training(stack: TrainState, batch: Any) -> Any:
+        return compiler.run(compiler.prepare(stack, batch), stack).metrics
 
-    result: Any = mapped
+    result: Any = without_training
     result.compiler = compiler
     return cast(S, result)
 
@@ -265,8 +351,13 @@ class _Stacked(Compiler):
     def __init__(
         self, core: Core, donate: bool, options: Mapping[str, Any], watched: tuple[Any, ...], own_batches: bool
     ) -> None:
-        super().__init__(core, donate, options, watched)
+        def mappable(state: TrainState, batch: Any) -> Outcome:
+            with sdpa_kernel(SDPBackend.MATH), _Dense():  # type: ignore[no-untyped-call]
+                return core(state, batch)
+
+        super().__init__(mappable, donate, options, watched)
         self.own_batches = own_batches
+        self.count = 0
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         self.count = members_of(state)
@@ -277,46 +368,64 @@ class _Stacked(Compiler):
                         f"the batch has a tensor of shape {tuple(leaf.shape)}, and the stack {self.count} members: "
                         "with own_batches=True each tensor has a first dimension of members"
                     )
-        self.of_state = len(dissect((state.params, state.buffers, state.opt_state)).tensors)
         return super().prepare(state, batch)
 
     def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
-        said, key, asked = self.said_by(0, question.function, question.sources, flat, counts)
-        varied = any(kind == "input" for kind, _ in question.sources)
-        if not (varied or asked):
-            return key, said.tensors
-        columns = [said.tensors]
-        for number in range(1, self.count):
-            other, other_key, _ = self.said_by(number, question.function, question.sources, flat, counts)
-            if other_key != key:
-                raise ValueError(
-                    f"members 0 and {number} of the stack part in what their step does ({said.source} and "
-                    f"{other.source}): a counter of theirs, or whether a hyperparameter is 0, differs. Step them in "
-                    "stacks of their own (ll.select_members)"
-                )
-            columns.append(other.tensors)
-        return key, [torch.stack(column) for column in zip(*columns, strict=True)]
+        answers, own = self.ask(question.function, question.sources, flat, counts)
+        if not own:
+            return answers[0].key(), answers[0].tensors
+        columns = zip(*(said.tensors for said in answers), strict=True)
+        return answers[0].key(), [torch.stack(column) for column in columns]
 
-    def said_by(
+    def ask(
+        self, function: Callable[..., Any], sources: list[Any], flat: list[Tensor], counts: Mapping[str, Any]
+    ) -> tuple[list[Dissected], bool]:
+        """What the host says for each member, and whether it may say something else for another."""
+        answers, own = self.said(function, sources, flat, counts)
+        keys = [said.key() for said in answers]
+        if keys.count(keys[0]) < self.count and {said.source for said in answers} == {"True", "False"}:
+            # torch's optimizers leave out a term whose factor is 0. Where it is not 0 for all, all have the term.
+            answers, own = self.said(function, sources, flat, counts, without_zeros=True)
+            keys = [said.key() for said in answers]
+        for number, key in enumerate(keys):
+            if key != keys[0]:
+                raise ValueError(
+                    f"members 0 and {number} of the stack part in what their step does (on_host said "
+                    f"{answers[0].source} and {answers[number].source}): a counter of theirs differs, such as that "
+                    "of an average when some updates were skipped. Step them in stacks of their own, by "
+                    "ll.select_members"
+                )
+        return answers, own
+
+    def said(
         self,
-        number: int,
         function: Callable[..., Any],
         sources: list[Any],
         flat: list[Tensor],
         counts: Mapping[str, Any],
-    ) -> tuple[Dissected, Any, bool]:
-        """One member's answer, and whether it is its own."""
-        before = _tracing.member, _tracing.members, _tracing.members_asked
-        _tracing.member, _tracing.members, _tracing.members_asked = number, self.count, False
+        without_zeros: bool = False,
+    ) -> tuple[list[Dissected], bool]:
+        global _asked
+        known: dict[str, Dissected] = {}  # by what is asked about: most members of most stacks are told the same
+        inputs = [flat[value] for kind, value in sources if kind == "input"]
+        rows = list(zip(*(tensor.tolist() for tensor in inputs), strict=True)) or [()] * self.count
+        before, _asked = _asked, _Asked(0, self.count, without_zeros)
         try:
-            values = [
-                flat[value][number] if kind == "input" else value_of((kind, value), flat, counts)
-                for kind, value in sources
-            ]
-            said = as_answer(function(*values))
-            return said, said.key(), _tracing.members_asked
+            answers: list[Dissected] = []
+            for number, row in enumerate(rows):
+                _asked.number = number
+                if _asked.own or str(row) not in known:
+                    values = [
+                        _without_zero(flat[value][number], without_zeros)
+                        if kind == "input"
+                        else value_of((kind, value), flat, counts)
+                        for kind, value in sources
+                    ]
+                    known[str(row)] = as_answer(function(*values))
+                answers.append(known[str(row)])
+            return answers, _asked.own or bool(inputs)
         finally:
-            _tracing.member, _tracing.members, _tracing.members_asked = before
+            _asked = before
 
     def make(
         self,
@@ -328,80 +437,109 @@ class _Stacked(Compiler):
         held: list[_program.Held],
     ) -> tuple[dict[Any, Any], Any, Machine]:
         in_batch = dissect(batch)
-        stacked = self.of_state + len(in_batch.tensors) * self.own_batches
-        varied: list[bool] = []
+        stacked = len(flat) - len(in_batch.tensors) * (not self.own_batches)
+        varied: list[bool] = []  # of each number of the host's: whether each member has its own
 
         def evaluate(function: Callable[..., Any], sources: list[Any]) -> Any:
-            said, _, asked = self.said_by(0, function, sources, flat, counts)
-            own = asked or any(kind == "input" for kind, _ in sources)
-            varied.extend(own for _ in said.tensors)
-            return said.build()(said.tensors)
-
-        def questions_begin() -> None:
-            varied.clear()
+            answers, own = self.ask(function, sources, flat, counts)
+            varied.extend(own for _ in answers[0].tensors)
+            return answers[0].build()(answers[0].tensors)
 
         one = [tensor.detach()[0] if place < stacked else tensor for place, tensor in enumerate(flat)]
-        example = in_batch.build()([t.detach()[0] for t in in_batch.tensors]) if self.own_batches else batch
+        example = in_batch.build()(one[-len(in_batch.tensors) :]) if in_batch.tensors else batch
         program, answers, at = _program.trace(
-            self.core, _member(state, 0), example, questions, one, held, evaluate, questions_begin
+            self.core, _member(state, 0), example, questions, one, held, evaluate, varied.clear
         )
-        batched, draws = self.mapped(program, stacked, varied)
-        machine = Machine(batched, self.build(batched))
-        machine.draws = draws
-        machine.random = machine.random or bool(draws)
+        mapped, draws = self.mapped(program, stacked, varied)
+        machine = Machine(mapped, self.build(mapped))
+        machine.draws = cast(Any, draws)
+        machine.random = bool(draws)
         return answers, at, machine
 
-    def mapped(
-        self, program: Program, stacked: int, varied: list[bool]
-    ) -> tuple[Program, list[Callable[[], Tensor]]]:
+    def mapped(self, program: Program, stacked: int, varied: list[bool]) -> tuple[Program, list[_Drawing]]:
         """The program of one member as that of all, and the operations that draw its random numbers beforehand."""
         with torch.no_grad():
             pure = functionalize(program.graph, remove="mutations")
-            one = make_fx(pure, _program.simple_forms(), tracing_mode="fake")(*fakes(program.graph))
+            one = make_fx(pure, _mappable_forms(), tracing_mode="fake")(*fakes(program.graph))
         _without_copies(one)
-        draws = [node for node in one.graph.nodes if _program.draws(node) and _of_shape_alone(node)]
-        first = next(iter(one.graph.nodes))
-        inputs = list(program.inputs)
-        inputs[:0] = [(3, place) for place in range(len(draws))]
-        drawing = [_drawing(node) for node in draws]
-        for place, node in enumerate(draws):
-            with one.graph.inserting_before(first):
-                drawn = one.graph.placeholder(f"drawn_{place}")
-            drawn.meta.update(node.meta)
-            node.replace_all_uses_with(drawn)
-        one.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-        one.recompile()
+        draws = _drawn_beforehand(one)
+        inputs = [*((3, place) for place in range(len(draws))), *program.inputs]
         dims = [
             0 if kind == 3 or (kind == 1 and value < stacked) or (kind == 2 and varied[value]) else None
             for kind, value in inputs
         ]
         examples = fakes(one, [None if dim is None else self.count for dim in dims])
-        mapped = torch.vmap(lambda *values: one(*values), in_dims=tuple(dims), randomness="different")
         with torch.no_grad():
-            graph = make_fx(mapped, tracing_mode="fake")(*examples)
+            all_of_them = torch.vmap(lambda *values: one(*values), in_dims=tuple(dims), randomness="error")
+            graph = make_fx(all_of_them, tracing_mode="fake")(*examples)
         graph.graph.eliminate_dead_code()
         graph.recompile()
-        shapes = dissect(program.outcome)
+        params, opt_state, buffers, metrics, samples, applied = program.outcome[0]
+        outcome: Any = (
+            (params, opt_state, buffers, metrics, samples, applied),
+            [],
+        )  # errors of one member are nobody's
+        shapes = dissect(outcome)
         with FakeTensorMode():
             wide = [torch.empty((self.count, *t.shape), dtype=t.dtype, device=t.device) for t in shapes.tensors]
-        batched = replace(program, graph=graph, inputs=inputs, outcome=shapes.build("v, n")(wide, _Same()))
-        batched = replace(batched, afterwards=[], outcome=(batched.outcome[0], []))
-        batched = replace(batched, outputs=batched.outputs[: len(dissect(batched.outcome).tensors)])
-        return (batched.donated() if self.donate else batched), drawing
+        batched = replace(
+            program,
+            graph=graph,
+            inputs=inputs,
+            outputs=program.outputs[: len(wide)],
+            outcome=shapes.build("v, n")(wide, _Same()),
+            afterwards=[],
+        )
+        return (batched.donated() if self.donate else batched), draws
 
     def draw(self, machine: Machine, state: TrainState, generators: Sequence[torch.Generator]) -> list[Tensor]:
         seeds: Any = state.seed
-        columns: list[list[Tensor]] = []
-        for seed in seeds:
+        draws: list[Any] = machine.draws
+        drawn = [draw.empty(len(seeds)) for draw in draws]
+        rows = list(zip(*(tensor.unbind() for tensor in drawn), strict=True))
+        for seed, row in zip(seeds, rows, strict=True):
             place = mix(seed, state.step, rank(), 0)
             for generator in generators:
                 generator.manual_seed(place)
-            columns.append([draw() for draw in machine.draws])
-        return [torch.stack(column) for column in zip(*columns, strict=True)]
+            for draw, into in zip(draws, row, strict=True):
+                draw.fill(into)
+        return [tensor.contiguous() for tensor in drawn]
 
     def run(self, ready: Ready, state: TrainState) -> Outcome:
         out = super().run(ready, state)
-        return out._replace(applied=out.applied.any() if isinstance(out.applied, Tensor) else out.applied)
+        metrics: Any = out.metrics
+        if isinstance(metrics, dict):
+            metrics = {name: _of_members(metric, self.count) for name, metric in metrics.items()}
+        return out._replace(
+            metrics=metrics, applied=out.applied.any() if isinstance(out.applied, Tensor) else out.applied
+        )
+
+
+class _Dense(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses sparse gradients."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.layout is not torch.strided:
+            raise UntraceableError(
+                f"the step makes sparse gradients (shape {tuple(made.shape)}), which cannot be mapped over members: "
+                "leave out Embedding(sparse=True), and train the stack by an optimizer of dense gradients"
+            )
+        return made
+
+
+def _without_zero(value: Tensor, now: bool) -> Tensor:
+    """A hyperparameter of the state, a double as no other number there is, as if it were not 0."""
+    return value.clamp(min=_LEAST) if now and value.dtype == torch.float64 and value == 0 else value
+
+
+def _of_members(metric: Any, count: int) -> Any:
+    """A record of records, where it is one of more than sums."""
+    if isinstance(metric, (Mean, Tensor)) or not isinstance(metric, Metric):
+        return metric
+    leaves, spec = tree_flatten(metric)
+    rows = [leaf.unbind() if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+    return _Records(tuple(tree_unflatten(list(row), spec) for row in zip(*rows, strict=True)))
 
 
 class _Same(dict[str, Any]):
@@ -411,38 +549,106 @@ class _Same(dict[str, Any]):
         return _tracing.Count(name)
 
 
+@functools.cache
+def _mappable_forms() -> dict[Any, Callable[..., Any]]:
+    """Operations that `torch.vmap` does not know, or knows as a loop over the members, as others that it does."""
+
+    def put(into: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+        mask = indices[0]
+        if len(indices) > 1 or mask is None or mask.dtype is not torch.bool or values.dim() or accumulate:
+            return NotImplemented
+        return torch.where(mask.reshape(mask.shape + (1,) * (into.dim() - mask.dim())), values, into)
+
+    def scale(
+        now: Tensor, tracker: Tensor, overflow: Tensor, growth: float, backoff: float, interval: int
+    ) -> tuple[Tensor, Tensor]:
+        good = tracker + 1
+        grows, grown = good == interval, now * growth
+        larger = torch.where(grows & grown.isfinite(), grown, now)
+        overflows = overflow > 0
+        return (
+            torch.where(overflows, now * backoff, larger),
+            torch.where(overflows | grows, torch.zeros_like(good), good).to(tracker.dtype),
+        )
+
+    def dropout(values: Tensor, rate: float, train: bool | None) -> Any:
+        if train is False:
+            return NotImplemented
+        kept = torch.ops.aten.bernoulli.p(torch.empty_like(values), 1 - rate)
+        return values * (kept / (1 - rate) if rate < 1 else kept), kept.bool()
+
+    aten = torch.ops.aten
+    return {
+        **_program.simple_forms(),
+        aten.index_put.default: put,
+        aten._amp_update_scale.default: scale,
+        aten.native_dropout.default: dropout,
+        aten.bernoulli.default: lambda rates: (torch.rand_like(rates) < rates).to(rates.dtype),
+    }
+
+
 def _without_copies(graph: torch.fx.GraphModule) -> None:
-    """Nothing is written in place in this graph, so that a copy is as good as what it was made of."""
+    """Only batch norm's kernels write in this graph, so that for all others a copy is as good as what it is of."""
     for node in list(graph.graph.nodes):
         copies = node.target in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) and not node.kwargs
-        if copies and all(user.op != "output" for user in node.users):
+        if copies and not any(user.op == "output" or "batch_norm" in str(user.target) for user in node.users):
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
 
 
-_SHAPED = {
+def _drawn_beforehand(graph: torch.fx.GraphModule) -> list[_Drawing]:
+    """Take the random numbers of a graph for inputs, its first ones, and return what draws each of them.
+
+    So each member's come from a stream of its own, just as they would alone.
+    """
+    nodes = graph.graph
+    first = next(iter(nodes.nodes))
+    drawn: list[_Drawing] = []
+    for node in [node for node in nodes.nodes if _program.draws(node)]:
+        drawn.append(_drawing(node))
+        with nodes.inserting_before(first):
+            given = nodes.placeholder(f"drawn_{len(drawn)}")
+        given.meta.update(node.meta)
+        node.replace_all_uses_with(given)
+    nodes.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph.recompile()
+    return drawn
+
+
+_IN_PLACE = {
     "bernoulli",
-    "uniform",
+    "cauchy",
+    "exponential",
+    "geometric",
+    "log_normal",
     "normal_functional",
-    "rand_like",
-    "randn_like",
-    "rand",
-    "randn",
-    "randint",
     "random",
+    "uniform",
 }
+_LIKE = {"rand_like", "randn_like", "randint_like"}
 
 
-def _of_shape_alone(node: Node) -> bool:
-    """Whether what is drawn depends on nothing but numbers and shapes, so that it can be drawn beforehand."""
-    name = str(node.target).split(".")
-    return name[1] in _SHAPED | {"randint_like", "exponential"} and not (
-        name[1] == "bernoulli" and name[2] == "default"
-    )
+class _Drawing(NamedTuple):
+    """An operation that draws random numbers: `fill(into)` draws those of one member, in their order in memory."""
+
+    like: Tensor
+    fill: Callable[[Tensor], Any]
+
+    def empty(self, count: int) -> Tensor:
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.like.size(), self.like.stride(), strict=True))
+        size, stride = (count, *self.like.size()), (span, *self.like.stride())
+        return torch.empty_strided(size, stride, dtype=self.like.dtype, device=self.like.device)
 
 
-def _drawing(node: Node) -> Callable[[], Tensor]:
-    """What draws the same for tensors without values of the same shapes."""
+def _drawing(node: Node) -> _Drawing:
+    """What draws the same given nothing: for this the distribution must depend on no tensor, only on its shape."""
+    target = cast(Any, node.target)
+    name = str(target).split(".")[1]
+    if node.all_input_nodes and name not in _IN_PLACE | _LIKE:
+        raise UntraceableError(
+            f"the step draws random numbers by {target}, whose distribution depends on tensors, and which cannot be "
+            "mapped over members: draw them from torch.rand, and make of them what is needed"
+        )
 
     def like(value: Any) -> Any:
         if not isinstance(value, Node):
@@ -450,10 +656,9 @@ def _drawing(node: Node) -> Callable[[], Tensor]:
         meta = value.meta["val"]
         return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=meta.device)
 
-    given, target = (node.args, node.kwargs), cast(Callable[..., Tensor], node.target)
-
-    def draw() -> Tensor:
-        args, kwargs = torch.fx.node.map_aggregate(given, like)
-        return target(*args, **kwargs)
-
-    return draw
+    args: Any = torch.fx.node.map_aggregate(node.args, like)
+    kwargs = node.kwargs
+    if name in _IN_PLACE:  # as a step alone draws; the functional forms that a graph has keep no order of memory
+        method = getattr(Tensor, f"{name.removesuffix('_functional')}_")
+        return _Drawing(args[0], lambda into: method(into, *args[1:], **kwargs))
+    return _Drawing(like(node), lambda into: into.copy_(target(*args, **kwargs)))

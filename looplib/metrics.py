@@ -37,7 +37,7 @@ class Mean(NamedTuple):
     the value's own bits as long as it is alone.
 
     Attributes:
-        total: sum, a tensor of one element, or a number.
+        total: sum, a tensor of one element, or a number; of a stack (`vmap_step`), a tensor with one for each member.
         weight: what it is divided by, likewise.
         times: how many equal parts of (total, weight) the record stands for.
 
@@ -66,7 +66,8 @@ def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
     """The sum of so many times each, with few operations however many there are."""
     pairs = list(zip(values, times, strict=True))
     number = sum(value * n for value, n in pairs if not isinstance(value, Tensor))
-    tensors = [value if not value.dim() else value.reshape(()) for value in values if isinstance(value, Tensor)]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    tensors = [value.reshape(()) if value.dim() and value.numel() == 1 else value for value in tensors]
     if not tensors:
         return number
     stacked = torch.stack(tensors)
@@ -74,8 +75,8 @@ def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
     counts = {n for value, n in pairs if isinstance(value, Tensor)}
     if len(counts) > 1:
         terms = torch._foreach_mul(wide.unbind(), [n for value, n in pairs if isinstance(value, Tensor)])
-        return torch.stack(terms).sum() + number
-    total = wide.sum() * counts.pop()
+        return torch.stack(terms).sum(0) + number
+    total = wide.sum(0) * counts.pop()
     return total + number if number else total
 
 
@@ -123,7 +124,8 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     >>> compute({"loss": Mean(3.0, 4)}, prefix="train/")
     {'train/loss': 0.75}
 
-    Raises TypeError for a value that is no metric, naming it, and for what is no dict.
+    Raises TypeError for a value that is no metric, naming it, and for what is no dict; ValueError for metrics of a
+    stack, which `compute_members` takes.
     """
     if not isinstance(metrics, Mapping):
         what = "window.metrics()" if isinstance(metrics, Window) else '{"loss": ll.Mean(total, weight)}'
@@ -138,6 +140,12 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
         values[name] = metric.compute()
     # One transfer for all of a device's values, not one each.
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.numel() != 1:
+            raise ValueError(
+                f"{name!r} has the shape {tuple(tensor.shape)}, and not one value: of the step of a stack "
+                "(ll.vmap_step) ll.compute_members gives the values of each member"
+            )
     waiting = [tensor.detach().reshape(()) for tensor in tensors.values()]
     if len(waiting) > 1 and len({(tensor.device, tensor.dtype) for tensor in waiting}) == 1:
         numbers = torch.stack(waiting).tolist()

@@ -1,0 +1,185 @@
+"""Classify handwritten digits with an ensemble: 32 small networks trained in one step.
+
+    pip install "looplib[recipes]"
+    python recipes/ensemble_digits.py              (or with other settings: --members 8 --epochs 20)
+
+The members differ in their first weights (and in their dropout, if there is any), each by its own seed, and see the
+same batches. One step trains all of them (`ll.vmap_step`), compiled. What an ensemble gains is asked of 30% of the
+1,797 pictures of scikit-learn, held out: the mean of its members' probabilities against the members one by one, by
+accuracy, by the negative log-likelihood (NLL), and by the expected calibration error (ECE), which is how far the
+probability of the chosen class is from how often it is right.
+
+Reached on one shared core: a step of all 32 in 2.2 to 2.4 ms, 7 times as fast as 32 raw loops in turn (4 to 11 s to
+compile it come before). The seeds 1 to 4, each with other held-out pictures, of the members on average and of the
+32 together:
+
+    NLL       0.164 0.275 0.200 0.181   ->   0.145 0.245 0.176 0.161
+    ECE       0.021 0.030 0.027 0.025   ->   0.019 0.022 0.021 0.021
+    accuracy  95.2% 92.7% 95.0% 94.8%   ->   95.2% 93.2% 95.4% 95.6%
+
+The gain in NLL, some 11%, is sure; that in ECE is small beside its own noise (compiled, seed 1 gave 0.016), and only
+there where members are too sure of themselves. These settings were chosen for that among four, on seed 0. With 600
+pictures, or half the epochs, ECE stayed as it was; with half the epochs, dropout 0.2 and lr 3e-3 members are not sure
+enough, and their mean still less: from 0.064 to 0.076 (seed 1) and 0.040 to 0.053 (seed 2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import time
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import looplib as ll
+
+
+def main(
+    members: int = 32,
+    epochs: int = 60,
+    batch_size: int = 32,
+    train_size: int = 300,  # pictures to learn from: with few, members disagree, and there is something to gain
+    lr: float = 1e-2,  # at its peak; it falls along a cosine
+    weight_decay: float = 0.1,
+    width: int = 64,
+    dropout: float = 0.0,
+    compile: int = 1,
+    seed: int = 0,  # of the held-out pictures, the order of the others, and the members
+    directory: str = "runs/ensemble_digits",
+) -> dict[str, float]:
+    torch.set_num_threads(1)
+    train_set, (test_pictures, test_labels) = load_data(train_size, seed)
+    loader = ll.make_loader(train_set, batch_size=batch_size, drop_last=True, seed=seed)
+    steps = epochs * len(loader)
+
+    model = make_model(width, dropout)
+    optimizer = ll.optimizer(
+        torch.optim.AdamW, lr=ll.warmup_cosine(lr, warmup=steps // 10, total=steps), weight_decay=weight_decay
+    )
+    single_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True, compile=bool(compile))
+    train_step = ll.vmap_step(single_step)
+    predict_step = ll.vmap_step(ll.make_predict_step(model, lambda model, pictures: model(pictures).softmax(1)))
+
+    states = []
+    for member in range(members * seed, members * (seed + 1)):
+        torch.manual_seed(member)
+        fresh = make_model(width, dropout)
+        states.append(ll.init_state(fresh, optimizer, seed=member, epoch_length=len(loader)))
+    stack = ll.stack_states(states)
+
+    done, seconds, first = ll.after_epochs(epochs), 0.0, 0.0
+    while not done(stack):
+        for batch in ll.progress(loader(stack), stack, leave=False):
+            begin = time.perf_counter()
+            stack, _ = train_step(stack, batch)
+            taken = time.perf_counter() - begin
+            first, seconds = first or taken, seconds + taken
+
+    probabilities = predict_step(stack, test_pictures)  # (members, pictures, classes)
+    each = [scores_of(own, test_labels) for own in probabilities]
+    single = {name: sum(scores[name] for scores in each) / members for name in each[0]}
+    ensemble = scores_of(probabilities.mean(0), test_labels)
+    raw = raw_loops(members, width, dropout, lr, weight_decay, batch)
+
+    path = Path(directory) / "calibration.png"
+    draw_calibration(probabilities, test_labels, path)
+    print(f"{'':22}{'accuracy':>10}{'NLL':>10}{'ECE':>10}")
+    for name, scores in (("a member, on average", single), (f"the {members} together", ensemble)):
+        print(f"{name:22}{scores['accuracy']:10.2%}{scores['nll']:10.4f}{scores['ece']:10.4f}")
+    step = (seconds - first) / max(1, steps - 1)
+    print(f"a step of all members: {1e3 * step:.2f} ms (the first, with compiling, {first:.1f} s)")
+    print(f"{members} raw loops in turn: {1e3 * raw:.2f} ms, {raw / step:.1f} times as long   picture: {path}")
+    times = {"step_seconds": step, "raw_step_seconds": raw, "first_step_seconds": first}
+    return {**ensemble, **{f"member_{name}": value for name, value in single.items()}, **times}
+
+
+def load_data(train_size: int, seed: int) -> tuple[TensorDataset, tuple[Tensor, Tensor]]:
+    """Pictures (n, 64) in float32 from 0 to 1, and labels (n,)."""
+    digits = load_digits()
+    pictures, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    train, test = train_test_split(range(len(labels)), test_size=0.3, stratify=labels, random_state=seed)
+    return TensorDataset(pictures[train[:train_size]], labels[train[:train_size]]), (pictures[test], labels[test])
+
+
+def make_model(width: int, dropout: float) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(64, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    )
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    pictures, labels = batch
+    return F.cross_entropy(model(pictures), labels)
+
+
+def scores_of(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
+    """Of probabilities (n, classes): accuracy, negative log-likelihood, expected calibration error."""
+    confidence, chosen = probabilities.max(1)
+    right = (chosen == labels).float()
+    nll = -probabilities.gather(1, labels[:, None]).clamp(min=1e-12).log().mean()
+    gaps = [(confidence[own] - right[own]).mean().abs() * own.float().mean() for own in bins_of(confidence)]
+    return {"accuracy": right.mean().item(), "nll": nll.item(), "ece": float(sum(gaps))}
+
+
+def bins_of(confidence: Tensor, count: int = 15) -> list[Tensor]:
+    """Which examples are in each of so many equal bins of confidence, for those that have any (Guo et al., 2017)."""
+    place = (confidence * count).ceil().long().clamp(1, count)
+    return [place == number for number in range(1, count + 1) if (place == number).any()]
+
+
+def raw_loops(
+    members: int, width: int, dropout: float, lr: float, weight_decay: float, batch: tuple[Tensor, Tensor]
+) -> float:
+    """Seconds for one step of each of so many hand-written loops, the median of some."""
+    models = [make_model(width, dropout) for _ in range(members)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=weight_decay, fused=True) for m in models]
+    found = []
+    for _ in range(15):
+        begin = time.perf_counter()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        found.append(time.perf_counter() - begin)
+    return sorted(found)[len(found) // 2]
+
+
+def draw_calibration(probabilities: Tensor, labels: Tensor, path: Path) -> None:
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, own, color in (
+        ("members, each by itself", probabilities.flatten(0, 1), "tab:blue"),
+        ("the ensemble", probabilities.mean(0), "tab:orange"),
+    ):
+        confidence, chosen = own.max(1)
+        correct = (chosen == labels.repeat(len(own) // len(labels))).float()
+        points = [(confidence[bin].mean().item(), correct[bin].mean().item()) for bin in bins_of(confidence, 10)]
+        left.plot(*zip(*points, strict=True), marker="o", label=name, color=color)
+    left.plot([0, 1], [0, 1], color="gray", linewidth=1, linestyle="--", label="calibrated")
+    left.set(xlabel="probability of the chosen class", ylabel="part that is right", title="calibration")
+    nlls = [scores_of(own, labels)["nll"] for own in probabilities]
+    sizes = range(1, len(probabilities) + 1)
+    together = [scores_of(probabilities[:size].mean(0), labels)["nll"] for size in sizes]
+    right.scatter(sizes, nlls, s=14, color="tab:blue", label="one member")
+    right.plot(sizes, together, color="tab:orange", linewidth=2, label="the first ones together")
+    right.set(xlabel="members", title="negative log-likelihood of held-out digits")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for setting in inspect.signature(main).parameters.values():
+        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
+    main(**vars(parser.parse_args()))

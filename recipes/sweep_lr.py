@@ -1,0 +1,166 @@
+"""Find a learning rate: 32 of them in one step, and by halves.
+
+    pip install "looplib[recipes]"
+    python recipes/sweep_lr.py                     (or with other settings: --members 64 --epochs 20)
+
+Each member of a stack is one run with a learning rate of its own, from 1e-5 to 10, of the same network from the same
+first weights, on the digits of scikit-learn. One step trains all of them; those that diverge do no harm to the rest.
+A picture shows where each one ended, and how it came there.
+
+Then the same by successive halving (Jamieson and Talwalkar, 2016): after each rung the worse half is dropped, and
+the others go on for as many updates as before, which finds a learning rate of the best for a part of the work.
+
+Reached: 0.18 (0.28 with seed 3), and 97.8% of the held-out digits with it (96.1% to 96.9% with the seeds 1 to 3), in
+some 2 seconds for all 32 on one core; the same one by halving, with 47% of the updates. The held-out digits choose
+here, so that this score flatters: to report one, keep a third part of the data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import time
+from pathlib import Path
+
+import torch
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import looplib as ll
+
+
+def main(
+    members: int = 32,
+    epochs: int = 12,
+    rungs: int = 4,  # in each of which half of the members are dropped
+    batch_size: int = 64,
+    lowest: float = 1e-5,
+    highest: float = 10.0,
+    momentum: float = 0.9,
+    width: int = 64,
+    seed: int = 0,
+    directory: str = "runs/sweep_lr",
+) -> dict[str, float]:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    train_set, test_set = load_data()
+    loader = ll.make_loader(train_set, batch_size=batch_size, drop_last=True, seed=seed)
+    test_batches = DataLoader(test_set, batch_size=len(test_set))
+    model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    eval_step = ll.vmap_step(ll.make_eval_step(model, metric_fn))
+
+    def begin(lrs: list[float]) -> tuple[ll.TrainStep, ll.TrainState]:
+        optimizer = ll.optimizer(torch.optim.SGD, lr=ll.per_member(lrs), momentum=momentum)
+        start = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
+        return ll.vmap_step(ll.make_train_step(grad_fn, optimizer)), ll.stack_states([start] * len(lrs))
+
+    def evaluated(stack: ll.TrainState) -> list[dict[str, float]]:
+        return ll.compute_members(ll.measure(eval_step, stack, test_batches))
+
+    lrs = [lowest * (highest / lowest) ** (member / max(1, members - 1)) for member in range(members)]
+    began = time.perf_counter()
+    train_step, stack = begin(lrs)
+    done, eval_now, curves = ll.after_epochs(epochs), ll.at_epoch_end(), [evaluated(stack)]
+    while not done(stack):
+        for batch in ll.progress(loader(stack), stack, leave=False):
+            stack, _ = train_step(stack, batch)
+            if eval_now(stack):
+                curves.append(evaluated(stack))
+    best = min(range(members), key=lambda member: worst_if_nan(curves[-1][member]["loss"]))
+    swept = time.perf_counter() - began
+
+    # Successive halving: each rung trains those that are left, and keeps the better half of them.
+    left, updates = list(lrs), 0
+    train_step, stack = begin(left)
+    for rung in range(rungs):
+        rung_done = ll.after_steps((rung + 1) * epochs * len(loader) // rungs)
+        while not rung_done(stack):
+            for batch in loader(stack):
+                stack, _ = train_step(stack, batch)
+                updates += len(left)
+                if rung_done(stack):
+                    break
+        losses = [worst_if_nan(scores["loss"]) for scores in evaluated(stack)]
+        kept = sorted(range(len(left)), key=losses.__getitem__)[: max(1, len(left) // 2)]
+        stack, left = ll.select_members(stack, kept), [left[place] for place in kept]
+        train_step, _ = begin(left)
+
+    path = Path(directory) / "sweep.png"
+    draw(lrs, curves, left, path)
+    share = updates / (members * epochs * len(loader))
+    print(f"best of {members}: lr {lrs[best]:.3g}, {curves[-1][best]['accuracy']:.2%} right, {swept:.1f} s for all")
+    print(f"by halving, with {share:.0%} of the updates: lr {left[0]:.3g}   picture: {path}")
+    diverged = sum(not scores["loss"] < curves[0][0]["loss"] for scores in curves[-1])
+    return {
+        "best_lr": lrs[best],
+        "accuracy": curves[-1][best]["accuracy"],
+        "loss": curves[-1][best]["loss"],
+        "halving_lr": left[0],
+        "halving_loss": curves[-1][lrs.index(left[0])]["loss"],
+        "share": share,
+        "diverged": diverged,
+        "seconds": swept,
+    }
+
+
+def worst_if_nan(loss: float) -> float:
+    return loss if loss == loss else float("inf")
+
+
+def load_data() -> tuple[TensorDataset, TensorDataset]:
+    """Pictures (n, 64) in float32 from 0 to 1, and labels (n,)."""
+    digits = load_digits()
+    pictures, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    train, test = train_test_split(range(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    return TensorDataset(pictures[train], labels[train]), TensorDataset(pictures[test], labels[test])
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    pictures, labels = batch
+    return F.cross_entropy(model(pictures), labels)
+
+
+def metric_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    pictures, labels = batch
+    logits = model(pictures)
+    return {"loss": F.cross_entropy(logits, labels), "accuracy": (logits.argmax(1) == labels).float().mean()}
+
+
+def draw(lrs: list[float], curves: list[list[dict[str, float]]], left: list[float], path: Path) -> None:
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    ends, ways = figure.subplots(1, 2)
+    ceiling = 2 * curves[0][0]["loss"]
+    for epoch in (1, len(curves) // 2, len(curves) - 1):
+        losses = [min(worst_if_nan(scores["loss"]), ceiling) for scores in curves[epoch]]
+        ends.plot(lrs, losses, marker="o", markersize=4, label=f"after epoch {epoch}")
+    for lr in left:
+        ends.axvline(
+            lr, color="gray", linestyle="--", linewidth=1, label="left by halving" if lr is left[0] else None
+        )
+    ends.set(xscale="log", xlabel="learning rate", title="loss of held-out digits (cut off above)")
+    for member, lr in enumerate(lrs):
+        way = [min(worst_if_nan(scores[member]["loss"]), ceiling) for scores in curves]
+        color = colormaps["viridis"](member / len(lrs))
+        ways.plot(way, color=color, linewidth=1, label=f"{lr:.0e}" if member % max(1, len(lrs) // 6) == 0 else None)
+    ways.set(xlabel="epoch", title="by learning rate")
+    for axes in (ends, ways):
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    ends.legend(frameon=False)
+    ways.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), title="learning rate")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for setting in inspect.signature(main).parameters.values():
+        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
+    main(**vars(parser.parse_args()))
