@@ -74,9 +74,6 @@ class Trace:
 
 
 _current: Trace | None = None
-member: int | None = None  # of a stack, whose answer the host is asked for now
-members = 0
-members_asked = False  # whether a hyperparameter of its own was asked for
 
 
 def tracing() -> bool:

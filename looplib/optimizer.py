@@ -445,6 +445,11 @@ class _Engine:
                 f"{self.cls.__name__} changes numbers of its own at each update, which a graph would keep for ever: "
                 "take the step without compile=, or one of torch.optim's classes"
             )
+        if sparse := [name for name, grad in grads.items() if grad.is_sparse]:
+            raise UntraceableError(
+                f"the gradient of {', '.join(sparse)} is sparse, which a graph of a step cannot hold: leave out "
+                "Embedding(sparse=True), or take the step without compile="
+            )
         # A first buffer of zeros is what torch's own first step makes one of, but for dampening.
         dampened = any(
             values.get("dampening", 0) for values in (self.defaults, *(values for _, values in self.groups))

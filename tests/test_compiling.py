@@ -697,6 +697,15 @@ def test_arrays_in_a_batch_are_refused():
         step(state, (x.numpy(), y))
 
 
+@pytest.mark.parametrize("cls", [optim.SparseAdam, optim.SGD])
+def test_sparse_gradients_are_refused(cls):
+    model, optimizer = nn.Sequential(nn.Embedding(5, 3, sparse=True)), ll.optimizer(cls, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    step = ll.make_train_step(grad_fn, optimizer, compile=QUICK)
+    with pytest.raises(ll.UntraceableError, match=r"the gradient of 0.weight is sparse, .*sparse=True"):
+        step(ll.init_state(model, optimizer), torch.tensor([1, 2]))
+
+
 def test_retries_are_refused():
     model, optimizer = net(), adamw()
     grad_fn = ll.retry_on_oom(ll.make_grad_fn(model, loss_fn))
