@@ -229,7 +229,7 @@ def make_grad_fn(
                     per = part.samples  # known beforehand, so there is nothing to divide at the end
                 value, factor, weight, divisor = objective_of(loss, samples, part.sums, per, ranks, *total)
                 per = divisor
-                _backward(value, factor, part.scale)
+                _backward(value, factor, part.scale, leaves.values() if tracing() else ())
                 metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
                 for name, value in aux.items():
                     metrics[name] = record(name, value, samples)
@@ -443,7 +443,7 @@ def _one(like: Tensor, value: float = 1.0) -> Tensor:
     return constant
 
 
-def _backward(loss: Tensor, factor: Tensor | float, scale: Tensor | None) -> None:
+def _backward(loss: Tensor, factor: Tensor | float, scale: Tensor | None, inputs: Iterable[Tensor] = ()) -> None:
     """`(loss * factor * scale).backward()` for a loss that has been looked at: the factors need no operation."""
     if loss.dim():
         loss = loss.reshape(())
@@ -453,7 +453,7 @@ def _backward(loss: Tensor, factor: Tensor | float, scale: Tensor | None) -> Non
     if scale is not None or seed is factor:
         seed = seed.reshape(()).to(loss.device, loss.dtype)
     again = _tracing.differentiable  # by formulas that have a gradient themselves
-    _run_backward((loss,), (seed,), again, again, (), allow_unreachable=True, accumulate_grad=True)
+    _run_backward((loss,), (seed,), again, again, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
 
 
 def record(name: str, value: Any, samples: int) -> Metric:

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from looplib import _donation
+from looplib import _donation, _tracing
 from looplib._ranks import is_sharded, shards
 from looplib._tracing import UntraceableError, on_host, tracing
 
@@ -461,7 +462,8 @@ class _Engine:
         twin = _Engine(self.cls, self.defaults, self.groups)
         twin.fuse = False
         members = self.divide({name: params[name] for name in states})
-        instance = twin.build(tensors)
+        with _disable_current_modes():  # in which a schedule's tensor has a value, for the class to check
+            instance = twin.build(tensors)
         numbers = _Numbers()
         given = opt_state.get("hyperparameters") or [{}] * len(members)
         for group, names, moving, own in zip(instance.param_groups, members, self.moving, given, strict=True):
@@ -606,9 +608,14 @@ class _Numbers(TorchFunctionMode):
         if name in _COMPARISONS and id(args[0]) in self.known and not isinstance(args[1], Tensor):
             _, value, source = self.known[id(args[0])]
             compare, other = _COMPARISONS[name], args[1]
+            if _tracing.differentiable:  # also where it is 0 it has a gradient, which the branch for 0 would not have
+                return bool(compare(0.5, other))
             return on_host(lambda source: bool(compare(value(source), other)), source)
         if name == "item":
             return args[0]
+        if _tracing.differentiable and name in ("pow", "__pow__") and args[1] == 0.5:
+            # RAdam takes a root below 0 in its first steps, which it does not use; its gradient would be NaN.
+            return func(args[0].clamp(min=1e-30), 0.5)
         if name in ("addcdiv_", "addcmul_") and isinstance(kwargs.get("value"), Tensor):
             into, one, two = args
             return into.add_((one / two if name == "addcdiv_" else one * two) * kwargs["value"])

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from looplib import _modules
 from looplib._random import mix
 from looplib._ranks import rank
-from looplib._tracing import tracing
+from looplib._tracing import tracing, users_own
 from looplib.gradients import (
     WHOLE,
     GradFn,
@@ -136,7 +136,8 @@ def make_per_sample_grad_fn(
             example = _map(lambda leaf: rows[leaf.index].unsqueeze(0) if type(leaf) is _Column else leaf, layout)
 
             def body() -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-                loss, aux = split_loss(loss_fn(model, example))
+                with users_own():
+                    loss, aux = split_loss(loss_fn(model, example))
                 counted = loss._replace(weight=loss.weight + (loss.weight == 0)) if isinstance(loss, Mean) else loss
                 value, factor, _, _ = objective_of(counted, 1, sums=False, per=None)
                 value = (value * factor).reshape(())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from looplib import _interrupts, _modules
+from looplib import _interrupts, _modules, _tracing
 
 R = TypeVar("R")
 Classes: TypeAlias = type[nn.Module] | tuple[type[nn.Module], ...]
@@ -60,7 +60,7 @@ def recompute(
     choose = choice(modules)
 
     def recomputing(model: nn.Module, batch: Any) -> R:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _tracing.differentiable:  # whose graph is held in whole
             return loss_fn(model, batch)
         chosen = outermost(model, choose, "recompute")
         own = [vars(module).get("forward") for module in chosen]
