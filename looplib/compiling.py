@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from looplib import _latest, _program
 from looplib._modules import _generators
@@ -266,6 +265,8 @@ def _run_apart(made: Callable[..., Any], values: list[Tensor]) -> list[Tensor]:
 
 def fakes(graph: torch.fx.GraphModule, members: Sequence[int | None] = ()) -> list[Tensor]:
     """Tensors without values like the graph's inputs; with a first dimension of members where one is given."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # which imports sympy
+
     metas = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     sizes = list(members) or [None] * len(metas)
     with FakeTensorMode(shape_env=ShapeEnv()):  # without which Inductor would not look into its cache

@@ -190,8 +190,12 @@ def test_training_is_that_of_a_raw_loop(recipe, tmp_path, monkeypatch):
         for name, tensor in g.named_parameters():
             average[name] = decay * average[name] + (1 - decay) * tensor.detach()
 
+    # The last bias cancels in the difference of two outputs: its gradient is rounding alone, which Adam blows up.
+    cancelled, bias = [(name, p) for name, p in d.named_parameters() if p.shape == (1,)][-1]
+    assert bias.grad.abs().item() < 1e-6
     for name, tensor in model.named_parameters():
-        torch.testing.assert_close(tensors[f"/params/{name}"], tensor.detach(), rtol=1e-3, atol=1e-5)
+        if name != f"discriminator.{cancelled}":
+            torch.testing.assert_close(tensors[f"/params/{name}"], tensor.detach(), rtol=1e-3, atol=1e-5)
     for name, tensor in average.items():
         found = tensors[f"/opt_state/inner_states/generator/average/params/generator.{name}"]
         torch.testing.assert_close(found, tensor, rtol=1e-3, atol=1e-5)
