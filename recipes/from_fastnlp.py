@@ -1,0 +1,119 @@
+"""fastNLP's Trainer with everything on, as a loop: each setting has the name that fastNLP gives it.
+
+    python recipes/from_fastnlp.py                           (one process)
+    torchrun --nproc-per-node 2 recipes/from_fastnlp.py      (two, of a GPU or a core each)
+
+Ctrl-C or SIGTERM stops after the update at hand, and the same command goes on with the next sample, with any number
+of processes. FROM_FASTNLP.md has a line for every name of fastNLP. Reached: 97.2% to 97.8% of the 360 held-out digits
+with the seeds 0 to 4, which is a little too good, as they chose the weights too; 5 seconds each on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import signal
+from functools import partial
+from itertools import islice
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import looplib as ll
+
+
+def main(
+    n_epochs: int = 40,
+    batch_size: int = 64,  # of an update, of all ranks together
+    accumulation_steps: int = 2,  # pieces of it
+    fp16: str = "bfloat16",  # or float16, which takes a loss scale, or float32
+    lr: float = 3e-3,
+    warmup: float = 0.1,  # TorchWarmupCallback(warmup, "linear")
+    clip_value: float = 1.0,  # TorchGradClipCallback(clip_value, "norm")
+    evaluate_every: int = 20,  # updates
+    topk: int = 2,  # CheckpointCallback(topk=topk, last=True), and LoadBestModelCallback()
+    patience: int = 15,  # EarlyStopCallback(patience=patience)
+    overfit_batches: int = 0,
+    dropout: float = 0.2,
+    seed: int = 0,
+    folder: str = "runs/from_fastnlp",
+) -> dict[str, float]:
+    torch.set_num_threads(1)
+    with ll.distributed.setup(required=False, output_dir=folder) as device:
+        torch.manual_seed(seed)  # the same weights on all ranks
+        model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(dropout), nn.Linear(128, 10))
+        model = DistributedDataParallel(model.to(device)) if ll.distributed.launched() else model.to(device)
+        train_set, test_set = load_data()
+        loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, device=device)
+        test_batches = ll.make_loader(test_set, batch_size=256, shuffle=False, device=device)
+        if overfit_batches:  # whole ones, of which each rank takes its rows
+            whole = ll.make_loader(train_set, batch_size=batch_size, seed=seed, divide=False)
+            few = list(islice(whole(ll.TrainState()), overfit_batches))
+            loader = test_batches = ll.make_loader(few, shuffle=False, device=device)
+
+        half = torch.float16 if fp16 == "float16" else torch.bfloat16
+        cast = partial(ll.autocast, dtype=half, enabled=fp16 != "float32")
+        steps = n_epochs * len(loader)
+        rate = ll.warmup_linear(lr, warmup=round(warmup * steps), total=steps)
+        optimizer = ll.optimizer(torch.optim.AdamW, lr=rate, weight_decay=0.1)
+        grad_fn = ll.accumulate(ll.make_grad_fn(model, cast(loss_fn)), accumulation_steps)
+        if fp16 == "float16":
+            grad_fn, optimizer = ll.scale_loss(grad_fn), ll.dynamic_loss_scale(optimizer)
+        train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, clip_value), optimizer, donate=True)
+        eval_step = ll.make_eval_step(model, cast(metric_fn))
+
+        ended = ll.after_epochs(n_epochs) | ll.early_stopping(patience)
+        done = ended | ll.after_signal(signal.SIGINT, signal.SIGTERM)
+        eval_now, save_now = ll.every_n_steps(evaluate_every) | ll.after_epochs(n_epochs), ll.at_epoch_end()
+        log = ll.tee(ll.jsonl(f"{folder}/log.jsonl"), ll.console())
+        monitor = "eval/accuracy"
+        ckpt = ll.checkpoint_io(f"{folder}/checkpoints", keep_last=1, keep_best=topk, monitor=monitor, mode="max")
+        extra = {"best": ll.BestSoFar(monitor, mode="max")}
+        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra))
+
+        ll.evaluate(eval_step, state, test_batches, limit=2)  # num_eval_sanity_batch=2
+        while not done(state):
+            for batch in ll.progress(loader(state), state, leave=False, disable=None):
+                state, metrics = train_step(state, batch)
+                if eval_now(state):
+                    scores = ll.evaluate(eval_step, state, test_batches, prefix="eval/")
+                    log(state, ll.compute(ll.distributed.reduce(metrics), prefix="train/") | scores)
+                    ckpt.save(state := ll.update_best(state, scores), scores)
+                elif save_now(state):
+                    ckpt.save(state)
+                if done(state):
+                    break
+        if not ended(state):
+            ckpt.save(state)
+            print(f"stopped at step {state.step} of {steps}; the same command goes on from there")
+            return {}
+        state = ckpt.restore(state, which="best")
+        scores = ll.evaluate(eval_step, state, test_batches)
+        print(f"{scores['accuracy']:.2%} right, by the weights of step {state.step}")
+        return scores
+
+
+def load_data() -> tuple[TensorDataset, TensorDataset]:
+    x, y = map(torch.tensor, load_digits(return_X_y=True))
+    train, test = train_test_split(range(len(y)), test_size=0.2, stratify=y, random_state=0)
+    return TensorDataset(x[train].float() / 16, y[train]), TensorDataset(x[test].float() / 16, y[test])
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def metric_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, object]:
+    logits = model(batch[0])
+    return {"loss": nn.functional.cross_entropy(logits, batch[1]), "accuracy": ll.accuracy(logits, batch[1])}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for setting in inspect.signature(main).parameters.values():
+        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
+    main(**vars(parser.parse_args()))
