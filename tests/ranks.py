@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import runpy
+import sys
 import tempfile
 import time
 import traceback
@@ -59,3 +61,9 @@ def be_rank(rank, folder, environment, function, arguments):
     except BaseException:
         traceback.print_exc()
         raise
+
+
+def run_script(path, *arguments):
+    """For `launch`: a script as Python runs it."""
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")

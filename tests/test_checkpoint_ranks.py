@@ -4,7 +4,6 @@ import builtins
 import json
 import os
 import pickle
-import runpy
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import launch
+from ranks import launch, run_script
 from torch import nn
 
 import looplib as ll
@@ -113,11 +112,6 @@ def damage(path, name):
         (path / name).write_bytes(content)
     dist.barrier()
 """
-
-
-def run_script(path, folder):
-    sys.argv = [path, folder]
-    runpy.run_path(path, run_name="__main__")
 
 
 def launch_script(ranks, script, folder):

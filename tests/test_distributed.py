@@ -8,6 +8,8 @@ import time
 
 import pytest
 import torch
+from ranks import launch as fork
+from ranks import run_script
 
 import looplib as ll
 
@@ -134,6 +136,9 @@ with ll.distributed.setup(required=False):
 def launch(folder, ranks, code, *arguments, check=True, options=(), timeout=300):
     script = folder / "script.py"
     script.write_text(textwrap.dedent(code))
+    if ranks and check and not options:  # the others are about torchrun itself, or how a process ends
+        printed = fork(ranks, run_script, str(script), *map(str, arguments))
+        return subprocess.CompletedProcess([script], 0, printed, printed)
     command = [sys.executable]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
