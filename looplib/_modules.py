@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from looplib import _interrupts
+from looplib import _interrupts, _tracing
 from looplib._ranks import is_sharded, shards
 
 Slot = tuple[dict[str, Any], str]
@@ -183,6 +183,7 @@ class Host:
         """Put the random streams at a seed, within `run`."""
         for generator in self.generators:
             generator.manual_seed(seed)
+        _tracing.stream = seed
 
     def passes_together(self) -> bool:
         """Whether all ranks must make as many passes: each gathers shards, or the first reduces, to learn a graph."""

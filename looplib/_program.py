@@ -70,6 +70,7 @@ class Program:
         successors: (place among `outputs`, place in the state) of each tensor and of the one that it takes over from.
         trained: the places among `outputs` of parameters that require a gradient.
         held: what it may have read outside of the state.
+        streams: of each operation that draws random numbers, the microbatch that it draws for.
         written: the names of the parameters, and of the buffers, that it writes in place.
     """
 
@@ -81,6 +82,7 @@ class Program:
     successors: list[tuple[int, int]]
     trained: frozenset[int]
     held: list[Held]
+    streams: list[int]
     written: tuple[set[str], set[str]] = (set(), set())
 
     def rebuild(self) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
@@ -329,7 +331,8 @@ def trace(
         params, buffers, opt_state = in_state.build()(given)
         stand_in = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
         here = _tracing.Trace(known, answer)
-        with _tracing.within(here), _DrawnOnce():
+        drawing = _DrawnOnce()
+        with _tracing.within(here), drawing:
             out = core(stand_in, in_batch.build()(given[len(in_state.tensors) :]))
             flag = _tracing.applied(out.params)
             if out.params is params:
@@ -337,7 +340,8 @@ def trace(
             elif flag is not None:
                 out = out._replace(applied=flag, buffers=_tracing.either(flag, out.buffers, buffers))
         outcome = tuple(out), [values for _, values in here.afterwards]
-        result[:] = outcome, [function for function, _ in here.afterwards], _successors(out, stand_in, known)
+        checks = [function for function, _ in here.afterwards]
+        result[:] = outcome, checks, _successors(out, stand_in, known), drawing.streams
         return dissect(outcome).tensors
 
     examples = [without_values.from_tensor(tensor.detach()) for tensor in flat]
@@ -410,7 +414,7 @@ def _successors(out: Outcome, old: TrainState, known: dict[int, int]) -> list[tu
 
 def _finished(graph: GraphModule, result: list[Any], state: TrainState, held: list[Held]) -> Program:
     """The graph with the inputs that it needs and the outputs that it computes."""
-    outcome, checks, successors = result
+    outcome, checks, successors, streams = result
     nodes = graph.graph
     nodes.set_codegen(torch.fx.graph.CodeGen())
     asked = [node for node in nodes.nodes if _HOSTS in node.meta]
@@ -443,7 +447,10 @@ def _finished(graph: GraphModule, result: list[Any], state: TrainState, held: li
             node.replace_all_uses_with(constant)
             nodes.erase_node(node)
             inputs.insert(0, (None, reads.get(id(value), partial(_itself, value))))
+    for node, stream in zip(filter(draws, nodes.nodes), streams, strict=True):
+        node.meta["stream"] = stream
     nodes.eliminate_dead_code()
+    streams = [node.meta["stream"] for node in nodes.nodes if draws(node)]
     for node in list(nodes.nodes):
         if node in source_of and node.users:
             inputs.append(source_of[node])
@@ -452,7 +459,7 @@ def _finished(graph: GraphModule, result: list[Any], state: TrainState, held: li
     nodes.lint()
     graph.recompile()
     trained = (place for place, name in enumerate(outcome[0][0]) if state.params[name].requires_grad)
-    return Program(graph, inputs, outputs, outcome, checks, successors, frozenset(trained), held)
+    return Program(graph, inputs, outputs, outcome, checks, successors, frozenset(trained), held, streams)
 
 
 def _written(graph: GraphModule) -> set[int]:
@@ -476,26 +483,29 @@ def _itself(value: Any) -> Any:
 
 
 class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Random numbers of a pass that is recomputed in the backward pass are those of the first time.
+    """What is drawn again from the same place of a stream are the same numbers.
 
-    torch's checkpointing puts the random streams back to where they were. A trace draws nothing; so it moves the
-    stream itself at each draw, and knows a draw by where the stream stands.
+    Checkpointing puts the random streams back to where they were, and a second pass over a batch begins where the
+    first did. A trace draws nothing; so it moves the stream itself at each draw, and knows a draw by its place.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.drawn: dict[Any, Any] = {}
+        self.streams: list[int] = []  # of each draw, the microbatch that it is for
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         with _disable_current_modes():
-            here = func, torch.default_generator.get_state().numpy().tobytes()
+            shapes = tuple(arg.shape for arg in args if isinstance(arg, Tensor))
+            here = func, shapes, torch.default_generator.get_state().numpy().tobytes()
             torch.rand(())
         in_place = func._schema.is_mutable
-        if torch._C._current_graph_task_id() != -1 and here in self.drawn:  # within a backward pass
+        if here in self.drawn:
             return args[0].copy_(self.drawn[here]) if in_place else self.drawn[here]
+        self.streams.append(_tracing.stream)
         out = func(*args, **kwargs)
         self.drawn[here] = out.clone() if in_place else out  # the numbers may be written over
         return out

@@ -74,6 +74,7 @@ class Trace:
 
 
 _current: Trace | None = None
+stream = 0  # in a trace, the microbatch that random numbers are drawn for
 
 
 def tracing() -> bool:

@@ -8,9 +8,8 @@ are a function of the state's seed and step as ever, though others than without 
 A graph is what the step's Python did when it was written down. Python that only looks on (hooks, prints) is done that
 once. A number that a loss function has from elsewhere (an attribute, a global, a closure) is watched, and the step
 compiled anew, with a warning, when it has changed; tensors from there are read at each step. Numbers and strings in a
-batch are part of its shape. Random numbers are drawn in the order of the graph: microbatches each have their own, and
-so has the second pass of `sam`. Dynamo has no part in this, so there are no guards and no graph breaks: what cannot
-be written down is an error.
+batch are part of its shape. Random numbers are drawn in the order of the graph, so microbatches each have their own.
+Dynamo has no part in this, so there are no guards and no graph breaks: what cannot be written down is an error.
 """
 
 from __future__ import annotations

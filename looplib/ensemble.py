@@ -297,9 +297,8 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
     that diverges is not seen by the others. One whose update is skipped (`apply_if_finite`) stays where it was while
     `step` counts on, unless all are skipped, and never makes the step raise.
 
-    Random numbers are those that the step without `compile=` draws for the member alone, but for the pieces of
-    `accumulate` after the first and the second pass of `sam`, which draw further ones of the member's own stream, and
-    for dropout on a GPU, where torch has a kernel of its own.
+    Random numbers are those that the step without `compile=` draws for the member alone, but for dropout on a GPU,
+    where torch has a kernel of its own.
 
     The step is written down as a graph at the first batch of each shape, as a compiled step is, and what holds there
     holds here: no value of a tensor may be asked for. `make_train_step(..., donate=True, compile=True)` is kept, so
@@ -452,7 +451,7 @@ class _Stacked(Compiler):
         )
         mapped, draws = self.mapped(program, stacked, varied)
         machine = Machine(mapped, self.build(mapped))
-        machine.draws = cast(Any, draws)
+        machine.draws = cast(Any, list(zip(draws, program.streams, strict=True)))
         machine.random = bool(draws)
         return answers, at, machine
 
@@ -495,13 +494,15 @@ class _Stacked(Compiler):
     def draw(self, machine: Machine, state: TrainState, generators: Sequence[torch.Generator]) -> list[Tensor]:
         seeds: Any = state.seed
         draws: list[Any] = machine.draws
-        drawn = [draw.empty(len(seeds)) for draw in draws]
+        drawn = [draw.empty(len(seeds)) for draw, _ in draws]
         rows = list(zip(*(tensor.unbind() for tensor in drawn), strict=True))
         for seed, row in zip(seeds, rows, strict=True):
-            place = mix(seed, state.step, rank(), 0)
-            for generator in generators:
-                generator.manual_seed(place)
-            for draw, into in zip(draws, row, strict=True):
+            before = None
+            for (draw, stream), into in zip(draws, row, strict=True):
+                if stream != before:  # each microbatch has a stream of its own, and draws all it needs at once
+                    place, before = mix(seed, state.step, rank(), stream), stream
+                    for generator in generators:
+                        generator.manual_seed(place)
                 draw.fill(into)
         return [tensor.contiguous() for tensor in drawn]
 

@@ -188,7 +188,7 @@ def make_grad_fn(
         frozen = [tensor for tensor in frozen if tensor.requires_grad]
         stale = [leaf.grad for leaf in leaves.values()]
         here = state.seed, state.step, rank()
-        seeds = [0 if tracing() else mix(*here, index) for index in indices(part, len(pieces))]
+        seeds = [index if tracing() else mix(*here, index) for index in indices(part, len(pieces))]
         outs: list[Gradients] = []
         counted: Sums | None = None
         own: list[float] = []

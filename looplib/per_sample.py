@@ -114,7 +114,10 @@ def make_per_sample_grad_fn(
             )
         params, buffers = of_this_model(host, state)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
-        samples, seed = batch_size(batch), 0 if tracing() else mix(state.seed, state.step, rank(), part.index)
+        samples, seed = (
+            batch_size(batch),
+            part.index if tracing() else mix(state.seed, state.step, rank(), part.index),
+        )
         columns: list[Tensor] = []
 
         def take(leaf: Any) -> Any:

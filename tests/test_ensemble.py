@@ -279,12 +279,13 @@ def test_hyperparameters_in_the_state_are_each_members_own():
 WRAPPED = {
     "pure": {},
     "donated": {"donate": True},
-    "accumulated": {"make": plain, "wrap": lambda g: ll.accumulate(g, 2)},
-    "accumulated in pieces that differ": {"make": plain, "wrap": lambda g: ll.accumulate(g, 3)},
+    "accumulated": {"wrap": lambda g: ll.accumulate(g, 2)},
+    "accumulated in pieces that differ": {"wrap": lambda g: ll.accumulate(g, 3)},
+    "accumulated within": {"wrap": lambda g: ll.accumulate(ll.accumulate(g, 2), 2)},
     "clipped by the norm": {"wrap": lambda g: ll.clip_by_global_norm(g, 0.1)},
     "clipped by value": {"wrap": lambda g: ll.clip_by_value(g, 0.01)},
     "clipped by unit": {"wrap": lambda g: ll.adaptive_grad_clip(g, 0.01)},
-    "sharpness-aware": {"make": plain, "wrap": lambda g: ll.sam(g, 0.05)},
+    "sharpness-aware": {"wrap": lambda g: ll.sam(g, 0.05)},
     "EMA with buffers": {
         "make": normalized,
         "optimizer": lambda k: ll.ema(adamw(k), ll.ema_warmup(0.9), buffers=True),
