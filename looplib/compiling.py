@@ -240,6 +240,7 @@ def _backend(
         raise TypeError(f"torch has no backend {backend!r}: give inductor, or one of {', '.join(known)}")
 
     def build(program: Program) -> Compiled:
+        _without_alpha(program.graph)
         with torch.no_grad():
             examples = fakes(program.graph)
             if compiled_by is None:
@@ -260,6 +261,21 @@ def _run_apart(made: Callable[..., Any], values: list[Tensor]) -> list[Tensor]:
     """Run what may be a CUDA graph, whose outputs the next run writes over: a state is to last."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     return [tensor.clone() for tensor in made(*values)]
+
+
+_SCALED = {getattr(torch.ops.aten, name).Tensor for name in ("add", "add_", "sub", "sub_")}
+
+
+def _without_alpha(graph: torch.fx.GraphModule) -> None:
+    """`x + alpha * y` as two operations: Inductor takes x + alpha * (a @ b) for one, and forgets alpha."""
+    for node in graph.graph.nodes:
+        if node.target in _SCALED and node.kwargs.get("alpha", 1) != 1:
+            x, y = node.args
+            with graph.graph.inserting_before(node):
+                product = graph.graph.call_function(torch.ops.aten.mul.Tensor, (y, node.kwargs["alpha"]))
+            product.meta["val"] = y.meta["val"]
+            node.args, node.kwargs = (x, product), {}
+    graph.recompile()
 
 
 def fakes(graph: torch.fx.GraphModule, members: Sequence[int | None] = ()) -> list[Tensor]:

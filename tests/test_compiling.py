@@ -397,6 +397,12 @@ def test_machine_code_draws_numbers_of_the_seed_and_step(handed):
     assert len(handed) == 2
 
 
+def test_machine_code_scales_a_product_that_is_added():
+    # Inductor takes x + alpha * (a @ b) for one operation and forgets alpha, which is what SGD's step is made of.
+    model, optimizer = net(), ll.optimizer(optim.SGD, lr=0.1, weight_decay=0.01)
+    compare(model, ll.make_grad_fn(model, loss_fn), optimizer, batches(3), False, compile=True)
+
+
 @pytest.mark.large
 @both
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *WRAPPERS])
