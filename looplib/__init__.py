@@ -35,10 +35,10 @@ from looplib.loader import Loader, make_loader, without_rows
 from looplib.losses import neftune, next_token_loss
 from looplib.lr_finder import LRCurve, find_lr
 from looplib.metrics import Mean, Metric, Window, batch_size, compute, merge
-from looplib.optimizer import Optimizer, injected, optimizer
+from looplib.optimizer import Optimizer, hyperparameters, injected, optimizer, set_hyperparameters
 from looplib.per_sample import add_noise, clip_per_sample, gradient_noise_scale, make_per_sample_grad_fn
 from looplib.pictures import live_plot, plot
-from looplib.precision import autocast, dynamic_loss_scale, master_weights, scale_loss
+from looplib.precision import autocast, cast, dynamic_loss_scale, master_weights, scale_loss
 from looplib.predicates import (
     Predicate,
     after_epochs,
@@ -112,7 +112,7 @@ from looplib.sinks import Sink, console, jsonl, read_jsonl, tee
 from looplib.skipping import NonFiniteGradientsError, apply_if_finite, skip_spikes
 from looplib.state import DonatedStateError, TrainState, bind, copy_state, end_epoch, init_state
 from looplib.steps import EvalStep, PredictStep, TrainStep, make_eval_step, make_predict_step, make_train_step
-from looplib.stopping import BestSoFar, early_stopping, update_best
+from looplib.stopping import BestSoFar, at_best, early_stopping, update_best
 from looplib.tables import csv_file, read_columns, record
 from looplib.torch_metrics import TorchMetric, torchmetric
 from looplib.unrolling import differentiable, unroll
@@ -166,12 +166,14 @@ __all__ = [
     "after_signal",
     "after_steps",
     "apply_if_finite",
+    "at_best",
     "at_epoch_end",
     "at_step",
     "autocast",
     "batch_size",
     "bind",
     "calibration",
+    "cast",
     "checkpoint_io",
     "clip_by_global_norm",
     "clip_by_value",
@@ -209,6 +211,7 @@ __all__ = [
     "freeze",
     "global_norm",
     "gradient_noise_scale",
+    "hyperparameters",
     "in_background",
     "init_state",
     "injected",
@@ -272,6 +275,7 @@ __all__ = [
     "scale_loss",
     "scaled",
     "select_members",
+    "set_hyperparameters",
     "skip_spikes",
     "split_on_oom",
     "stack_states",

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from typing import Any
 from zlib import crc32
 
@@ -142,12 +142,14 @@ class Sampling:
         batch_size: keys in a batch, or None when `order` gives whole batches of keys.
         drop_last: leave out a last batch that is not full.
         distinct: known to give no key twice in an epoch.
+        limit: batches after which an epoch ends, or None for all.
     """
 
     order: Order
     batch_size: int | None
     drop_last: bool
     distinct: bool
+    limit: int | None = None
 
 
 def plan_epoch(sampling: Sampling, seed: int, epoch: int) -> Plan:
@@ -158,11 +160,12 @@ def plan_epoch(sampling: Sampling, seed: int, epoch: int) -> Plan:
         found = sampling.order(epoch, generator)
         ends: Sequence[int]
         if sampling.batch_size is None:
-            batches = [list(listed(batch)) for batch in found]
+            batches = [list(listed(batch)) for batch in islice(found, sampling.limit)]
             keys, ends = _as_keys(chain.from_iterable(batches)), list(accumulate(map(len, batches)))
         else:
             keys, size = _as_keys(found), sampling.batch_size
-            ends = range(size, len(keys) + (1 if sampling.drop_last else size), size)
+            ends = range(size, len(keys) + (1 if sampling.drop_last else size), size)[: sampling.limit]
+            keys = keys[: ends[-1]] if ends else keys
     return Plan(keys, ends, None if sampling.distinct else _visits(keys))
 
 
@@ -225,14 +228,14 @@ def weighted(weights: Tensor, count: int) -> Order:
     return order
 
 
-def similar_lengths(lengths: Tensor, batch_size: int, drop_last: bool) -> Order:
-    """Batches cut from pools, each sorted by length, and then shuffled as batches.
+def similar_lengths(lengths: Tensor, batch_size: int, drop_last: bool, pool: int | None) -> Order:
+    """Batches cut from pools of so many, each sorted by length, and then shuffled as batches.
 
     A pool is 50 batches, or a quarter of a small dataset, so that its batches differ from epoch to epoch. The
     batch that is not full stays last.
     """
     count = len(lengths)
-    pool_size = batch_size * max(1, min(50, count // (4 * batch_size)))
+    pool_size = batch_size * (pool or max(1, min(50, count // (4 * batch_size))))
 
     def order(epoch: int, generator: torch.Generator) -> Tensor:
         keys = torch.randperm(count, generator=generator)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from looplib._ranks import shards
 from looplib._tracing import applied, either, like, on_host
-from looplib.optimizer import Grads, Optimizer, Params, wrap
+from looplib.optimizer import Grads, Optimizer, Params, of_another, wrap
 from looplib.state import TrainState
 
 Tensors = dict[str, Tensor]
@@ -73,6 +73,9 @@ def ema_warmup(decay: float) -> Callable[[int], float]:
     >>> [round(ema_warmup(0.999)(n), 3) for n in (1, 10, 100, 100_000)]
     [0.182, 0.55, 0.918, 0.999]
 
+    Args:
+        decay: the largest, from 0 to 1.
+
     Source: `tf.train.ExponentialMovingAverage` with `num_updates`.
     """
     return lambda count: min(decay, (1 + count) / (10 + count))
@@ -87,6 +90,12 @@ def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = Fal
     Use `eval_state` to evaluate with it; before `start` that gives the weights themselves. A constant learning rate
     from there on is a schedule: `ll.join(...)`. BatchNorm's statistics belong to the weights that made them:
     `buffers` averages them too.
+
+    Args:
+        optimizer: what makes the updates.
+        start: updates before the first weights that are averaged.
+        every: updates from one to the next.
+        buffers: average floating-point buffers too, and evaluate with these.
 
     Raises ValueError for an argument out of its range.
 
@@ -280,11 +289,7 @@ def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
     try:
         params, buffers = optimizer.evaluation(state.params, state.buffers, opt_state)
     except (KeyError, TypeError) as error:
-        found = f"has {', '.join(map(str, opt_state))}" if isinstance(opt_state, dict) else f"is {opt_state!r}"
-        raise ValueError(
-            f"state.opt_state {found}, and is not of this optimizer ({error}): give the one that made it, with its "
-            "wrappers"
-        ) from error
+        raise of_another(state, error) from error
     if params is state.params and buffers is state.buffers:
         return state
     return state.replace(params=params, buffers=buffers)

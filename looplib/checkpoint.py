@@ -157,7 +157,8 @@ def checkpoint_io(
     whole checkpoint, the "best", or that of a step, in the structure of `state` and on its devices. A `state` that
     is bound to a module stays so: the values go into its tensors, and `state` itself is spent. With `weights_only`,
     parameters and buffers are taken and all else stays; `names(name)` chooses among them. `convert` allows
-    other dtypes than the state's.
+    other dtypes than the state's. For checkpoints of the weights alone, which no run can go on from,
+    `save(state.replace(opt_state=None))`; they are restored with `weights_only`.
 
     A checkpoint is kept while one of the policies wants it; the latest and the best never go.
 

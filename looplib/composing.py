@@ -102,7 +102,15 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         same = all(chosen[name] is tensor for name, tensor in params.items())
         return (params if same else chosen), buffers
 
-    return Optimizer(init, update, evaluation)
+    def numbers(opt_state: Any, step: int) -> dict[str, float]:
+        found = {}
+        for key, member in optimizers.items():
+            for name, value in member.hyperparameters(opt_state["inner_states"][key], step).items():
+                first, slash, rest = name.partition("/")
+                found[f"{first}/{key}{slash}{rest}"] = value
+        return found
+
+    return Optimizer(init, update, evaluation, numbers)
 
 
 def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimizer:

@@ -40,6 +40,12 @@ LossFn = Callable[[Any, Any], Any]
 class Gradients(NamedTuple):
     """What a `GradFn` returns.
 
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> out = ll.make_grad_fn(model, lambda model, x: model(x).mean())(ll.init_state(model), torch.ones(4, 2))
+    >>> out.grads["weight"], out.samples, sorted(out.metrics)
+    (tensor([[1., 1.]]), 4, ['loss'])
+
     Attributes:
         grads: name -> gradient of the mean loss; of the summed loss where `Part.sums` asked for that. The
             tensors are the caller's own.
@@ -95,7 +101,21 @@ WHOLE = Part()
 
 
 class GradFn(Protocol):
-    """`grad_fn(state, batch, part=WHOLE) -> Gradients`, pure."""
+    """`grad_fn(state, batch, part=Part()) -> Gradients`, pure.
+
+    What `make_grad_fn` returns, and what wraps it, which hands `part` on:
+
+    >>> import looplib as ll, torch
+    >>> def halved(grad_fn):
+    ...     def halved_grad_fn(state, batch, part=ll.Part()):
+    ...         out = grad_fn(state, batch, part)
+    ...         return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
+    ...     return halved_grad_fn
+    >>> model = torch.nn.Linear(2, 1)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+    >>> halved(grad_fn)(ll.init_state(model), torch.ones(4, 2)).grads["weight"]
+    tensor([[0.5000, 0.5000]])
+    """
 
     def __call__(self, state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients: ...
 
@@ -135,7 +155,8 @@ def make_grad_fn(
 
     Raises:
         ValueError: a loss that is no scalar or reaches no parameter, a parameter without a gradient, a state of
-            another model, a batch on another device; each with the names.
+            another model or with parameters that have a graph behind them, a batch on another device; each with the
+            names.
         TypeError: something else than the above returned by `loss_fn`.
         RuntimeError: a module wrapped in DDP or FSDP2 with a state that is not bound, or without donation.
 
@@ -183,9 +204,9 @@ def make_grad_fn(
             ranks, later = 1, True
             if finish not in part.retried:
                 part.retried.append(finish)
-        leaves = {name: _leaf(params[name]) for name in names}
-        frozen = [] if len(names) == len(params) else [t for name, t in params.items() if name not in chosen]
-        frozen = [tensor for tensor in frozen if tensor.requires_grad]
+        leaves = {name: _leaf(name, params[name]) for name in names}
+        rest = {} if len(names) == len(params) else {name: t for name, t in params.items() if name not in chosen}
+        frozen = [_leaf(name, tensor) for name, tensor in rest.items() if tensor.requires_grad]
         stale = [leaf.grad for leaf in leaves.values()]
         here = state.seed, state.step, rank()
         seeds = [index if tracing() else mix(*here, index) for index in indices(part, len(pieces))]
@@ -331,8 +352,22 @@ def of_this_model(host: _modules.Host, state: TrainState) -> tuple[dict[str, Ten
     return params, buffers
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach().requires_grad_()
+def _leaf(name: str, tensor: Tensor) -> Tensor:
+    if tensor.requires_grad and tensor.is_leaf:
+        return tensor
+    check_history({name: tensor})
+    return tensor.detach().requires_grad_()
+
+
+def check_history(params: Mapping[str, Tensor]) -> None:
+    """Raise where a step would cut off a gradient, and a donated one hold on to its graph for the rest of the run."""
+    for name, tensor in params.items():
+        if tensor.grad_fn is not None:
+            raise ValueError(
+                f"the parameter {name} of the state was computed from others, with a graph behind it "
+                f"({type(tensor.grad_fn).__name__}): compute it under torch.no_grad(), or give its detach(); to take "
+                "the gradient through the step, use ll.differentiable(train_step)"
+            )
 
 
 def _kept(before: Tensor, lent: Tensor, after: Tensor) -> Tensor:

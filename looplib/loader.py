@@ -135,9 +135,11 @@ def make_loader(
     weights: Sequence[float] | Tensor | None = None,
     num_samples: int | None = None,
     lengths: Sequence[int] | Tensor | None = None,
+    pool: int | None = None,
     sampler: Callable[[int, torch.Generator], Any] | Iterable[Any] | None = None,
     batch_sampler: Callable[[int, torch.Generator], Any] | Iterable[Any] | None = None,
     drop_last: bool = False,
+    limit: int | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
     device: torch.device | str | int | None = None,
     num_workers: int = 0,
@@ -203,11 +205,18 @@ def make_loader(
             replacement, `num_samples` an epoch.
         num_samples: `len(dataset)` unless given; only with `weights`.
         lengths: (len(dataset),) of each sample, to make batches of similar lengths: the samples are shuffled,
-            sorted within pools of 50 batches, and the batches shuffled.
+            sorted within pools of so many batches, and the batches shuffled.
+        pool: batches that are sorted together, only with `lengths`. More of them are more alike in length, and less
+            different from epoch to epoch; 1 is the plain shuffle. 50, or as many as a quarter of the dataset has,
+            unless given.
         sampler: any other order: `(epoch, generator) -> indices`, or an object to iterate, such as a torch
             Sampler, whose draws are seeded. It must give the same indices whenever it is asked for an epoch.
         batch_sampler: the same, for lists of indices, each a batch; in place of batch_size and drop_last.
         drop_last: leave out the last batch of an epoch when it is not full.
+        limit: end each epoch after so many batches, the first ones of its order: `len(loader)` is `limit` then, or
+            less where the epoch has fewer. A shuffled order has others in each epoch; to see the same samples again
+            and again, give `shuffle=False` too, or a Subset. A stream's epochs are ended by the state's
+            `epoch_length`.
         collate_fn: list of samples -> batch; torch's `default_collate` unless given.
         device: where to move the tensors of each batch (and whatever else in it has a `to`), without waiting
             for the copy if `pin_memory`.
@@ -230,12 +239,13 @@ def make_loader(
     if isinstance(dataset, DataLoader):
         defaults = inspect.signature(make_loader).parameters
         given = [name for name, value in arguments.items() if value is not defaults[name].default]
-        if extra := set(given) - {"dataset", "seed", "device", "divide"}:
+        if extra := set(given) - {"dataset", "limit", "seed", "device", "divide"}:
             raise ValueError(
                 f"{', '.join(sorted(extra))} given together with a {type(dataset).__name__}, which has its own; "
                 "give them to it, or give its dataset to make_loader"
             )
-        return make_loader(dataset.dataset, seed=seed, device=device, divide=divide, **_options_of(dataset))
+        ours: dict[str, Any] = {"limit": limit, "seed": seed, "device": device, "divide": divide}
+        return make_loader(dataset.dataset, **ours, **_options_of(dataset))
 
     stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     _check_options(arguments, stream)
@@ -506,10 +516,19 @@ def _check_options(given: Mapping[str, Any], stream: bool) -> None:
             )
     if num_samples is not None and (given["weights"] is None or num_samples < 1):
         raise ValueError(f"num_samples is {num_samples}; expected a positive number, together with weights")
+    if (pool := given["pool"]) is not None and (given["lengths"] is None or type(pool) is not int or pool < 1):
+        raise ValueError(f"pool is {pool!r}; expected a number of batches, at least 1, together with lengths")
+    if (limit := given["limit"]) is not None and (type(limit) is not int or limit < 1):
+        raise ValueError(f"limit is {limit!r}; expected a number of batches, at least 1, or None for all")
+    if limit is not None and stream:
+        raise ValueError(
+            f"limit={limit} is given for a stream ({kind}), whose epochs the state ends: "
+            f"ll.init_state(..., epoch_length={limit})"
+        )
 
 
 def _sampling_of(given: Mapping[str, Any]) -> Sampling:
-    dataset, batch_size, drop_last = given["dataset"], given["batch_size"], given["drop_last"]
+    dataset, batch_size, drop_last, limit = (given[name] for name in ("dataset", "batch_size", "drop_last", "limit"))
     for name in ("sampler", "batch_sampler"):
         if (own := given[name]) is None:
             continue
@@ -519,18 +538,19 @@ def _sampling_of(given: Mapping[str, Any]) -> Sampling:
                 "only; give a torch Sampler, a sequence, or a function (epoch, generator) -> indices"
             )
         size = None if name == "batch_sampler" else batch_size or 1
-        return Sampling(order_of(own), size, drop_last, distinct=False)
+        return Sampling(order_of(own), size, drop_last, distinct=False, limit=limit)
     if not hasattr(dataset, "__len__"):
         raise TypeError(f"dataset is a {type(dataset).__name__} without __len__; give it one, or give a sampler")
     if given["weights"] is not None:
         weights = _one_each("weights", given["weights"], dataset)
         order = weighted(weights, given["num_samples"] or len(dataset))
-        return Sampling(order, batch_size or 1, drop_last, distinct=False)
+        return Sampling(order, batch_size or 1, drop_last, distinct=False, limit=limit)
     if given["lengths"] is not None:
-        order = similar_lengths(_one_each("lengths", given["lengths"], dataset), batch_size, drop_last)
+        lengths = _one_each("lengths", given["lengths"], dataset)
+        order = similar_lengths(lengths, batch_size, drop_last, given["pool"])
     else:
         order = (in_order if given["shuffle"] is False else shuffled)(len(dataset))
-    return Sampling(order, batch_size or 1, drop_last, distinct=True)
+    return Sampling(order, batch_size or 1, drop_last, distinct=True, limit=limit)
 
 
 def _epoch_length(sampling: Sampling, given: Mapping[str, Any]) -> int:

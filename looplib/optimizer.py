@@ -7,6 +7,7 @@ the engine. An update writes in place: into the given tensors when they are dona
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import operator
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from looplib import _donation, _tracing
 from looplib._ranks import is_sharded, shards
 from looplib._tracing import UntraceableError, on_host, tracing
+from looplib.state import TrainState
 
 Params = dict[str, Tensor]
 Grads = dict[str, Tensor]
@@ -57,8 +59,15 @@ class Update(Protocol):
 Evaluation = Callable[[Params, dict[str, Tensor], Any], tuple[Params, dict[str, Tensor]]]
 
 
+Numbers = Callable[[Any, int], dict[str, float]]
+
+
 def _as_they_are(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
     return params, buffers
+
+
+def _none_known(opt_state: Any, step: int) -> dict[str, float]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +81,14 @@ class Optimizer:
         update: see `Update`.
         evaluation: `evaluation(params, buffers, opt_state) -> (params, buffers)`, the weights to evaluate with, where
             those are others than the weights that are trained (averages); see `eval_state`.
+        hyperparameters: `hyperparameters(opt_state, step) -> {name: float}`, those of the next update; see
+            `ll.hyperparameters`.
     """
 
     init: Init
     update: Update
     evaluation: Evaluation = _as_they_are
+    hyperparameters: Numbers = _none_known
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "init", _without_extra(self.init, {"params"}))
@@ -110,7 +122,10 @@ def wrap(optimizer: Optimizer, init: Init, update: Update, evaluation: Evaluatio
     def inner(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
         return optimizer.evaluation(params, buffers, opt_state["inner_state"])
 
-    return Optimizer(init, update, evaluation or inner)
+    def numbers(opt_state: Any, step: int) -> dict[str, float]:
+        return optimizer.hyperparameters(opt_state["inner_state"], step)
+
+    return Optimizer(init, update, evaluation or inner, numbers)
 
 
 def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
@@ -132,16 +147,19 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
         cls: the class, not an instance.
         lr: learning rate, a number or a schedule `(step) -> float`.
         groups: `(predicate(name, tensor), {hyperparameter: value or schedule})`; the first match wins, the
-            rest take the defaults.
+            rest take the defaults. A third party's class may read more from a group than it takes for all, such
+            as GaLore's `rank`: a key that is no parameter of such a class is handed to it in the group.
         hyperparameters: as the class takes them. Any of them, and any member of a tuple such as `betas`, may be
             a schedule. Where torch has a fused kernel for the parameters it is used, unless `fused`, `foreach`,
             `capturable` or `differentiable` is given.
 
     `opt_state["state"][name]` holds what torch keeps for a parameter, under torch's names. An optimizer that
-    changes values in its groups (schedule-free ones do) has these in `opt_state["groups"]`.
+    changes values in its groups (schedule-free ones do) has these in `opt_state["groups"]`. Where a class keeps an
+    object for a parameter (GaLore's `projector`), its attributes stand there as a dict.
 
     Raises:
-        TypeError: no optimizer class; one whose `step` needs a closure (LBFGS); an unknown hyperparameter; one
+        TypeError: no optimizer class; one whose `step` needs a closure (LBFGS); an unknown hyperparameter, or in a
+            group of a third party's class one that is spelt nearly as a parameter of it; a class
             that keeps state elsewhere than in `state` and `param_groups`.
         ValueError: a value that the class refuses; gradients sparse where it needs dense ones, or dense where
             it needs sparse ones; a gradient of a parameter that `init` did not see.
@@ -154,7 +172,7 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
             )
     engine = _Engine(cls, {"lr": lr, **hyperparameters}, groups)
     engine.try_values()
-    return Optimizer(engine.init, engine.update, evaluation=engine.evaluation)
+    return Optimizer(engine.init, engine.update, engine.evaluation, engine.hyperparameters)
 
 
 def _check_class(cls: Any) -> None:
@@ -185,8 +203,8 @@ class injected:
     [{'lr': tensor(0.1000, dtype=torch.float64)}]
 
     So each state can have its own: members of a stack, the trials of a population, an inner loop whose learning rate
-    is learned (`ll.differentiable`). To change it, put another tensor there: `state.replace(opt_state=...)`. There is
-    one dict for each of `groups`, and one for the defaults, which is the last.
+    is learned (`ll.differentiable`). `ll.set_hyperparameters` gives a state with other values. There is one dict for
+    each of `groups`, and one for the defaults, which is the last.
 
     Args:
         value: the first value, a number.
@@ -208,6 +226,140 @@ class injected:
         return self.value
 
 
+def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -> dict[str, float]:
+    """The learning rate, and each other hyperparameter that moves, as numbers to log.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> groups = [(lambda name, tensor: tensor.ndim < 2, {"lr": 0.5})]
+    >>> lr = ll.warmup_linear(0.1, warmup=10, total=100)
+    >>> optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=ll.injected(0.01), groups=groups))
+    >>> state = ll.init_state(model, optimizer).replace(step=5)
+    >>> ll.hyperparameters(optimizer, state)
+    {'lr': 0.05, 'weight_decay': 0.01, 'lr/0': 0.5, 'weight_decay/0': 0.01}
+
+    They are those of the next update, the one at `state.step`: for what a step has taken, ask the state that it was
+    given. With the metrics they are one row of a log,
+    `log(state, ll.compute(metrics) | ll.hyperparameters(optimizer, state))`.
+
+    A name alone is the defaults' value, `lr/0` that of the first of `groups` where it has its own, `lr/matrices` that
+    of the optimizer of this label in a `partition`, and `betas[0]` a member of a tuple. Other numbers than `lr` that
+    stay as they were given are left out. Schedules are asked on the host when this is called; a step does no more.
+
+    Args:
+        optimizer: the one that made `state.opt_state`, with its wrappers. One made by hand tells what its own
+            `hyperparameters` gives.
+        state: of a run.
+        prefix: put before each name.
+
+    Raises ValueError for a state that another optimizer made, or a stack, whose members have numbers of their own.
+
+    Source: Lightning's `LearningRateMonitor`.
+    """
+    if isinstance(state.seed, tuple):
+        raise ValueError(
+            f"this is a stack of {len(state.seed)} members, which may differ in their hyperparameters: ask for one "
+            "of ll.unstack_states(stack); what ll.per_member was given is known without asking"
+        )
+    try:
+        found = optimizer.hyperparameters(state.opt_state, state.step)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise of_another(state, error) from error
+    return {prefix + name: value for name, value in found.items()}
+
+
+def of_another(state: TrainState, error: Exception) -> ValueError:
+    """What to say of a state that an optimizer cannot read."""
+    opt_state = state.opt_state
+    found = f"has {', '.join(map(str, opt_state))}" if isinstance(opt_state, dict) else f"is {opt_state!r}"
+    return ValueError(
+        f"state.opt_state {found}, and is not of this optimizer ({error}): give the one that made it, with its "
+        "wrappers"
+    )
+
+
+Value = float | Tensor | Callable[[Tensor], float | Tensor]
+
+
+def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
+    """A state with other values of its injected hyperparameters, for the updates from there on.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=ll.injected(0.1)))
+    >>> state = ll.init_state(model, optimizer)
+    >>> state = ll.set_hyperparameters(state, lr=0.02)
+    >>> state = ll.set_hyperparameters(state, lr=lambda lr: lr / 2)
+    >>> ll.hyperparameters(optimizer, state)
+    {'lr': 0.01}
+
+    A name sets the hyperparameter wherever it stands, in all groups and in all optimizers of a `partition`; a longer
+    one, as `ll.hyperparameters` gives them, sets it there alone: `lr=1e-3, **{"lr/0": 1e-4}`. The state given stays
+    as it is, and the two share all their other tensors.
+
+    Args:
+        state: of an optimizer with `ll.injected` hyperparameters, whatever is around it; or a stack of such.
+        values: by name, a number, a tensor, or a function from the present value, a tensor, to the next one. In a
+            stack a number is for all members, and a tensor of shape (members,) has one for each. They become tensors
+            of the dtype and on the device of the present ones. A tensor keeps its graph, so that gradients reach a
+            rate that is learned (`ll.differentiable`); `detach()` it where none is wanted.
+
+    Raises:
+        ValueError: a hyperparameter that is not injected, or a tensor of another shape.
+        TypeError: neither a number nor a tensor.
+    """
+    present: list[str] = []
+    used: set[str] = set()
+
+    def chosen(name: str, old: Tensor) -> Tensor:
+        present.append(name)
+        given = [given for given in values if name == given or name.startswith(f"{given}/")]
+        if not given:
+            return old
+        used.update(given)
+        return _alike(name, values[max(given, key=len)], old)
+
+    def changed(record: Any, label: str) -> Any:
+        if not isinstance(record, dict):
+            return record
+        record = dict(record)
+        if dicts := record.get("hyperparameters"):
+            places = [*(f"{label}/{number}" for number in range(len(dicts) - 1)), label]
+            record["hyperparameters"] = [
+                {key: chosen(key + place, old) for key, old in numbers.items()}
+                for place, numbers in zip(places, dicts, strict=True)
+            ]
+        if "inner_state" in record:
+            record["inner_state"] = changed(record["inner_state"], label)
+        if "inner_states" in record:
+            record["inner_states"] = {key: changed(r, f"{label}/{key}") for key, r in record["inner_states"].items()}
+        return record
+
+    opt_state = changed(state.opt_state, "")
+    if unknown := sorted(values.keys() - used):
+        raise ValueError(
+            f"{', '.join(unknown)} does not stand in this state, of which {', '.join(sorted(present)) or 'nothing'} "
+            f"is injected: make the state by an optimizer with {unknown[0].partition('/')[0]}=ll.injected(...)"
+        )
+    return state.replace(opt_state=opt_state)
+
+
+def _alike(name: str, value: Any, old: Tensor) -> Tensor:
+    """A value as a tensor of the kind of the one whose place it takes."""
+    if callable(value):
+        value = value(old)
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+        raise TypeError(f"{name} is a {type(value).__name__}; give a number, a tensor, or a function that gives one")
+    if not isinstance(value, Tensor):
+        return torch.full_like(old, value)
+    if value.shape not in (old.shape, ()):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}, and in this state {tuple(old.shape)}: give one number, or in a "
+            "stack one for each member"
+        )
+    return value.to(old.device, old.dtype).expand(old.shape).clone()
+
+
 def _moves(value: Any) -> bool:
     return callable(value) or (isinstance(value, (tuple, list)) and any(map(callable, value)))
 
@@ -223,6 +375,10 @@ def _at(value: Any, step: int) -> Any:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _number(value: Any) -> float:
+    return float(value.detach().item() if isinstance(value, Tensor) else value)
 
 
 class _Engine:
@@ -251,12 +407,42 @@ class _Engine:
         self.kind: tuple[Any, ...] = ()
         self.names: list[str] = []
         self.partition: list[list[str]] = []
+        self.kinds: dict[str, Any] = {}  # of the objects that the class keeps for a parameter
+        self.constructed: dict[str, dict[str, Any]] = {}  # what a third party's class begins with
 
     def try_values(self) -> None:
         """Let the class refuse a hyperparameter now, not at the first step."""
         values = {key: _at(value, 0) for key, value in self.defaults.items()}
+        known = inspect.signature(self.cls).parameters.keys()
         for overrides in ({}, *(values for _, values in self.groups)):
-            self.cls([torch.zeros(2, 2)], **{**values, **{key: _at(value, 0) for key, value in overrides.items()}})
+            given = {key: _at(value, 0) for key, value in overrides.items()}
+            beyond = {} if self.ours else {key: given.pop(key) for key in given.keys() - known}
+            for key in beyond:
+                if near := difflib.get_close_matches(key, known, 1, 0.85):
+                    raise TypeError(
+                        f"a group gives {key!r}, which is no parameter of {self.cls.__name__}: give {near[0]!r}"
+                    )
+            self.cls([{"params": [torch.zeros(2, 2)], **beyond}], **{**values, **given})
+
+    def hyperparameters(self, opt_state: Any, step: int) -> dict[str, float]:
+        found = {}
+        count = len(self.groups)
+        for number in (count, *range(count)):  # the defaults first
+            overrides = self.groups[number][1] if number < count else self.defaults
+            injected = opt_state.get("hyperparameters", [{}] * (count + 1))[number]
+            written = {**opt_state.get("groups", [{}] * (count + 1))[number], **injected}
+            given = {**self.defaults, **overrides}
+            for key in dict.fromkeys(["lr", *self.moving[number]]):
+                if key not in overrides and key not in injected:
+                    continue
+                place = f"/{number}" if number < count else ""
+                now = written.get(key, _at(given[key], step))
+                if isinstance(now, (int, float, Tensor)):
+                    found[key + place] = _number(now)
+                elif isinstance(now, tuple):
+                    moving = [i for i, member in enumerate(given[key]) if callable(member)]
+                    found |= {f"{key}[{i}]{place}": _number(now[i]) for i in moving}
+        return found
 
     def divide(self, params: Params) -> list[list[str]]:
         """The names of each group, those of the defaults last."""
@@ -330,7 +516,7 @@ class _Engine:
 
     def rehearse(self, params: Params) -> dict[str, Any]:
         """The structure of the state, from one step on copies: for classes that only their step tells it of."""
-        copies = {name: tensor.clone().requires_grad_() for name, tensor in params.items()}
+        copies = {name: tensor.detach().clone().requires_grad_() for name, tensor in params.items()}
         made = self.build(copies)
         own = {key: value for key, value in vars(made).items() if isinstance(value, (int, float, Tensor))}
         before = [dict(group) for group in made.param_groups]
@@ -339,12 +525,15 @@ class _Engine:
             tensor.grad = torch.zeros_like(tensor).to_sparse() if sparse else torch.zeros_like(tensor)
         made.step()
         for key, value in vars(made).items():
+            if value is True:
+                continue  # that it has begun (bitsandbytes' `initialized`), which is so after any update
             if isinstance(value, (int, float, Tensor)) and own.get(key) is not value and own.get(key) != value:
                 raise TypeError(
                     f"{self.cls.__name__} keeps {key!r} on the optimizer itself, out of reach of a pure update; "
                     "looplib takes optimizers that keep their state in `state` and `param_groups`"
                 )
-        hyperparameters = inspect.signature(self.cls).parameters.keys()
+        known = inspect.signature(self.cls).parameters.keys()
+        given = [*(values for _, values in self.groups), {}]
         groups = [
             {
                 key: old.get(key, value)
@@ -352,12 +541,30 @@ class _Engine:
                 if key != "params"
                 and key not in moving
                 and isinstance(value, (int, float, Tensor))
-                and (key not in hyperparameters or old[key] != value)
+                and (key not in known | own_keys.keys() or old[key] != value)
             }
-            for group, old, moving in zip(made.param_groups, before, self.moving, strict=True)
+            for group, old, moving, own_keys in zip(made.param_groups, before, self.moving, given, strict=True)
         ]
-        state: dict[str, Any] = {"state": {name: dict(made.state[tensor]) for name, tensor in copies.items()}}
+        state: dict[str, Any] = {"state": {name: self.packed(made.state[p]) for name, p in copies.items()}}
         return {**state, "groups": groups} if any(groups) else state
+
+    def packed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What the class keeps for a parameter, with the attributes of an object in its place: a tree of tensors."""
+        plain = {}
+        for key, value in state.items():
+            if hasattr(value, "__dict__") and not isinstance(value, Tensor):
+                self.kinds[key] = type(value)
+                value = dict(vars(value))
+            plain[key] = value
+        return plain
+
+    def unpacked(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The same with objects again, on copies, since what they write in is not known."""
+        whole = dict(state)
+        for key in self.kinds.keys() & state.keys():
+            whole[key] = object.__new__(self.kinds[key])
+            vars(whole[key]).update(torch.utils._pytree.tree_map(_copy, state[key]))
+        return whole
 
     def evaluation(
         self, params: Params, buffers: dict[str, Tensor], opt_state: Any
@@ -395,7 +602,7 @@ class _Engine:
             if self.fuse and grad.is_sparse:
                 self.fuse = False  # torch's fused kernels take dense gradients only
         fresh = self.lazy and step == 0
-        self.settle(params, states, fresh and "groups" in opt_state)
+        self.settle(params, states, fresh and not self.ours)
         if donate:
             tensors = {name: params[name] for name in grads}
             working = {name: states[name] for name in grads}
@@ -403,7 +610,7 @@ class _Engine:
             tensors, working = _copies(grads, params, states)
         kept = {name: dict(states[name]) for name in grads} if donate and (fresh or not self.ours) else {}
         if fresh:
-            working = {name: {} for name in grads}
+            working = {name: dict(self.constructed.pop(name, {})) for name in grads}
         instance = self.instance
         for group, moving in zip(instance.param_groups, self.moving, strict=True):
             for key, value in moving.items():
@@ -441,6 +648,11 @@ class _Engine:
     def written_down(self, grads: Grads, opt_state: Any, params: Params, step: int) -> tuple[Params, Any]:
         """An update in a trace, by the class's own step."""
         states = opt_state["state"]
+        if any(isinstance(value, dict) for state in states.values() for value in state.values()):
+            raise UntraceableError(
+                f"{self.cls.__name__} keeps objects for its parameters, whose numbers a graph would keep for ever: "
+                "take the step without compile=, or one of torch.optim's classes"
+            )
         if "groups" in opt_state:
             raise UntraceableError(
                 f"{self.cls.__name__} changes numbers of its own at each update, which a graph would keep for ever: "
@@ -496,7 +708,11 @@ class _Engine:
             chosen = {name: params[name] for name in states}
             self.names = []  # an interrupt from here on leaves it unsettled
             self.instance, self.partition = self.build(chosen), self.divide(chosen)
+            made = self.instance.state if rebuild else {}
+            self.constructed = {name: made[tensor] for name, tensor in chosen.items() if tensor in made}
             self.clear()
+            if not self.kinds and any(isinstance(v, dict) for state in states.values() for v in state.values()):
+                self.rehearse(chosen)  # made by another optimizer, such as this one in another process
             # The class's own step finds its lists anew in each step, for ten times what the kernel takes. Where
             # torch has one kernel for all of a group it is called as the class would.
             alike = len({(tensor.device, tensor.dtype) for tensor in chosen.values()}) == 1
@@ -555,8 +771,10 @@ class _Engine:
         try:
             for name, grad in grads.items():
                 tensors[name].grad = grad
-                instance.state[tensors[name]] = working[name]
+                instance.state[tensors[name]] = self.unpacked(working[name]) if self.kinds else working[name]
             self.step(instance)
+            if self.kinds:
+                working |= {name: self.packed(instance.state[tensors[name]]) for name in grads}
         except RuntimeError as error:
             if "sparse" not in str(error).lower():
                 raise

@@ -2,7 +2,8 @@
 
 `autocast` wraps what calls the model, so the backward pass is left outside, as torch asks. fp16 needs a loss scale:
 `scale_loss` multiplies the loss and divides the gradients, and `dynamic_loss_scale` around the optimizer holds the
-scale, grows it, and skips the updates that overflowed. Weights in bfloat16 need `master_weights` to move at all.
+scale, grows it, and skips the updates that overflowed. Weights in bfloat16 need `master_weights` to move at all;
+`cast` makes a state of such weights to evaluate and export with.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def autocast(
     Raises ValueError for another dtype.
     """
     if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"autocast to {dtype}: give torch.bfloat16 or torch.float16")
+        plain = "; float32 is what there is without autocast: leave it out, or give enabled=False"
+        raise ValueError(
+            f"autocast to {dtype}: give torch.bfloat16 or torch.float16{plain if dtype is torch.float32 else ''}"
+        )
 
     def casted(model: nn.Module, batch: Any) -> R:
         device = next(model.parameters()).device.type
@@ -53,6 +57,58 @@ def autocast(
             return function(model, batch)
 
     return casted
+
+
+def cast(state: TrainState, dtype: torch.dtype) -> TrainState:
+    """The state with its floating-point parameters and buffers in `dtype`, as `module.to(dtype)` has them.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> state = ll.init_state(model)
+    >>> half = ll.cast(state, torch.bfloat16)
+    >>> half.params["weight"].dtype, state.params["weight"].dtype
+    (torch.bfloat16, torch.float32)
+    >>> predict_step = ll.make_predict_step(model, lambda model, x: model(x.bfloat16()))
+    >>> predict_step(half, torch.zeros(4, 2)).dtype
+    torch.bfloat16
+
+    For evaluation at half the memory, `ll.evaluate(eval_step, ll.cast(state, torch.bfloat16), batches)`, and for
+    export, `ll.save_safetensors(model, ll.cast(state, torch.bfloat16), path)`. What a batch has in floating point the
+    metric function casts; for arithmetic in fewer bits with weights in float32 there is `autocast`.
+
+    Parameters and buffers, those of integers too, are copies, which carry no gradient back and are bound to no
+    module, so a donated step may go on from `state`. (A module that FSDP2 shards computes, and is exported, in its
+    own dtype all the same.)
+
+    `opt_state` and `extra` are those of `state`, so torch's optimizers refuse to go on from here with moments of
+    another dtype. To train on, begin them anew: `state.replace(opt_state=optimizer.init(state.params))`, with
+    `master_weights` around the optimizer where the weights are of half precision.
+
+    Args:
+        state: any; of averages, `ll.eval_state(optimizer, state)` first.
+        dtype: a floating-point one.
+
+    Raises:
+        TypeError: something else than a state.
+        ValueError: a dtype that is not floating-point.
+        DonatedStateError: the state is spent.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"cast got a {type(state).__name__}; give a TrainState, such as ll.init_state returns "
+            "(for a module, torch has module.to(dtype))"
+        )
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"cast to {dtype}: give a floating-point dtype, such as torch.bfloat16")
+
+    def converted(tensor: Tensor) -> Tensor:
+        own = dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to(own, copy=True).requires_grad_(tensor.requires_grad)
+
+    return state.replace(
+        params={name: converted(tensor) for name, tensor in state.params.items()},
+        buffers={name: converted(tensor) for name, tensor in state.buffers.items()},
+    )
 
 
 def scale_loss(grad_fn: GradFn) -> GradFn:

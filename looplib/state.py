@@ -98,6 +98,9 @@ class TrainState(_Marked):
         >>> TrainState(step=3).replace(step=4, extra={"note": "kept"}).extra
         {'note': 'kept'}
 
+        What is computed from parameters that require a gradient has a graph behind it, which steps refuse unless they
+        are `ll.differentiable`: write `with torch.no_grad():` around, as in a raw loop.
+
         Raises:
             TypeError: a field that a TrainState does not have.
             DonatedStateError: a field that is not changed was donated.

@@ -17,7 +17,7 @@ from looplib import _donation, _interrupts, _latest, _modules
 from looplib._random import mix
 from looplib._ranks import rank
 from looplib._tracing import tracing
-from looplib.gradients import GradFn, Part, of_this_model, record
+from looplib.gradients import GradFn, Part, check_history, of_this_model, record
 from looplib.metrics import Mean, Metric, batch_size
 from looplib.optimizer import Optimizer
 from looplib.state import TrainState, counts_of, make
@@ -35,19 +35,48 @@ class Outcome(NamedTuple):
 
 
 class TrainStep(Protocol):
-    """`train_step(state, batch) -> (state, metrics)`."""
+    """`train_step(state, batch) -> (state, metrics)`.
+
+    What `make_train_step` returns, and any function like it, such as one around it:
+
+    >>> import looplib as ll, torch
+    >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    >>> def noisy_step(state, batch):
+    ...     generator = torch.Generator().manual_seed(state.step)
+    ...     return train_step(state, batch + 0.1 * torch.randn(batch.shape, generator=generator))
+    >>> state, metrics = noisy_step(ll.init_state(model, optimizer), torch.ones(4, 2))
+    """
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]: ...
 
 
 class EvalStep(Protocol):
-    """`eval_step(state, batch) -> metrics`."""
+    """`eval_step(state, batch) -> metrics`.
+
+    What `make_eval_step` returns, and any function like it:
+
+    >>> import looplib as ll, torch
+    >>> def eval_step(state, batch):
+    ...     return {"mean": ll.Mean(batch.sum(), len(batch))}
+    >>> ll.evaluate(eval_step, ll.TrainState(), torch.arange(4.0).split(3))
+    {'mean': 1.5}
+    """
 
     def __call__(self, state: TrainState, batch: Any) -> dict[str, Metric]: ...
 
 
 class PredictStep(Protocol):
-    """`predict_step(state, batch) -> outputs`."""
+    """`predict_step(state, batch) -> outputs`.
+
+    What `make_predict_step` returns, and any function like it:
+
+    >>> import looplib as ll, torch
+    >>> def predict_step(state, batch):
+    ...     return 2 * batch
+    >>> list(ll.predict(predict_step, ll.TrainState(), [torch.tensor([1.0, 2.0])]))
+    [tensor([2., 4.])]
+    """
 
     def __call__(self, state: TrainState, batch: Any) -> Any: ...
 
@@ -217,6 +246,8 @@ def compiled_step(parts: Parts, compiler: Any = None) -> TrainStep:
         if donate and _donation._reading and (state._lane is None or state._lane.readers != readers):
             _donation.wait_for_readers((state.params, state.buffers, state.opt_state))
         _interrupts.install()
+        if compiler.no_grad and (compiler.known is None or compiler.known[0]() is not state):
+            check_history(state.params)
         ready = compiler.prepare(state, batch)
         thread = threading.get_ident()
         try:
@@ -338,8 +369,13 @@ def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -
     >>> predict_step(ll.init_state(model), torch.zeros(4, 2)).shape
     torch.Size([4, 3])
 
-    As `make_eval_step`: eval mode, no gradients, copies of the buffers. Returns what
-    `predict_fn(model, batch)` does. Raises ValueError for a state of another model or a batch on another device.
+    As `make_eval_step`: eval mode, no gradients, copies of the buffers.
+
+    Args:
+        model: the module, wrapped or not.
+        predict_fn: `predict_fn(model, batch)`, whose result the step returns: a tensor, or any pytree of such.
+
+    Raises ValueError for a state of another model or a batch on another device.
     """
     predict_step = _without_training(model, predict_fn)
     predict_step.parts = Parts(_unchanging(predict_step), (model, predict_fn))  # type: ignore[attr-defined]

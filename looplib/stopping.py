@@ -185,6 +185,48 @@ class early_stopping(Predicate):
         return f"early_stopping(patience={self.patience!r}{key})"
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class at_best(Predicate):
+    """True of the state that `update_best` has returned, if that evaluation was the best so far: to save just then.
+
+    >>> import looplib as ll
+    >>> save_now = ll.at_best()
+    >>> state = ll.TrainState(extra={"best": ll.BestSoFar("eval/loss")})
+    >>> for step, loss in [(100, 0.5), (200, 0.6), (300, 0.4)]:
+    ...     state = ll.update_best(state.replace(step=step), {"eval/loss": loss})
+    ...     print(step, save_now(state))
+    100 True
+    200 False
+    300 True
+
+    It is False again after the next update, and where none was evaluated yet. Equal to the best is not better. A
+    `min_delta` has no part in this: the best is the best by however little, while patience waits for more. In the
+    loop, where it stands behind the evaluation:
+
+        if eval_now(state):
+            state = ll.update_best(state, scores := ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
+            if save_now(state):
+                ckpt.save(state, scores)
+
+    Args:
+        key: where in `state.extra` the `BestSoFar` is.
+
+    Raises ValueError when called with a state that has no such record. It is the condition of transformers'
+    `save_strategy="best"`.
+    """
+
+    key: str = field(default="best", kw_only=True)
+
+    def _fires(self, state: TrainState) -> bool:
+        record = _record(state, self.key)
+        # A second evaluation at the step of the best, as after a restore, has waited. Where small improvements count
+        # less than the best does, that says nothing.
+        return record.best_step == state.step and (record.waited == 0 or record.min_delta > 0)
+
+    def __repr__(self) -> str:
+        return "at_best()" if self.key == "best" else f"at_best(key={self.key!r})"
+
+
 def _record(state: TrainState, key: str) -> BestSoFar:
     extra = state.extra
     if isinstance(extra, Mapping):

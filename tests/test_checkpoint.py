@@ -609,6 +609,22 @@ def test_another_epoch_length_is_refused_but_for_weights(tmp_path):
     assert ckpt.restore(unbound(epoch_length=20), weights_only=True).epoch_length == 20
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_of_the_weights_alone_is_a_state_without_the_optimizers(tmp_path, asynchronous):
+    ckpt = ll.checkpoint_io(tmp_path, keep_last=1, keep_best=1, monitor="score", asynchronous=asynchronous)
+    states = [advanced(unbound(), steps) for steps in (1, 2, 3)]
+    for state, score in zip(states, (0.5, 0.3, 0.4), strict=True):
+        ckpt.save(state.replace(opt_state=None), {"score": score})
+    ckpt.wait()
+    assert here(ckpt) == [2, 3]
+    numbers = sum(tensor.nbytes for tensor in (states[1].params | states[1].buffers).values())
+    assert sum(ckpt.best().parts.values()) == numbers
+    best = ckpt.restore(unbound(1), which="best", weights_only=True)
+    assert same(best, unbound(1).replace(params=states[1].params, buffers=states[1].buffers))
+    with pytest.raises(ValueError, match=r"/opt_state/state/0\.bias/exp_avg is in the state, and not in"):
+        ckpt.restore(unbound())
+
+
 @pytest.mark.parametrize("bind", [False, True])
 def test_weights_alone_a_subset_and_another_dtype(tmp_path, bind):
     ckpt = ll.checkpoint_io(tmp_path)

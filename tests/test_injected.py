@@ -1,7 +1,9 @@
-"""Hyperparameters that stand in the state, against those that are given as numbers."""
+"""Hyperparameters that stand in the state, against those given as numbers; and what a log is told of them all."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import looplib as ll
@@ -111,3 +113,218 @@ def test_a_member_of_a_tuple_is_refused():
 def test_its_repr_is_the_code_that_made_it():
     assert repr(ll.injected(0.1)) == "injected(0.1)"
     assert ll.injected(3)(7) == 3.0
+
+
+# set_hyperparameters
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["pure", "donated", "compiled"])
+def test_values_that_are_set_are_those_that_a_schedule_gives(options):
+    optimizer = ll.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=ll.injected(9.0), momentum=0.9), 0)
+    step = ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer, **options)
+    state = ll.copy_state(ll.init_state(net, optimizer))
+    for x in batches(4):
+        state, _ = step(ll.set_hyperparameters(state, lr=0.1 * 0.5**state.step), x)
+    expected = ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 * 0.5**step, momentum=0.9)
+    assert same(state, train(ll.apply_if_finite(expected, 0), **options))
+
+
+def test_a_plateau_lowers_the_rates_of_all_groups_as_torchs_own_does():
+    optimizer = ll.optimizer(torch.optim.SGD, lr=ll.injected(0.1), groups=[(is_vector, {"lr": ll.injected(0.02)})])
+    state = ll.init_state(net := model(), optimizer)
+    torchs = torch.optim.SGD([{"params": net[0].bias, "lr": 0.02}, {"params": net[0].weight}], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torchs, factor=0.3, patience=0)
+    best = float("inf")
+    for loss in (1.0, 2.0, 0.5, 0.7, 0.8):
+        if loss >= best:
+            state = ll.set_hyperparameters(state, lr=lambda lr: lr * 0.3)
+        best = min(best, loss)
+        scheduler.step(loss)
+    vectors, rest = (group["lr"] for group in torchs.param_groups)
+    assert ll.hyperparameters(optimizer, state) == {"lr": rest, "lr/0": vectors}
+
+
+def stood(opt_state):
+    return [{name: value.item() for name, value in numbers.items()} for numbers in opt_state["hyperparameters"]]
+
+
+def test_a_name_sets_all_groups_and_a_longer_one_its_own():
+    groups = [(is_vector, {"weight_decay": 0.0}), (lambda name, tensor: name == "2.weight", {"lr": ll.injected(0.2)})]
+
+    def options(number):
+        return {"lr": ll.injected(0.1 * number), "weight_decay": ll.injected(0.3)}
+
+    optimizer = ll.optimizer(torch.optim.SGD, groups=groups, **options(1))
+    before = ll.init_state(model(), optimizer)
+    state = ll.set_hyperparameters(before, lr=1, **{"lr/1": 2.0, "weight_decay/1": lambda old: old * 2})
+    expected = [{"lr": 1.0}, {"lr": 2.0, "weight_decay": 0.6}, {"lr": 1.0, "weight_decay": 0.3}]
+    assert stood(state.opt_state) == expected
+    assert stood(before.opt_state)[1] == {"lr": 0.2, "weight_decay": 0.3}
+    assert all(state.params[name] is tensor for name, tensor in before.params.items())
+
+    one, two = (ll.optimizer(torch.optim.SGD, **options(number)) for number in (1, 2))
+    both = ll.ema(ll.partition({"one": ll.ema(one), "two": two}, lambda name, t: "one" if t.ndim < 2 else "two"))
+    state = ll.set_hyperparameters(ll.init_state(model(), both), weight_decay=0.7, **{"lr/two": 5})
+    inner = state.opt_state["inner_state"]["inner_states"]
+    assert stood(inner["one"]["inner_state"]) == [{"lr": 0.1, "weight_decay": 0.7}]
+    assert stood(inner["two"]) == [{"lr": 5.0, "weight_decay": 0.7}]
+    found = {"lr/one": 0.1, "weight_decay/one": 0.7, "lr/two": 5.0, "weight_decay/two": 0.7}
+    assert ll.hyperparameters(both, state) == found
+
+
+def test_members_of_a_stack_have_one_value_each():
+    optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=ll.injected(0.1), momentum=ll.injected(0.5)))
+    step = ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer)
+    rates = [0.01, 0.1, 0.3]
+    stack = ll.stack_states([ll.init_state(net, optimizer, seed=seed) for seed in range(3)])
+    stack = ll.set_hyperparameters(stack, lr=torch.tensor(rates), momentum=0.9)
+    for x in batches(3):
+        stack, _ = ll.vmap_step(step)(stack, x)
+    for rate, member in zip(torch.tensor(rates).double().tolist(), ll.unstack_states(stack), strict=True):
+        assert ll.hyperparameters(optimizer, member) == {"lr": rate, "momentum": 0.9}
+        alone = train(ll.ema(ll.optimizer(torch.optim.SGD, lr=rate, momentum=0.9)), 3)
+        for name, tensor in alone.params.items():  # by other kernels
+            torch.testing.assert_close(member.params[name], tensor, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match=r"lr has shape \(2,\), and in this state \(3,\): .* one for each member"):
+        ll.set_hyperparameters(stack, lr=torch.tensor([0.1, 0.2]))
+    with pytest.raises(ValueError, match=r"a stack of 3 members.*ask for one of ll.unstack_states\(stack\)"):
+        ll.hyperparameters(optimizer, stack)
+
+
+@pytest.mark.parametrize(
+    "value", [2, 2.0, torch.tensor(2), torch.tensor(2.0).bfloat16(), lambda old: old.float() * 20]
+)
+def test_dtype_and_place_stay_and_nothing_is_shared(value):
+    state = ll.init_state(model(), ll.optimizer(torch.optim.SGD, lr=ll.injected(0.1)))
+    ((old,), (new,)) = (
+        one.opt_state["hyperparameters"][0].values() for one in (state, ll.set_hyperparameters(state, lr=value))
+    )
+    assert (new.dtype, new.device, new.shape, new.requires_grad) == (torch.float64, old.device, (), False)
+    assert old.item() == 0.1
+    assert new.item() == pytest.approx(2.0)
+    assert new is not value
+
+
+@pytest.mark.parametrize("by", ["backward", "torch.func"])
+def test_a_learned_rate_gets_the_gradient_that_finite_differences_have(by):
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.injected(9.0), weight_decay=ll.injected(0.1))
+    step = ll.differentiable(ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer))
+    start, data = ll.init_state(net, optimizer), batches(3)
+
+    def loss(lr):
+        return ll.unroll(step, ll.set_hyperparameters(start, lr=lr), data)[1][-1]["loss"].compute()
+
+    lr = torch.tensor(0.05).double()
+    if by == "backward":
+        loss(leaf := lr.clone().requires_grad_()).backward()
+        slope = leaf.grad
+    else:
+        slope = torch.func.grad(loss)(lr)
+    by_hand = (loss(lr + 1e-6) - loss(lr - 1e-6)) / 2e-6
+    torch.testing.assert_close(slope, by_hand.detach(), rtol=1e-6, atol=0)
+    rates = torch.tensor([0.05, 0.1]).double()
+    mapped, alone = torch.vmap(loss)(rates), torch.stack([loss(rate) for rate in rates])
+    torch.testing.assert_close(mapped, alone, rtol=1e-12, atol=0)  # by other kernels
+
+
+def test_what_cannot_be_set_is_named_with_what_can():
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1, eps=ll.injected(1e-8), weight_decay=ll.injected(0.1))
+    state = ll.init_state(model(), ll.ema(optimizer))
+    with pytest.raises(
+        ValueError,
+        match=r"lr does not stand in this state, of which eps, weight_decay is injected: .* lr=ll.injected\(...\)",
+    ):
+        ll.set_hyperparameters(state, lr=0.2, eps=1e-6)
+    with pytest.raises(ValueError, match=r"eps/0 does not stand in this state"):
+        ll.set_hyperparameters(state, **{"eps/0": 1.0})
+    for bare in (ll.init_state(model(), ll.optimizer(torch.optim.SGD, lr=0.1)), ll.init_state(model())):
+        with pytest.raises(ValueError, match=r"lr does not stand in this state, of which nothing is injected"):
+            ll.set_hyperparameters(bare, lr=0.2)
+    for wrong in ("0.1", True, None, [0.1], lambda old: "0.1"):
+        with pytest.raises(TypeError, match=r"eps is a \w+; give a number, a tensor, or a function"):
+            ll.set_hyperparameters(state, eps=wrong)
+    with pytest.raises(ValueError, match=r"eps has shape \(1,\), and in this state \(\): give one number"):
+        ll.set_hyperparameters(state, eps=torch.ones(1))
+
+
+# hyperparameters
+
+
+@given(step=st.integers(0, 30))
+@settings(max_examples=20, deadline=None)
+def test_a_log_is_told_what_torchs_group_would_have(step):
+    lr, beta = ll.warmup_cosine(0.1, warmup=5, total=30), ll.linear(0.8, 0.95, total=20)
+    groups = [
+        (is_vector, {"weight_decay": 0.0}),
+        (lambda name, tensor: name == "2.weight", {"lr": ll.scaled(lr, 0.1), "betas": (0.5, beta)}),
+    ]
+    plain = ll.optimizer(torch.optim.AdamW, lr=lr, betas=(beta, 0.99), weight_decay=ll.injected(0.1), groups=groups)
+    expected = {
+        "lr": lr(step),
+        "betas[0]": beta(step),
+        "weight_decay": 0.1,
+        "lr/1": 0.1 * lr(step),
+        "betas[1]/1": beta(step),
+        "weight_decay/1": 0.1,
+    }
+    for optimizer in (plain, ll.apply_if_finite(ll.freeze(ll.ema(plain), lambda name, step: False), 3)):
+        state = ll.init_state(model(), optimizer).replace(step=step)
+        found = ll.hyperparameters(optimizer, state, prefix="train/")
+        assert found == pytest.approx({f"train/{name}": value for name, value in expected.items()})
+        assert {type(value) for value in found.values()} == {float}
+
+
+def test_where_updates_are_skipped_or_take_turns_it_is_told_what_is_taken():
+    """The rate that is logged before a step is the one that the step takes: seen in how far plain SGD goes."""
+    lr = ll.linear(1.0, 0.1, total=9)
+    sgd = ll.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=lr), 9)
+    optimizer = ll.partition({"all": ll.ema(sgd)}, lambda name, tensor: "all")
+    step = ll.make_train_step(ll.make_grad_fn(net := nn.Linear(1, 1), lambda net, x: net(x).sum()), optimizer)
+    state = ll.init_state(net, optimizer)
+    for x in (1.0, float("inf"), 1.0, 1.0, float("nan"), 1.0):
+        before, (state, _) = state, step(state, torch.tensor([[x]]))
+        moved = (before.params["bias"] - state.params["bias"]).item()
+        taken = ll.hyperparameters(optimizer, before)
+        assert moved == pytest.approx(0.0 if state.skipped else taken["lr/all"], abs=1e-6)
+        assert taken.keys() == {"lr/all"}
+    assert state.step == 4
+
+
+def test_a_rate_that_the_class_itself_changes_is_told():
+    class Halving(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(group["lr"] * p.grad)
+                group["lr"] /= 2
+
+    optimizer = ll.optimizer(Halving, lr=0.8)
+    step = ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer)
+    state, found = ll.init_state(net, optimizer), []
+    for x in batches(3):
+        found.append(ll.hyperparameters(optimizer, state)["lr"])
+        state, _ = step(state, x)
+    assert found == [0.8, 0.4, 0.2]
+
+
+def test_one_made_by_hand_tells_what_it_says():
+    plain = ll.optimizer(torch.optim.SGD, lr=0.1)
+    quiet = ll.Optimizer(plain.init, plain.update)
+    says = ll.Optimizer(plain.init, plain.update, hyperparameters=lambda opt_state, step: {"lr": 0.5 * step})
+    state = ll.init_state(model(), plain).replace(step=4)
+    assert [ll.hyperparameters(one, state) for one in (quiet, says)] == [{}, {"lr": 2.0}]
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    plain = ll.optimizer(torch.optim.SGD, lr=0.1)
+    state = ll.init_state(model(), plain)
+    with pytest.raises(
+        ValueError, match=r"opt_state has state, and is not of this optimizer .*: give the one that made"
+    ):
+        ll.hyperparameters(ll.ema(plain), state)
+    with pytest.raises(ValueError, match=r"opt_state is None, and is not of this optimizer"):
+        ll.hyperparameters(ll.ema(plain), ll.init_state(model()))

@@ -151,6 +151,8 @@ def test_a_run_from_batch_k_is_the_tail_of_the_whole(count, batch_size, start, e
                 {"shuffle": False},
                 {"weights": [i + 1 for i in range(count)]},
                 {"lengths": [i % 7 + 1 for i in range(count)]},
+                {"lengths": [i % 7 + 1 for i in range(count)], "pool": 2, "limit": 3},
+                {"limit": 2},
                 {"sampler": SubsetRandomSampler(range(count))},
                 {"sampler": lambda epoch, generator: torch.randperm(count, generator=generator)},
             ]
@@ -288,6 +290,42 @@ def test_batches_of_similar_lengths(count, batch_size, drop_last):
     if count >= 40 * batch_size and batch_size > 1:
         plain = make_loader(range(count), batch_size=batch_size, drop_last=drop_last)
         assert padding(batches) < padding(batches_of(plain)) / 2
+
+
+@given(
+    count=st.integers(1, 60),
+    batch_size=st.integers(1, 7),
+    pool=st.integers(1, 9),
+    epoch=st.integers(0, 3),
+    drop_last=st.booleans(),
+)
+@settings(max_examples=60)
+def test_a_pool_is_so_many_batches_of_the_shuffle_sorted_together(count, batch_size, pool, epoch, drop_last):
+    if drop_last and count < batch_size:
+        return
+    lengths = [(i * 37) % 101 + 1 for i in range(count)]  # all different
+    options = {"batch_size": batch_size, "drop_last": drop_last, "seed": 5}
+    found = batches_of(make_loader(range(count), lengths=lengths, pool=pool, **options), epoch)
+    plain = batches_of(make_loader(range(count), **options), epoch)
+    expected = []
+    for first in range(0, len(plain), pool):
+        together = sorted(itertools.chain.from_iterable(plain[first : first + pool]), key=lengths.__getitem__)
+        expected += [together[i : i + batch_size] for i in range(0, len(together), batch_size)]
+    assert sorted(found) == sorted(expected)
+    assert [len(batch) for batch in found] == [len(batch) for batch in plain]
+    if count <= pool * batch_size and count % batch_size == 0:
+        ranges = sorted((min(batch), max(batch)) for batch in [[lengths[i] for i in batch] for batch in found])
+        assert all(one[1] < other[0] for one, other in itertools.pairwise(ranges))
+
+
+def test_the_pool_is_fifty_batches_or_a_quarter_of_a_small_dataset():
+    for count, pool in ((4000, 50), (800, 50), (400, 25), (16, 1), (3, 1)):
+        lengths = torch.arange(count).flip(0) + 1
+        one, other = (make_loader(range(count), batch_size=4, lengths=lengths, **o) for o in ({}, {"pool": pool}))
+        assert batches_of(one) == batches_of(other)
+        if count > 16:
+            smaller = make_loader(range(count), batch_size=4, lengths=lengths, pool=pool - 1)
+            assert batches_of(one) != batches_of(smaller)
 
 
 def test_batches_of_similar_lengths_are_others_in_each_epoch():
@@ -837,6 +875,13 @@ def test_batches_move_to_a_device_with_all_that_is_in_them(pin_memory):
         (iter(range(3)), {"batch_size": 1}, TypeError, "dataset is a range_iterator.*read once only"),
         (AugmentedStream(3), {"shuffle": True}, ValueError, r"shuffle is given for a stream \(AugmentedStream\)"),
         (AugmentedStream(3), {"weights": [1]}, ValueError, "weights is given for a stream"),
+        (AugmentedStream(3), {"limit": 2}, ValueError, r"limit=2 is given for a stream .*epoch_length=2\)"),
+        (range(3), {"limit": 0}, ValueError, "limit is 0; expected a number of batches, at least 1, or None"),
+        (range(3), {"limit": 0.5}, ValueError, "limit is 0.5; expected a number of batches"),
+        (range(3), {"batch_size": 1, "pool": 2}, ValueError, "pool is 2; .* together with lengths"),
+        (range(3), {"batch_size": 1, "lengths": [1] * 3, "pool": 0}, ValueError, "pool is 0; expected a number of"),
+        (DataLoader(range(3)), {"pool": 2}, ValueError, "pool given together with a DataLoader"),
+        (DataLoader(AugmentedStream(3)), {"limit": 2}, ValueError, "limit=2 is given for a stream"),
     ],
 )
 def test_bad_options(dataset, options, kind, message):
@@ -886,6 +931,70 @@ def test_repr():
     assert repr(make_loader([1, 2, 3], batch_size=2)) == "Loader(list, 2 batches, batch_size=2, seed=0)"
     assert repr(make_loader(Counting(), seed=4)) == "Loader(Counting, a stream, batch_size=None, seed=4)"
     assert isinstance(make_loader([1]), Loader)
+
+
+# The first batches of each epoch
+
+
+LIMITED = {
+    "shuffled": lambda count: {"batch_size": 4},
+    "in order": lambda count: {"batch_size": 4, "shuffle": False},
+    "drop last": lambda count: {"batch_size": 4, "drop_last": True},
+    "weights": lambda count: {"batch_size": 4, "weights": [1.0 + i for i in range(count)], "num_samples": 2 * count},
+    "lengths": lambda count: {"batch_size": 4, "lengths": [1 + i % 5 for i in range(count)], "pool": 2},
+    "sampler": lambda count: {"batch_size": 4, "sampler": SubsetRandomSampler(range(count))},
+    "batch sampler": lambda count: {
+        "batch_sampler": lambda epoch, g: torch.randperm(count, generator=g).split([3, count - 4, 1])
+    },
+    "items": lambda count: {},
+}
+
+
+@given(st.sampled_from(sorted(LIMITED)), st.integers(1, 25), st.integers(0, 3), st.data())
+@settings(deadline=None, max_examples=80)
+def test_a_limited_epoch_is_the_beginning_of_the_whole_one(order, limit, epoch, data):
+    read = Augmented(17)
+    whole = make_loader(Augmented(17), seed=3, **LIMITED[order](17))
+    part = make_loader(read, seed=3, limit=limit, **LIMITED[order](17))
+    assert len(part) == min(limit, len(whole))
+    first = data.draw(st.integers(0, len(part) - 1))
+    expected = list(whole(at(epoch)))[first:limit]
+    read.read.clear()
+    found = list(part(at(epoch, first, len(part))))
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    assert len(read.read) == sum(len(batch) if batch.dim() > 1 else 1 for batch in expected)
+    for k in range(first, len(part)):
+        assert torch.equal(part.indices(at(epoch, k)), whole.indices(at(epoch, k)))
+    with pytest.raises(ValueError, match="at the end of epoch"):
+        part(at(epoch, len(part), len(part)))
+
+
+def test_a_limited_epoch_is_one_to_the_step_through_workers_and_from_a_dataloader():
+    data = TensorDataset(torch.arange(40.0))
+    plain = make_loader(data, batch_size=4, limit=3)
+    through = make_loader(data, batch_size=4, limit=3, num_workers=1)
+    taken = make_loader(DataLoader(data, batch_size=4, shuffle=True), limit=3)
+    state = at(1, 0, 3)
+    expected = [x for (x,) in plain(state)]
+    for loader in (through, taken):
+        assert all(map(torch.equal, [x for (x,) in loader(state)], expected))
+        assert len(loader) == 3
+    assert not torch.equal(expected[0], next(plain(at(2)))[0])
+    without = without_rows(plain, [int(expected[1][0])])
+    assert [len(x) for (x,) in without(state)] == [4, 3, 4]
+    with pytest.raises(ValueError, match="epoch_length is 10, but this loader has 3 batches"):
+        plain(at(0, 3, 10))
+
+
+def test_a_batch_sampler_without_an_end_is_read_to_the_limit():
+    def endless(epoch, generator):
+        while True:
+            yield torch.randint(0, 5, (3,), generator=generator)
+
+    loader = make_loader(range(5), batch_sampler=endless, limit=4)
+    assert len(loader) == len(batches_of(loader)) == 4
+    assert batches_of(loader, 0, 2) == batches_of(loader)[2:]
 
 
 # The samples of a batch by their numbers, and loaders without some of them

@@ -99,6 +99,8 @@ ORDERS = {
     "in order": lambda count, size: {"batch_size": size, "shuffle": False},
     "weights": lambda count, size: {"batch_size": size, "weights": [i + 1 for i in range(count)]},
     "lengths": lambda count, size: {"batch_size": size, "lengths": [i % 7 + 1 for i in range(count)]},
+    "pools": lambda count, size: {"batch_size": size, "lengths": [i % 7 + 1 for i in range(count)], "pool": 2},
+    "limited": lambda count, size: {"batch_size": size, "limit": 3},
     "sampler": lambda count, size: {"batch_size": size, "sampler": [*range(count - 1, -1, -1)]},
     "batch_sampler": lambda count, size: {
         "batch_sampler": [[*range(i, min(count, i + 1 + i % size))] for i in range(0, count, size)]

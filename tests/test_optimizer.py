@@ -217,6 +217,124 @@ def test_a_donated_state_of_a_class_that_makes_new_tensors_is_still_spent():
         _ = share.opt_state
 
 
+class Projector:
+    """As GaLore's: an object of the class's own, with a tensor, a count and a name."""
+
+    def __init__(self, rank, kind):
+        self.rank, self.kind, self.basis, self.made = rank, kind, None, 0
+
+    def project(self, grad, refresh):
+        if self.basis is None or refresh:
+            basis = torch.linalg.svd(grad, full_matrices=False).Vh[: self.rank]
+            if self.basis is None:
+                self.basis = basis
+            else:
+                self.basis.copy_(basis)  # in place: so one state must not see the basis of another
+            self.made += 1
+        return grad @ self.basis.T
+
+
+class LowRank(torch.optim.Optimizer):
+    """As GaLore and APOLLO: keys of a group that the class does not take, and numbers from its constructor."""
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                self.state[p]["number"] = number + 1
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, grad = self.state[p], p.grad
+                state["step"] = state.get("step", 0) + 1
+                if "rank" in group:
+                    if "projector" not in state:
+                        state["projector"] = Projector(group["rank"], group["kind"])
+                    low = state["projector"].project(grad, state["step"] % group["every"] == 0)
+                    grad = low @ state["projector"].basis * group["scale"] / state["number"]
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(grad.sign() * grad.abs().sqrt() * group["lr"])
+
+
+GROUP = {"rank": 2, "every": 3, "scale": 0.5, "kind": "right", "weight_decay": 0.1}
+
+
+def is_matrix(name, tensor):
+    return tensor.ndim == 2
+
+
+def low_rank(model):
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    return LowRank([{"params": matrices, **GROUP}, {"params": vectors}], lr=1e-2)
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_a_third_partys_class_reads_keys_of_its_own_from_a_group(donate, tmp_path):
+    model = net()
+    raw = low_rank(model)
+    for batch in batches(10):
+        raw.zero_grad()
+        loss_fn(model, batch).backward()
+        raw.step()
+
+    def pure():
+        return ll.optimizer(LowRank, lr=1e-2, groups=[(is_matrix, GROUP)])
+
+    def step_of(optimizer):
+        return ll.make_train_step(ll.make_grad_fn(net(), loss_fn), optimizer, donate=donate)
+
+    first = pure()
+    step, state = step_of(first), ll.copy_state(ll.init_state(net(), first))
+    assert state.opt_state.keys() == {"state"}  # what is given and stays is none of the class's own numbers
+    for number, batch in enumerate(batches(10)):
+        if number == 4:
+            kept = ll.copy_state(state)
+            ll.checkpoint_io(tmp_path).save(state)
+        state, _ = step(state, batch)
+    assert same(state, model)
+    projector, theirs = state.opt_state["state"]["0.weight"]["projector"], raw.state[model[0].weight]["projector"]
+    assert torch.equal(projector.pop("basis"), theirs.basis)
+    assert projector == {"rank": 2, "kind": "right", "made": theirs.made}
+
+    # From a state that was kept, and from the disk by an optimizer that has made no state yet.
+    restored = ll.checkpoint_io(tmp_path).restore(ll.init_state(net(), pure()))
+    for again, own_step in ((kept, step), (restored, step_of(pure()))):
+        for batch in batches(10)[4:]:
+            again, _ = own_step(again, batch)
+        assert same(again, model)
+
+
+def test_an_update_leaves_the_objects_of_the_state_before_as_they_were():
+    pure = ll.optimizer(LowRank, lr=1e-2, groups=[(is_matrix, {**GROUP, "every": 1})])
+    step = ll.make_train_step(ll.make_grad_fn(net(), loss_fn), pure)
+    before, _ = step(ll.init_state(net(), pure), batches(1)[0])
+    copied = ll.copy_state(before)
+    step(before, batches(2)[1])
+    projectors = [state.opt_state["state"]["0.weight"]["projector"] for state in (before, copied)]
+    assert torch.equal(*[projector["basis"] for projector in projectors])
+    assert [projector["made"] for projector in projectors] == [1, 1]
+
+
+def test_a_key_of_a_group_may_be_a_schedule_or_stand_in_the_state():
+    def trained(scale):
+        return train(ll.optimizer(LowRank, lr=1e-2, groups=[(is_matrix, {**GROUP, "scale": scale})]), 5)
+
+    numbers, schedule, injected = trained(0.5), trained(lambda step: 0.5), trained(ll.injected(0.5))
+    for other in (schedule, injected):
+        assert all(torch.equal(other.params[name], tensor) for name, tensor in numbers.params.items())
+    growing = trained(lambda step: 0.5 * (step + 1))
+    assert not torch.equal(growing.params["0.weight"], numbers.params["0.weight"])
+
+
+def test_a_compiled_step_refuses_objects():
+    pure = ll.optimizer(LowRank, lr=1e-2, groups=[(is_matrix, GROUP)])
+    step = ll.make_train_step(ll.make_grad_fn(model := net(), loss_fn), pure, compile={"backend": "eager"})
+    with pytest.raises(ll.UntraceableError, match=r"LowRank keeps objects for its parameters, .* without compile="):
+        step(ll.init_state(model, pure), batches(1)[0])
+
+
 class Hidden(Lion):
     def __init__(self, params, lr=1e-4):
         super().__init__(params, lr)
@@ -230,6 +348,22 @@ class Hidden(Lion):
 def test_state_out_of_reach_is_refused():
     with pytest.raises(TypeError, match=r"Hidden keeps 'calls' on the optimizer itself"):
         ll.init_state(net(), ll.optimizer(Hidden, lr=0.1))
+
+
+def test_a_class_may_note_that_it_has_begun():
+    class Begun(Lion):  # as those of bitsandbytes do
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
+            self.begun = False
+
+        def step(self, closure=None):
+            if not self.begun:
+                self.begun = True
+            super().step()
+
+    state = train(ll.optimizer(Begun, lr=0.1), 3)
+    plain = train(ll.optimizer(Lion, lr=0.1), 3)
+    assert all(torch.equal(state.params[name], tensor) for name, tensor in plain.params.items())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -283,6 +417,10 @@ def test_refusals_say_what_to_do():
         ll.optimizer(torch.optim.SGD, lr=0.1, momentumm=0.9)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'weight_decai'"):
         ll.optimizer(torch.optim.SGD, lr=0.1, groups=[(is_vector, {"weight_decai": 0.9})])
+    with pytest.raises(TypeError, match=r"'weigth_decay', which is no parameter of LowRank: give 'weight_decay'"):
+        ll.optimizer(LowRank, lr=0.1, groups=[(is_matrix, {**GROUP, "weigth_decay": 0.9})])
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'rank'"):
+        ll.optimizer(LowRank, lr=0.1, rank=2)
     pure = ll.optimizer(torch.optim.AdamW, lr=0.1)
     with pytest.raises(ValueError, match=r"nothing for \['other'\]: make the state with the same model"):
         pure.update({"other": torch.ones(1)}, pure.init({"w": torch.ones(1)}), {"w": torch.ones(1)}, 0)

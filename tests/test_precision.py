@@ -323,6 +323,105 @@ def test_autocast_takes_half_precision_only():
     for wrong in (torch.float32, torch.float64, torch.int8):
         with pytest.raises(ValueError, match=rf"autocast to {wrong}: give torch.bfloat16 or torch.float16"):
             ll.autocast(loss_fn, wrong)
+    with pytest.raises(ValueError, match=r"float32 is what there is without autocast: .* give enabled=False"):
+        ll.autocast(loss_fn, torch.float32)
+    ll.autocast(loss_fn, torch.bfloat16, enabled=False)
+
+
+def normed_net():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    model.register_buffer("table", torch.tensor([[1, 300], [2, 70_000]]))
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float64, torch.float32])
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_cast_state_has_the_bits_of_a_module_that_was_cast(dtype, bound):
+    model, data = normed_net(), batches(3)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.01)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+    state = ll.init_state(model, optimizer)
+    if not bound:
+        for batch in data:
+            state, _ = train_step(state, batch)
+    before = ll.copy_state(state)
+    cast = ll.cast(state, dtype)
+    raw = copy.deepcopy(model)
+    raw.load_state_dict(ll.state_dict(model, state))
+    raw.to(dtype)
+    for name, tensor in raw.state_dict().items():
+        ours = (cast.params | cast.buffers)[name]
+        assert ours.dtype is tensor.dtype
+        assert torch.equal(ours, tensor)
+    assert {name: t.requires_grad for name, t in cast.params.items()} == {
+        name: parameter.requires_grad for name, parameter in model.named_parameters()
+    }
+    assert all(tensor.is_leaf for tensor in cast.params.values())
+    assert cast.opt_state is state.opt_state
+    assert not ll.differences(before, state)
+
+    x = data[0][0].to(dtype)
+    predict_step = ll.make_predict_step(model, lambda model, x: model(x))
+    with torch.no_grad():
+        assert torch.equal(predict_step(cast, x), raw.eval()(x))
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
+
+
+@WAYS
+def test_a_cast_state_outlives_the_one_it_was_made_from(donate):
+    model = normed_net()
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.01)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    state = ll.init_state(model, optimizer)
+    halves = [ll.cast(state, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    kept = [{**half.params, **half.buffers} for half in halves]
+    kept = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in kept]
+    new, _ = train_step(state, batches(1)[0])
+    for half, tensors in zip(halves, kept, strict=True):
+        assert same_tensors({**half.params, **half.buffers}, tensors)
+    if donate:
+        with pytest.raises(ll.DonatedStateError):
+            ll.cast(state, torch.bfloat16)
+        with pytest.raises(ll.DonatedStateError):
+            _ = halves[0].opt_state
+    assert ll.cast(new, torch.bfloat16).step == 1
+
+
+def test_a_cast_state_is_exported_in_its_dtype_and_trained_on_with_moments_of_its_own(tmp_path):
+    from safetensors.torch import load_file
+
+    model = net()
+    state = ll.cast(ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=1e-3)), torch.bfloat16)
+    ll.save_safetensors(model, state, tmp_path / "half.safetensors")
+    written = load_file(tmp_path / "half.safetensors")
+    assert not ll.differences(written, dict(copy.deepcopy(model).bfloat16().state_dict()))
+
+    def half_loss(model, batch):
+        return F.cross_entropy(model(batch[0].bfloat16()), batch[1])
+
+    optimizer = ll.master_weights(ll.optimizer(torch.optim.AdamW, lr=1e-3))
+    train_step = ll.make_train_step(ll.make_grad_fn(model, half_loss), optimizer)
+    new, _ = train_step(state.replace(opt_state=optimizer.init(state.params)), batches(1)[0])
+    raw = copy.deepcopy(model).bfloat16()
+    expected, _ = ll.make_train_step(ll.make_grad_fn(raw, half_loss), optimizer)(
+        ll.init_state(raw, optimizer), batches(1)[0]
+    )
+    assert not ll.differences(new.params, expected.params)
+    assert not ll.differences(new.opt_state, expected.opt_state)
+    plain_step = ll.make_train_step(ll.make_grad_fn(model, half_loss), ll.optimizer(torch.optim.AdamW, lr=1e-3))
+    with pytest.raises(RuntimeError, match="BFloat16"):  # torch's own refusal of moments in float32
+        plain_step(state, batches(1)[0])
+
+
+def test_what_cannot_be_cast_is_named():
+    model = net()
+    for wrong in (torch.int8, torch.bool, torch.complex64, "bfloat16"):
+        with pytest.raises(ValueError, match=f"cast to {wrong}: give a floating-point dtype"):
+            ll.cast(ll.init_state(model), wrong)
+    with pytest.raises(TypeError, match=r"cast got a Sequential; .*module.to\(dtype\)"):
+        ll.cast(model, torch.bfloat16)
 
 
 def mixed_net(dtype=torch.bfloat16):

@@ -111,6 +111,76 @@ def test_bind_copies_the_values_into_the_module():
     assert not any(id(leaf) in ours for leaf in pytree.tree_leaves(kept) if isinstance(leaf, torch.Tensor))
 
 
+def training(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    trained = options.pop("trainable", None)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean(), trainable=trained)
+    return ll.make_train_step(grad_fn, optimizer, **options), ll.init_state(model, optimizer, trainable=trained)
+
+
+def halved(state, name="0.weight"):
+    return state.replace(params={**state.params, name: state.params[name] * 0.5})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"donate": True}, {"compile": {"backend": "eager"}}, {"trainable": lambda name, _: name[0] == "1"}],
+    ids=["pure", "donated", "compiled", "trainable"],
+)
+def test_a_step_refuses_parameters_with_a_graph_behind_them(options):
+    # torch, too, refuses to optimize what is no leaf.
+    step, state = training(**options)
+    x = torch.ones(4, 3)
+    state, _ = step(state, x)
+    for name in ("0.weight", "1.bias"):
+        with pytest.raises(
+            ValueError, match=rf"the parameter {name} .* \(MulBackward0\): compute it under torch.no_grad"
+        ):
+            step(halved(state, name), x)
+    with torch.no_grad():
+        changed = halved(state)
+    by_hand = ll.copy_state(state)
+    by_hand.params["0.weight"].data.mul_(0.5)
+    expected, _ = step(by_hand, x)
+    after, _ = step(changed, x)
+    for key, tensor in after.params.items():
+        assert torch.equal(tensor, expected.params[key])
+        assert tensor.grad_fn is None
+
+
+def test_a_stack_with_a_graph_behind_it_is_refused_and_the_refused_state_is_good():
+    step, state = training()
+    stack = ll.stack_states([state, state])
+    leaves = {name: tensor.requires_grad_() for name, tensor in stack.params.items()}
+    with pytest.raises(ValueError, match=r"the parameter 0.weight .* ll.differentiable\(train_step\)"):
+        ll.vmap_step(step)(halved(stack.replace(params=leaves)), torch.ones(4, 3))
+    donated, state = training(donate=True)
+    with pytest.raises(ValueError, match=r"the parameter 0\.weight"):
+        donated(halved(state), torch.ones(4, 3))
+    after, _ = donated(state, torch.ones(4, 3))
+    assert after.step == 1
+
+
+def test_the_gradient_through_steps_needs_the_graph():
+    step, state = training()
+    inner, x = ll.differentiable(step), torch.ones(4, 3)
+    kept = ll.copy_state(state)
+
+    def after(factor, steps=2):
+        start = kept.replace(params={name: tensor * factor for name, tensor in kept.params.items()})
+        new, _ = ll.unroll(inner, start, [x] * steps)
+        return sum(tensor.sum() for tensor in new.params.values())
+
+    factor = torch.tensor(1.0, requires_grad=True)
+    (slope,) = torch.autograd.grad(after(factor), factor)
+    # Adam's first updates hardly depend on a gradient's size, so nearly all of the slope is the parameters' own.
+    ahead, behind = after(torch.tensor(1 + 1e-2)), after(torch.tensor(1 - 1e-2))
+    assert slope.item() == pytest.approx((ahead - behind).item() / 2e-2, rel=1e-2)
+    assert torch.func.grad(after)(torch.tensor(1.0)).item() == pytest.approx(slope.item(), rel=1e-5)
+
+
 def test_end_epoch_is_for_streams():
     assert ll.end_epoch(ll.TrainState(epoch=2, batch=7)).epoch == 3
     with pytest.raises(ValueError, match=r"epoch_length=10, so train_step ends its epochs"):

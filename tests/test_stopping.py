@@ -13,7 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 from transformers.trainer import Trainer
 
 import looplib as ll
-from looplib.stopping import BestSoFar, early_stopping, update_best
+from looplib.stopping import BestSoFar, at_best, early_stopping, update_best
 
 quick = settings(deadline=None, max_examples=200)
 modes = st.sampled_from(["min", "max"])
@@ -58,6 +58,32 @@ def test_it_stops_where_transformers_does_with_the_same_best(values, mode, patie
         if control.should_training_stop:
             break
     assert all(a == b for a, b in stopped)
+
+
+@quick
+@given(some_values, modes, some_deltas, st.booleans())
+def test_the_best_is_saved_where_transformers_does(values, mode, delta, moving):
+    args = SimpleNamespace(metric_for_best_model="eval_loss", greater_is_better=mode == "max", save_strategy="best")
+    theirs = TrainerState()
+    state, save_now = begin(BestSoFar("eval_loss", mode=mode, min_delta=delta if moving else 0.0)), at_best()
+    assert not save_now(state)
+    for value in values:
+        theirs.global_step += 10 if moving else 0  # or several evaluations at one step
+        state = update_best(state.replace(step=theirs.global_step), {"eval_loss": value})
+        best = Trainer._determine_best_metric(SimpleNamespace(args=args, state=theirs), {"eval_loss": value}, None)
+        assert save_now(state) is best
+        assert not save_now(state.replace(step=state.step + 1))
+        assert (save_now & ~ll.at_step(state.step + 1) | ll.at_step(state.step + 2))(state) is best
+
+
+def test_at_best_survives_a_restore_and_a_second_evaluation_there_is_not_better():
+    state = run(begin(BestSoFar("eval_loss")), [0.5, 0.3])
+    assert at_best()(state)
+    assert at_best()(stored(state))
+    assert not at_best()(update_best(stored(state), {"eval_loss": 0.3}))
+    two = state.replace(extra={**state.extra, "accuracy": BestSoFar("accuracy", mode="max", best=1.0, best_step=3)})
+    assert not at_best(key="accuracy")(two)
+    assert at_best(key="accuracy")(update_best(two, {"accuracy": 1.5}, "accuracy"))
 
 
 @quick
@@ -224,7 +250,10 @@ def test_values_may_be_tensors_and_are_kept_as_numbers():
 
 @pytest.mark.parametrize(
     "text",
-    ["early_stopping(patience=3)", "early_stopping(patience=3, key='loss')", "BestSoFar(monitor='a', mode='max'"],
+    [
+        *("early_stopping(patience=3)", "early_stopping(patience=3, key='loss')", "at_best()", "at_best(key='loss')"),
+        "BestSoFar(monitor='a', mode='max'",
+    ],
 )
 def test_records_read_as_the_code_that_made_them(text):
     text += ", min_delta=0.5, best=1.0, best_step=2, reference=1.0, waited=0)" if text.startswith("Best") else ""
@@ -262,6 +291,7 @@ def test_records_read_as_the_code_that_made_them(text):
             r"no BestSoFar in state.extra\['best'\]: state.extra is None; begin",
         ),
         (lambda: early_stopping(1)(ll.TrainState(extra=[1])), r"state.extra is a list; begin with"),
+        (lambda: at_best()(ll.TrainState(extra={})), r"state.extra has nothing; begin with"),
         (
             lambda: early_stopping(1, key="x")(begin(BestSoFar("a"))),
             r"in state.extra\['x'\]: state.extra has 'best'; begin",
