@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from rows_transformers import TABLE, arguments, create_repo, upload_folder
+from rows_transformers import TABLE, arguments, create_repo, scheduled, upload_folder
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -276,13 +276,28 @@ def _(loader):
     assert (examples, batch_size, total) == (40, 8, 15)
 
 
-@here("Trainer.get_learning_rates", text="A schedule is a function of the step.")
-def _(log, rows, state):
-    lr = ll.warmup_linear(5e-5, warmup=10, total=100)
-    log(state, {"lr": lr(state.step)})
+@here(
+    "Trainer.get_learning_rates",
+    text="Numbers for the log, beside the metrics: the rate, that of each group with its own, and what else moves. "
+    "They are the next update's, as `scheduler.get_last_lr()` after `scheduler.step()`.",
+)
+def _(model, grad_fn, batch, log, rows):
+    lr, is_vector = ll.warmup_linear(5e-5, warmup=10, total=100), lambda name, tensor: tensor.ndim < 2
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=lr, groups=[(is_vector, {"lr": ll.scaled(lr, 10)})])
+    state = ll.init_state(model, optimizer)
+    train_step = ll.make_train_step(grad_fn, optimizer)
+    for _ in range(3):
+        state, metrics = train_step(state, batch)
+        log(state, ll.compute(metrics) | ll.hyperparameters(optimizer, state))
     # shows
-    assert rows[0]["lr"] == 0.0
-    assert lr(10) == 5e-5
+    groups = [{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 5e-4}]
+    theirs = torch.optim.AdamW(groups, lr=5e-5)
+    scheduler = transformers.get_linear_schedule_with_warmup(theirs, 10, 100)
+    for row in rows:
+        theirs.step()
+        scheduler.step()
+        assert [row["lr"], row["lr/0"]] == pytest.approx(scheduler.get_last_lr())
+        assert "loss" in row
 
 
 @here(
@@ -662,12 +677,19 @@ def _(gpt2, tokens):
     assert close(found.grads, {name: tensor.grad for name, tensor in gpt2.named_parameters()})
 
 
-@here("Trainer._get_learning_rate", text="The schedule, asked for the step.")
-def _(train, state):
-    lr = ll.warmup_cosine(5e-5, warmup=2, total=10)
-    rate = lr(train(state, 2)[-1].step)
+@here(
+    "Trainer._get_learning_rate",
+    text="Asked before the step it is what the step takes, which is what the Trainer logs.",
+)
+def _(model, grad_fn, batch, log, rows):
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_linear(5e-5, warmup=2, total=6))
+    train_step, state = ll.make_train_step(grad_fn, optimizer), ll.init_state(model, optimizer)
+    for _ in range(3):
+        rates = ll.hyperparameters(optimizer, state)
+        state, metrics = train_step(state, batch)
+        log(state, ll.compute(metrics) | rates)
     # shows
-    assert rate == 5e-5
+    assert [row["lr"] for row in rows] == pytest.approx(scheduled("linear", 5e-5, 2, 6)[:3])
 
 
 @here(
@@ -730,14 +752,14 @@ def _(ckpt, state, train):
         ckpt.restore(state.replace(params={**state.params, "2.weight": torch.zeros(5, 5)}))
 
 
-@here("Trainer._determine_best_metric", text="`update_best` keeps a record; its `waited` is 0 after an improvement.")
+@here("Trainer._determine_best_metric", text="`update_best` keeps a record, and `at_best` says whether it has moved.")
 def _(model, optimizer):
     state = ll.init_state(model, optimizer, extra={"best": ll.BestSoFar("eval/accuracy", mode="max")})
     state = ll.update_best(state.replace(step=10), {"eval/accuracy": 0.7})
-    is_new_best = state.extra["best"].waited == 0
+    is_new_best = ll.at_best()(state)
     # shows
     assert is_new_best
-    assert ll.update_best(state, {"eval/accuracy": 0.6}).extra["best"].waited == 1
+    assert not ll.at_best()(ll.update_best(state, {"eval/accuracy": 0.6}))
 
 
 @here(

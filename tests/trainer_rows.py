@@ -6,11 +6,14 @@ the tests. Lines up to a comment `# given`, where there is one, come before and 
 parameters are ready names such as `model` and `loader`, made anew for each row by the functions of `COMMON` below. A
 row without a meaning here has a reason in place of a function.
 
+A line `{{path name ...}}` in an introduction stands for the functions of these names in that file, as they are there.
+
 `python tests/trainer_rows.py` writes the documents of all modules `rows_*.py` beside this one.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import io
@@ -86,7 +89,7 @@ class Table:
     Attributes:
         system: the library, as it calls itself.
         path: of the document, from the repository's root.
-        introduction: what the document begins with, a heading first.
+        introduction: what the document begins with, a heading first; with scripts as `quoted` puts them in.
         rows: in the order of the document.
     """
 
@@ -141,7 +144,7 @@ class Table:
 
     def document(self) -> str:
         """The document: the introduction, the rows under their headings, and an index of all names."""
-        lines = [textwrap.dedent(self.introduction).strip(), ""]
+        lines = [quoted(textwrap.dedent(self.introduction).strip()), ""]
         section = None
         for row in self.rows:
             if row.section != section:
@@ -159,6 +162,19 @@ class Table:
                 lines.append(f"| [`{name.partition('.')[2]}`](#{anchor(row)}) | {ANSWERS[row.answer]} |")
             lines.append("")
         return "\n".join(lines)
+
+
+def quoted(text: str) -> str:
+    """The text with the functions that its lines `{{path name ...}}` ask for, by paths from the repository's root."""
+
+    def block(found: re.Match[str]) -> str:
+        path, *names = found[1].split()
+        source = (ROOT / path).read_text()
+        functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+        parts = [ast.get_source_segment(source, functions[name]) for name in names]
+        return "```py\n" + "\n\n\n".join(map(str, parts)) + "\n```"
+
+    return re.sub(r"^\{\{(.*)\}\}$", block, text, flags=re.MULTILINE)
 
 
 def anchor(row: Row) -> str:
