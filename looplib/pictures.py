@@ -298,8 +298,9 @@ def live_plot(
     >>> log(ll.TrainState(step=1), {"train/loss": 0.5})
 
     The first call draws, and those that come `every` seconds after the last drawing or later, so long as drawing
-    takes no more than a tenth of the time. The last picture is drawn when the cell is done; to a file, when the sink
-    is let go of or the program ends. A call that does not draw takes microseconds.
+    takes no more than a tenth of the time (the first drawing, which is slower than the others, is not counted). The
+    last picture is drawn when the cell is done; to a file, when the sink is let go of or the program ends. A call
+    that does not draw takes microseconds.
 
     Args:
         names, x, smooth: as for `plot`; a name that is not there yet is waited for.
@@ -353,7 +354,7 @@ class _Canvas:
             self.draw()
 
     def draw(self) -> None:
-        began = time.monotonic()
+        began, first = time.monotonic(), self.due == -math.inf
         lines = {"": _lines(self.rows, self.x)}
         there = lines[""]
         names = None if self.names is None else [name for name in self.names if _panels_of(name, there)]
@@ -367,13 +368,13 @@ class _Canvas:
                 self.handle.update(figure)
         self.stale = False
         ended = time.monotonic()
-        self.due = ended + max(self.every, 9 * (ended - began))
+        self.due = ended + max(self.every, 0 if first else 9 * (ended - began))  # matplotlib reads its fonts first
 
     def finish(self) -> None:
-        """Draw what was not drawn yet; another cell has another picture."""
+        """Draw what was not drawn yet; another cell has another picture, which begins at once."""
         if self.stale:
             self.draw()
-        self.handle = None
+        self.handle, self.due = None, -math.inf
         if self.waiting:
             self.waiting = False
             self.shell.events.unregister("post_execute", self.finish)

@@ -35,6 +35,9 @@ class progress(Generic[T]):
 
         epoch 3: 100%|██████████| 3/3 [00:00<00:00, 61.02it/s, loss=0.2117]
 
+    In a notebook the bars of a cell, one for each epoch, are one output of it below each other: JupyterLab shows no
+    more than 50 outputs of a cell, and what is printed is not to be lost behind the bars.
+
     A batch counts as done when the next one is asked for; one whose loop body was left by `break` or an error
     does not, as in tqdm. The bar ends with the batches, with an error or interrupt, when the loop is left, or
     by `close()`.
@@ -107,6 +110,31 @@ def _loss_of(metrics: Metrics) -> float:
     return compute({"loss": Mean(loss)})["loss"]
 
 
+class _Output:
+    """What a notebook's cell shows of its bars, a box of widgets; the next cell that runs has another one."""
+
+    def __init__(self) -> None:
+        self._place: tuple[Any, int] | None = None
+        self._box: Any = None
+
+    def add(self, widget: Any) -> None:
+        from IPython.core.getipython import get_ipython
+        from IPython.display import display
+        from ipywidgets import VBox  # type: ignore[import-untyped, unused-ignore]
+
+        shell: Any = get_ipython()  # type: ignore[no-untyped-call, unused-ignore]
+        place = (shell, shell.execution_count)
+        if place == self._place:
+            self._box.children = (*self._box.children, widget)
+        else:
+            self._place, self._box = place, VBox([widget])
+            display(self._box)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def remove(self, widget: Any) -> None:
+        if self._box is not None:
+            self._box.children = tuple(child for child in self._box.children if child is not widget)
+
+
 # tqdm.auto chooses terminal or notebook, and warns of missing widgets, when imported: so at first use.
 @functools.cache
 def _bar_class() -> Any:
@@ -117,6 +145,8 @@ def _bar_class() -> Any:
     from tqdm.std import tqdm as tqdm_of_all
 
     tqdm_of_all.get_lock()  # made here, it is one lock for all classes; else each class would make its own
+    of_widgets = hasattr(tqdm, "status_printer") and tqdm.status_printer is not tqdm_of_all.status_printer
+    output = _Output()
 
     class Bar(tqdm):  # type: ignore[misc]
         monitor_interval = 0  # no thread: see miniters above
@@ -125,7 +155,11 @@ def _bar_class() -> Any:
             self._before, self._compiled = _latest.metrics, _latest.compiling
             self._loss: str | None = None
             self._thread = threading.get_ident()
-            super().__init__(**options)
+            shared = of_widgets and options.get("display", True) and not options.get("delay")
+            super().__init__(**options, **({"display": False} if shared else {}))
+            self._shared = shared and not self.disable
+            if self._shared:
+                output.add(self.container)
 
         # Not in `format_dict` or `display`: tqdm calls these with its lock held, and an error or interrupt
         # there, amid the wait for a device, would leave it locked.
@@ -138,6 +172,8 @@ def _bar_class() -> Any:
             with suppress(RuntimeError):
                 self._read_loss()
             super().close()
+            if getattr(self, "_shared", False) and not self.leave and self.n == self.total:
+                output.remove(self.container)
 
         def _read_loss(self) -> None:
             metrics = _latest.metrics
@@ -151,7 +187,8 @@ def _bar_class() -> Any:
         def format_dict(self) -> dict[str, Any]:
             values: dict[str, Any] = super().format_dict
             parts = [self._loss, values["postfix"]]
-            if spent := _latest.compiling - self._compiled:
+            # A bar left open is closed as Python ends, when modules may have lost their globals.
+            if spent := (_latest.compiling or 0) - self._compiled:
                 parts.append(f"compiling took {spent:.0f} s")
             values["postfix"] = ", ".join(part for part in parts if part) or None
             return values

@@ -13,6 +13,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+import looplib
+
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 BAR = re.compile(r"\s*|.*\d+%\|.*\|.*")
 MACHINE = re.compile(r"/(home|root|tmp|work|usr|var|opt|mnt|private|Users)/|\b[A-Z]:\\|site-packages")
@@ -80,6 +82,20 @@ def test_saved_notebook_reads_well(path):
     rest = json.dumps([notebook.metadata, *([cell.metadata, cell.get("outputs")] for cell in notebook.cells)])
     assert not MACHINE.search(rest)
     assert "\\r" not in rest
+
+
+def test_notebooks_are_numbered_and_say_where_to_go_next():
+    assert [path.name[:2] for path in NOTEBOOKS] == [f"{number}_" for number in range(1, len(NOTEBOOKS) + 1)]
+    for path in NOTEBOOKS:
+        cells = nbformat.read(path, as_version=4).cells
+        assert "## Where to go next" in cells[-1].source, path.name
+        text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (path.parent / link).exists(), f"{path.name} leads to {link}"
+        for name in re.findall(r"`recipes/(\w+\.\w+)`", text):
+            assert (path.parents[1] / "recipes" / name).exists(), f"{path.name} names {name}"
+        for name in re.findall(r"`ll\.(\w+)", text):
+            assert hasattr(looplib, name), f"{path.name} names ll.{name}"
 
 
 if __name__ == "__main__":

@@ -355,6 +355,7 @@ left_open = progress(range(3), TrainState(epoch_length=3))
 next(left_open)
 assert threading.active_count() == 1, "a thread was started"
 assert left_open._bar.get_lock() is tqdm.tqdm.get_lock(), "the bar and tqdm.write do not share a lock"
+sys.modules["looplib._latest"].compiling = None  # as Python may leave a module's globals when it ends
 """
 
 
@@ -364,3 +365,35 @@ def test_a_plain_process_has_no_thread_and_no_warning_and_draws_on_the_error_str
     assert done.stdout == ""
     assert "epoch 1" in done.stderr
     assert not re.search("warning|error|exception", done.stderr, re.IGNORECASE)
+
+
+NOTEBOOK = """
+import ipykernel.zmqshell  # by which tqdm knows a notebook
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.history import HistoryManager
+from IPython.core.interactiveshell import InteractiveShell
+HistoryManager.enabled = False
+shell = InteractiveShell.instance()
+shell.display_pub = CapturingDisplayPublisher()
+
+def shown(cell):
+    shell.display_pub.outputs.clear()
+    shell.run_cell(cell, store_history=True).raise_error()
+    widgets = [out["data"]["application/vnd.jupyter.widget-view+json"] for out in shell.display_pub.outputs]
+    boxes = [shell.user_ns["widget"]._instances[widget["model_id"]] for widget in widgets]
+    return [[bar.children[0].value.split(":")[0] for bar in box.children] for box in boxes]
+
+shown("from ipywidgets.widgets import widget; from looplib import TrainState; from looplib.progress import progress")
+epochs = "for epoch in range(6): list(progress('ab', TrainState(epoch=epoch, epoch_length=2), leave={}))"
+assert shown(epochs.format(False)) == [[]]
+bars = [name.replace(chr(0x2007), " ") for name in shown(epochs.format(True))[0]]
+assert bars == [f"epoch {number}" for number in range(1, 7)], bars
+assert shown("list(progress('ab', TrainState(), disable=True))") == []
+stopped = "for one in progress('ab', TrainState(epoch_length=2), leave=False): break"
+assert [len(box) for box in shown(stopped)] == [1]  # as tqdm leaves it
+assert [len(box) for box in shown("list(progress('ab', TrainState(), desc='stream'))")] == [1]
+"""
+
+
+def test_the_bars_of_a_notebook_cell_are_one_output():
+    subprocess.run([sys.executable, "-W", "error", "-c", NOTEBOOK], check=True)
