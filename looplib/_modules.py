@@ -8,7 +8,7 @@ runs the module on another state's tensors, as `torch.func.functional_call` does
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -128,6 +128,17 @@ class Host:
         self.waits = [type(module).__name__ for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
         self.waits += [name for name, tensor in tensors(self.slots.params).items() if is_sharded(tensor)]
         self.engine = next((type(m).__name__ for m in model.modules() if _owns_parameters(m)), None)
+
+    def left_in_eval(self, names: Sequence[str]) -> str | None:
+        """The outermost part in eval mode, of a module that is not, with dropout and some of these parameters."""
+        for prefix, module in named_modules(self.model) if self.model.training else ():
+            drops = [
+                part for part in module.modules() if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0
+            ]
+            off = not module.training and not all(part.training for part in drops)
+            if off and any(name.startswith(f"{prefix}.") for name in names):
+                return f"{prefix} ({type(module).__name__})"
+        return None
 
     def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
         """`body()` with these tensors in the module and the random streams at `seed`."""

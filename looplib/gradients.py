@@ -141,9 +141,10 @@ def make_grad_fn(
     (['bias', 'weight'], 4)
 
     The module is in training mode for the time of the call, but for submodules that were in eval mode when
-    `make_grad_fn` was called. torch's random streams are at a place that depends on `(seed, step, rank,
-    microbatch)` alone, and afterwards where they were. On a state that is bound to the module its own tensors are
-    used, hooks and all, else the state's are put in their places for the time of the call.
+    `make_grad_fn` was called; a warning names one that has dropout and is to be trained, as models of
+    `from_pretrained` come in eval mode, and stay so within peft's. torch's random streams are at a place that depends
+    on `(seed, step, rank, microbatch)` alone, and afterwards where they were. On a state that is bound to the module
+    its own tensors are used, hooks and all, else the state's are put in their places for the time of the call.
 
     Args:
         model: the module, wrapped by torch's engines or not.
@@ -165,6 +166,13 @@ def make_grad_fn(
     """
     host = _modules.Host(model, training=True)
     names = _modules.trainable_names(model, trainable)
+    if left := host.left_in_eval(names):
+        warnings.warn(
+            f"{left} is in eval mode within a module that is not, and has dropout and parameters to train: they are "
+            "trained without dropout. from_pretrained gives models in eval mode, and peft and other wrappers leave "
+            "them so: call model.train() before make_grad_fn. If it is meant, set p of its dropout to 0",
+            stacklevel=2,
+        )
     chosen = frozenset(names)
     weighed = False  # the loss had a weight on the host at the last call, on all ranks alike
 

@@ -59,3 +59,33 @@ def test_parts_add_up_to_the_whole():
         for name, grad in grads.items():
             torch.testing.assert_close(grad * per / weight, whole.grads[name], rtol=1e-14, atol=1e-16)
     assert all(p.grad is None for p in model.parameters())
+
+
+class Headed(nn.Module):
+    def __init__(self, *within):
+        super().__init__()
+        self.backbone, self.head = nn.Sequential(nn.Linear(2, 2), *within), nn.Linear(2, 1)
+
+
+def test_a_part_that_was_left_in_eval_mode_is_named():
+    # As of from_pretrained, within a module of one's own, or within peft's.
+    model = Headed(nn.Dropout(0.1))
+    model.backbone.eval()
+    with pytest.warns(UserWarning, match=r"backbone \(Sequential\) is in eval mode .* call model\.train\(\)"):
+        ll.make_grad_fn(model, lambda model, batch: model(batch))
+
+
+@pytest.mark.parametrize("which", ["trained", "eval", "frozen", "without dropout", "the dropout alone"])
+def test_eval_mode_that_is_meant_is_no_matter(which):
+    model = Headed(nn.BatchNorm1d(2), nn.Dropout(0.0 if which == "without dropout" else 0.1))
+    model.backbone.eval()
+    if which == "trained":
+        model.train()
+    elif which == "eval":
+        model.eval()  # all of it, as it comes from from_pretrained: a step takes the whole to training mode
+    elif which == "frozen":
+        model.backbone.requires_grad_(False)
+    elif which == "the dropout alone":
+        model.train()
+        model.backbone[2].eval()
+    ll.make_grad_fn(model, lambda model, batch: model(batch))  # a warning would be an error

@@ -1,0 +1,195 @@
+"""Fine-tune a transformers model by LoRA: tokenizer, collator, a table of datasets, peft, and a pipeline to serve it.
+
+    pip install "looplib[recipes,hub]"
+    python recipes/fine_tune_lora.py
+
+Which package of Python's standard library is a docstring from? The model first learns to fill in masked words of the
+rest of the library, and is saved; a folder from any hub would do in its place (--base). From there it is loaded three
+times, to train the head alone, LoRA with the head, and all of it. A quarter of the docstrings is held out, and none
+shares more than half of its words with another.
+
+Reached with the seeds 0 to 2, of 384 held-out docstrings: 75.5% to 80.7% by LoRA (93,417 numbers), 80.2% to 83.1% by
+all weights (482,985), 44.8% to 49.7% by the head alone (10,185); a logistic regression on tf-idf has 83% to 86%, as
+so few words ask for no more. 45 seconds in all on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import pydoc_data.topics
+import re
+import sysconfig
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import datasets  # type: ignore[import-untyped]
+import peft
+import tokenizers
+import torch
+import transformers
+from sklearn.model_selection import train_test_split
+from torch import nn
+
+import looplib as ll
+
+hf: Any = transformers  # which is typed in parts
+PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "urllib", "xml")
+
+
+def main(
+    epochs: int = 10,
+    batch_size: int = 32,
+    lr: float = 6e-3,  # of LoRA; the head alone takes twice that, all weights a sixth
+    rank: int = 16,
+    base: str = "",  # the folder of another model to begin with
+    base_steps: int = 400,
+    base_width: int = 96,
+    seed: int = 0,
+    directory: str = "runs/fine_tune_lora",
+) -> dict[str, float]:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    hf.logging.set_verbosity_error()
+    hf.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    folder = Path(directory)
+    docstrings = read_library()
+    base = base or make_base(folder / "base", docstrings, base_steps, base_width, batch_size, seed)
+
+    tokenizer = hf.AutoTokenizer.from_pretrained(base)
+    texts = make_tables(docstrings)
+    tables = texts.map(lambda rows: tokenizer(rows["text"], truncation=True), batched=True).remove_columns("text")
+    tables.set_format("torch")
+    options: dict[str, Any] = {"seed": seed, "collate_fn": hf.DataCollatorWithPadding(tokenizer)}
+    lengths = [len(ids) for ids in tables["train"]["input_ids"]]
+    loader = ll.make_loader(tables["train"], batch_size=batch_size, lengths=lengths, **options)
+    test_batches = ll.make_loader(tables["test"], batch_size=64, shuffle=False, **options)
+    labels = {"id2label": dict(enumerate(PACKAGES)), "label2id": {name: i for i, name in enumerate(PACKAGES)}}
+    found: dict[str, float] = {}
+    for method, rate in (("head", 2 * lr), ("full", lr / 6), ("lora", lr)):
+        began = time.perf_counter()
+        torch.manual_seed(seed)
+        model: Any = hf.AutoModelForSequenceClassification.from_pretrained(base, **labels)
+        if method == "head":
+            model.base_model.requires_grad_(False)
+        elif method == "lora":
+            where = ["tok_embeddings", "Wqkv", "Wi", "Wo"]  # or "all-linear", which leaves out embeddings
+            lora: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "target_modules": where}
+            model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", **lora))
+        state = fit(model, loader, rate, epochs * len(loader), seed)
+        eval_step = ll.make_eval_step(model, metric_fn)
+        found[method] = ll.evaluate(eval_step, state, test_batches)["accuracy"]
+        count, seconds = sum(p.numel() for p in model.parameters() if p.requires_grad), time.perf_counter() - began
+        print(f"{method}: {found[method]:.1%} right, {count:,} numbers trained, {seconds:.0f} s")
+
+    predict_step = ll.make_predict_step(model, lambda model, batch: model(**batch).logits.softmax(-1))
+    expected = torch.cat(list(ll.predict(predict_step, state, test_batches)))
+    ll.save_pretrained(model, state, folder / "adapter")  # of the base, which the adapter's config names
+    ll.bind(model, state)  # merging reads the module's own weights, and writes them
+    model.merge_and_unload().save_pretrained(folder / "merged")
+    tokenizer.save_pretrained(folder / "merged")
+
+    serve = hf.pipeline("text-classification", model=str(folder / "merged"), device="cpu")
+    answers = serve(list(texts["test"]["text"]), truncation=True, batch_size=64)
+    names = [PACKAGES[i] for i in expected.argmax(1).tolist()]
+    found["served"] = sum(a["label"] == name for a, name in zip(answers, names, strict=True)) / len(names)
+    print(f"the pipeline gives {found['served']:.1%} of these answers, the first is {answers[0]}")
+    return found
+
+
+def fit(model: nn.Module, loader: ll.Loader, lr: float, steps: int, seed: int) -> ll.TrainState:
+    """The state after so many steps. What is trained is what requires a gradient: peft says so, or you do."""
+    model.train()  # all of it: from_pretrained gives models in eval mode, where peft leaves what it wraps
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_linear(lr, warmup=steps // 10, total=steps))
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: model(**batch).loss)
+    train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=True)
+    state, done = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)), ll.after_steps(steps)
+    while not done(state):
+        for batch in ll.progress(loader(state), state, leave=False, disable=None):
+            state, _ = train_step(state, batch)
+            if done(state):
+                break
+    return state
+
+
+def metric_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {"accuracy": ll.accuracy(model(**batch).logits, batch["labels"])}
+
+
+def make_base(folder: Path, docstrings: list[tuple[str, str]], steps: int, width: int, size: int, seed: int) -> str:
+    """A small masked language model and its tokenizer, of the text that none of the packages has."""
+    pages = [part for page in pydoc_data.topics.topics.values() for part in page.split("\n\n")]
+    texts = [text for text, package in docstrings if package not in PACKAGES] + pages
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = tokenizers.Tokenizer(tokenizers.models.BPE())  # WordPiece's trainer finds others in each process
+    words.normalizer = tokenizers.normalizers.BertNormalizer()
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=3000, special_tokens=special, show_progress=False)
+    words.train_from_iterator(texts, trainer)
+    words.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = {f"{name[1:-1].lower()}_token": name for name in special}
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=48, **names)
+    encoded = tokenizer(texts, truncation=True, return_overflowing_tokens=True)["input_ids"]
+    examples = [{"input_ids": ids} for ids in encoded if len(ids) > 8]
+
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 3}
+    sizes |= {"vocab_size": 3000, "max_position_embeddings": 48}
+    ids = {f"{name}_token_id": i for i, name in enumerate(("pad", "unk", "cls", "sep", "mask"))}
+    config = hf.ModernBertConfig(**sizes, **ids, bos_token_id=2, eos_token_id=3, classifier_pooling="mean")
+    model = hf.ModernBertForMaskedLM(config)
+    collate = hf.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.25)
+    lengths = [len(example["input_ids"]) for example in examples]
+    loader = ll.make_loader(examples, batch_size=size, lengths=lengths, collate_fn=collate, seed=seed)
+    state = fit(model, loader, 3e-3, steps, seed)
+    ll.save_pretrained(model, state, folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def make_tables(docstrings: list[tuple[str, str]]) -> datasets.DatasetDict:
+    """The packages' docstrings and labels in two tables, without near-duplicates."""
+    kept: list[tuple[str, int]] = []
+    sizes: list[int] = []
+    holders: defaultdict[str, list[int]] = defaultdict(list)  # of a word
+    for text, package in docstrings:
+        words = set(re.findall("[a-z]+", text.lower()))
+        shared = Counter(i for word in words for i in holders[word]) if package in PACKAGES else Counter()
+        alike = any(count > (len(words) + sizes[i] - count) / 2 for i, count in shared.items())
+        if package in PACKAGES and len(words) > 5 and not alike:
+            for word in words:
+                holders[word].append(len(kept))
+            sizes.append(len(words))
+            kept.append((text, PACKAGES.index(package)))
+    train, test = train_test_split(kept, test_size=0.25, stratify=[label for _, label in kept], random_state=0)
+    columns = {"train": zip(*train, strict=True), "test": zip(*test, strict=True)}
+    tables = {name: dict(zip(("text", "labels"), map(list, both), strict=True)) for name, both in columns.items()}
+    return datasets.DatasetDict({name: datasets.Dataset.from_dict(table) for name, table in tables.items()})
+
+
+def read_library() -> list[tuple[str, str]]:
+    """Each docstring of the standard library, and the top-level module or package that it is from."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found: dict[str, str] = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if not {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib"} & set(parts):
+            try:
+                tree = ast.parse(path.read_bytes())
+            except SyntaxError:
+                continue
+            for node in ast.walk(tree):
+                kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+                if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                    found.setdefault(text, parts[0].removesuffix(".py"))
+    return list(found.items())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for setting in inspect.signature(main).parameters.values():
+        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
+    main(**vars(parser.parse_args()))

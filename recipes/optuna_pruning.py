@@ -1,0 +1,173 @@
+"""Search hyperparameters by Optuna, which stops the trials that fall behind.
+
+    pip install "looplib[recipes,optuna]"
+    python recipes/optuna_pruning.py               (or with other settings: --trials 80 --seed 1)
+    python recipes/optuna_pruning.py --storage sqlite:///optuna.db     (kept; the same command adds what is missing)
+
+The loop is a plain one: after each epoch it tells the trial its loss on the validation set (`trial.report`), and ends
+where that is worse than the median of the trials before (`trial.should_prune`). A run is a function of its settings
+and its seed, so training alone with the best ones gives the same bits; that run is what the test set is asked of.
+Of the 1,797 digits that come with scikit-learn 60% are learned from, 20% choose and 20% test.
+
+Reached with the seeds 0 to 2, in 9 seconds on one core: 97.5% to 97.8% of the test digits; 8 to 17 of 40 trials were
+pruned, and 66% to 84% of their epochs trained. Without pruning (--startup 1000) the seeds 0 and 1 find the same best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+from matplotlib.figure import Figure
+from optuna.trial import TrialState
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import looplib as ll
+
+Batch = tuple[Tensor, Tensor]
+
+
+def main(
+    trials: int = 40,  # in all, with those that the storage has already
+    epochs: int = 20,  # of a trial that is not pruned
+    startup: int = 5,  # trials before any is pruned
+    grace: int = 3,  # the first epoch after which a trial can be
+    seed: int = 0,  # of the weights, the order of the digits, the dropout, and of what Optuna tries
+    storage: str = "",  # in memory
+    directory: str = "runs/optuna_pruning",
+) -> dict[str, float]:
+    began = time.perf_counter()
+    torch.set_num_threads(1)
+    study = search(trials, epochs, startup, grace, seed, storage)
+    complete = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
+    pruned = [trial for trial in study.trials if trial.state == TrialState.PRUNED]
+    trained = sum(len(trial.intermediate_values) for trial in study.trials)
+    share = trained / (epochs * len(study.trials))
+
+    print(f"{'trial':>5}{'loss':>9}  settings")
+    for trial in sorted(complete, key=lambda trial: trial.value or 0.0)[:5]:
+        settings = "  ".join(f"{name} {value:.3g}" for name, value in trial.params.items())
+        print(f"{trial.number:5}{trial.value:9.4f}  {settings}")
+    loss, accuracy = train(study.best_params, epochs, seed)
+    path = Path(directory) / "trials.png"
+    draw(study, path)
+    print(
+        f"{len(pruned)} of {len(study.trials)} trials pruned: {share:.0%} of their epochs trained   picture: {path}"
+    )
+    print(f"the best of them alone: validation loss {loss:.4f}, {accuracy:.2%} of the test digits right")
+    return {
+        "best_value": study.best_value,
+        "loss": loss,
+        "accuracy": accuracy,
+        "pruned": len(pruned),
+        "share": share,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def search(trials: int, epochs: int, startup: int, grace: int, seed: int, storage: str = "") -> optuna.Study:
+    def objective(trial: optuna.Trial) -> float:
+        settings = {
+            "lr": trial.suggest_float("lr", 1e-3, 3.0, log=True),
+            "momentum": trial.suggest_float("momentum", 0.0, 0.99),
+            "weight_decay": trial.suggest_float("weight_decay", 1e-6, 1e-1, log=True),
+            "dropout": trial.suggest_float("dropout", 0.0, 0.7),
+            "width": trial.suggest_int("width", 8, 128, log=True),
+        }
+        return train(settings, epochs, seed, trial)[0]
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        storage=storage or None,
+        study_name="digits",
+        load_if_exists=True,
+        sampler=optuna.samplers.TPESampler(seed=seed),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=startup, n_warmup_steps=grace),
+    )
+    ended = [trial for trial in study.trials if trial.state.is_finished()]
+    study.optimize(objective, n_trials=max(0, trials - len(ended)))
+    return study
+
+
+def train(settings: dict[str, Any], epochs: int, seed: int, trial: optuna.Trial | None = None) -> tuple[float, float]:
+    """The last validation loss, and the accuracy on the test set of a run that is no trial."""
+    torch.manual_seed(seed)
+    train_set, validation_set, test_set = load_data()
+    width, dropout = settings["width"], settings["dropout"]
+    model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 10))
+    loader = ll.make_loader(train_set, batch_size=64, seed=seed)
+    optimizer = ll.optimizer(
+        torch.optim.SGD,
+        lr=ll.warmup_cosine(settings["lr"], warmup=len(loader), total=epochs * len(loader)),
+        momentum=settings["momentum"],
+        weight_decay=settings["weight_decay"],
+    )
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    eval_step = ll.make_eval_step(model, metric_fn)
+    eval_now, done = ll.at_epoch_end(), ll.after_epochs(epochs)
+
+    state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
+    while not done(state):
+        for batch in loader(state):
+            state, _ = train_step(state, batch)
+            if eval_now(state):
+                scores = ll.evaluate(eval_step, state, [validation_set.tensors])
+                if trial:
+                    trial.report(scores["loss"], step=state.epoch)
+                    if math.isnan(scores["loss"]) or (trial.should_prune() and not done(state)):
+                        raise optuna.TrialPruned
+    accuracy = float("nan") if trial else ll.evaluate(eval_step, state, [test_set.tensors])["accuracy"]
+    return scores["loss"], accuracy
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def metric_fn(model: nn.Module, batch: Batch) -> dict[str, object]:
+    logits = model(batch[0])
+    return {"loss": F.cross_entropy(logits, batch[1]), "accuracy": ll.accuracy(logits, batch[1])}
+
+
+def load_data() -> list[TensorDataset]:
+    """Pictures (n, 64) in float32 from 0 to 1, and labels (n,), in three parts."""
+    digits = load_digits()
+    pictures, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    train, rest = train_test_split(range(len(labels)), test_size=0.4, stratify=labels, random_state=0)
+    validation, test = train_test_split(rest, test_size=0.5, stratify=labels[rest], random_state=0)
+    return [TensorDataset(pictures[rows], labels[rows]) for rows in (train, validation, test)]
+
+
+def draw(study: optuna.Study, path: Path) -> None:
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    curves, rates = figure.subplots(1, 2)
+    for trial in study.trials:
+        steps, losses = list(trial.intermediate_values), list(trial.intermediate_values.values())
+        best = trial.number == study.best_trial.number
+        color = "tab:orange" if best else "tab:gray" if trial.state == TrialState.PRUNED else "tab:blue"
+        curves.plot(steps, losses, color=color, linewidth=3 if best else 1, alpha=1.0 if best else 0.6)
+        rates.plot(trial.params["lr"], losses[-1], color=color, marker="o", markersize=8 if best else 4)
+    curves.set(xlabel="epoch", yscale="log", title="validation loss: pruned in gray, the best in orange")
+    rates.set(xlabel="learning rate", xscale="log", yscale="log", title="where each trial ended")
+    for axes in (curves, rates):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for setting in inspect.signature(main).parameters.values():
+        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
+    main(**vars(parser.parse_args()))

@@ -1,0 +1,191 @@
+"""Learn the ten digits from 200 pictures: a residual network with the ingredients of modern image training.
+
+    pip install "looplib[recipes]"
+    python recipes/vision.py                       (or with other settings: --mixup 0 --seed 1)
+
+Pictures are turned, zoomed and shifted by chance where the dataset reads them, which the loader makes a function of
+(seed, epoch, index), and mixed in pairs in the loss function (mixup; Zhang et al., 2018). Labels are smoothed, the
+rate has a warmup and a cosine, and the moving average of the weights (EMA) is evaluated. The seed also draws which of
+the 1,797 pictures of scikit-learn are learned from; the other 1,597 are the test.
+
+Reached: 97.6% to 98.8% of the test over the seeds 0 to 4, 98.4% on average, in 11 seconds on one core. Without one of
+the ingredients, on average over the same seeds:
+
+    nothing left out      98.4%
+    no augmentation       95.4%    (so this is what counts; without mixup and smoothing as well 95.1%)
+    no mixup              98.1%    (better with one seed)
+    no label smoothing    98.2%    (but a loss of 0.11 on the test in place of 0.20: it is made to be less sure)
+    no EMA                98.4%    (so it brings nothing here, where the rate falls to 0)
+    float32               98.5%    (3% slower in all; a pass alone 9% at this width, and 27% at --width 32)
+
+Five seeds are sure to some 0.2%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import time
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+import looplib as ll
+
+Batch = tuple[Tensor, Tensor]
+
+
+def main(
+    examples: int = 200,  # to learn from, some 20 of each digit
+    epochs: int = 100,
+    batch_size: int = 50,
+    lr: float = 3e-3,  # at its peak, after the warmup
+    warmup: float = 0.1,  # part of all steps
+    weight_decay: float = 0.05,
+    rotation: float = 15.0,  # degrees, at most
+    zoom: float = 0.15,  # larger or smaller by this part, at most
+    shift: float = 1.0,  # pixels, at most
+    mixup: float = 0.2,  # alpha of the Beta distribution of the shares; 0 mixes nothing
+    label_smoothing: float = 0.1,
+    ema_decay: float = 0.99,
+    width: int = 16,  # channels of the first stage
+    precision: str = "bfloat16",  # by autocast; or float32
+    seed: int = 0,
+    directory: str = "runs/vision",
+) -> dict[str, float]:
+    began = time.perf_counter()
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    train_set, test_set = load_data(examples, seed)
+    model = ResNet(width).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    loader = ll.make_loader(Augmented(train_set, rotation, zoom, shift), batch_size=batch_size, seed=seed)
+    test_batches = ll.make_loader(test_set, batch_size=256, shuffle=False)
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        pictures, labels, others, share = mixed(*batch, mixup)
+        logits = model(pictures.contiguous(memory_format=torch.channels_last))
+        losses = [F.cross_entropy(logits, found, label_smoothing=label_smoothing) for found in (labels, others)]
+        return share * losses[0] + (1 - share) * losses[1]
+
+    steps = epochs * len(loader)
+    optimizer = ll.optimizer(
+        torch.optim.AdamW,
+        lr=ll.warmup_cosine(lr, warmup=round(warmup * steps), total=steps),
+        weight_decay=weight_decay,
+        groups=[(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})],  # norms and biases
+    )
+    optimizer = ll.ema(optimizer, decay=ll.ema_warmup(ema_decay), buffers=True)  # with BatchNorm's statistics
+    grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn, torch.bfloat16, enabled=precision == "bfloat16"))
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    eval_step = ll.make_eval_step(model, metric_fn)
+    eval_now, done = ll.every_n_epochs(10) | ll.after_epochs(epochs), ll.after_epochs(epochs)
+    folder = Path(directory)
+    log = ll.tee(ll.jsonl(folder / "log.jsonl"), ll.console())
+    ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1)
+
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    while not done(state):
+        for batch in ll.progress(loader(state), state, leave=False, disable=None):
+            state, metrics = train_step(state, batch)
+            if eval_now(state):
+                scores = ll.evaluate(eval_step, ll.eval_state(optimizer, state), test_batches, prefix="eval/")
+                log(state, ll.compute(metrics, prefix="train/") | scores)
+                ckpt.save(state)
+    raw = ll.evaluate(eval_step, state, test_batches)
+    scores = ll.evaluate(eval_step, ll.eval_state(optimizer, state), test_batches)
+    scores |= {"accuracy_without_ema": raw["accuracy"], "seconds": time.perf_counter() - began}
+    print(f"{scores['accuracy']:.2%} of the {len(test_set)} digits right, {raw['accuracy']:.2%} without EMA")
+    return scores
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """Pictures that are another turn, size and place of themselves each time that they are read."""
+
+    def __init__(self, pictures: TensorDataset, rotation: float, zoom: float, shift: float) -> None:
+        self.pictures, self.rotation, self.zoom, self.shift = pictures, rotation, zoom, shift
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> Batch:
+        picture, label = self.pictures[index]
+        angle, size, x, y = (2 * torch.rand(4) - 1).tolist()
+        return moved(picture, angle * self.rotation, 1 + size * self.zoom, x * self.shift, y * self.shift), label
+
+
+def moved(picture: Tensor, degrees: float, size: float, x: float, y: float) -> Tensor:
+    """A picture (1, height, width) turned to the left, `size` times as large, then moved by pixels right and down."""
+    height, width = picture.shape[1:]
+    angle = torch.tensor(degrees).deg2rad()
+    turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2) / size
+    theta = torch.cat([turn, -turn @ torch.tensor([[2 * x / width], [2 * y / height]])], dim=1)
+    grid = F.affine_grid(theta[None], [1, 1, height, width], align_corners=False)
+    return F.grid_sample(picture[None], grid, align_corners=False)[0]
+
+
+def mixed(pictures: Tensor, labels: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Pictures with others of the batch shining through, both labels, and the share of the first: mixup."""
+    if not alpha:
+        return pictures, labels, labels, torch.ones(())
+    share = (
+        torch.distributions.Beta(alpha, alpha).sample().to(pictures.device)
+    )  # drawn from the state's seed and step
+    order = torch.randperm(len(labels), device=labels.device)
+    return torch.lerp(pictures[order], pictures, share), labels, labels[order], share
+
+
+class ResNet(nn.Module):
+    """Three stages of two residual blocks, each stage with half the pixels and twice the channels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        widths = [width, width, 2 * width, 2 * width, 4 * width, 4 * width]
+        self.stem = nn.Sequential(nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.blocks = nn.Sequential(*(Block(i, o) for i, o in zip([width, *widths[:-1]], widths, strict=True)))
+        self.head = nn.Linear(widths[-1], 10)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks(self.stem(pictures)).mean((2, 3)))
+        return logits
+
+
+class Block(nn.Module):
+    def __init__(self, channels_in: int, channels_out: int) -> None:
+        super().__init__()
+        stride = channels_out // channels_in
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels_out)
+        self.shortcut = nn.Conv2d(channels_in, channels_out, 1, stride, bias=False) if stride > 1 else nn.Identity()
+        nn.init.zeros_(self.norm2.weight)  # a block begins as nothing but its shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(inner + self.shortcut(x))
+
+
+def metric_fn(model: nn.Module, batch: Batch) -> dict[str, object]:
+    pictures, labels = batch
+    logits = model(pictures.contiguous(memory_format=torch.channels_last))
+    return {"loss": F.cross_entropy(logits, labels), "accuracy": ll.accuracy(logits, labels)}
+
+
+def load_data(examples: int, seed: int) -> tuple[TensorDataset, TensorDataset]:
+    """Pictures (n, 1, 8, 8) in float32 from 0 to 1, and labels (n,): so many, and all others."""
+    digits = load_digits()
+    pictures, labels = torch.tensor(digits.images).float().unsqueeze(1) / 16, torch.tensor(digits.target)
+    train, test = train_test_split(range(len(labels)), train_size=examples, stratify=labels, random_state=seed)
+    return TensorDataset(pictures[train], labels[train]), TensorDataset(pictures[test], labels[test])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for setting in inspect.signature(main).parameters.values():
+        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
+    main(**vars(parser.parse_args()))

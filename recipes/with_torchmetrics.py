@@ -1,0 +1,117 @@
+"""Tell malignant tumours from benign ones, scored by metrics of torchmetrics that looplib does not have.
+
+    pip install "looplib[recipes]" torchmetrics
+    python recipes/with_torchmetrics.py            (or with other settings: --epochs 10 --seed 1)
+
+A `MetricCollection` is one record, which merges over batches, and over ranks: so each number is that of one call of
+the metric on all rows, whatever the batches. In the end a table says so, and how far off the mean over batches is.
+The 569 tumours come with scikit-learn; the seed draws 171 of them, which are held out, and the first weights.
+
+Reached with the seeds 0 to 4, each in 6 seconds on one core, most of them for imports: average precision 0.984 to
+0.995, Matthews correlation 0.888 to 0.963, calibration error 0.023 to 0.037 (0.037 to 0.051 by the mean over batches
+of 25), and specificity at a sensitivity of 98% 0.841 to 0.981 (0.892 to 0.983).
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from functools import partial
+
+import torch
+from sklearn.datasets import load_breast_cancer
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from torchmetrics import MetricCollection
+from torchmetrics import classification as tm
+
+import looplib as ll
+
+Batch = tuple[Tensor, Tensor]
+
+COLLECTION = MetricCollection(
+    {
+        "average_precision": tm.BinaryAveragePrecision(),
+        "matthews": tm.BinaryMatthewsCorrCoef(),
+        "calibration_error": tm.BinaryCalibrationError(n_bins=10),
+        # of the benign ones, how many are left alone by a threshold that finds 98% of the malignant ones
+        "specificity": tm.BinarySpecificityAtSensitivity(min_sensitivity=0.98),
+    }
+)
+
+
+def main(
+    epochs: int = 15,
+    batch_size: int = 32,
+    eval_batch_size: int = 25,
+    lr: float = 3e-3,
+    weight_decay: float = 0.1,
+    width: int = 32,
+    seed: int = 0,
+    directory: str = "runs/with_torchmetrics",
+) -> dict[str, float]:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    train_set, test_set = load_data(seed)
+    model = nn.Sequential(nn.Linear(30, width), nn.ReLU(), nn.Linear(width, 1), nn.Flatten(0))
+    loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed)
+    test_batches = ll.make_loader(test_set, batch_size=eval_batch_size, shuffle=False)
+
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=weight_decay)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    eval_step = ll.make_eval_step(model, partial(metric_fn, ll.torchmetric(COLLECTION)))
+    eval_now, done = ll.every_n_epochs(5), ll.after_epochs(epochs)
+    log = ll.tee(ll.jsonl(f"{directory}/log.jsonl"), ll.console())
+
+    state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
+    while not done(state):
+        for batch in loader(state):
+            state, metrics = train_step(state, batch)
+            if eval_now(state):
+                log(state, ll.compute(metrics, prefix="train/"))
+                log(state, ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
+
+    scores = ll.evaluate(eval_step, state, test_batches)
+    whole = ll.evaluate(eval_step, state, [test_set.tensors])  # one call of each metric, on all rows
+    parts = [ll.compute(eval_step(state, batch)) for batch in test_batches(ll.TrainState())]
+    print(f"{'':20}{len(parts)} batches   one of all   mean over batches")
+    for name, value in scores.items():
+        print(f"{name:20}{value:9.4f}{whole[name]:13.4f}{sum(part[name] for part in parts) / len(parts):20.4f}")
+    return scores
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    rows, labels = batch
+    return F.binary_cross_entropy_with_logits(model(rows), labels.float())
+
+
+def metric_fn(scores: ll.TorchMetric, model: nn.Module, batch: Batch) -> dict[str, object]:
+    rows, labels = batch
+    logits = model(rows)
+    # Probabilities: of logits, torchmetrics takes those batches for probabilities that happen to lie between 0 and 1.
+    record = scores.of(logits.sigmoid(), labels)
+    readings = {name: ll.Reading(record, partial(read, name)) for name in map(str, COLLECTION)}
+    return {"loss": F.binary_cross_entropy_with_logits(logits, labels.float()), **readings}
+
+
+def read(name: str, record: ll.TorchMetric) -> Tensor:
+    value = record.value()[name]
+    number: Tensor = value[0] if isinstance(value, tuple) else value  # specificity comes with its threshold
+    return number
+
+
+def load_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
+    """Measurements (n, 30), standardized by those that are learned from, and labels (n,), 1 for malignant."""
+    rows, benign = map(torch.tensor, load_breast_cancer(return_X_y=True))
+    train, test = train_test_split(range(len(rows)), test_size=0.3, stratify=benign, random_state=seed)
+    rows = ((rows - rows[train].mean(0)) / rows[train].std(0)).float()
+    return TensorDataset(rows[train], 1 - benign[train]), TensorDataset(rows[test], 1 - benign[test])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for setting in inspect.signature(main).parameters.values():
+        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
+    main(**vars(parser.parse_args()))

@@ -1,0 +1,60 @@
+"""The search of recipes/optuna_pruning.py: which trials end early, and what the best of them is worth."""
+
+import statistics
+
+import pytest
+from optuna.trial import TrialState
+from test_recipes import load
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return load("optuna_pruning")
+
+
+def test_trials_worse_than_the_median_end_early(recipe, monkeypatch):
+    calls = []
+    monkeypatch.setattr(recipe, "loss_fn", lambda *given, loss_fn=recipe.loss_fn: calls.append(1) or loss_fn(*given))
+    study = recipe.search(trials=10, epochs=4, startup=3, grace=2, seed=0)
+    assert len(study.trials) == 10
+    ended = {TrialState.COMPLETE: [], TrialState.PRUNED: []}
+    for trial in study.trials:
+        losses = trial.intermediate_values
+        assert list(losses) == list(range(1, len(losses) + 1))
+        last = len(losses)
+        for epoch in range(1, last + 1):
+            # Optuna's rule, written out: the best loss so far against the median of those who ended, in this epoch
+            others = [other.intermediate_values[epoch] for other in ended[TrialState.COMPLETE]]
+            before = [losses[done] for done in range(1, epoch + 1)]
+            behind = len(others) >= 3 and 1 < epoch < 4 and min(before) > statistics.median(others)
+            assert behind == (epoch == last and trial.state == TrialState.PRUNED), (trial.number, epoch)
+        ended[trial.state].append(trial)
+    assert len(ended[TrialState.PRUNED]) >= 2
+    assert all(trial.value == trial.intermediate_values[4] for trial in ended[TrialState.COMPLETE])
+    assert len(calls) == 17 * sum(len(trial.intermediate_values) for trial in study.trials)  # 1,078 digits by 64
+
+    loss, accuracy = recipe.train(study.best_params, epochs=4, seed=0)
+    assert loss == study.best_value == min(trial.value for trial in ended[TrialState.COMPLETE])
+    assert accuracy > 0.8
+    again = recipe.search(trials=3, epochs=4, startup=3, grace=2, seed=0)
+    assert [trial.intermediate_values for trial in again.trials] == [
+        trial.intermediate_values for trial in study.trials[:3]
+    ]
+
+
+def test_a_stored_search_goes_on(recipe, tmp_path, capsys):
+    settings = {"epochs": 2, "directory": str(tmp_path / "run"), "storage": f"sqlite:///{tmp_path}/optuna.db"}
+    recipe.main(trials=2, **settings)
+    found = recipe.main(trials=3, **settings)
+    study = recipe.search(trials=3, epochs=2, startup=5, grace=3, seed=0, storage=settings["storage"])
+    assert len(study.trials) == 3
+    assert found["loss"] == found["best_value"] == study.best_value
+    assert found["share"] == 1
+    assert (tmp_path / "run/trials.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{found['accuracy']:.2%} of the test digits right" in capsys.readouterr().out
+
+
+def test_the_digits_are_in_three_parts(recipe):
+    parts = [{tuple(row.tolist()) for row in part.tensors[0]} for part in recipe.load_data()]
+    assert [len(part) for part in parts] == [1078, 359, 360]
+    assert len(set.union(*parts)) == 1797
