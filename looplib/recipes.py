@@ -1,0 +1,131 @@
+"""The recipes, from wherever looplib is installed.
+
+    python -m looplib.recipes list
+    python -m looplib.recipes copy classify_digits                 (or into a folder: copy classify_digits scripts)
+
+A recipe is to be changed, so it is copied out and not imported: what is copied is the user's own, one file that knows
+of looplib and of nothing else here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib.util
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+
+def names() -> list[str]:
+    """The recipes that `copy` knows.
+
+    >>> from looplib import recipes
+    >>> [name for name in recipes.names() if "digits" in name]
+    ['classify_digits', ...]
+    """
+    return sorted(_found())
+
+
+def copy(name: str, folder: str | Path = ".") -> Path:
+    """A recipe copied into a folder, and where it is now.
+
+    >>> import tempfile
+    >>> from looplib import recipes
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     recipes.copy("classify_digits", folder).name
+    'classify_digits.py'
+
+    Args:
+        name: of `names()`; one that is a folder is copied whole.
+        folder: made if it is not there.
+
+    Raises:
+        ValueError: there is no such recipe.
+        FileExistsError: there is a file, or a folder, of that name already, which stays as it is.
+    """
+    found = _found()
+    if name not in found:
+        near = difflib.get_close_matches(name, found)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(found))}"
+        raise ValueError(f"there is no recipe {name!r}; {hint}")
+    source = found[name]
+    target = Path(folder) / source.name
+    if target.exists():
+        raise FileExistsError(f"{target} is there already, and is left as it is; give another folder, or move it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        ignore = shutil.ignore_patterns("__pycache__", ".*")
+        shutil.copytree(source, target, ignore=ignore, copy_function=shutil.copyfile)
+    else:
+        shutil.copyfile(source, target)
+    return target
+
+
+def _found() -> dict[str, Path]:
+    """Each recipe, a file or a folder with its script, and the pages that they speak of."""
+    here = Path(__file__).parent
+    folder = here / "_recipes"  # where a wheel has them
+    if not folder.is_dir():
+        folder = here.parent / "recipes"  # and a checkout
+    scripts = list(folder.glob("*.py")) + [path.parent for path in folder.glob("*/*.py")]
+    pages = [path for path in folder.glob("*.md") if path.name != "README.md"]  # which lists what is here
+    return {path.stem: path for path in scripts} | {path.name: path for path in pages}
+
+
+def _opening(recipe: Path) -> list[str]:
+    """The lines of its docstring; of a page, its title."""
+    if recipe.suffix == ".md":
+        return [recipe.read_text(encoding="utf-8").partition("\n")[0].strip("# ")]
+    script = min(recipe.glob("*.py")) if recipe.is_dir() else recipe
+    return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").splitlines()
+
+
+def _commands(recipe: Path) -> str:
+    """How the docstring says that it is installed and run: its first indented lines."""
+    lines = _opening(recipe)
+    first = next((i for i, line in enumerate(lines) if line.startswith("    ")), len(lines))
+    last = next((i for i, line in enumerate(lines) if i > first and not line), len(lines))
+    return "\n".join(lines[first:last]).replace(f"recipes/{recipe.name}", shlex.quote(str(recipe)))
+
+
+def _missing(recipe: Path) -> list[str]:
+    """The modules that it imports and that are not installed here."""
+    files = sorted(recipe.rglob("*.py")) if recipe.is_dir() else [recipe] if recipe.suffix == ".py" else []
+    imported = set()
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported.add(node.module.partition(".")[0])
+    return sorted(name for name in imported - {file.stem for file in files} if not importlib.util.find_spec(name))
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m looplib.recipes", description="Recipes to copy and change.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="their names, and what each is")
+    copying = commands.add_parser("copy", help="copy one into a folder, which is never overwritten")
+    copying.add_argument("name", help="as `list` gives it")
+    copying.add_argument("folder", nargs="?", default=".", help="this one, unless given")
+    given = parser.parse_args()
+    if given.command == "list":
+        found = _found()
+        width = max(map(len, found), default=0)
+        for name in sorted(found):
+            print(f"{name:{width}}  {next(iter(_opening(found[name])), '')}".rstrip())
+        return
+    try:
+        recipe = copy(given.name, given.folder)
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
+    lines = _commands(recipe)
+    print(f"copied to {recipe}" + (f"; to run it:\n\n{lines}\n" if lines else ""))
+    if missing := _missing(recipe):
+        print(f"not installed here, and imported by it: {', '.join(missing)}")
+
+
+if __name__ == "__main__":
+    _main()
