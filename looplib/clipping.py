@@ -60,6 +60,10 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
     >>> global_norm([torch.tensor([3.0]), torch.tensor([4.0])])
     tensor(5.)
+
+    Args:
+        tensors: of any shapes; those of other devices are brought to the first one's.
+        norm_type: which norm, such as 2 or `math.inf`.
     """
     tensors = list(tensors)
     if any(map(is_sharded, tensors)):

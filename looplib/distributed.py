@@ -204,6 +204,9 @@ def first_rank_only(function: Callable[P, R]) -> Callable[P, R | None]:
     once
 
     looplib's own sinks and checkpoints see to that themselves. The rank is asked for at each call.
+
+    Args:
+        function: what has no need of the other ranks; a collective in it would wait for them.
     """
 
     @functools.wraps(function)

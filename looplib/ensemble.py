@@ -111,8 +111,12 @@ def unstack_states(stack: TrainState) -> list[TrainState]:
     >>> [member.seed for member in ll.unstack_states(stack)]
     [5, 6]
 
-    They are copies, so that a donated step of the stack or of a member spends no other. Raises ValueError for a state
-    that is no stack.
+    They are copies, so that a donated step of the stack or of a member spends no other.
+
+    Args:
+        stack: from `stack_states`.
+
+    Raises ValueError for a state that is no stack.
     """
     return [_member(stack, number) for number in range(members_of(stack))]
 
@@ -123,6 +127,9 @@ def members_of(stack: TrainState) -> int:
     >>> import looplib as ll, torch
     >>> ll.members_of(ll.stack_states([ll.init_state(torch.nn.Linear(2, 1))] * 3))
     3
+
+    Args:
+        stack: from `stack_states`.
 
     Raises ValueError for a state that is no stack.
     """
@@ -141,6 +148,10 @@ def select_members(stack: TrainState, numbers: Sequence[int]) -> TrainState:
     >>> stack = ll.stack_states([ll.init_state(torch.nn.Linear(2, 1), seed=seed) for seed in range(4)])
     >>> ll.select_members(stack, [3, 1]).seed
     (3, 1)
+
+    Args:
+        stack: from `stack_states`.
+        numbers: which members, from 0; one that is named twice is there twice.
 
     Raises ValueError for a number of no member, or none at all.
     """
@@ -187,6 +198,9 @@ class per_member:
 
     Such an optimizer makes one first state for all members. Rprop and ASGD put the learning rate into theirs: for
     these, make each member's first state by an optimizer with its own, and the step by one with `per_member`.
+
+    Args:
+        values: one for each member, in their order: numbers or schedules.
 
     Raises ValueError for no values; the step raises it when the stack has another number of members, or is none.
     """

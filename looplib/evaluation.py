@@ -143,8 +143,13 @@ def measure(
     >>> ll.compute(records)
     {'confusion': 0.666...}
 
-    `evaluate` gives what `compute` makes of these. Arguments, ranks and errors are as there, for one set and one
-    `eval_step`.
+    `evaluate` gives what `compute` makes of these.
+
+    Args:
+        eval_step, state, batches: as for `evaluate`, of one set.
+        limit, progress, divide: as there.
+
+    Ranks and errors are as there too.
     """
     check_order("measure", eval_step, state)
     for name, value in {"batches": batches, "eval_step": eval_step}.items():

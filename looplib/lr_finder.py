@@ -27,6 +27,11 @@ from looplib.pictures import dress, figure_of, save, smoothed
 class LRCurve:
     """What `find_lr` found: the loss as the learning rate grows.
 
+    >>> import looplib as ll
+    >>> curve = ll.LRCurve(lrs=(1e-3, 1e-2, 1e-1), losses=(1.0, 0.5, 4.0), smoothed=(1.0, 0.7, 2.0), suggestion=1e-2)
+    >>> curve.lrs[curve.losses.index(min(curve.losses))]
+    0.01
+
     Attributes:
         lrs: learning rates, each of one update.
         losses: the loss before that update.

@@ -16,7 +16,20 @@ from torch import Tensor
 
 @runtime_checkable
 class Metric(Protocol):
-    """What `merge` and `compute` accept: a record with these two methods, such as `Mean`."""
+    """What `merge` and `compute` accept: a record with these two methods, such as `Mean`.
+
+    >>> from dataclasses import dataclass
+    >>> import looplib as ll
+    >>> @dataclass(frozen=True)
+    ... class Largest:
+    ...     value: float
+    ...     def merge(self, other):
+    ...         return Largest(max(self.value, other.value))
+    ...     def compute(self):
+    ...         return self.value
+    >>> ll.compute(ll.merge({"largest": Largest(2.0)}, {"largest": Largest(5.0)}))
+    {'largest': 5.0}
+    """
 
     def merge(self, other: Any) -> Any:
         """The record of both parts together."""
@@ -91,6 +104,9 @@ def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
     >>> compute(both)
     {'loss': 2.0}
 
+    Args:
+        first, rest: of the parts, name -> record.
+
     Raises ValueError when the parts do not have the same names.
     """
     for other in rest:
@@ -123,6 +139,10 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
 
     >>> compute({"loss": Mean(3.0, 4)}, prefix="train/")
     {'train/loss': 0.75}
+
+    Args:
+        metrics: name -> record.
+        prefix: such as "train/".
 
     Raises TypeError for a value that is no metric, naming it, and for what is no dict; ValueError for metrics of a
     stack, which `compute_members` takes.
@@ -176,6 +196,9 @@ def batch_size(batch: Any) -> int:
 
     >>> batch_size({"x": torch.zeros(16, 3), "y": torch.zeros(16)}), batch_size(["a", "b"])
     (16, 2)
+
+    Args:
+        batch: a tensor, or any pytree of such; what is no tensor is passed over.
 
     A batch without a tensor of at least one dimension counts as `len(batch)`. Raises TypeError if it has no
     length either.

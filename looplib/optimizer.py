@@ -77,8 +77,10 @@ class Optimizer:
     Functions that take no `**extra` are given none.
 
     Attributes:
-        init: see `Init`.
-        update: see `Update`.
+        init: `init(params, **extra) -> opt_state`, a pytree; `extra` holds `buffers`.
+        update: `update(grads, opt_state, params, step, donate=False, **extra) -> (params, opt_state)`; `step` counts
+            the updates before this one, `extra` holds the step's `metrics` and `buffers`, and the very `params` that
+            were given say that no update was made.
         evaluation: `evaluation(params, buffers, opt_state) -> (params, buffers)`, the weights to evaluate with, where
             those are others than the weights that are trained (averages); see `eval_state`.
         hyperparameters: `hyperparameters(opt_state, step) -> {name: float}`, those of the next update; see

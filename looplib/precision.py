@@ -127,6 +127,9 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
     `dynamic_loss_scale` skips them. Clipping goes around it, where the gradients are the true ones; `accumulate`
     goes inside. The scale is reported as `loss_scale`.
 
+    Args:
+        grad_fn: whose loss.
+
     Raises ValueError for a state without a loss scale, for gradients in float16 (of weights in float16, which need
     `accumulate(..., dtype=torch.float32)` and `master_weights`), and within `accumulate`.
 

@@ -154,6 +154,9 @@ class predicate(Predicate):
     >>> large_batch & ll.every_n_steps(10)
     (predicate(large_batch) & every_n_steps(10))
 
+    Args:
+        function: `function(state)`, whose result is taken as a bool.
+
     Raises TypeError for what cannot be called.
     """
 
@@ -376,6 +379,9 @@ class at_step(Predicate):
     >>> profile_now(ll.TrainState(step=100)), profile_now(ll.TrainState(step=101))
     (True, False)
 
+    Args:
+        steps: of the updates, the first of which is 1.
+
     Raises ValueError for no steps, or one that is no int of at least 1.
     """
 
@@ -492,8 +498,9 @@ class every_seconds(_Clock):
     [False, True, False, True]
 
     Make one for each use, combine it on the right (``every_n_steps(10) & every_seconds(60)``: asking is what
-    resets it). It begins anew in each process. Several ranks answer alike, by the first clock among them that is due,
-    and each answer is one small message to all.
+    resets it). `clock` gives the time in seconds. It begins anew in each process. Several ranks answer alike, by the
+    first clock among them that is due, and each answer is one small message to all.
+
     Raises ValueError for `seconds` that are not above 0 and finite.
     """
 
@@ -516,8 +523,10 @@ class after_seconds(_Clock):
     >>> [done(ll.TrainState()) for _ in range(3)]
     [False, True, True]
 
-    It begins anew in each process. Several ranks answer alike, by the first clock among them that is due, and each
-    answer is one small message to all. Raises ValueError for `seconds` that are not above 0 and finite.
+    `clock` gives the time in seconds. It begins anew in each process. Several ranks answer alike, by the first clock
+    among them that is due, and each answer is one small message to all.
+
+    Raises ValueError for `seconds` that are not above 0 and finite.
     """
 
     __slots__ = ()

@@ -201,6 +201,9 @@ def read_predictions(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     Lines of JSON cannot be mapped: of a path that ends in `.jsonl` they are read into memory, as tensors of the same
     names, shapes and dtypes, with NaN for what was not finite. Batches that are not whole yet are left out.
 
+    Args:
+        path: as it was given to `predict_to`.
+
     Raises FileNotFoundError where there are none.
     """
     target = Path(path)

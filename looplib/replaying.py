@@ -410,6 +410,9 @@ def read_fingerprints(path: str | os.PathLike[str]) -> dict[int, dict[str, str]]
 
     Other rows of the log are passed over. Where a run went back, what it had logged beyond is left out.
 
+    Args:
+        path: the log.
+
     Raises FileNotFoundError when nothing was logged yet.
     """
     found: dict[int, dict[str, str]] = {}

@@ -16,6 +16,13 @@ from itertools import pairwise
 from typing import Any, Literal
 
 Schedule = Callable[[int], float]
+"""A hyperparameter as a function of the updates made so far.
+
+>>> import looplib as ll, torch
+>>> def rising(step):
+...     return 1e-4 * (step + 1)
+>>> optimizer = ll.optimizer(torch.optim.SGD, lr=rising, momentum=lambda step: min(0.9, step / 100))
+"""
 Shape = Literal["linear", "cosine", "1-sqrt"]
 Natural = int  # at least 0, where a plain int is at least 1
 
@@ -74,7 +81,7 @@ def _checked(name: str, kind: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class constant(_Schedule):
-    """The same value at every step.
+    """The same `value` at every step.
 
     >>> import looplib as ll
     >>> ll.constant(3e-4)(1000)
@@ -453,7 +460,7 @@ class warmup_stable_decay(_Schedule):
     >>> [round(lr(step), 3) for step in (0, 1, 2, 6, 7, 8, 10)]
     [0.0, 0.5, 1.0, 1.0, 0.854, 0.5, 0.0]
 
-    The shapes are "linear", "cosine" or "1-sqrt"; the warmup begins at `start`.
+    `warmup_shape` and `decay_shape` are "linear", "cosine" or "1-sqrt"; the warmup begins at `start`.
     Raises ValueError for a number that is not finite, a count that is no int, an unknown shape, or a
     `warmup` and `decay` that are more than `total` together.
     Source: https://arxiv.org/abs/2404.06395, and for "1-sqrt" https://arxiv.org/abs/2405.18392
@@ -498,7 +505,7 @@ class join(_Schedule):
     >>> [lr(step) for step in (0, 99, 100, 105, 110)]
     [1.0, 1.0, 1.0, 0.5, 0.0]
 
-    `boundaries` are the steps at which the second schedule begins, the third, and so on.
+    `boundaries` are the steps at which the second of the `schedules` begins, the third, and so on.
     Raises TypeError for a schedule that cannot be called, and ValueError for `boundaries` that are not
     increasing ints, or not one fewer than the schedules.
     """

@@ -165,7 +165,12 @@ def mse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> 
     >>> ll.compute({"mse": ll.mse(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))})
     {'mse': 2.0}
 
-    Arguments and errors as of `mae`.
+    Args:
+        predictions: of any shape.
+        targets: of the same shape.
+        weights: of the same shape.
+
+    Raises ValueError for shapes that do not fit.
     """
     _fit(predictions, targets, weights, "predictions", "targets")
     return _mean((_wide(predictions) - _wide(targets)).square(), weights)
@@ -178,7 +183,12 @@ def rmse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) ->
     >>> ll.compute({"rmse": ll.rmse(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))})
     {'rmse': 2.0}
 
-    Arguments and errors as of `mae`.
+    Args:
+        predictions: of any shape.
+        targets: of the same shape.
+        weights: of the same shape.
+
+    Raises ValueError for shapes that do not fit.
     """
     return Reading(mse(predictions, targets, weights), _root_of_mean)
 

@@ -110,7 +110,16 @@ class after_signal(Predicate):
 
 
 class Stopped(Exception):
-    """A step was not taken, since the predicate given to `stop_when` was true."""
+    """A step was not taken, since the predicate given to `stop_when` was true.
+
+    >>> import looplib as ll
+    >>> step = ll.stop_when(lambda state, batch: {}, ll.after_steps(5))
+    >>> try:
+    ...     step(ll.TrainState(step=5), None)
+    ... except ll.Stopped:
+    ...     print("no batch was taken")
+    no batch was taken
+    """
 
 
 def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Callable[[TrainState, Any], R]:

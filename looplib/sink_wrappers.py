@@ -92,6 +92,9 @@ def every_rank(sink: Sink) -> Sink:
 
     Give each rank a file of its own. For a sink that stands within another: `ll.tee(ll.every_rank(...), ...)`.
 
+    Args:
+        sink: looplib's own, such as `jsonl`; a function of yours writes in each process by itself.
+
     Raises TypeError for something else than a sink that writes in the first process alone.
     """
     if not (isinstance(sink, CodedSink) and sink.first_rank):
@@ -117,6 +120,9 @@ def safely(sink: Sink) -> Sink:
     ["<function server at ...> failed at step 0: ConnectionError('no route to it'); training goes on, ..."]
 
     What failed is lost. An interrupt is no error, and is raised. For a sink that takes its time, see `in_background`.
+
+    Args:
+        sink: what is called.
     """
     told = False
 

@@ -22,6 +22,15 @@ from looplib.metrics import Metric
 from looplib.state import TrainState
 
 Sink = Callable[[TrainState, Mapping[str, float]], None]
+"""Where numbers go: a function of the state that they are of, for its counts, and of names and values.
+
+>>> import looplib as ll
+>>> def shout(state, values):
+...     print(f"STEP {state.step}:", *(f"{name.upper()} {value}" for name, value in values.items()))
+>>> ll.tee(shout, ll.console())(ll.TrainState(step=5), {"loss": 0.5})
+STEP 5: LOSS 0.5
+step      5  epoch      0  loss 0.5
+"""
 
 COUNTS = ("step", "epoch", "batch", "samples")
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -106,6 +115,9 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     killed, is left out. A str that was logged as exactly "NaN", "Infinity" or "-Infinity" becomes a float
     too. Where a run went back to a checkpoint, both passes over the same steps are there.
 
+    Args:
+        path: the file, also of a run that is still writing it.
+
     Raises FileNotFoundError when nothing was logged yet.
     """
     rows = []
@@ -167,6 +179,9 @@ def tee(*sinks: Sink) -> Sink:
 
     When a sink raises an error, the others are still called; then the first error is raised, with a note of
     the sink that it came from and of those that failed after it. An interrupt is raised at once.
+
+    Args:
+        sinks: any number of them.
 
     Raises TypeError for an argument that cannot be called.
     """

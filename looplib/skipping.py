@@ -19,7 +19,17 @@ from looplib.optimizer import Grads, Optimizer, Params, wrap
 
 
 class NonFiniteGradientsError(ArithmeticError):
-    """Too many steps in a row had gradients that are infinite or NaN."""
+    """Too many steps in a row had gradients that are infinite or NaN.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), max_consecutive=0)
+    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer)
+    >>> train_step(ll.init_state(model, optimizer), torch.full((4, 2), torch.inf))
+    Traceback (most recent call last):
+    ...
+    looplib.skipping.NonFiniteGradientsError: ...
+    """
 
 
 def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:

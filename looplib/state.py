@@ -341,6 +341,10 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     The state returned shares nothing with the one given, which therefore stays good. Other states that were
     bound to the module are spent. A state that is bound to it already is returned as it is.
 
+    Args:
+        model: the module, wrapped or not.
+        state: with the module's names and shapes, in any dtypes and on any devices.
+
     Raises:
         ValueError: names or shapes that are not the module's; nothing is copied then.
         DonatedStateError: the state is spent.
@@ -372,6 +376,9 @@ def end_epoch(state: TrainState) -> TrainState:
     >>> state = ll.end_epoch(ll.TrainState(batch=3, step=3))
     >>> state.epoch, state.batch
     (1, 0)
+
+    Args:
+        state: of a stream, after its last batch.
 
     Raises ValueError for a state with an `epoch_length`.
     """

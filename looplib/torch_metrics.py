@@ -17,6 +17,11 @@ from torch import Tensor, nn
 class TorchMetric(NamedTuple):
     """A torchmetrics metric as a record: see `torchmetric`.
 
+    >>> import looplib as ll, torch, torchmetrics
+    >>> accuracy = ll.torchmetric(torchmetrics.Accuracy(task="binary"))
+    >>> accuracy.of(torch.tensor([1, 0]), torch.tensor([1, 1])).updates
+    1
+
     Attributes:
         host: the metric that updates and computes; between calls it holds nothing.
         states: name -> state of the metric, after the place of the metric it is of; None where inputs are kept.
@@ -114,7 +119,7 @@ def torchmetric(metric: Any) -> TorchMetric:
     batches, by their examples, and for F1 or AUC such a mean of means is another number.
 
     Args:
-        metric: with `update`, `compute` and `reset`, on the device of its inputs.
+        metric: of torchmetrics, or with the same `update()`, `reset()` and computing, on the device of its inputs.
 
     Raises TypeError for something else. A metric of several numbers raises ValueError when it is computed; `Reading`
     takes one from its `value()`. So does the record of no batches, which `.of(...)` was forgotten for.

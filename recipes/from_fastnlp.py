@@ -1,5 +1,6 @@
 """fastNLP's Trainer with everything on, as a loop: each setting has the name that fastNLP gives it.
 
+    pip install "looplib[recipes]"
     python recipes/from_fastnlp.py                           (one process)
     torchrun --nproc-per-node 2 recipes/from_fastnlp.py      (two, of a GPU or a core each)
 

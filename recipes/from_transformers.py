@@ -1,6 +1,6 @@
 """transformers' Trainer with everything on, as a loop: each setting has the name that TrainingArguments gives it.
 
-    pip install "looplib[tensorboard]" transformers
+    pip install "looplib[hub,tensorboard]"
     python recipes/from_transformers.py                           (one process)
     torchrun --nproc-per-node 2 recipes/from_transformers.py      (two, of a GPU or a core each)
 
