@@ -241,6 +241,8 @@ def _backend(
 
     def build(program: Program) -> Compiled:
         _without_alpha(program.graph)
+        _stacked_where_it_goes(program.graph)
+        _powers_once(program.graph)
         with torch.no_grad():
             examples = fakes(program.graph)
             if compiled_by is None:
@@ -275,6 +277,55 @@ def _without_alpha(graph: torch.fx.GraphModule) -> None:
                 product = graph.graph.call_function(torch.ops.aten.mul.Tensor, (y, node.kwargs["alpha"]))
             product.meta["val"] = y.meta["val"]
             node.args, node.kwargs = (x, product), {}
+    graph.recompile()
+
+
+def _stacked_where_it_goes(graph: torch.fx.GraphModule) -> None:
+    """A permuted stack that is copied is a stack of permuted tensors, and needs no copy.
+
+    The gradient of `q, k, v = qkv.permute(...)` is one; Inductor would write it to memory twice.
+    """
+    aten = torch.ops.aten
+    for copy in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
+        permuted = copy.args[0]
+        if permuted.target is not aten.permute.default or len(permuted.users) > 1:
+            continue
+        stacked, order = permuted.args
+        contiguous = copy.kwargs.get("memory_format") is torch.contiguous_format
+        if not contiguous or stacked.target is not aten.stack.default or len(stacked.users) > 1:
+            continue
+        tensors, dim = stacked.args[0], stacked.args[1] % len(order) if len(stacked.args) > 1 else 0
+        order = [place % len(order) for place in order]
+        rest = [place - (place > dim) for place in order if place != dim]
+        with graph.graph.inserting_before(copy):
+            parts = [graph.graph.call_function(aten.permute.default, (tensor, rest)) for tensor in tensors]
+            copy.replace_all_uses_with(graph.graph.call_function(aten.stack.default, (parts, order.index(dim))))
+        for node in (copy, permuted, stacked):
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _powers_once(graph: torch.fx.GraphModule) -> None:
+    """A power of a number, and what follows from it, computed once and not for each element that it scales.
+
+    Inductor computes `1 - beta**step` within the loop over a weight's elements, where two powers of doubles take as
+    long as all the rest; a value that is asked for by its strides is written to memory first.
+    """
+    aten = torch.ops.aten
+    powers = {aten.pow.Scalar, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor}
+    sizes: dict[torch.fx.Node, int] = {}  # of powers, and of what is computed from one alike in size
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or not isinstance(value := node.meta.get("val"), Tensor):
+            continue
+        for power in node.all_input_nodes:
+            if sizes.get(power, value.numel()) < value.numel():
+                shape = power.meta["val"]
+                with graph.graph.inserting_before(node):
+                    arguments = (power, list(shape.size()), list(shape.stride()))
+                    once = graph.graph.call_function(aten.as_strided.default, arguments)
+                node.replace_input_with(power, once)
+        if node.target in powers or any(sizes.get(power) == value.numel() for power in node.all_input_nodes):
+            sizes[node] = value.numel()
     graph.recompile()
 
 

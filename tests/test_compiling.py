@@ -21,10 +21,14 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn, optim
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 import looplib as ll
+from looplib import compiling
 
 QUICK = {"backend": "eager"}  # the graph as it was written down, run operation by operation
 both = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
@@ -431,6 +435,67 @@ def handed(monkeypatch):
 
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", counting)
     return graphs
+
+
+class Attention(nn.Module):
+    """With the usual way to queries, keys and values, whose gradient is a stack."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(6, 18), nn.Linear(6, 1)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x.unflatten(0, (4, 4))).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).flatten(0, 1)
+
+
+def test_the_gradient_of_a_split_is_written_to_memory_once(handed):
+    model, optimizer = Attention().double(), ll.optimizer(optim.SGD, lr=0.1)
+    data = [torch.randn(16, 6, dtype=torch.float64) for _ in range(3)]
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    compare(model, grad_fn, optimizer, data, False, compile=True)
+    aten = torch.ops.aten
+    stacks = handed[0].graph.find_nodes(op="call_function", target=aten.stack.default)
+    assert stacks
+    assert not any(user.target is aten.permute.default for stack in stacks for user in stack.users)
+
+
+@given(data=st.data())
+@settings(deadline=None)
+def test_a_permuted_stack_is_a_stack_of_permuted_tensors(data):
+    shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    size = len(shape) + 1
+    dim = data.draw(st.integers(-size, size - 1))
+    order = [axis - size * data.draw(st.booleans()) for axis in data.draw(st.permutations(range(size)))]
+    tensors = [torch.randn(shape) for _ in range(data.draw(st.integers(1, 4)))]
+
+    def plain(*tensors):
+        return torch.stack(tensors, dim).permute(order).clone(memory_format=torch.contiguous_format)
+
+    graph = make_fx(plain)(*tensors)
+    compiling._stacked_where_it_goes(graph)
+    assert not graph.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    assert torch.equal(graph(*tensors), plain(*tensors))
+    assert graph(*tensors).stride() == plain(*tensors).stride()
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.NAdam, optim.RAdam, optim.ASGD])
+def test_powers_are_computed_once_and_not_for_each_element(cls, handed):
+    model, optimizer, rtol = net(), ll.optimizer(cls, lr=0.1), ROUGH.get(cls.__name__, 1e-10)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    compare(model, grad_fn, optimizer, batches(3), False, compile=True, rtol=rtol, atol=rtol)
+    powers, follow = {"pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor"}, set()
+    for node in handed[0].graph.nodes:
+        value = node.meta.get("val")
+        if (
+            node.op == "call_function"
+            and isinstance(value, torch.Tensor)
+            and not str(node.target).startswith("aten.as")
+        ):
+            assert value.ndim == 0 or not follow & set(node.all_input_nodes), node.format_node()
+            if value.ndim == 0 and (str(node.target).removeprefix("aten.") in powers or follow & set(node.args)):
+                follow.add(node)
+    assert follow
 
 
 def quick_step(donate=False, optimizer=None, model=None, loss_fn=loss_fn, **options):

@@ -399,7 +399,7 @@ def ready_steps(options: argparse.Namespace, names: list[str]) -> dict[str, Foun
 
 def transformer_steps(options: argparse.Namespace, names: list[str]) -> dict[str, Found]:
     torch.manual_seed(0)
-    steps = max(3, options.steps // 100)
+    steps = max(3, options.steps // 50)
     data, model = Tokens(torch.randint(0, 512, (4 * steps, 129))), Transformer()
     return {"transformer, a step": time_steps(names, Run(model, next_token, data, 4), options.rounds)}
 
@@ -648,7 +648,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="all of them unless given")
     parser.add_argument("--rounds", type=int, default=5, help="that count, of each row; 3 at most for memory")
-    parser.add_argument("--steps", type=int, default=1500, help="of an epoch of the MLP; 1 in 100 of the transformer")
+    parser.add_argument("--steps", type=int, default=1500, help="of an epoch of the MLP; 1 in 50 of the transformer")
     parser.add_argument("--samples", type=int, default=200_000, help="in the epoch that is resumed")
     parser.add_argument("--examples", type=int, default=20_000, help="to evaluate")
     parser.add_argument("--parameters", type=float, default=50e6, help="three times as many numbers are saved")
