@@ -273,7 +273,14 @@ def _without_alpha(graph: torch.fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         if node.target in _SCALED and node.kwargs.get("alpha", 1) != 1:
             x, y = node.args
+            if not isinstance(y, torch.fx.Node):
+                continue  # a number
+            wide = torch.result_type(x.meta["val"], y.meta["val"])  # which torch multiplies in
             with graph.graph.inserting_before(node):
+                if y.meta["val"].dtype is not wide:
+                    value = y.meta["val"].to(wide)
+                    y = graph.graph.call_function(torch.ops.aten._to_copy.default, (y,), {"dtype": wide})
+                    y.meta["val"] = value
                 product = graph.graph.call_function(torch.ops.aten.mul.Tensor, (y, node.kwargs["alpha"]))
             product.meta["val"] = y.meta["val"]
             node.args, node.kwargs = (x, product), {}
@@ -297,7 +304,11 @@ def _stacked_where_it_goes(graph: torch.fx.GraphModule) -> None:
         tensors, dim = stacked.args[0], stacked.args[1] % len(order) if len(stacked.args) > 1 else 0
         order = [place % len(order) for place in order]
         rest = [place - (place > dim) for place in order if place != dim]
-        with graph.graph.inserting_before(copy):
+        values = [tensor.meta["val"] for tensor in tensors]
+        alike = [torch.empty_strided(v.size(), v.stride(), device="meta").permute(rest) for v in values]
+        if not torch.stack(alike, order.index(dim)).is_contiguous():
+            continue
+        with graph.graph.inserting_before(stacked):  # not where the copy is: the tensors may be written in between
             parts = [graph.graph.call_function(aten.permute.default, (tensor, rest)) for tensor in tensors]
             copy.replace_all_uses_with(graph.graph.call_function(aten.stack.default, (parts, order.index(dim))))
         for node in (copy, permuted, stacked):
@@ -306,7 +317,7 @@ def _stacked_where_it_goes(graph: torch.fx.GraphModule) -> None:
 
 
 def _powers_once(graph: torch.fx.GraphModule) -> None:
-    """A power of a number, and what follows from it, computed once and not for each element that it scales.
+    """A power, and what follows from it, computed once and not for each element of what it scales.
 
     Inductor computes `1 - beta**step` within the loop over a weight's elements, where two powers of doubles take as
     long as all the rest; a value that is asked for by its strides is written to memory first.
@@ -321,7 +332,7 @@ def _powers_once(graph: torch.fx.GraphModule) -> None:
             if sizes.get(power, value.numel()) < value.numel():
                 shape = power.meta["val"]
                 with graph.graph.inserting_before(node):
-                    arguments = (power, list(shape.size()), list(shape.stride()))
+                    arguments = (power, list(shape.size()), list(shape.stride()), shape.storage_offset())
                     once = graph.graph.call_function(aten.as_strided.default, arguments)
                 node.replace_input_with(power, once)
         if node.target in powers or any(sizes.get(power) == value.numel() for power in node.all_input_nodes):

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -296,8 +297,8 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
     {'lr': 0.01}
 
     A name sets the hyperparameter wherever it stands, in all groups and in all optimizers of a `partition`; a longer
-    one, as `ll.hyperparameters` gives them, sets it there alone: `lr=1e-3, **{"lr/0": 1e-4}`. The state given stays
-    as it is, and the two share all their other tensors.
+    one, as `ll.hyperparameters` gives them, sets it there and below: `lr=1e-3, **{"lr/0": 1e-4}`. The state given
+    stays as it is, and the two share all their other tensors.
 
     Args:
         state: of an optimizer with `ll.injected` hyperparameters, whatever is around it; or a stack of such.
@@ -350,10 +351,10 @@ def _alike(name: str, value: Any, old: Tensor) -> Tensor:
     """A value as a tensor of the kind of the one whose place it takes."""
     if callable(value):
         value = value(old)
-    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+    if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
         raise TypeError(f"{name} is a {type(value).__name__}; give a number, a tensor, or a function that gives one")
     if not isinstance(value, Tensor):
-        return torch.full_like(old, value)
+        return torch.full_like(old, float(value))
     if value.shape not in (old.shape, ()):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}, and in this state {tuple(old.shape)}: give one number, or in a "
@@ -376,6 +377,8 @@ def _at(value: Any, step: int) -> Any:
 
 
 def _copy(value: Any) -> Any:
+    if isinstance(value, (dict, list)):
+        return torch.utils._pytree.tree_map(_copy, value)
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -409,7 +412,7 @@ class _Engine:
         self.kind: tuple[Any, ...] = ()
         self.names: list[str] = []
         self.partition: list[list[str]] = []
-        self.kinds: dict[str, Any] = {}  # of the objects that the class keeps for a parameter
+        self.kinds: dict[str, dict[str, Any]] = {}  # of the objects that the class keeps for each parameter
         self.constructed: dict[str, dict[str, Any]] = {}  # what a third party's class begins with
 
     def try_values(self) -> None:
@@ -438,8 +441,8 @@ class _Engine:
                 if key not in overrides and key not in injected:
                     continue
                 place = f"/{number}" if number < count else ""
-                now = written.get(key, _at(given[key], step))
-                if isinstance(now, (int, float, Tensor)):
+                now = written[key] if key in written else _at(given[key], step)
+                if isinstance(now, (Real, Tensor)):
                     found[key + place] = _number(now)
                 elif isinstance(now, tuple):
                     moving = [i for i, member in enumerate(given[key]) if callable(member)]
@@ -547,25 +550,38 @@ class _Engine:
             }
             for group, old, moving, own_keys in zip(made.param_groups, before, self.moving, given, strict=True)
         ]
-        state: dict[str, Any] = {"state": {name: self.packed(made.state[p]) for name, p in copies.items()}}
+        state: dict[str, Any] = {"state": {name: self.packed(name, made.state[p]) for name, p in copies.items()}}
         return {**state, "groups": groups} if any(groups) else state
 
-    def packed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def packed(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """What the class keeps for a parameter, with the attributes of an object in its place: a tree of tensors."""
-        plain = {}
+        plain, kinds = {}, {}
         for key, value in state.items():
-            if hasattr(value, "__dict__") and not isinstance(value, Tensor):
-                self.kinds[key] = type(value)
+            kind: Any = type(value)
+            if kind.__new__ is object.__new__ and hasattr(value, "__dict__"):
+                kinds[key] = kind
                 value = dict(vars(value))
+                if any(
+                    isinstance(part, Tensor)
+                    for each in value.values()
+                    for part in getattr(each, "__dict__", {}).values()
+                ):
+                    raise TypeError(
+                        f"{self.cls.__name__} keeps a {kind.__name__} for {name}, with an object in it that holds "
+                        "tensors: looplib takes objects whose own attributes are tensors and numbers"
+                    )
             plain[key] = value
+        if kinds:
+            self.kinds[name] = kinds
         return plain
 
-    def unpacked(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def unpacked(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """The same with objects again, on copies, since what they write in is not known."""
         whole = dict(state)
-        for key in self.kinds.keys() & state.keys():
-            whole[key] = object.__new__(self.kinds[key])
-            vars(whole[key]).update(torch.utils._pytree.tree_map(_copy, state[key]))
+        for key, kind in self.kinds.get(name, {}).items():
+            if key in state:
+                whole[key] = object.__new__(kind)
+                vars(whole[key]).update(torch.utils._pytree.tree_map(_copy, state[key]))
         return whole
 
     def evaluation(
@@ -612,7 +628,8 @@ class _Engine:
             tensors, working = _copies(grads, params, states)
         kept = {name: dict(states[name]) for name in grads} if donate and (fresh or not self.ours) else {}
         if fresh:
-            working = {name: dict(self.constructed.pop(name, {})) for name in grads}
+            working = {name: dict(self.constructed.get(name, {})) for name in grads}
+            self.constructed = {}
         instance = self.instance
         for group, moving in zip(instance.param_groups, self.moving, strict=True):
             for key, value in moving.items():
@@ -773,10 +790,10 @@ class _Engine:
         try:
             for name, grad in grads.items():
                 tensors[name].grad = grad
-                instance.state[tensors[name]] = self.unpacked(working[name]) if self.kinds else working[name]
+                instance.state[tensors[name]] = self.unpacked(name, working[name]) if self.kinds else working[name]
             self.step(instance)
             if self.kinds:
-                working |= {name: self.packed(instance.state[tensors[name]]) for name in grads}
+                working |= {name: self.packed(name, instance.state[tensors[name]]) for name in grads}
         except RuntimeError as error:
             if "sparse" not in str(error).lower():
                 raise

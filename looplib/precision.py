@@ -60,7 +60,7 @@ def autocast(
 
 
 def cast(state: TrainState, dtype: torch.dtype) -> TrainState:
-    """The state with its floating-point parameters and buffers in `dtype`, as `module.to(dtype)` has them.
+    """The state with its floating-point parameters and buffers in `dtype`, and complex ones as they are.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)

@@ -172,7 +172,7 @@ def _bar_class() -> Any:
             with suppress(RuntimeError):
                 self._read_loss()
             super().close()
-            if getattr(self, "_shared", False) and not self.leave and self.n == self.total:
+            if getattr(self, "_shared", False) and not self.leave and not (self.total and self.n < self.total):
                 output.remove(self.container)
 
         def _read_loss(self) -> None:

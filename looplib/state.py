@@ -189,10 +189,11 @@ def _check(state: TrainState, name: str) -> None:
     _heal(state)
     if (chain := _spent_by(state, (name,))) is not None:
         now = "" if chain.step is None else f", and that run is at step {chain.step} now"
+        pure = "" if chain.writer.startswith("ckpt.restore") else " or make the step with donate=False"
         raise DonatedStateError(
             f"{name} of the state at step {state.step} (epoch {state.epoch}, batch {state.batch}) was donated: "
             f"{chain.writer} has written over its tensors{now}. Go on with the state that it returned; to keep an "
-            "earlier one, copy it first (kept = ll.copy_state(state)) or make the step with donate=False"
+            f"earlier one, copy it first (kept = ll.copy_state(state)){pure}"
         )
 
 

@@ -306,6 +306,58 @@ def test_a_third_partys_class_reads_keys_of_its_own_from_a_group(donate, tmp_pat
         assert same(again, model)
 
 
+class Half:
+    def __init__(self, grad):
+        self.seen, self.factor = [torch.zeros_like(grad)], 0.5
+
+
+class Twice(Half):
+    def __init__(self, grad):
+        super().__init__(grad)
+        self.factor = 2.0
+
+
+class ByKind(torch.optim.Optimizer):
+    """Objects of two classes under one key, and for the last layer's bias none."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "kind" not in state:
+                    state["kind"] = None if p.shape == (3,) else (Half if p.ndim == 2 else Twice)(p.grad)
+                    state["plain"] = {"sum": torch.zeros_like(p)}
+                if state["kind"] is not None:
+                    state["kind"].seen[0].add_(p.grad)
+                    p.sub_(state["kind"].seen[0] * state["kind"].factor * group["lr"])
+                state["plain"]["sum"].add_(p.grad)
+                p.sub_(state["plain"]["sum"] * group["lr"])
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_each_parameter_has_the_objects_of_its_own_kind(donate):
+    model = net()
+    raw = ByKind(model.parameters(), lr=1e-2)
+    for batch in batches(4):
+        raw.zero_grad()
+        loss_fn(model, batch).backward()
+        raw.step()
+    pure = ll.optimizer(ByKind, lr=1e-2)
+    step, state = ll.make_train_step(ll.make_grad_fn(net(), loss_fn), pure, donate=donate), ll.init_state(net(), pure)
+    for number, batch in enumerate(batches(4)):
+        if number == 2:
+            kept = ll.copy_state(state)
+        state, _ = step(ll.copy_state(state) if donate else state, batch)
+    assert same(state, model)
+    for batch in batches(4)[2:]:
+        kept, _ = step(kept, batch)
+    assert same(kept, model)
+
+
 def test_an_update_leaves_the_objects_of_the_state_before_as_they_were():
     pure = ll.optimizer(LowRank, lr=1e-2, groups=[(is_matrix, {**GROUP, "every": 1})])
     step = ll.make_train_step(ll.make_grad_fn(net(), loss_fn), pure)

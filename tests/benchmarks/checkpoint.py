@@ -3,12 +3,12 @@
     python tests/benchmarks/checkpoint.py
     python tests/benchmarks/checkpoint.py --parameters 1e6 --rounds 2 --pause 0
 
-A run of 50 million parameters with Adam's moments (604 MB) is saved by looplib, in the loop and in the
+A run of 50 million parameters with Adam's moments (605 MB) is saved by looplib, in the loop and in the
 background, by other libraries, and as a plain write of the same bytes. Whoever has not synced its files, their
 directory and the one above it when it returns is made to do so within its time; for those that write in the
 background, that comes after it, in the column "on disk after". Each round saves once with each, in shuffled order,
 after one round that is not counted; the files are deleted, and all is synced, in between. Then steps of two models
-run beside writes of the 604 MB, and without, in turns. `--directory` must lie on a real disk, not in memory.
+run beside writes of the 605 MB, and without, in turns. `--directory` must lie on a real disk, not in memory.
 The transformers Trainer needs accelerate: pip install accelerate.
 """
 
