@@ -69,13 +69,13 @@ Types read as in the source, where `Tensor` is `torch.Tensor` and `nn` is `torch
 
 RECIPES_INTRODUCTION = """\
 Each is one script (one a folder, with its tests) that can be copied out and run: real data that comes with
-scikit-learn or Python, settings on the command line, the numbers that it reached in its docstring, and a test that
-runs it small. Times are those of one core of a small machine. `python -m looplib.recipes copy NAME` copies one out of an
-installed looplib. The names below each recipe are those that it uses and most others do not; they lead to [the
-reference](../looplib/README.md). This page is made from the recipes by `python tests/reference.py`.
+scikit-learn or Python, settings on the command line, the numbers that it reached in its docstring, and a test
+that runs it small. Times are those of one core of a small machine. `python -m looplib.recipes copy NAME` copies
+one out of an installed looplib. The names below each recipe are those that it uses and most others do not; they
+lead to [the reference](../looplib/README.md). This page is made from the recipes by `python tests/reference.py`.
 
-Until looplib is on PyPI, `pip install -c tests/constraints.txt -e ".[recipes]"` in a checkout stands for `pip install
-"looplib[recipes]"`, and so with the other extras.
+Until looplib is on PyPI, `pip install -c tests/constraints.txt -e ".[recipes]"` in a checkout stands for `pip
+install "looplib[recipes]"`, and so with the other extras.
 """
 
 
