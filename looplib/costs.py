@@ -372,7 +372,8 @@ def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLik
             close()
             return train_step(state, batch)
         if finish is None:
-            profiler = torch.profiler.profile(**options)
+            # A profiler has one window here, so there is nothing to accumulate, of which torch 2.11 would warn.
+            profiler = torch.profiler.profile(**{"acc_events": True, **options})
             profiler.start()
             path = folder / f"trace-step{state.step}-rank{rank()}.json"
             finish = weakref.finalize(step, _write_trace, profiler, path)
