@@ -330,9 +330,9 @@ def _powers_once(graph: torch.fx.GraphModule) -> None:
             continue
         for power in node.all_input_nodes:
             if sizes.get(power, value.numel()) < value.numel():
-                shape = power.meta["val"]
+                like = power.meta["val"]
                 with graph.graph.inserting_before(node):
-                    arguments = (power, list(shape.size()), list(shape.stride()), shape.storage_offset())
+                    arguments = (power, list(like.size()), list(like.stride()), like.storage_offset())
                     once = graph.graph.call_function(aten.as_strided.default, arguments)
                 node.replace_input_with(power, once)
         if node.target in powers or any(sizes.get(power) == value.numel() for power in node.all_input_nodes):

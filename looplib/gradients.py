@@ -363,7 +363,8 @@ def of_this_model(host: _modules.Host, state: TrainState) -> tuple[dict[str, Ten
 def _leaf(name: str, tensor: Tensor) -> Tensor:
     if tensor.requires_grad and tensor.is_leaf:
         return tensor
-    check_history({name: tensor})
+    if tensor.grad_fn is not None:
+        check_history({name: tensor})
     return tensor.detach().requires_grad_()
 
 
