@@ -11,15 +11,16 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from looplib import _interrupts, _modules, _tracing
-from looplib._random import mix
-from looplib._ranks import (
+from looplib._core import interrupts as _interrupts
+from looplib._core import modules as _modules
+from looplib._core import tracing as _tracing
+from looplib._core.random import mix
+from looplib._core.ranks import (
     Sums,
     add_up_over_ranks,
     largest_over_ranks,
@@ -28,96 +29,10 @@ from looplib._ranks import (
     total_over_ranks,
     world_size,
 )
-from looplib._tracing import UntraceableError, tracing, users_own
-from looplib.metrics import Mean, Metric
-from looplib.metrics import batch_size as count_examples
-from looplib.state import TrainState
-
-Grads = dict[str, Tensor]
-LossFn = Callable[[Any, Any], Any]
-
-
-class Gradients(NamedTuple):
-    """What a `GradFn` returns.
-
-    >>> import looplib as ll, torch
-    >>> model = torch.nn.Linear(2, 1)
-    >>> out = ll.make_grad_fn(model, lambda model, x: model(x).mean())(ll.init_state(model), torch.ones(4, 2))
-    >>> out.grads["weight"], out.samples, sorted(out.metrics)
-    (tensor([[1., 1.]]), 4, ['loss'])
-
-    Attributes:
-        grads: name -> gradient of the mean loss; of the summed loss where `Part.sums` asked for that. The
-            tensors are the caller's own.
-        metrics: name -> mergeable record; holds "loss".
-        buffers: name -> the buffers after the forward pass.
-        samples: examples in the batch.
-        weight: what the summed loss is to be divided by; None when `grads` are the mean's already.
-        per: where there is a weight, `grads` are those of the summed loss over `per`.
-        ranks: of how many ranks `grads` are the average, which an engine such as DDP has taken.
-    """
-
-    grads: Grads
-    metrics: dict[str, Metric]
-    buffers: dict[str, Tensor]
-    samples: int
-    weight: Tensor | float | None = None
-    per: Tensor | float = 1.0
-    ranks: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Which part of an optimizer step a call of a `GradFn` is, for those that wrap one.
-
-    Attributes:
-        index: the microbatch, which the randomness depends on.
-        sums: give the gradient of the summed loss over `per`, and its weight, rather than that of the mean.
-        per: what summed losses are divided by, so that gradients of half precision stay as small as a mean's; None
-            for `samples`, or the part's own weight (1 if that is less) where the loss has one.
-        samples: examples in all parts of the step, where that is known.
-        into: gradients so far, to be added to in place.
-        scale: multiplies the loss before the backward pass.
-        last: no other part of this step comes after: now an engine reduces the gradients of all parts over the ranks.
-        local: who asked adds up the ranks' gradients itself.
-        retried: the call may be given up and made again, so an engine sends nothing, and puts here what makes one
-            gradient of all ranks' sums, for when none has given up.
-        donate: the state's buffers may be written in place.
-    """
-
-    index: int = 0
-    sums: bool = False
-    per: Tensor | float | None = None
-    samples: int | None = None
-    into: Mapping[str, Tensor] | None = None
-    scale: Tensor | None = None
-    last: bool = True
-    local: bool = False
-    retried: list[Callable[[TrainState, Gradients], Gradients]] | None = None
-    donate: bool = False
-
-
-WHOLE = Part()
-
-
-class GradFn(Protocol):
-    """`grad_fn(state, batch, part=Part()) -> Gradients`, pure.
-
-    What `make_grad_fn` returns, and what wraps it, which hands `part` on:
-
-    >>> import looplib as ll, torch
-    >>> def halved(grad_fn):
-    ...     def halved_grad_fn(state, batch, part=ll.Part()):
-    ...         out = grad_fn(state, batch, part)
-    ...         return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
-    ...     return halved_grad_fn
-    >>> model = torch.nn.Linear(2, 1)
-    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
-    >>> halved(grad_fn)(ll.init_state(model), torch.ones(4, 2)).grads["weight"]
-    tensor([[0.5000, 0.5000]])
-    """
-
-    def __call__(self, state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients: ...
+from looplib._core.tracing import UntraceableError, tracing, users_own
+from looplib._core.trees import batch_size as count_examples
+from looplib.metrics._mean import Mean
+from looplib.types import WHOLE, GradFn, Gradients, LossFn, Metric, Part, TrainState
 
 
 def make_grad_fn(
@@ -185,7 +100,7 @@ def make_grad_fn(
         if host.engine and tracing():
             raise UntraceableError(
                 f"{host.engine} sends gradients from within the backward pass, which a graph of a step cannot hold: "
-                "leave out compile=, and compile the blocks of the model instead, ll.compile_blocks(model, Block), "
+                "leave out compile=, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block), "
                 "before it is wrapped"
             )
         if host.engine and not (part.donate and host.holds(params)):
@@ -375,7 +290,7 @@ def check_history(params: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"the parameter {name} of the state was computed from others, with a graph behind it "
                 f"({type(tensor.grad_fn).__name__}): compute it under torch.no_grad(), or give its detach(); to take "
-                "the gradient through the step, use ll.differentiable(train_step)"
+                "the gradient through the step, use ll.transforms.differentiable(train_step)"
             )
 
 
@@ -465,13 +380,15 @@ def _warn_of_local_gradients(grad_fn: Any, part: Part) -> None:
         warnings.warn(
             f"there are {world_size()} ranks and the model is in no engine that reduces its gradients: each rank "
             "trains one of its own. Wrap the model in DistributedDataParallel or fully_shard, or the grad_fn in "
-            "ll.distributed.reduce_gradients",
+            "ll.grads.reduce_gradients",
             RuntimeWarning,
             stacklevel=5,
         )
 
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
 _constants: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
 
 

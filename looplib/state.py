@@ -1,255 +1,19 @@
-"""The record that a run is.
-
-Everything a run must remember stands in one immutable `TrainState`: counts, position in the data, tensors by
-name, the optimizer's state, the seed, and whatever the user adds. A step takes one and gives the next, so a
-run is kept, forked, replayed or stored by keeping, passing or storing a value.
-"""
+"""Functions of a state: the first one of a run, copies, and the values of a module."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from looplib import _donation, _modules
-
-if TYPE_CHECKING:
-    from looplib.optimizer import Optimizer
-
-
-class DonatedStateError(RuntimeError):
-    """A state was touched whose tensors a donated step has since written over."""
-
-
-class _Marked:
-    __slots__ = ("__weakref__", "_born", "_heir", "_lane", "_seen")
-
-    if TYPE_CHECKING:
-        _born: int  # chains there were when the state was made: of those it knows all that concern it
-        _seen: dict[_donation.Chain, int]  # the chains of its tensors, and the generation of each then
-        _lane: _donation.Chain | None  # the chain that owns all its step writes, if that is known
-        _heir: _donation.Heir
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
-class TrainState(_Marked):
-    """A training run at one moment, immutable.
-
-    >>> import looplib as ll, torch
-    >>> model = torch.nn.Linear(2, 1)
-    >>> state = ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=0.1), epoch_length=10)
-    >>> state
-    TrainState(step=0, epoch=0, batch=0/10, samples=0, params=2 tensors (3 numbers), seed=0)
-    >>> state.replace(step=7).step
-    7
-
-    It is a pytree: the tensors of `params`, `buffers`, `opt_state` and `extra` are its leaves, the counts and
-    the seed belong to its structure, so that `torch.func` and `tree_map` see tensors alone.
-
-    Attributes:
-        step: optimizer updates completed.
-        epoch: epochs completed.
-        batch: batches consumed in this epoch.
-        epoch_length: batches in an epoch, or None for a stream.
-        samples: examples consumed.
-        batch_samples: examples in the batch consumed last.
-        batch_steps: updates made on the batch consumed last: 1, or 0 if it was skipped, or more (`same_batch`).
-        params, buffers: name -> tensor, as `named_parameters` and `named_buffers` give them.
-        opt_state: the optimizer's pytree.
-        seed: what all randomness of the run comes from.
-        extra: the user's own pytree (EMA weights, an early-stopping record, ...), checkpointed with the rest.
-
-    Raises:
-        DonatedStateError: when `params`, `buffers`, `opt_state` or `extra` is read after a donated step wrote
-            over one of its tensors.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    epoch_length: int | None = None
-    samples: int = 0
-    batch_samples: int = 0
-    batch_steps: int = 1
-    params: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    opt_state: Any = None
-    seed: int = 0
-    extra: Any = None
-
-    def __post_init__(self) -> None:
-        trees = [_read[name](self) for name in _TREES]
-        object.__setattr__(self, "_seen", _donation.generations(trees))
-        object.__setattr__(self, "_born", _donation.chains)
-        object.__setattr__(self, "_lane", None)
-        object.__setattr__(self, "_heir", _donation.Heir())
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the batch consumed last made no update, so that `step` did not move."""
-        return self.batch_steps == 0
-
-    def replace(self, **changes: Any) -> TrainState:
-        """A copy with these fields changed; it shares every tensor that is not.
-
-        >>> TrainState(step=3).replace(step=4, extra={"note": "kept"}).extra
-        {'note': 'kept'}
-
-        What is computed from parameters that require a gradient has a graph behind it, which steps refuse unless they
-        are `ll.differentiable`: write `with torch.no_grad():` around, as in a raw loop.
-
-        Raises:
-            TypeError: a field that a TrainState does not have.
-            DonatedStateError: a field that is not changed was donated.
-        """
-        if unknown := changes.keys() - set(_FIELDS):
-            raise TypeError(f"a TrainState has no field {sorted(unknown)}; it has {', '.join(_FIELDS)}")
-        values = {name: changes[name] if name in changes else getattr(self, name) for name in _FIELDS}
-        # What is kept was read just now, so its marks hold; only new trees must be looked through.
-        seen = {chain: at for chain, at in self._seen.items() if chain.generation == at}
-        seen |= _donation.generations([changes[name] for name in _TREES if name in changes])
-        lane = None if changes.keys() & {"params", "buffers", "opt_state"} else self._lane
-        # A step wrapped by one that changes `extra` is given such a copy. A copy with another seed, or at another
-        # place, is not what the run goes on from.
-        return make(values, seen, lane, self._heir if changes.keys() <= {"extra"} else None)
-
-    def __repr__(self) -> str:
-        _heal(self)
-        position = self.batch if self.epoch_length is None else f"{self.batch}/{self.epoch_length}"
-        parts = [f"step={self.step}", f"epoch={self.epoch}", f"batch={position}", f"samples={self.samples}"]
-        if _spent_by(self, _TREES) is not None:
-            return f"TrainState({', '.join(parts)}, donated)"
-        parts += [
-            f"{name}={len(tensors)} tensors ({sum(tensor.numel() for tensor in tensors.values()):,} numbers)"
-            for name in ("params", "buffers")
-            if (tensors := getattr(self, name))
-        ]
-        parts.append(f"seed={self.seed}")
-        if self.extra is not None:
-            keys = f" of {', '.join(map(str, self.extra))}" if isinstance(self.extra, dict) else ""
-            parts.append(f"extra={type(self.extra).__name__}{keys}")
-        return f"TrainState({', '.join(parts)})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TrainState, tuple(getattr(self, name) for name in _FIELDS)
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
-_TREES = ("params", "buffers", "opt_state", "extra")
-_COUNTS = tuple(name for name in _FIELDS if name not in _TREES)
-_slots = {name: getattr(TrainState, name) for name in _FIELDS}
-_read = {name: slot.__get__ for name, slot in _slots.items()}
-_write = tuple((name, slot.__set__) for name, slot in _slots.items())
-_read_counts = tuple((name, _read[name]) for name in _COUNTS)
-_marks = ("_born", "_seen", "_lane", "_heir")
-_set_born, _set_seen, _set_lane, _set_heir = (vars(_Marked)[name].__set__ for name in _marks)
-
-
-def make(
-    values: dict[str, Any],
-    seen: dict[_donation.Chain, int],
-    lane: _donation.Chain | None = None,
-    heir: _donation.Heir | None = None,
-) -> TrainState:
-    """A state of all its fields, whose marks are known: without the walk over its tensors."""
-    state = object.__new__(TrainState)
-    for name, write in _write:
-        write(state, values[name])
-    _set_seen(state, seen)
-    _set_born(state, _donation.chains)
-    _set_lane(state, lane)
-    _set_heir(state, heir or _donation.Heir())
-    return state
-
-
-def counts_of(state: TrainState) -> dict[str, Any]:
-    """All but the trees, of a state that is known to be good."""
-    return {name: read(state) for name, read in _read_counts}
-
-
-def _heal(state: TrainState) -> None:
-    """Turn a spent state whose successor an interrupt took away into that successor."""
-    if (new := state._heir.state) is not None:
-        for name, write in _write:
-            write(state, _read[name](new))
-        _set_seen(state, new._seen)
-        _set_born(state, new._born)
-        _set_lane(state, new._lane)
-        _set_heir(state, new._heir)
-
-
-def _spent_by(state: TrainState, trees: tuple[str, ...]) -> _donation.Chain | None:
-    return _donation.stale_chain([_read[name](state) for name in trees], state._seen)
-
-
-def _check(state: TrainState, name: str) -> None:
-    _heal(state)
-    if (chain := _spent_by(state, (name,))) is not None:
-        now = "" if chain.step is None else f", and that run is at step {chain.step} now"
-        pure = "" if chain.writer.startswith("ckpt.restore") else " or make the step with donate=False"
-        raise DonatedStateError(
-            f"{name} of the state at step {state.step} (epoch {state.epoch}, batch {state.batch}) was donated: "
-            f"{chain.writer} has written over its tensors{now}. Go on with the state that it returned; to keep an "
-            f"earlier one, copy it first (kept = ll.copy_state(state)){pure}"
-        )
-
-
-def _guard_tree(name: str) -> property:
-    read = _read[name]
-
-    def guarded(self: TrainState) -> Any:
-        if self._born != _donation.chains:
-            _check(self, name)
-        else:
-            for chain, generation in self._seen.items():
-                if chain.generation != generation:
-                    _check(self, name)
-        return read(self)
-
-    return property(guarded, _slots[name].__set__, doc=_slots[name].__doc__)
-
-
-def _guard_count(name: str) -> property:
-    read = _read[name]
-
-    def guarded(self: TrainState) -> Any:
-        if _donation.rescued:
-            _heal(self)
-        return read(self)
-
-    return property(guarded, _slots[name].__set__, doc=_slots[name].__doc__)
-
-
-for _name in _FIELDS:
-    setattr(TrainState, _name, (_guard_tree if _name in _TREES else _guard_count)(_name))
-
-
-def _flatten(state: TrainState) -> tuple[list[Any], Any]:
-    # None is a leaf to torch's pytrees, so a tree that is not there belongs to the structure.
-    trees = {name: tree for name in _TREES if (tree := getattr(state, name)) is not None}
-    return list(trees.values()), (tuple(trees), {name: getattr(state, name) for name in _COUNTS})
-
-
-def _flatten_with_keys(state: TrainState) -> tuple[list[Any], Any]:
-    trees, (names, counts) = _flatten(state)
-    keys = map(torch.utils._pytree.GetAttrKey, names)
-    return list(zip(keys, trees, strict=True)), (names, counts)
-
-
-def _unflatten(trees: Any, structure: Any) -> TrainState:
-    names, counts = structure
-    return TrainState(**{**dict.fromkeys(_TREES), **dict(zip(names, trees, strict=True)), **counts})
-
-
-torch.utils._pytree.register_pytree_node(
+from looplib._core import modules as _modules
+from looplib._core import ownership as _donation
+from looplib.types import (
+    _TREES,
+    Optimizer,
     TrainState,
-    _flatten,
-    _unflatten,
-    flatten_with_keys_fn=_flatten_with_keys,
-    serialized_type_name="looplib.TrainState",
 )
 
 
@@ -389,3 +153,55 @@ def end_epoch(state: TrainState) -> TrainState:
             "end_epoch is for streams, whose states are made with epoch_length=None"
         )
     return state.replace(epoch=state.epoch + 1, batch=0, batch_samples=0)  # no batch, so no multiple is crossed
+
+
+def cast(state: TrainState, dtype: torch.dtype) -> TrainState:
+    """The state with its floating-point parameters and buffers in `dtype`, and complex ones as they are.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> state = ll.init_state(model)
+    >>> half = ll.state.cast(state, torch.bfloat16)
+    >>> half.params["weight"].dtype, state.params["weight"].dtype
+    (torch.bfloat16, torch.float32)
+    >>> predict_step = ll.make_predict_step(model, lambda model, x: model(x.bfloat16()))
+    >>> predict_step(half, torch.zeros(4, 2)).dtype
+    torch.bfloat16
+
+    For evaluation at half the memory, `ll.evaluate(eval_step, ll.state.cast(state, torch.bfloat16), batches)`, and for
+    export, `ll.checkpoint.save_safetensors(model, ll.state.cast(state, torch.bfloat16), path)`. What a batch has in floating point the
+    metric function casts; for arithmetic in fewer bits with weights in float32 there is `autocast`.
+
+    Parameters and buffers, those of integers too, are copies, which carry no gradient back and are bound to no
+    module, so a donated step may go on from `state`. (A module that FSDP2 shards computes, and is exported, in its
+    own dtype all the same.)
+
+    `opt_state` and `extra` are those of `state`, so torch's optimizers refuse to go on from here with moments of
+    another dtype. To train on, begin them anew: `state.replace(opt_state=optimizer.init(state.params))`, with
+    `master_weights` around the optimizer where the weights are of half precision.
+
+    Args:
+        state: any; of averages, `ll.eval_state(optimizer, state)` first.
+        dtype: a floating-point one.
+
+    Raises:
+        TypeError: something else than a state.
+        ValueError: a dtype that is not floating-point.
+        DonatedStateError: the state is spent.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"cast got a {type(state).__name__}; give a TrainState, such as ll.init_state returns "
+            "(for a module, torch has module.to(dtype))"
+        )
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"cast to {dtype}: give a floating-point dtype, such as torch.bfloat16")
+
+    def converted(tensor: Tensor) -> Tensor:
+        own = dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to(own, copy=True).requires_grad_(tensor.requires_grad)
+
+    return state.replace(
+        params={name: converted(tensor) for name, tensor in state.params.items()},
+        buffers={name: converted(tensor) for name, tensor in state.buffers.items()},
+    )

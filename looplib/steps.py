@@ -8,19 +8,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Set
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from looplib import _donation, _interrupts, _latest, _modules
-from looplib._random import mix
-from looplib._ranks import rank
-from looplib._tracing import tracing
-from looplib.gradients import GradFn, Part, check_history, of_this_model, record
-from looplib.metrics import Mean, Metric, batch_size
-from looplib.optimizer import Optimizer
-from looplib.state import TrainState, counts_of, make
+from looplib._core import interrupts as _interrupts
+from looplib._core import latest as _latest
+from looplib._core import modules as _modules
+from looplib._core import ownership as _donation
+from looplib._core.random import mix
+from looplib._core.ranks import rank
+from looplib._core.tracing import tracing
+from looplib._core.trees import batch_size
+from looplib.gradients import check_history, of_this_model, record
+from looplib.metrics._mean import Mean
+from looplib.types import (
+    EvalStep,
+    GradFn,
+    Metric,
+    Optimizer,
+    Part,
+    PredictStep,
+    TrainState,
+    TrainStep,
+    counts_of,
+    make,
+)
 
 
 class Outcome(NamedTuple):
@@ -32,53 +46,6 @@ class Outcome(NamedTuple):
     metrics: dict[str, Metric]
     samples: int
     applied: Any = True  # whether an update was made: a bool, or a tensor that says so
-
-
-class TrainStep(Protocol):
-    """`train_step(state, batch) -> (state, metrics)`.
-
-    What `make_train_step` returns, and any function like it, such as one around it:
-
-    >>> import looplib as ll, torch
-    >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
-    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
-    >>> def noisy_step(state, batch):
-    ...     generator = torch.Generator().manual_seed(state.step)
-    ...     return train_step(state, batch + 0.1 * torch.randn(batch.shape, generator=generator))
-    >>> state, metrics = noisy_step(ll.init_state(model, optimizer), torch.ones(4, 2))
-    """
-
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]: ...
-
-
-class EvalStep(Protocol):
-    """`eval_step(state, batch) -> metrics`.
-
-    What `make_eval_step` returns, and any function like it:
-
-    >>> import looplib as ll, torch
-    >>> def eval_step(state, batch):
-    ...     return {"mean": ll.Mean(batch.sum(), len(batch))}
-    >>> ll.evaluate(eval_step, ll.TrainState(), torch.arange(4.0).split(3))
-    {'mean': 1.5}
-    """
-
-    def __call__(self, state: TrainState, batch: Any) -> dict[str, Metric]: ...
-
-
-class PredictStep(Protocol):
-    """`predict_step(state, batch) -> outputs`.
-
-    What `make_predict_step` returns, and any function like it:
-
-    >>> import looplib as ll, torch
-    >>> def predict_step(state, batch):
-    ...     return 2 * batch
-    >>> list(ll.predict(predict_step, ll.TrainState(), [torch.tensor([1.0, 2.0])]))
-    [tensor([2., 4.])]
-    """
-
-    def __call__(self, state: TrainState, batch: Any) -> Any: ...
 
 
 def make_train_step(
@@ -237,7 +204,7 @@ def compiled_step(parts: Parts, compiler: Any = None) -> TrainStep:
     if not isinstance(compile, (bool, Mapping)):
         raise TypeError(f"compile is {compile!r}: give True, or a dict such as {{'mode': 'max-autotune'}}")
     if compiler is None:
-        from looplib.compiling import Compiler  # Inductor is a large import
+        from looplib.transforms._compile import Compiler  # Inductor is a large import
 
         compiler = Compiler(core, donate, compile if isinstance(compile, Mapping) else {}, watched)
 

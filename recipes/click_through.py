@@ -57,7 +57,7 @@ def main(
     torch.manual_seed(seed)
     model = Model(dimension, width)
     loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, drop_last=True)
-    optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=weight_decay), ll.ema_warmup(decay))
+    optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=weight_decay), ll.optim.ema_warmup(decay))
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
     predict_step = ll.make_predict_step(model, predict_fn)
     judges = {name: make_eval_steps(model, column) for name, column in {"model": None, "truth": 2, "rate": 3}.items()}
@@ -67,7 +67,7 @@ def main(
 
     folder = Path(directory)
     to_file = ll.jsonl(folder / "log.jsonl")
-    log = ll.tee(to_file, ll.only(ll.console(), ["eval/all/auc", "eval/all/user_auc", "eval/all/loss"]))
+    log = ll.tee(to_file, ll.log.only(ll.console(), ["eval/all/auc", "eval/all/user_auc", "eval/all/loss"]))
     ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, keep_best=1, monitor="eval/all/user_auc", mode="max")
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     check = ll.evaluate(judges["model"], state, dev, limit=1)  # a mistake shows now, and not after the training
@@ -91,9 +91,9 @@ def main(
     best = ll.eval_state(optimizer, ckpt.restore(state, "best"))
     scores = {name: ll.evaluate(steps, best, test) for name, steps in judges.items()}
     path = ll.predict_to(folder / f"predictions-{best.step}", predict_step, best, test["all"])
-    written, clicked = ll.read_predictions(path), torch.cat([batch[1] for batch in test["all"]])
-    by_user = ll.GroupedAUC.of(written["chance"], clicked, written["user"])
-    scores["disk"] = ll.compute({"all/auc": ll.AUC.of(written["chance"], clicked), "all/user_auc": by_user})
+    written, clicked = ll.evaluation.read_predictions(path), torch.cat([batch[1] for batch in test["all"]])
+    by_user = ll.metrics.GroupedAUC.of(written["chance"], clicked, written["user"])
+    scores["disk"] = ll.compute({"all/auc": ll.metrics.AUC.of(written["chance"], clicked), "all/user_auc": by_user})
     print(f"{len(clicked):,} generated impressions" + "".join(f"{name:>10}" for name in scores))
     for name in scores["truth"]:
         print(f"{name:28}" + "".join(f"{found[name]:10.5g}" for found in scores.values() if name in found))
@@ -109,14 +109,21 @@ def predict_fn(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {"user": batch[0][:, 0], "chance": model(batch[0]).sigmoid()}
 
 
-def make_eval_steps(model: nn.Module, column: int | None) -> dict[str, ll.EvalStep]:
+def make_eval_steps(model: nn.Module, column: int | None) -> dict[str, ll.types.EvalStep]:
     """The metrics of each set, for the chances that the model predicts, or those in a column of the batch."""
 
     def metric_fn(model: nn.Module, batch: Batch, users: bool) -> dict[str, Any]:
         chance, clicked = predict_fn(model, batch)["chance"] if column is None else batch[column], batch[1]
-        loss, by_user = F.binary_cross_entropy(chance, clicked), ll.GroupedAUC.of(chance, clicked, batch[0][:, 0])
-        found = {"auc": ll.AUC.of(chance, clicked), "loss": loss, "calibration": ll.calibration(chance, clicked)}
-        left_out = ll.Reading(by_user, ll.GroupedAUC.left_out)  # users with no click, or nothing else
+        loss, by_user = (
+            F.binary_cross_entropy(chance, clicked),
+            ll.metrics.GroupedAUC.of(chance, clicked, batch[0][:, 0]),
+        )
+        found = {
+            "auc": ll.metrics.AUC.of(chance, clicked),
+            "loss": loss,
+            "calibration": ll.metrics.calibration(chance, clicked),
+        }
+        left_out = ll.metrics.Reading(by_user, ll.metrics.GroupedAUC.left_out)  # users with no click, or nothing else
         return found | {"user_auc": by_user, "users_left_out": left_out} if users else found
 
     step, small = (ll.make_eval_step(model, partial(metric_fn, users=users)) for users in (True, False))

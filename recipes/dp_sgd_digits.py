@@ -59,10 +59,10 @@ def main(
         range(count), batch_sampler=poisson, collate_fn=lambda rows: (pictures[rows], labels[rows]), seed=seed
     )
     model = make_model(width)
-    optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=lr, momentum=momentum), decay=ll.ema_warmup(decay))
-    grad_fn = ll.clip_per_sample(ll.make_per_sample_grad_fn(model, loss_fn), max_norm)
+    optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=lr, momentum=momentum), decay=ll.optim.ema_warmup(decay))
+    grad_fn = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), max_norm)
     grad_fn = ll.accumulate(grad_fn, size=piece_size)
-    grad_fn = ll.add_noise(grad_fn, max_norm, noise_multiplier, expected_batch_size=batch_size)
+    grad_fn = ll.contrib.add_noise(grad_fn, max_norm, noise_multiplier, expected_batch_size=batch_size)
     train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
     eval_step = ll.make_eval_step(model, metric_fn)
     log, done = ll.console(), ll.after_epochs(epochs)

@@ -72,7 +72,7 @@ def main(
         torch.manual_seed(member)
         fresh = make_model(width, dropout)
         states.append(ll.init_state(fresh, optimizer, seed=member, epoch_length=len(loader)))
-    stack = ll.stack_states(states)
+    stack = ll.transforms.stack_states(states)
 
     done, seconds, first = ll.after_epochs(epochs), 0.0, 0.0
     while not done(stack):

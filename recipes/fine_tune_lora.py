@@ -88,7 +88,7 @@ def main(
 
     predict_step = ll.make_predict_step(model, lambda model, batch: model(**batch).logits.softmax(-1))
     expected = torch.cat(list(ll.predict(predict_step, state, test_batches)))
-    ll.save_pretrained(model, state, folder / "adapter")  # of the base, which the adapter's config names
+    ll.checkpoint.save_pretrained(model, state, folder / "adapter")  # of the base, which the adapter's config names
     ll.bind(model, state)  # merging reads the module's own weights, and writes them
     model.merge_and_unload().save_pretrained(folder / "merged")
     tokenizer.save_pretrained(folder / "merged")
@@ -101,10 +101,10 @@ def main(
     return found
 
 
-def fit(model: nn.Module, loader: ll.Loader, lr: float, steps: int, seed: int) -> ll.TrainState:
+def fit(model: nn.Module, loader: ll.data.Loader, lr: float, steps: int, seed: int) -> ll.TrainState:
     """The state after so many steps. What is trained is what requires a gradient: peft says so, or you do."""
     model.train()  # all of it: from_pretrained gives models in eval mode, where peft leaves what it wraps
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_linear(lr, warmup=steps // 10, total=steps))
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.schedules.warmup_linear(lr, warmup=steps // 10, total=steps))
     grad_fn = ll.make_grad_fn(model, lambda model, batch: model(**batch).loss)
     train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=True)
     state, done = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)), ll.after_steps(steps)
@@ -145,7 +145,7 @@ def make_base(folder: Path, docstrings: list[tuple[str, str]], steps: int, width
     lengths = [len(example["input_ids"]) for example in examples]
     loader = ll.make_loader(examples, batch_size=size, lengths=lengths, collate_fn=collate, seed=seed)
     state = fit(model, loader, 3e-3, steps, seed)
-    ll.save_pretrained(model, state, folder)
+    ll.checkpoint.save_pretrained(model, state, folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

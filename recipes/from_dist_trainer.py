@@ -55,18 +55,22 @@ def main(
         dev_batches = make_loader(dev_data, shuffle=False)
 
         steps = n_epochs * len(loader)
-        optimizer = ll.optimizer(torch.optim.Adam, lr=ll.warmup_linear(lr, warmup=round(warmup * steps), total=steps))
+        optimizer = ll.optimizer(
+            torch.optim.Adam, lr=ll.schedules.warmup_linear(lr, warmup=round(warmup * steps), total=steps)
+        )
         grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn, torch.float16, enabled=fp16 == "O1"))
         grad_fn = ll.accumulate(grad_fn, update_every)
         if fp16 == "O1":
-            grad_fn, optimizer = ll.scale_loss(grad_fn), ll.dynamic_loss_scale(optimizer)
+            grad_fn, optimizer = ll.grads.scale_loss(grad_fn), ll.optim.dynamic_loss_scale(optimizer)
         train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, clip_value), optimizer, donate=True)
         eval_step = ll.make_eval_step(model, metric_fn)
         last = ll.after_epochs(n_epochs)
         eval_now = (ll.every_n_steps(validate_every) if validate_every > 0 else ll.at_epoch_end()) | last
         log_now, ended = ll.every_n_steps(print_every) | eval_now, last | ll.early_stopping(patience)
         done = ended | (log_now & ll.after_signal(signal.SIGINT, signal.SIGTERM))
-        best = ll.BestSoFar("dev/" + metric_key.strip("+-"), mode="min" if metric_key.startswith("-") else "max")
+        best = ll.predicates.BestSoFar(
+            "dev/" + metric_key.strip("+-"), mode="min" if metric_key.startswith("-") else "max"
+        )
         ckpt = ll.checkpoint_io(f"{save_path}/checkpoints", keep_last=1, monitor=best.monitor, mode=best.mode)
         log = ll.tee(ll.jsonl(f"{save_path}/log.jsonl"), ll.console())  # callbacks_master: the first rank's
         extra = {"best": best}

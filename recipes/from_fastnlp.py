@@ -58,11 +58,11 @@ def main(
         half = torch.float16 if fp16 == "float16" else torch.bfloat16
         cast = partial(ll.autocast, dtype=half, enabled=fp16 != "float32")
         steps = n_epochs * len(loader)
-        rate = ll.warmup_linear(lr, warmup=round(warmup * steps), total=steps)
+        rate = ll.schedules.warmup_linear(lr, warmup=round(warmup * steps), total=steps)
         optimizer = ll.optimizer(torch.optim.AdamW, lr=rate, weight_decay=0.1)
         grad_fn = ll.accumulate(ll.make_grad_fn(model, cast(loss_fn)), accumulation_steps)
         if fp16 == "float16":
-            grad_fn, optimizer = ll.scale_loss(grad_fn), ll.dynamic_loss_scale(optimizer)
+            grad_fn, optimizer = ll.grads.scale_loss(grad_fn), ll.optim.dynamic_loss_scale(optimizer)
         train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, clip_value), optimizer, donate=True)
         eval_step = ll.make_eval_step(model, cast(metric_fn))
 
@@ -72,7 +72,7 @@ def main(
         log = ll.tee(ll.jsonl(f"{folder}/log.jsonl"), ll.console())
         monitor = "eval/accuracy"
         ckpt = ll.checkpoint_io(f"{folder}/checkpoints", keep_last=1, keep_best=topk, monitor=monitor, mode="max")
-        extra = {"best": ll.BestSoFar(monitor, mode="max")}
+        extra = {"best": ll.predicates.BestSoFar(monitor, mode="max")}
         state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra))
 
         ll.evaluate(eval_step, state, test_batches, limit=2)  # num_eval_sanity_batch=2

@@ -68,9 +68,13 @@ def main(
         eval_now = ll.every_n_steps(eval_steps) | last
         log_now, ended = ll.every_n_steps(logging_steps) | eval_now, last | ll.early_stopping(early_stopping_patience)
         done = ended | (log_now & ll.after_signal(signal.SIGINT, signal.SIGTERM))
-        log = ll.tee(ll.tensorboard(f"{output_dir}/tensorboard"), ll.jsonl(f"{output_dir}/log.jsonl"), ll.console())
+        log = ll.tee(
+            ll.log.tensorboard(f"{output_dir}/tensorboard"), ll.jsonl(f"{output_dir}/log.jsonl"), ll.console()
+        )
         ckpt = ll.checkpoint_io(f"{output_dir}/checkpoints", keep_last=save_total_limit, monitor="eval/loss")
-        extra = {"best": ll.BestSoFar("eval/loss")}  # metric_for_best_model; mode="max" is greater_is_better
+        extra = {
+            "best": ll.predicates.BestSoFar("eval/loss")
+        }  # metric_for_best_model; mode="max" is greater_is_better
         state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra))
         window = ll.Window()
         while not done(state):
@@ -91,7 +95,7 @@ def main(
             print(f"stopped at step {state.step} of {steps}; the same command goes on from there")
             return {}
         state = ckpt.restore(state, which="best")  # load_best_model_at_end
-        ll.save_pretrained(model, state, output_dir)
+        ll.checkpoint.save_pretrained(model, state, output_dir)
         scores = ll.evaluate(eval_step, state, eval_batches)
         print(f"{scores['accuracy']:.2%} of the next bytes guessed, by the weights of step {state.step}")
         return scores

@@ -49,9 +49,11 @@ def main(
     train, test, train_labels, test_labels = load_data()
     model = make_model(width)
     loader = ll.make_loader(train, batch_size=batch_size, seed=seed, drop_last=True)
-    adam = ll.optimizer(torch.optim.Adam, lr=ll.cosine(lr, total=2 * epochs * len(loader)), betas=(0.0, 0.99))
-    networks = {"generator": ll.ema(adam, ll.ema_warmup(decay)), "discriminator": adam}
-    optimizer = ll.partition(networks, lambda name, _: name.split(".")[0])
+    adam = ll.optimizer(
+        torch.optim.Adam, lr=ll.schedules.cosine(lr, total=2 * epochs * len(loader)), betas=(0.0, 0.99)
+    )
+    networks = {"generator": ll.ema(adam, ll.optim.ema_warmup(decay)), "discriminator": adam}
+    optimizer = ll.optim.partition(networks, lambda name, _: name.split(".")[0])
     d_grad = ll.make_grad_fn(model, discriminator_loss, trainable=lambda name, _: name.startswith("discriminator."))
     g_grad = ll.make_grad_fn(model, generator_loss, trainable=lambda name, _: name.startswith("generator."))
     d_step = ll.make_train_step(d_grad, optimizer, donate=True)

@@ -19,8 +19,8 @@ To change for more:
 
     more GPUs, more hosts    the command alone; --batch_size is that of all ranks together, a row for each at least
     longer, larger batches   --microbatches: a rank's rows in pieces; gradients are sent once a step all the same
-    mixed precision          --precision bfloat16 is autocast; float16 needs ll.scale_loss and ll.dynamic_loss_scale
-    less memory              ll.recompute(loss_fn, Block): a block's activations are made again in the backward pass;
+    mixed precision          --precision bfloat16 is autocast; float16 needs ll.grads.scale_loss and ll.optim.dynamic_loss_scale
+    less memory              ll.losses.recompute(loss_fn, Block): a block's activations are made again in the backward pass;
                              DistributedDataParallel(model, gradient_as_bucket_view=True): gradients once, not twice
     fewer bytes, on GPUs     model.register_comm_hook(None, bf16_compress_hook): gradients are sent in bfloat16
     larger models            language_model_fsdp.py, which goes on from these checkpoints too, by --directory

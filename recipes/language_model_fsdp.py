@@ -19,7 +19,7 @@ To change for more:
 
     more GPUs, more hosts   the command alone; --batch_size is that of all ranks together, a row for each at least
     larger batches          --microbatches: a rank adds up their gradients, unsharded, and sends them once a step
-    larger models           ll.recompute(loss_fn, Block): activations are made again in the backward pass. Where no
+    larger models           ll.losses.recompute(loss_fn, Block): activations are made again in the backward pass. Where no
                             process could hold all weights even at first, make the model on torch.device("meta"),
                             and after fully_shard model.to_empty(device=device), and fill in the weights
     mixed precision         --precision bfloat16: autocast, and on GPUs weights that are gathered in bfloat16

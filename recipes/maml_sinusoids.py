@@ -120,9 +120,9 @@ def make_meta_loss(model: nn.Module, inner_lr: float) -> Callable[[Any, Tasks], 
     return meta_loss
 
 
-def make_inner_step(model: nn.Module, lr: float) -> tuple[ll.TrainStep, ll.TrainState]:
+def make_inner_step(model: nn.Module, lr: float) -> tuple[ll.types.TrainStep, ll.TrainState]:
     optimizer = ll.optimizer(torch.optim.SGD, lr=lr)
-    step = ll.differentiable(ll.make_train_step(ll.make_grad_fn(model, joint_loss), optimizer))
+    step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(model, joint_loss), optimizer))
     return step, ll.init_state(model, optimizer)
 
 

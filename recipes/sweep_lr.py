@@ -55,13 +55,13 @@ def main(
     grad_fn = ll.make_grad_fn(model, loss_fn)
     eval_step = ll.vmap_step(ll.make_eval_step(model, metric_fn))
 
-    def begin(lrs: list[float]) -> tuple[ll.TrainStep, ll.TrainState]:
-        optimizer = ll.optimizer(torch.optim.SGD, lr=ll.per_member(lrs), momentum=momentum)
+    def begin(lrs: list[float]) -> tuple[ll.types.TrainStep, ll.TrainState]:
+        optimizer = ll.optimizer(torch.optim.SGD, lr=ll.transforms.per_member(lrs), momentum=momentum)
         start = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
-        return ll.vmap_step(ll.make_train_step(grad_fn, optimizer)), ll.stack_states([start] * len(lrs))
+        return ll.vmap_step(ll.make_train_step(grad_fn, optimizer)), ll.transforms.stack_states([start] * len(lrs))
 
     def evaluated(stack: ll.TrainState) -> list[dict[str, float]]:
-        return ll.compute_members(ll.measure(eval_step, stack, test_batches))
+        return ll.transforms.compute_members(ll.evaluation.measure(eval_step, stack, test_batches))
 
     lrs = [lowest * (highest / lowest) ** (member / max(1, members - 1)) for member in range(members)]
     began = time.perf_counter()
@@ -88,7 +88,7 @@ def main(
                     break
         losses = [worst_if_nan(scores["loss"]) for scores in evaluated(stack)]
         kept = sorted(range(len(left)), key=losses.__getitem__)[: max(1, len(left) // 2)]
-        stack, left = ll.select_members(stack, kept), [left[place] for place in kept]
+        stack, left = ll.transforms.select_members(stack, kept), [left[place] for place in kept]
         train_step, _ = begin(left)
 
     path = Path(directory) / "sweep.png"

@@ -43,7 +43,7 @@ class Callbacks:
         vars(self.handler).update(given)  # what else the Trainer's callbacks are given by name
         self.args, self.control = args, hf.TrainerControl()
         self.state = hf.TrainerState(max_steps=steps, num_train_epochs=int(args.num_train_epochs))
-        self.state.is_world_process_zero = self.state.is_local_process_zero = ll.distributed.is_first_rank()
+        self.state.is_world_process_zero = self.state.is_local_process_zero = ll.distributed.is_rank_zero()
         self.state.compute_steps(args, steps)  # logging_steps=0.1 is a tenth of all
 
     def fire(self, event: str, state: ll.TrainState, **values: Any) -> None:
@@ -69,7 +69,7 @@ class Callbacks:
 class Flow(hf.DefaultFlowCallback):  # type: ignore[misc]
     """Predicates in the place of the Trainer's strategies and counts of steps."""
 
-    def __init__(self, **predicates: ll.Predicate) -> None:  # log=, evaluate=, save=
+    def __init__(self, **predicates: ll.predicates.Predicate) -> None:  # log=, evaluate=, save=
         self.predicates = predicates
 
     def on_step_end(self, args: Any, state: Any, control: Any, **values: Any) -> None:
@@ -88,7 +88,7 @@ def train(args: TrainingArguments, callbacks: Any, model: nn.Module, train_set: 
     ended, steps = ll.after_epochs(int(args.num_train_epochs)), int(args.num_train_epochs) * len(loader)
     hooks = Callbacks(args, callbacks, steps, model=model, train_dataloader=loader, eval_dataloader=test_batches)
 
-    def gradients(state: ll.TrainState, batch: Any, *part: Any) -> ll.Gradients:
+    def gradients(state: ll.TrainState, batch: Any, *part: Any) -> ll.types.Gradients:
         hooks.fire("on_pre_optimizer_step", state, grads=(found := clipped(state, batch, *part)).grads)
         return found
 
@@ -97,7 +97,7 @@ def train(args: TrainingArguments, callbacks: Any, model: nn.Module, train_set: 
         hooks.fire("on_prediction_step", state)
         return found
 
-    rate = ll.warmup_linear(args.learning_rate, warmup=0, total=steps)
+    rate = ll.schedules.warmup_linear(args.learning_rate, warmup=0, total=steps)
     optimizer = ll.optimizer(torch.optim.AdamW, lr=rate, weight_decay=args.weight_decay)
     clipped = ll.clip_by_global_norm(ll.make_grad_fn(model, lambda model, batch: model(**batch)["loss"]), 1.0)
     # Donated: so the module that callbacks are given holds the state's weights.
@@ -105,7 +105,7 @@ def train(args: TrainingArguments, callbacks: Any, model: nn.Module, train_set: 
     measured = ll.make_eval_step(model, metric_fn)
     log, folder = ll.tee(ll.jsonl(f"{args.output_dir}/log.jsonl"), hooks.log), args.output_dir
     monitor = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
-    best = ll.BestSoFar(monitor, mode="max" if args.greater_is_better else "min")
+    best = ll.predicates.BestSoFar(monitor, mode="max" if args.greater_is_better else "min")
     ckpt = ll.checkpoint_io(f"{folder}/checkpoints", keep_last=1, keep_best=1, monitor=monitor, mode=best.mode)
     extra = {"best": best, "callbacks": hooks.memory()}
     state = ckpt.restore(ll.init_state(model, optimizer, seed=args.seed, epoch_length=len(loader), extra=extra))

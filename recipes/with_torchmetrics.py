@@ -61,7 +61,7 @@ def main(
 
     optimizer = ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=weight_decay)
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
-    eval_step = ll.make_eval_step(model, partial(metric_fn, ll.torchmetric(COLLECTION)))
+    eval_step = ll.make_eval_step(model, partial(metric_fn, ll.metrics.torchmetric(COLLECTION)))
     eval_now, done = ll.every_n_epochs(5), ll.after_epochs(epochs)
     log = ll.tee(ll.jsonl(f"{directory}/log.jsonl"), ll.console())
 
@@ -87,16 +87,16 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(rows), labels.float())
 
 
-def metric_fn(scores: ll.TorchMetric, model: nn.Module, batch: Batch) -> dict[str, object]:
+def metric_fn(scores: ll.metrics.TorchMetric, model: nn.Module, batch: Batch) -> dict[str, object]:
     rows, labels = batch
     logits = model(rows)
     # Probabilities: of logits, torchmetrics takes those batches for probabilities that happen to lie between 0 and 1.
     record = scores.of(logits.sigmoid(), labels)
-    readings = {name: ll.Reading(record, partial(read, name)) for name in map(str, COLLECTION)}
+    readings = {name: ll.metrics.Reading(record, partial(read, name)) for name in map(str, COLLECTION)}
     return {"loss": F.binary_cross_entropy_with_logits(logits, labels.float()), **readings}
 
 
-def read(name: str, record: ll.TorchMetric) -> Tensor:
+def read(name: str, record: ll.metrics.TorchMetric) -> Tensor:
     value = record.value()[name]
     number: Tensor = value[0] if isinstance(value, tuple) else value  # specificity comes with its threshold
     return number

@@ -14,7 +14,13 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 # Ranks are forked from one process that has imported all this: by torchrun each takes seconds to do it anew.
 multiprocessing.set_forkserver_preload(
-    ["hypothesis", "looplib._shards", "pytest", "torch.distributed.tensor.debug", "torch.distributed.tensor.parallel"]
+    [
+        "hypothesis",
+        "looplib.checkpoint._shards",
+        "pytest",
+        "torch.distributed.tensor.debug",
+        "torch.distributed.tensor.parallel",
+    ]
 )
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-from looplib.state import TrainState
+from looplib.types import TrainState
 
 STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
 COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}

@@ -33,7 +33,7 @@ def test_a_norm_that_is_not_positive_is_refused():
             ll.clip_by_global_norm(lambda state, batch, part: None, wrong)
     clipped = ll.clip_by_global_norm(lambda state, batch, part: None, 1.0)
     with pytest.raises(ValueError, match=r"put it around, clip_by_global_norm\(accumulate"):
-        clipped(ll.TrainState(), None, ll.Part(sums=True))
+        clipped(ll.TrainState(), None, ll.types.Part(sums=True))
 
 
 def test_parts_add_up_to_the_whole():
@@ -54,7 +54,7 @@ def test_parts_add_up_to_the_whole():
         whole = grad_fn(state, (x, y))
         grads, weight, per = None, 0, None
         for index, batch in enumerate(zip(x.split(4), y.split(4), strict=True)):
-            out = grad_fn(state, batch, ll.Part(index=index, sums=True, per=per, into=grads))
+            out = grad_fn(state, batch, ll.types.Part(index=index, sums=True, per=per, into=grads))
             grads, weight, per = out.grads, weight + out.weight, out.per
         for name, grad in grads.items():
             torch.testing.assert_close(grad * per / weight, whole.grads[name], rtol=1e-14, atol=1e-16)

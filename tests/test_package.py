@@ -38,7 +38,7 @@ def test_every_public_name_is_documented_with_an_example_or_is_a_type():
         "Difference",
         "LeafDifference",
         "Replayed",
-        "RowScore",
+        "SampleScore",
     }
     public = {name: getattr(ll, name) for name in ll.__all__ if name not in ("distributed", "testing")}
     public |= {name: getattr(ll.distributed, name) for name in ll.distributed.__all__}

@@ -52,13 +52,14 @@ FAMILIES = {
     "adamw": lambda: ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(0.01, warmup=3, total=30)),
     "adagrad": lambda: ll.optimizer(torch.optim.Adagrad, lr=0.05),
     "schedule-free": lambda: ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.01, warmup_steps=4),
-    "apply_if_finite": lambda: ll.apply_if_finite(ll.optimizer(torch.optim.Adam, lr=0.01), max_consecutive=3),
-    "ema": lambda: ll.ema(ll.optimizer(torch.optim.RMSprop, lr=0.01), decay=ll.ema_warmup(0.9), buffers=True),
-    "swa": lambda: ll.swa(ll.lookahead(ll.optimizer(torch.optim.NAdam, lr=0.01), 3), start=4, every=2),
-    "skips": lambda: ll.dynamic_loss_scale(
-        ll.skip_spikes(ll.optimizer(torch.optim.SGD, lr=0.01, momentum=0.9), window=6, sigmas=1.0), growth_interval=4
+    "apply_if_finite": lambda: ll.optim.apply_if_finite(ll.optimizer(torch.optim.Adam, lr=0.01), max_consecutive=3),
+    "ema": lambda: ll.ema(ll.optimizer(torch.optim.RMSprop, lr=0.01), decay=ll.optim.ema_warmup(0.9), buffers=True),
+    "swa": lambda: ll.optim.swa(ll.contrib.lookahead(ll.optimizer(torch.optim.NAdam, lr=0.01), 3), start=4, every=2),
+    "skips": lambda: ll.optim.dynamic_loss_scale(
+        ll.optim.skip_spikes(ll.optimizer(torch.optim.SGD, lr=0.01, momentum=0.9), window=6, sigmas=1.0),
+        growth_interval=4,
     ),
-    "groups": lambda: ll.partition(
+    "groups": lambda: ll.optim.partition(
         {"a": ll.optimizer(torch.optim.Adamax, lr=0.01), "b": ll.optimizer(torch.optim.Rprop, lr=0.01)},
         lambda name, tensor: "a" if tensor.ndim == 2 else "b",
     ),
@@ -75,7 +76,7 @@ def begin(family, *, donate=False, bound=False, workers=0, stream=False, first=F
     if family in ("ema", "skips"):
         grad_fn = ll.accumulate(grad_fn, size=2)
     if family == "skips":
-        grad_fn = ll.scale_loss(grad_fn)
+        grad_fn = ll.grads.scale_loss(grad_fn)
     step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=donate)
     dataset = Stream() if stream else Augmented(poisoned=family == "apply_if_finite")
     loader = ll.make_loader(dataset, batch_size=4, seed=3, num_workers=workers)

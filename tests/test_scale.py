@@ -82,11 +82,11 @@ def looped(engine, weighed=False, pieces=1, clip=False, buffers=False, scaled=Fa
     if pieces > 1:
         grad_fn = ll.accumulate(grad_fn, pieces)
     if retried:
-        grad_fn = ll.retry_on_oom(grad_fn)
+        grad_fn = ll.grads.retry_on_oom(grad_fn)
     if engine == "reduce":
-        grad_fn = ll.distributed.reduce_gradients(grad_fn)
+        grad_fn = ll.grads.reduce_gradients(grad_fn)
     if scaled:
-        grad_fn = ll.scale_loss(grad_fn)
+        grad_fn = ll.grads.scale_loss(grad_fn)
     if clip:
         grad_fn = ll.clip_by_global_norm(grad_fn, 1.0)
     optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
@@ -179,8 +179,8 @@ with ll.distributed.setup():
         found[f"ddp {name} retried"] = each(looped("ddp", retried=True, **ways[name]))
     for engine in ("ddp", "fsdp"):
         found[f"{engine} uncounted raw"] = each(raw(engine, counted=False))
-        found[f"{engine} finite"] = each(looped(engine, around=lambda inner: ll.apply_if_finite(inner, 3)))
-        found[f"{engine} scaled"] = each(looped(engine, around=ll.dynamic_loss_scale, scaled=True))
+        found[f"{engine} finite"] = each(looped(engine, around=lambda inner: ll.optim.apply_if_finite(inner, 3)))
+        found[f"{engine} scaled"] = each(looped(engine, around=ll.optim.dynamic_loss_scale, scaled=True))
         for rounds in (1, 3):
             found[f"{engine} evaluation, {rounds}"] = each(evaluated(engine, rounds * world))
         found[f"{engine} prediction"] = each(predicted(engine))
@@ -190,8 +190,8 @@ with ll.distributed.setup():
         found[f"ddp evaluation with buffers, {rounds}"] = each(evaluated("ddp", rounds * world, buffers=True))
     found["fsdp ema"] = each(looped("fsdp", around=lambda inner: ll.ema(inner, 0.9)))
     found["ddp clipped"] = each(looped("ddp", **ways["clipped"]))
-    found["ddp spikes"] = each(looped("ddp", around=ll.skip_spikes))
-    clock = ll.after_seconds(1000)
+    found["ddp spikes"] = each(looped("ddp", around=ll.optim.skip_spikes))
+    clock = ll.predicates.after_seconds(1000)
     found["clock"] = each(lambda: clock(ll.TrainState()))
     found["clock, seldom asked"] = each(lambda: (ll.every_n_steps(10) & clock)(ll.TrainState(step=11, batch_steps=1)))
     found["count"] = each(reduced(1))

@@ -152,9 +152,9 @@ def test_a_step_refuses_parameters_with_a_graph_behind_them(options):
 
 def test_a_stack_with_a_graph_behind_it_is_refused_and_the_refused_state_is_good():
     step, state = training()
-    stack = ll.stack_states([state, state])
+    stack = ll.transforms.stack_states([state, state])
     leaves = {name: tensor.requires_grad_() for name, tensor in stack.params.items()}
-    with pytest.raises(ValueError, match=r"the parameter 0.weight .* ll.differentiable\(train_step\)"):
+    with pytest.raises(ValueError, match=r"the parameter 0.weight .* ll.transforms.differentiable\(train_step\)"):
         ll.vmap_step(step)(halved(stack.replace(params=leaves)), torch.ones(4, 3))
     donated, state = training(donate=True)
     with pytest.raises(ValueError, match=r"the parameter 0\.weight"):
@@ -165,12 +165,12 @@ def test_a_stack_with_a_graph_behind_it_is_refused_and_the_refused_state_is_good
 
 def test_the_gradient_through_steps_needs_the_graph():
     step, state = training()
-    inner, x = ll.differentiable(step), torch.ones(4, 3)
+    inner, x = ll.transforms.differentiable(step), torch.ones(4, 3)
     kept = ll.copy_state(state)
 
     def after(factor, steps=2):
         start = kept.replace(params={name: tensor * factor for name, tensor in kept.params.items()})
-        new, _ = ll.unroll(inner, start, [x] * steps)
+        new, _ = ll.transforms.unroll(inner, start, [x] * steps)
         return sum(tensor.sum() for tensor in new.params.values())
 
     factor = torch.tensor(1.0, requires_grad=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import looplib as ll
-from looplib._random import mix
+from looplib._core.random import mix
 
 STEPS = 100
 

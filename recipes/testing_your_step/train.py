@@ -34,11 +34,11 @@ COSTS = torch.tensor([3.0, 1.0])  # of overlooking one that is malignant (class 
 class Run(NamedTuple):
     """What the script trains with, and what the tests try."""
 
-    grad_fn: ll.GradFn  # before it is cut into pieces and clipped
-    train_step: ll.TrainStep
-    eval_step: ll.EvalStep
-    predict_step: ll.PredictStep
-    loader: ll.Loader
+    grad_fn: ll.types.GradFn  # before it is cut into pieces and clipped
+    train_step: ll.types.TrainStep
+    eval_step: ll.types.EvalStep
+    predict_step: ll.types.PredictStep
+    loader: ll.data.Loader
     test_batches: DataLoader[Any]
     state: ll.TrainState  # at the beginning
     batch: Any  # a few rows

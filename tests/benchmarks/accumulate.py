@@ -80,7 +80,7 @@ def looplib(model_name: str, donate: bool, pieces: int = PIECES, recompute: bool
     model, loss_fn, batch = MODELS[model_name]()
     optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
     if recompute:
-        loss_fn = ll.recompute(loss_fn, (Block, nn.ReLU))
+        loss_fn = ll.losses.recompute(loss_fn, (Block, nn.ReLU))
     grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches=pieces)
     train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
     state = ll.init_state(model, optimizer)

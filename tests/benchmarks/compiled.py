@@ -136,12 +136,14 @@ def main(seconds: float, device: str, peak: float) -> None:
         work = 0
         if make is gpt2:
             model, loss_fn, batch = made(make, device)
-            work = ll.flops(ll.make_grad_fn(model, loss_fn), ll.init_state(model), batch)
+            work = ll.log.flops(ll.make_grad_fn(model, loss_fn), ll.init_state(model), batch)
         for who, median in medians.items():
             line = f"  {who:28} {median:10.1f} us a step   {median / medians['raw, eager']:5.3f} x raw eager"
             line += f"   {median / medians['raw, model compiled']:5.3f} x raw with a compiled model"
             line += f"   {median / best:5.3f} x best raw   first two steps {compiling[who]:5.1f} s"
-            print(line + (f"   {ll.utilization(work, median / 1e6, peak * 1e12):.1%} of the peak" if work else ""))
+            print(
+                line + (f"   {ll.log.utilization(work, median / 1e6, peak * 1e12):.1%} of the peak" if work else "")
+            )
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def work(seconds: float, rounds: int | None) -> None:
                             step()
                     crossing = {name: sent(step) for name, step in steps.items()}
                     found = rounds_of(steps, seconds, rounds)
-                    if ll.distributed.is_first_rank():
+                    if ll.distributed.is_rank_zero():
                         show(f"{model_name}, {engine}, {loss_name}", found, crossing)
 
 

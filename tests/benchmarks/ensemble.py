@@ -49,7 +49,7 @@ def stacked(members: int, donate: bool, compile: bool) -> Step:
         states.append(ll.init_state(model, optimizer, seed=seed))
     grad_fn = ll.make_grad_fn(model, loss_fn)
     train_step = ll.vmap_step(ll.make_train_step(grad_fn, optimizer, donate=donate, compile=compile))
-    stack = ll.stack_states(states)
+    stack = ll.transforms.stack_states(states)
 
     def step() -> None:
         nonlocal stack

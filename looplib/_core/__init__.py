@@ -1,0 +1,1 @@
+"""What the rooms stand on. Makes no promises: import from the rooms instead."""

@@ -1,0 +1,296 @@
+"""Where a module keeps its parameters and buffers.
+
+A state names tensors as the innermost module does; a slot is a place in one of the module's own dictionaries
+where such a tensor stands. Reading slots tells whether a state is bound; writing them for the time of a call
+runs the module on another state's tensors, as `torch.func.functional_call` does, at a tenth of its cost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from looplib._core import interrupts as _interrupts
+from looplib._core import tracing as _tracing
+from looplib._core.ranks import is_sharded, shards
+
+R = TypeVar("R")
+
+
+Slot = tuple[dict[str, Any], str]
+
+
+# Children by which torch's wrappers hold the module they wrap: not part of a name.
+_TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+class Members(NamedTuple):
+    """The slots of each name; tied ones share a name, the first, as in `named_parameters`."""
+
+    params: dict[str, list[Slot]]
+    buffers: dict[str, list[Slot]]
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`model.named_modules()` without what wrappers add to the names."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield prefix, module
+        parallel = isinstance(module, (DataParallel, DistributedDataParallel))
+        for name, child in module._modules.items():
+            if child is not None:
+                transparent = name in _TRANSPARENT or (parallel and name == "module")
+                yield from walk(child, prefix if transparent else f"{prefix}.{name}".lstrip("."))
+
+    yield from walk(model, "")
+
+
+def members(model: nn.Module) -> Members:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; looplib needs a torch.nn.Module")
+    found = Members({}, {})
+    names: dict[int, str] = {}
+    for prefix, module in named_modules(model):
+        for slots, own in ((found.params, module._parameters), (found.buffers, module._buffers)):
+            for key, tensor in own.items():
+                if tensor is None:
+                    continue
+                if is_lazy(tensor):
+                    raise ValueError(
+                        f"{prefix}.{key} has no shape yet (a lazy module): run the model on one batch first"
+                    )
+                name = names.setdefault(id(tensor), f"{prefix}.{key}".lstrip("."))
+                slots.setdefault(name, []).append((own, key))
+    return found
+
+
+def tensors(slots: dict[str, list[Slot]]) -> dict[str, Tensor]:
+    return {name: places[0][0][places[0][1]] for name, places in slots.items()}
+
+
+def check_names(what: str, given: Mapping[str, Tensor], slots: dict[str, list[Slot]], model: nn.Module) -> None:
+    """Raise unless `given` fits the model in names, shapes and dtypes."""
+    own = tensors(slots)
+    title = f"the state's {what} are not those of this {type(model).__name__}"
+    if given.keys() != own.keys():
+        missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+        raise ValueError(
+            f"{title}: missing {missing or 'none'}, unexpected {unexpected or 'none'}; "
+            "make the state with ll.init_state from the same model"
+        )
+    for name, tensor in given.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(
+                f"{title}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(own[name].shape)}; "
+                "make the state with ll.init_state from the same model"
+            )
+
+
+def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] | None) -> list[str]:
+    """The names that are trained: those of `predicate`, or those whose parameter requires a gradient."""
+    own = tensors(members(model).params)
+    chosen = [
+        name
+        for name, tensor in own.items()
+        if (tensor.requires_grad if predicate is None else predicate(name, tensor))
+    ]
+    if not chosen:
+        reason = "none requires a gradient" if predicate is None else f"{predicate} chose none"
+        raise ValueError(f"no parameter of this {type(model).__name__} is trainable: {reason}")
+    return chosen
+
+
+class Host:
+    """A module that runs on any state's tensors, in modes of its own, and is left as it was."""
+
+    def __init__(self, model: nn.Module, training: bool) -> None:
+        self.model = model
+        self.slots = members(model)
+        self.device, self.generators = _CPU, _generators(_CPU)
+        # A module whose root is in training mode keeps the submodules that were put into eval mode: they were
+        # chosen. One whose root is not (as pretrained ones are handed out) is trained whole.
+        self.modes = [(module, training and (module.training or not model.training)) for module in model.modules()]
+        # The same in one flat list, which each call runs through.
+        self.places = [
+            [(owner, key, name) for name, slots in group.items() for owner, key in slots] for group in self.slots
+        ]
+        self.replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        self.learned: set[nn.Module] = set()
+        self.shards = [module for module in model.modules() if _is_sharded(module)]
+        self.waits = [type(module).__name__ for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+        self.waits += [name for name, tensor in tensors(self.slots.params).items() if is_sharded(tensor)]
+        self.engine = next((type(m).__name__ for m in model.modules() if _owns_parameters(m)), None)
+
+    def left_in_eval(self, names: Sequence[str]) -> str | None:
+        """The outermost part in eval mode, of a module that is not, with dropout and some of these parameters."""
+        for prefix, module in named_modules(self.model) if self.model.training else ():
+            drops = [
+                part for part in module.modules() if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0
+            ]
+            off = not module.training and not all(part.training for part in drops)
+            if off and any(name.startswith(f"{prefix}.") for name in names):
+                return f"{prefix} ({type(module).__name__})"
+        return None
+
+    def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
+        """`body()` with these tensors in the module and the random streams at `seed`."""
+        swaps = []
+        for places, lent in zip(self.places, (params, buffers), strict=True):
+            for owner, key, name in places:
+                if (own := owner[key]) is not (tensor := lent[name]):
+                    swaps.append((owner, key, own, tensor))
+                    if own.shape != tensor.shape:
+                        self.explain(params, buffers, None)
+        # FSDP2 gathers its own parameters, whatever stands in the slots: they take the values for the call.
+        lent_to: list[Tensor] = []
+        if self.shards and not self.holds(params):
+            own_params = tensors(self.slots.params)
+            with torch.no_grad():
+                lent_to = shards(own_params.values())
+                saved = [tensor.clone() for tensor in lent_to]
+                torch._foreach_copy_(lent_to, shards(params[name] for name in own_params))
+            swaps = [swap for swap in swaps if not any(swap[2] is own for own in own_params.values())]
+        modes = [(module, mode) for module, mode in self.modes if module.training is not mode]
+        device = next(iter(params.values())).device if params else _CPU
+        if device != self.device:
+            self.device, self.generators = device, _generators(device)
+        generators = self.generators
+        streams = [generator.get_state() for generator in generators]
+        thread = threading.get_ident()
+        try:
+            for owner, key, _, tensor in swaps:
+                owner[key] = tensor
+            for module, mode in modes:
+                module.training = mode
+            self.seed(seed)
+            return body()
+        finally:
+            _interrupts.begin_hold(thread)
+            try:
+                for owner, key, own, _ in swaps:
+                    owner[key] = own
+                for shard in self.shards:  # the outermost stays gathered after a forward pass alone
+                    shard.reshard()  # type: ignore[operator]
+                if lent_to:
+                    with torch.no_grad():
+                        torch._foreach_copy_(lent_to, saved)
+                for module, mode in modes:
+                    module.training = not mode
+                for generator, stream in zip(generators, streams, strict=True):
+                    generator.set_state(stream)
+            finally:
+                _interrupts.end_hold(thread)
+                _interrupts.deliver()
+
+    def seed(self, seed: int) -> None:
+        """Put the random streams at a seed, within `run`."""
+        for generator in self.generators:
+            generator.manual_seed(seed)
+        _tracing.stream = seed
+
+    def passes_together(self) -> bool:
+        """Whether all ranks must make as many passes: each gathers shards, or the first reduces, to learn a graph."""
+        return bool(self.shards) or any(r.static_graph and r not in self.learned for r in self.replicas)
+
+    def sync(self, now: bool) -> None:
+        """Whether the engines reduce the gradients over the ranks in the backward passes to come."""
+        for replica in self.replicas:
+            # A static graph is learned in the first backward pass, which must reduce; an average stays one.
+            replica.require_backward_grad_sync = now or (replica.static_graph and replica not in self.learned)
+            self.learned.add(replica)
+        for shard in self.shards:
+            shard.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
+
+    def only_together(self) -> str | None:
+        """Why all ranks must make a pass, or none of them, and what to do; None where one rank may give it up."""
+        hooks = [hook for replica in self.replicas for hook, _ in replica._comm_hooks]
+        if self.shards:
+            return (
+                f"{self.engine} gathers its shards in each forward pass, on all ranks together. Give it batches that "
+                "fit, in pieces by ll.accumulate; if the model fits one device, DistributedDataParallel will do"
+            )
+        if self.waits:  # for the statistics of all, or for the results of those that hold the rest of a layer
+            return (
+                f"{self.waits[0]} waits for other ranks in each forward pass. Give it batches that fit, in pieces by "
+                "ll.accumulate"
+            )
+        if any(replica.static_graph for replica in self.replicas):
+            return (
+                "DistributedDataParallel(static_graph=True) learns the graph in a first backward pass that reduces. "
+                "Leave out static_graph=True"
+            )
+        if hooks:
+            return (
+                f"its communication hook {getattr(hooks[0], '__name__', hooks[0])} acts in the backward pass. Leave "
+                "out the hook"
+            )
+        return None
+
+    def apart(self, now: bool) -> None:
+        """Whether passes through replicas are to send nothing, so that one rank alone may give one up."""
+        for replica in self.replicas:
+            if now:  # what is left of a pass before, which the next forward pass would do with the other ranks
+                replica.reducer._rebuild_buckets()
+            replica.require_backward_grad_sync = replica.require_forward_param_sync = not now
+
+    def share_buffers(self) -> None:
+        """Give all replicas the buffers of the first rank, where they are to have them."""
+        for replica in self.replicas:
+            if replica.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+                replica._sync_buffers()  # type: ignore[no-untyped-call]
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that stand in the module now: some modules put new ones there, rather than write."""
+        return tensors(self.slots.buffers)
+
+    def holds(self, params: Mapping[str, Tensor]) -> bool:
+        """Whether these are the module's own parameters."""
+        return all(owner[key] is params[name] for owner, key, name in self.places[0])
+
+    def explain(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
+        """Raise what an error of torch's is due to, if it is the state's or the batch's fault."""
+        check_names("parameters", params, self.slots.params, self.model)
+        check_names("buffers", buffers, self.slots.buffers, self.model)
+        devices = {tensor.device for tensor in params.values()}
+        leaves = torch.utils._pytree.tree_flatten_with_path(batch)[0]
+        strays = [
+            f"batch{torch.utils._pytree.keystr(path)} is on {leaf.device}"
+            for path, leaf in leaves
+            if isinstance(leaf, Tensor) and leaf.device not in devices
+        ]
+        if strays and params:
+            raise ValueError(
+                f"{', '.join(strays)}, and the parameters are on {', '.join(sorted(map(str, devices)))}: move the "
+                "batch, or let make_loader(..., device=...) do it"
+            )
+
+
+_CPU = torch.device("cpu")
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    """An engine that works on its own parameters whatever stands in the slots, without an error."""
+    return isinstance(module, DistributedDataParallel) or _is_sharded(module)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return "FSDPModule" in {kind.__name__ for kind in type(module).__mro__}  # without importing FSDP2
+
+
+def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    if device.type in ("cuda", "xpu"):
+        backend = getattr(torch, device.type)
+        return torch.default_generator, backend.default_generators[device.index or 0]
+    if device.type == "mps":
+        return torch.default_generator, torch.mps._get_default_mps_generator()
+    return (torch.default_generator,)

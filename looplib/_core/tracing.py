@@ -1,0 +1,231 @@
+"""What a step says differently while it is written down as a graph of tensor operations.
+
+A graph has no branches and knows no numbers but constants. So what the host decides before an update (the value of
+a schedule, whether an average moves now) is asked for by `on_host`, and given to the graph at each step; what the
+tensors decide (whether to skip) is chosen by `either`, and an error that depends on them is raised `afterwards`.
+Outside of a trace each of these is the plain thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+R = TypeVar("R")
+
+
+class UntraceableError(RuntimeError):
+    """A step does something that a graph of tensor operations cannot hold."""
+
+
+class Count:
+    """Stands for a field of the state that is no tensor, whose value a trace would freeze if it were read."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UntraceableError(
+            f"state.{self.name} was read for its value, which the graph of a step would keep for ever: ask for what "
+            f"follows from it by ll.transforms.on_host(function, state.{self.name}), which is called anew at each step"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _refuse
+    __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = _refuse
+    __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = __float__ = __index__ = __round__ = __str__ = _refuse
+    __hash__ = _refuse
+    __repr__ = _refuse
+    __getitem__ = __iter__ = __len__ = __contains__ = _refuse
+
+    def __format__(self, spec: str) -> str:
+        return str(self._refuse())
+
+
+class Trace:
+    """One tracing of a step: what was asked of the host, and what is to be looked at when it has run."""
+
+    def __init__(self, inputs: dict[int, int], answer: Callable[[Callable[..., Any], list[Any]], Any]) -> None:
+        self.inputs = inputs  # id of a traced tensor -> its place among the inputs
+        self.answer = answer
+        self.afterwards: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def ask(self, function: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+        sources: list[Any] = []
+        for value in values:
+            if isinstance(value, Count):
+                sources.append(("count", value.name))
+            elif isinstance(value, Tensor):
+                if id(value) not in self.inputs:
+                    raise UntraceableError(
+                        "on_host was given a tensor that the step has computed: it takes numbers of the state as "
+                        "the step was given it, such as state.step or a counter in opt_state"
+                    )
+                sources.append(("input", self.inputs[id(value)]))
+            else:
+                sources.append(("value", value))
+        return self.answer(function, sources)
+
+
+_current: Trace | None = None
+
+
+stream = 0  # in a trace, the microbatch that random numbers are drawn for
+
+
+def tracing() -> bool:
+    """Whether a step is being written down now, rather than taken."""
+    return _current is not None
+
+
+differentiable = False  # whether the graph is to be differentiated itself
+
+
+STOPS = "looplib_stops"  # in the notes of a node: no gradient passes here
+
+
+class _Stops(TorchFunctionMode):
+    """Marks what a loss function cuts off from the gradient itself: by `detach`, in `no_grad`, and the like.
+
+    Whether gradients are off is heard from `no_grad` itself: they are off as well within an `autograd.Function`,
+    which cuts nothing off.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = _current
+        self.off = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _current is not self.trace:  # a step within the loss function is written down, with marks of its own
+            return func(*args, **kwargs)
+        refuse_strangers(args, kwargs)
+        if func is torch._C._set_grad_enabled:
+            self.off = not args[0]
+        if not (self.off or _cuts(func, kwargs)):
+            return func(*args, **kwargs)
+        with torch.fx.traceback.annotate({STOPS: True}):
+            return func(*args, **kwargs)
+
+
+def _cuts(func: Any, kwargs: Any) -> bool:
+    """Whether a function of torch's returns something that its inputs get no gradient through."""
+    if func is torch.autograd.grad:
+        return not kwargs.get("create_graph")
+    if getattr(func, "__self__", None) is Tensor.data:
+        return True
+    name: str = getattr(func, "__name__", "")
+    return name.partition(".")[0] == "detach"
+
+
+def refuse_strangers(args: Any, kwargs: Any) -> None:
+    """Raise for tensors of a transform of torch.func's that is not in progress here: no gradient would reach them."""
+    level = torch._C._functorch.maybe_current_level() or 0
+    for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and torch._C._functorch.maybe_get_level(leaf) > level:
+            raise UntraceableError(
+                "the step reads a tensor that torch.func transforms from elsewhere than its state and batch (a "
+                "function closes over it), so no gradient would reach it: give it in the batch, or as a "
+                "hyperparameter in the state (ll.optim.injected)"
+            )
+
+
+def users_own() -> AbstractContextManager[Any]:
+    """Around the loss function of a user."""
+    return _Stops() if _current is not None and differentiable else _nothing
+
+
+_nothing = nullcontext()
+
+
+class within:
+    """For the time of a trace."""
+
+    def __init__(self, trace: Trace | None) -> None:
+        self.trace = trace
+
+    def __enter__(self) -> None:
+        global _current
+        self.before, _current = _current, self.trace
+
+    def __exit__(self, *_: Any) -> None:
+        global _current
+        _current = self.before
+
+
+def on_host(function: Callable[..., R], *values: Any) -> R:
+    """`function(*values)`, called on the host at each step, also where the step itself is compiled.
+
+    >>> import looplib as ll
+    >>> ll.transforms.on_host(lambda step: 0.5 if step < 100 else 1.0, 7)
+    0.5
+
+    For gradient functions and optimizers of one's own that depend on a number of the state: in a compiled step,
+    which is a graph without such numbers, it says what is to be computed before each run of the graph. Floats and
+    tensors that it returns are inputs of the graph; anything else (bool, int, str, None, and how they stand in
+    tuples, lists and dicts) chooses the graph, and each new value compiles one.
+
+    Args:
+        function: of plain numbers and tensors of the host.
+        values: numbers of the state (`state.step`), or tensors of its `opt_state` as they were given to the step.
+    """
+    return function(*values) if _current is None else _current.ask(function, values)
+
+
+def afterwards(function: Callable[..., None], *values: Any) -> None:
+    """`function(*values)`, which may raise: in a compiled step, with the tensors' values when it has run."""
+    if _current is None:
+        function(*values)
+    else:
+        _current.afterwards.append((function, values))
+
+
+class Chosen(dict[str, Tensor]):
+    """Parameters after an update that a tensor has decided about, in a trace; outside, who skips returns the old."""
+
+    def __init__(self, params: dict[str, Tensor], applied: Tensor) -> None:
+        super().__init__(params)
+        self.applied = applied
+
+
+def applied(params: dict[str, Tensor]) -> Tensor | None:
+    """What decided whether these parameters are updated ones, or None where they are for sure."""
+    return params.applied if isinstance(params, Chosen) else None
+
+
+def either(flag: Tensor | None, one: Any, other: Any) -> Any:
+    """`one` where the flag is set, else `other`: trees of one structure, tensor by tensor; `one` without a flag."""
+    if flag is None or one is other:
+        return one
+    if isinstance(one, dict):
+        return {key: either(flag, value, other[key]) for key, value in one.items()}
+    if isinstance(one, (list, tuple)):
+        members = [either(flag, a, b) for a, b in zip(one, other, strict=True)]
+        return type(one)(*members) if hasattr(one, "_fields") else type(one)(members)
+    if isinstance(one, Tensor):
+        return torch.where(flag.to(one.device), one, other)
+    if one != other:
+        raise UntraceableError(f"a skipped update would have to choose between {one!r} and {other!r}: keep tensors")
+    return one
+
+
+def choose(
+    flag: Tensor, new: dict[str, Tensor], params: dict[str, Tensor], opt_state: Any, old_opt_state: Any
+) -> tuple[dict[str, Tensor], Any]:
+    """Parameters and state of an update that is made where the flag is set, and is none elsewhere."""
+    inner = applied(new)
+    chosen = {name: either(flag, tensor, params[name]) for name, tensor in new.items()}
+    return Chosen(chosen, flag if inner is None else flag & inner), either(flag, opt_state, old_opt_state)
+
+
+def like(new: dict[str, Tensor], params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`params`, decided about by what has decided about `new`."""
+    flag = applied(new)
+    return params if flag is None else Chosen(params, flag)

@@ -1,0 +1,27 @@
+"""Checkpoints: a state goes in, a file comes out, and back."""
+
+from looplib.checkpoint._format import CheckpointVersionError, DamagedCheckpointError
+from looplib.checkpoint._io import Checkpoint, CheckpointIO, Checkpoints, checkpoint_io
+from looplib.checkpoint.interop._export import (
+    load_optimizer_state_dict,
+    load_state_dict,
+    optimizer_state_dict,
+    save_pretrained,
+    save_safetensors,
+    state_dict,
+)
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointIO",
+    "CheckpointVersionError",
+    "Checkpoints",
+    "DamagedCheckpointError",
+    "checkpoint_io",
+    "load_optimizer_state_dict",
+    "load_state_dict",
+    "optimizer_state_dict",
+    "save_pretrained",
+    "save_safetensors",
+    "state_dict",
+]

@@ -1,0 +1,167 @@
+"""Tensors of which each rank holds a part, written and read by torch.distributed.checkpoint's plans.
+
+Its planners know which rank writes what where several hold the same, and which parts of what was written make up the
+part that another mesh holds. What is ours is the storage: a safetensors file of each rank and one manifest, with
+checksums, in an entry that takes its place when all are there. (torch's own writer keeps a pickle beside them.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from looplib._core.collective import Together, named, raise_of
+from looplib._core.ranks import is_sharded
+from looplib.checkpoint import _directory
+from looplib.checkpoint._format import DATA, SHARDED, Parts, Reader, local, runs_of, write_data, write_manifest
+
+
+def put(
+    ranks: Together,
+    writing: Path,
+    target: Path,
+    parts: Parts,
+    about: Mapping[str, Any],
+    helped: bool,
+) -> None:
+    """Write a new entry, all ranks together; one that cannot be finished on any of them leaves nothing."""
+    try:
+        save(
+            parts.sharded,
+            storage_writer=_Writer(writing, target, parts, about, helped),
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=ranks.group,
+        )
+    except BaseException as error:
+        if ranks.first:
+            _directory.clear(writing)
+        if not isinstance(error, CheckpointException):
+            raise
+        failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+        own = failures.get(ranks.rank)
+        raise_of({rank: named(rank, failure) for rank, failure in failures.items()}, ranks.rank, own)
+
+
+class _Writer(StorageWriter):
+    def __init__(self, writing: Path, target: Path, parts: Parts, about: Mapping[str, Any], helped: bool) -> None:
+        self.writing, self.target, self.parts, self.about, self.helped = writing, target, parts, about, helped
+        self.rank = distributed.get_rank()
+        self.first = False
+        self.data: dict[str, Any] = {}  # what is known of the first rank's file of whole tensors
+        self.size = 0
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.first = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        with _directory.told(self.target, self.parts.size()):
+            self.writing.mkdir()
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        with _directory.told(self.target, self.parts.size()):
+            if self.first:
+                self.data, self.size = write_data(self.writing / DATA, self.parts.runs, self.parts.ready, self.helped)
+            parts = {item.index.fqn: self.parts.locals[item.index.fqn] for item in plan.items}
+            runs = runs_of({place: part for place, part in parts.items() if part.numel()})
+            if runs:
+                name = f"tensors-{self.rank:05d}.safetensors"
+                data, size = write_data(self.writing / name, runs, self.parts.ready, self.helped)
+                for item in plan.items:
+                    if (run := data.get(item.index.fqn)) is not None:
+                        stored = {**run, "file": name}, list(parts[item.index.fqn].shape), size
+                        results.append(WriteResult(item.index, run["bytes"], (self.rank, *stored)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        shards: dict[str, Any] = {}
+        files: dict[str, int] = {}
+        for place, about in metadata.state_dict_metadata.items():
+            assert isinstance(about, TensorStorageMetadata)
+            dtype = str(about.properties.dtype).removeprefix("torch.")
+            shards[place] = {"dtype": dtype, "shape": list(about.size), "chunks": []}
+        for result in (result for of_rank in results for result in of_rank):
+            rank, run, sizes, size = result.storage_data
+            name = f"{rank}{result.index.fqn}"
+            self.data[name], files[run["file"]] = run, size
+            offsets = list(result.index.offset or ())
+            shards[result.index.fqn]["chunks"].append({"offsets": offsets, "sizes": sizes, "data": name})
+        with _directory.told(self.target, self.parts.size()):
+            described = {"bytes": self.size, "data": self.data, "files": files, "shards": shards}
+            write_manifest(self.writing, self.parts, {"format": SHARDED, **self.about, **described})
+            _directory.take_place(self.writing, self.target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+
+def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What this process holds of each leaf, or is to hold whole, from however it is stored: in memory of its own.
+
+    The chunks that it needs numbers of are read whole, and their checksums compared.
+    """
+    into: dict[str, Tensor] = {}
+    about: dict[str, Any] = {}
+    for place, leaf in leaves.items():
+        entry = reader.about(place)
+        assert entry is not None
+        dtype, shape = getattr(torch, entry["dtype"]), torch.Size(entry["shape"])
+        into[place] = torch.empty(local(leaf).shape if is_sharded(leaf) else shape, dtype=dtype)
+        chunks = [ChunkStorageMetadata(torch.Size(low), torch.Size(sizes)) for low, sizes in reader.chunks(place)]
+        about[place] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
+    planner = _LoadPlanner(into)
+    planner.set_up_planner(
+        {place: leaf if is_sharded(leaf) else into[place] for place, leaf in leaves.items()}, Metadata(about)
+    )
+    plan = planner.finish_plan(planner.create_local_plan())  # each rank's own is all there is to plan
+    reader.verify((), {(item.storage_index.fqn, item.storage_index.index or 0) for item in plan.items})
+    for item in plan.items:
+        chunk = reader.chunk(item.storage_index.fqn, item.storage_index.index or 0)
+        for axis, (low, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            chunk = chunk.narrow(axis, low, size)
+        planner.resolve_tensor(item).copy_(chunk)
+    return into
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, into: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.into = into
+
+    def lookup_tensor(self, index: Any) -> Tensor:
+        return self.into[index.fqn]
+
+
+def like(leaf: Any, part: Tensor) -> Tensor:
+    """A new DTensor laid out as this one is, of this process's part."""
+    return DTensor.from_local(
+        part, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
+    )

@@ -1,0 +1,63 @@
+"""Adaptive gradient clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib.gradients import of_whole
+from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+
+
+def adaptive_grad_clip(
+    grad_fn: GradFn,
+    clipping: float = 0.01,
+    eps: float = 1e-3,
+    *,
+    applies: Callable[[str, Tensor], bool] = lambda name, tensor: True,
+) -> GradFn:
+    """Scale the gradient of each unit down to at most `clipping` times the norm of the unit's weights (AGC).
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 3)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    >>> clipped = ll.contrib.adaptive_grad_clip(grad_fn, 0.01)(ll.init_state(model), torch.full((4, 2), 100.0))
+    >>> bool((clipped.grads["weight"].norm(dim=1) <= 0.0101 * model.weight.norm(dim=1)).all())
+    True
+
+    A unit is a row of a matrix, a filter of a convolution, and each tensor of fewer than two dimensions as a whole.
+
+    Args:
+        grad_fn: whose gradients.
+        clipping: the largest ratio of the gradient's norm to the weights', above 0.
+        eps: weights with a smaller norm count as having this one, so that those at zero can grow.
+        applies: `(name, parameter) -> bool`, which parameters; the paper leaves out the last linear layer.
+
+    Raises ValueError when `clipping` or `eps` is not above 0, and within `accumulate`.
+
+    Source: Brock, De, Smith and Simonyan, "High-performance large-scale image recognition without normalization",
+    2021, and `timm.utils.adaptive_clip_grad`.
+    """
+    if not (clipping > 0 and eps > 0):
+        raise ValueError(f"clipping is {clipping} and eps {eps}; give numbers above 0")
+
+    def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        out = grad_fn(state, batch, part)
+        params = state.params
+        with torch.no_grad():
+            for name, grad in out.grads.items():
+                if applies(name, params[name]):
+                    most = _unit_norm(params[name].detach()).clamp(min=eps) * clipping
+                    grad.mul_((most / _unit_norm(grad).clamp(min=1e-6)).clamp(max=1.0))
+        return out
+
+    return of_whole("adaptive_grad_clip", clipped)
+
+
+def _unit_norm(tensor: Tensor) -> Tensor:
+    axes = None if tensor.dim() < 2 else tuple(range(1, tensor.dim()))
+    norm: Tensor = torch.linalg.vector_norm(tensor, dim=axes, keepdim=axes is not None)
+    return norm

@@ -1,0 +1,86 @@
+"""Lookahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core.ranks import shards
+from looplib._core.tracing import applied, either, like, on_host
+from looplib.optim._averaging import Tensors
+from looplib.optim._wrap import wrap
+from looplib.types import Grads, Optimizer, Params
+
+
+def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float = 0.5) -> Optimizer:
+    """Let the optimizer go ahead for some updates, then go a part of the way there, and on from that point.
+
+    >>> import looplib as ll, torch
+    >>> optimizer = ll.contrib.lookahead(ll.optimizer(torch.optim.SGD, lr=0.1), sync_period=6, slow_step_size=0.5)
+
+    The slow weights stand in `opt_state["slow"]`; `eval_state` evaluates with them. A parameter without a gradient
+    when the others meet waits for the next time. It goes inside `master_weights`, so that it moves the masters.
+
+    Args:
+        optimizer: what makes the fast updates; its moments go on as they are.
+        sync_period: fast updates between two slow ones, at least 1.
+        slow_step_size: the part of the way, above 0 and at most 1.
+
+    Raises ValueError for an argument out of its range, and around `master_weights`.
+
+    Source: Zhang, Lucas, Hinton and Ba, "Lookahead optimizer: k steps forward, 1 step back", 2019;
+    `optax.lookahead`.
+    """
+    if sync_period < 1 or not 0 < slow_step_size <= 1:
+        raise ValueError(
+            f"sync_period is {sync_period} and slow_step_size {slow_step_size}; give at least 1 update, and a part "
+            "above 0 and at most 1"
+        )
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        inner = record = optimizer.init(params, **extra)
+        while isinstance(record, dict):
+            if "master" in record:  # they would not notice that the weights were moved
+                raise ValueError(
+                    "lookahead around master_weights would move the rounded weights, and the next update overwrites "
+                    "those: put it inside, master_weights(lookahead(optimizer))"
+                )
+            record = record.get("inner_state")
+        slow = {name: tensor.detach().clone() for name, tensor in params.items()}
+        return {"inner_state": inner, "slow": slow, "updates": torch.tensor(0)}
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
+        if new is params:
+            return params, {**opt_state, "inner_state": inner}
+        counter, meets = on_host(moment, opt_state["updates"])
+        skipped = {**opt_state, "inner_state": inner}
+        record = {**skipped, "updates": counter}
+        if not meets:
+            return new, either(applied(new), record, skipped)
+        with torch.no_grad():
+            slow, fast = [opt_state["slow"][name] for name in grads], [new[name] for name in grads]
+            if donate:
+                slow, fast = shards(slow), shards(fast)
+                torch._foreach_lerp_(slow, fast, slow_step_size)
+                torch._foreach_copy_(fast, slow)
+                return new, record
+            moved = dict(zip(grads, torch._foreach_lerp(slow, fast, slow_step_size), strict=True))
+        # A parameter that the inner update has left alone is still that of the state before.
+        there = {name: t.clone().requires_grad_(params[name].requires_grad) for name, t in moved.items()}
+        record["slow"] = {**opt_state["slow"], **moved}
+        there = either(applied(new), {**new, **there}, dict(new))
+        return like(new, there), either(applied(new), record, skipped)
+
+    def moment(before: Tensor) -> tuple[Tensor, bool]:
+        updates = int(before) + 1
+        return torch.tensor(updates), updates % sync_period == 0
+
+    def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
+        return {**params, **opt_state["slow"]}, buffers
+
+    return wrap(optimizer, init, update, evaluation)

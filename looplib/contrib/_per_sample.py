@@ -1,0 +1,236 @@
+"""Gradients of each example by itself, and what can be made of them.
+
+`make_per_sample_grad_fn` runs the ordinary loss function on batches of one example, all at once by
+`torch.func.vmap`. What stands around it brings the examples together again into one gradient, and so into an
+ordinary `GradFn`: clipped one by one for differential privacy, or measured for the noise between them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
+
+from looplib._core import modules as _modules
+from looplib._core.random import mix
+from looplib._core.ranks import rank
+from looplib._core.tracing import tracing, users_own
+from looplib._core.trees import batch_size as count_examples
+from looplib.gradients import multiply, objective_of, of_this_model, record, split_loss
+from looplib.metrics._mean import Mean
+from looplib.types import WHOLE, GradFn, Gradients, Grads, LossFn, Metric, Part, TrainState
+
+
+def make_per_sample_grad_fn(
+    model: nn.Module,
+    loss_fn: LossFn,
+    *,
+    trainable: Callable[[str, Tensor], bool] | None = None,
+    batch_size: Callable[[Any], int] = count_examples,
+) -> GradFn:
+    """The gradient of each example's loss, as a pure function of state and batch.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> def loss_fn(model, batch):
+    ...     x, y = batch
+    ...     return torch.nn.functional.mse_loss(model(x), y)
+    >>> grad_fn = ll.contrib.make_per_sample_grad_fn(model, loss_fn)
+    >>> gradients = grad_fn(ll.init_state(model), (torch.zeros(4, 2), torch.ones(4, 1)))
+    >>> gradients.grads["weight"].shape, gradients.samples
+    (torch.Size([4, 1, 2]), 4)
+
+    To train, put `clip_per_sample` or `gradient_noise_scale` around it, and `accumulate(..., size=)` around these for
+    less memory: it needs that of the parameters once for each example.
+
+    `loss_fn` sees batches of one example, with a first dimension of 1, in `torch.func.vmap`: it may not look at
+    values (`.item()`, `if loss > 1`). Tensors of the batch are cut along their first dimension; those without
+    dimensions, and what is no tensor, each example is given whole. Dropout differs from example to example; what is
+    drawn depends on `(seed, step, rank, microbatch)` alone. Buffers are only read. Metrics merge as those of
+    `make_grad_fn`. A batch may be empty: the loss function then sees an example of zeros, which does not count.
+
+    Args:
+        model: the module, not wrapped in DDP or FSDP2, without BatchNorm in training mode.
+        loss_fn: `loss_fn(model, batch)`, as for `make_grad_fn`. The loss of an example is the scalar that it returns
+            for it; total / weight of a `Mean`, and zero where the weight is.
+        trainable: `(name, tensor) -> bool`; without it the parameters that require a gradient now.
+        batch_size: counts the examples in a batch.
+
+    Gives `grads` of shape (batch, *shape of the parameter), zeros for those that the loss does not reach.
+
+    Raises:
+        ValueError: BatchNorm that would normalise over a batch, a module wrapped in DDP or FSDP2, a buffer that the
+            forward pass writes, a loss that is no scalar or reaches no parameter; within `accumulate` or
+            `scale_loss`; a state of another model, a batch on another device or with tensors of different lengths.
+        TypeError: something else than the above returned by `loss_fn`, a NumPy array in the batch.
+
+    Source: `torch.func`'s tutorial on per-sample gradients.
+    """
+    host = _modules.Host(model, training=True)
+    names = _modules.trainable_names(model, trainable)
+    if host.engine:
+        raise ValueError(
+            f"{host.engine} works on gradients of whole batches, which per-sample gradients pass by: give the module "
+            "that it wraps"
+        )
+    if mixing := _batch_norms(host):
+        raise ValueError(
+            f"{', '.join(mixing)} would normalise each example by the others, so that it has no gradient of its own: "
+            "use GroupNorm in its place, or put it into eval mode, with running statistics, before this call"
+        )
+
+    def per_sample_grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        if part.sums:
+            raise ValueError(
+                "gradients of each example do not add up within accumulate: bring them together inside, "
+                "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)"
+            )
+        if part.scale is not None:
+            raise ValueError(
+                "per-sample gradients within scale_loss are not supported: leave it out; autocast to "
+                "torch.bfloat16, which needs no loss scale"
+            )
+        params, buffers = of_this_model(host, state)
+        lent = {name: tensor.clone() for name, tensor in buffers.items()}
+        samples, seed = (
+            batch_size(batch),
+            part.index if tracing() else mix(state.seed, state.step, rank(), part.index),
+        )
+        columns: list[Tensor] = []
+
+        def take(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and leaf.dim():
+                if leaf.size(0) != samples:
+                    raise ValueError(
+                        f"a tensor of the batch has shape {tuple(leaf.shape)}, and the batch {samples} examples: it "
+                        "cannot be cut along its first dimension"
+                    )
+                columns.append(leaf if samples else leaf.new_zeros(1, *leaf.shape[1:]))
+                return _Column(len(columns) - 1)
+            if not isinstance(leaf, Tensor) and hasattr(leaf, "__array__"):
+                raise TypeError(f"the batch has a {type(leaf).__name__}; per-sample gradients need tensors")
+            return leaf
+
+        layout = _map(take, batch)
+
+        def one(leaves: Grads, rows: list[Tensor]) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+            example = _map(lambda leaf: rows[leaf.index].unsqueeze(0) if type(leaf) is _Column else leaf, layout)
+
+            def body() -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+                with users_own():
+                    loss, aux = split_loss(loss_fn(model, example))
+                counted = loss._replace(weight=loss.weight + (loss.weight == 0)) if isinstance(loss, Mean) else loss
+                value, factor, _, _ = objective_of(counted, 1, sums=False, per=None)
+                value = (value * factor).reshape(())
+                sums = {name: _total_and_weight(name, value) for name, value in {"loss": loss, **aux}.items()}
+                after = host.buffers()
+                if written := [name for name, t in lent.items() if after[name] is not t or t._version]:
+                    raise ValueError(_written(", ".join(written)))
+                return value, sums
+
+            return host.run({**params, **leaves}, lent, seed, body)
+
+        each = torch.func.vmap(torch.func.grad(one, has_aux=True), in_dims=(None, 0), randomness="different")
+        try:
+            # Attention by its formula: vmap would run the fused kernels example by example.
+            with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+                grads, sums = each({name: params[name] for name in names}, columns)
+        except RuntimeError as error:
+            host.explain(params, buffers, batch)
+            if "mutate a captured Tensor" in str(error) or "updated in place" in str(error):
+                raise ValueError(_written(", ".join(buffers))) from error
+            raise
+        grads = {name: grad[:samples] for name, grad in grads.items()}
+        metrics: dict[str, Metric] = {
+            name: Mean(_sum(total[:samples]), _sum(weight[:samples])) for name, (total, weight) in sums.items()
+        }
+        return Gradients(grads, metrics, buffers, samples)
+
+    return per_sample_grad_fn
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """The place of a tensor that is cut, among the others."""
+
+    index: int
+
+
+def _map(function: Callable[[Any], Any], node: Any) -> Any:
+    """The batch with `function` of its leaves; mappings that pytrees do not know (of tokenizers) keep their type."""
+
+    def strange(node: Any) -> bool:
+        return isinstance(node, MutableMapping) and type(node) is not dict
+
+    def leaf(node: Any) -> Any:
+        if not strange(node):
+            return function(node)
+        new = copy.copy(node)
+        for key, value in node.items():
+            new[key] = _map(function, value)
+        return new
+
+    return tree_map(leaf, node, is_leaf=strange)
+
+
+def _batch_norms(host: _modules.Host) -> list[str]:
+    modes = dict(host.modes)
+    return [
+        f"{name or 'the model'} ({type(module).__name__})"
+        for name, module in _modules.named_modules(host.model)
+        if isinstance(module, _BatchNorm) and (modes[module] or module.running_mean is None)
+    ]
+
+
+def _written(names: str) -> str:
+    return (
+        f"the forward pass writes to a buffer (of {names or 'none'}) or to another tensor that it did not make, and "
+        "per-sample gradients may only read it: put the module into eval mode before make_per_sample_grad_fn"
+    )
+
+
+def _total_and_weight(name: str, value: Any) -> tuple[Tensor, Tensor]:
+    mean = record(name, value, 1)
+    if not isinstance(mean, Mean):
+        raise TypeError(
+            f"{name!r} is a {type(value).__name__}; with per-sample gradients give a scalar or a Mean(total, weight)"
+        )
+    return torch.as_tensor(mean.total).reshape(()) * mean.times, torch.as_tensor(mean.weight).reshape(()) * mean.times
+
+
+def _sum(values: Tensor) -> Tensor:
+    """Over the examples, in float64 where there is one, as metrics merge."""
+    return (values if values.device.type == "mps" else values.double()).sum()
+
+
+def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, part: Part) -> Gradients:
+    """Gradients of each example of this part."""
+    out = grad_fn(state, batch, dataclasses.replace(part, sums=False, per=None, into=None))
+    params = state.params
+    for name, grad in out.grads.items():
+        if grad.shape != (expected := (out.samples, *params[name].shape)):
+            raise ValueError(
+                f"{wrapper} got a gradient of shape {tuple(grad.shape)} for {name}, where those of {out.samples} "
+                f"examples have {expected}: put it around make_per_sample_grad_fn"
+            )
+    return out
+
+
+def _together(out: Gradients, grads: Grads, part: Part, metrics: dict[str, Metric]) -> Gradients:
+    """Gradients summed over the examples, as those of an ordinary GradFn; `grads` may be written."""
+    per = part.per if part.sums and part.per is not None else max(out.samples, 1)
+    multiply(grads, 1 / per)
+    if part.into:
+        for name, grad in grads.items():
+            grads[name] = part.into[name].add_(grad)
+    metrics = {**out.metrics, **metrics}
+    if part.sums:
+        return Gradients(grads, metrics, out.buffers, out.samples, out.samples, per)
+    return Gradients(grads, metrics, out.buffers, out.samples)

@@ -1,0 +1,54 @@
+"""Sharpness-aware minimization."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from looplib.gradients import of_whole
+from looplib.grads._clipping import global_norm
+from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+
+
+def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn:
+    """The gradient at the worst point nearby, for flat minima: sharpness-aware minimization.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> grad_fn = ll.contrib.sam(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), rho=0.05)
+    >>> gradients = grad_fn(ll.init_state(model), torch.ones(4, 2))
+
+    Two passes over the batch: one for the gradient at the weights, one at `weights + rho * gradient / norm`. Both
+    draw the same random numbers. Metrics and buffers are the first pass's. Clipping goes around it, `accumulate`
+    inside.
+
+    Args:
+        grad_fn: whose gradient.
+        rho: how far to look, in the norm of all parameters together; above 0.
+        adaptive: measure the distance in units of the weights (ASAM); `rho` is then larger, such as 0.5.
+
+    Raises:
+        ValueError: `rho` is not above 0; within `accumulate`.
+        RuntimeError: a module wrapped in DDP or FSDP2, which run on their own parameters alone.
+
+    Source: Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-aware minimization for efficiently improving
+    generalization", 2021; Kwon et al., "ASAM", 2021.
+    """
+    if not rho > 0:
+        raise ValueError(f"rho is {rho}; give a distance above 0")
+
+    def sharp(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        first = grad_fn(state, batch, part)
+        params = {name: state.params[name].detach() for name in first.grads}
+        with torch.no_grad():
+            units = {name: tensor.abs() if adaptive else 1.0 for name, tensor in params.items()}
+            scaled = {name: grad * units[name] for name, grad in first.grads.items()} if adaptive else first.grads
+            distance = rho / (global_norm(scaled.values()) + 1e-12)
+            away = {name: params[name] + g * units[name] * distance.to(g.device) for name, g in scaled.items()}
+        there = state.replace(params={**state.params, **away}, buffers=first.buffers)
+        second = grad_fn(there, batch, dataclasses.replace(part, donate=False))
+        return first._replace(grads=second.grads)
+
+    return of_whole("sam", sharp, scaled=True)

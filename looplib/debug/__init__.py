@@ -1,0 +1,24 @@
+"""Debugging: two runs or a suspicious step go in, what differs comes out."""
+
+from looplib.debug._differences import LeafDifference, differences, fingerprint, read_fingerprints
+from looplib.debug._first_difference import Difference, Run, first_difference
+from looplib.debug._keep import keep, nbytes, saved_states
+from looplib.debug._replay import Replayed, replay
+from looplib.debug._worst_samples import SampleScore, worst_samples
+
+__all__ = [
+    "Difference",
+    "LeafDifference",
+    "Replayed",
+    "Run",
+    "SampleScore",
+    "differences",
+    "fingerprint",
+    "first_difference",
+    "keep",
+    "nbytes",
+    "read_fingerprints",
+    "replay",
+    "saved_states",
+    "worst_samples",
+]

@@ -1,0 +1,82 @@
+"""The samples with the largest gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from looplib._core.trees import batch_size, split
+from looplib.grads._clipping import global_norm
+from looplib.metrics._mean import compute
+from looplib.types import GradFn, TrainState
+
+
+@dataclass(frozen=True, slots=True)
+class SampleScore:
+    """One row of a batch by itself.
+
+    Attributes:
+        row: which of the batch.
+        index: of the dataset, where that is known.
+        loss: of this row alone.
+        grad_norm: of its gradient, over all parameters.
+    """
+
+    row: int
+    index: Any
+    loss: float
+    grad_norm: float
+
+
+def worst_samples(
+    grad_fn: GradFn,
+    state: TrainState,
+    batch: Any,
+    indices: Any = None,
+    *,
+    batch_size: Callable[[Any], int] = batch_size,
+) -> list[SampleScore]:
+    """The rows of a batch by the norms of their own gradients, largest first: who made the spike.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    >>> batch, indices = torch.tensor([[0.1], [50.0], [0.2]]), torch.tensor([31, 7, 12])
+    >>> [row.index for row in worst_samples(grad_fn, ll.init_state(model), batch, indices)]
+    [7, 12, 31]
+
+    Losses and norms that are infinite or NaN come first. Each row goes through `grad_fn` alone, as a batch of one:
+    what is drawn within the model differs from what the row met among the others, and BatchNorm in training mode,
+    which cannot do with one row, is to be put into eval mode before `make_grad_fn`.
+
+    With the `Replayed` step of the spike: `worst_samples(grad_fn, found.state, found.batch, found.indices)`.
+
+    Args:
+        grad_fn: from `make_grad_fn` or `make_per_sample_grad_fn`; not clipped, or all norms are the clip's.
+        state: the one that the batch was met at.
+        batch: anything that `accumulate` can cut.
+        indices: (batch,) of the rows in the dataset.
+        batch_size: counts the rows.
+
+    Raises ValueError for indices that are not one for each row.
+    """
+    count = batch_size(batch)
+    if indices is not None and len(indices) != count:
+        raise ValueError(f"{len(indices)} indices for a batch of {count} rows; give one for each")
+    scores = []
+    for row, piece in enumerate(split(batch, count, [1] * count, batch_size)):
+        out = grad_fn(state, piece)
+        index = None if indices is None else indices[row]
+        index = index.item() if isinstance(index, Tensor) else index
+        norm = float(global_norm(grad.double() for grad in out.grads.values()))
+        scores.append(SampleScore(row, index, compute(out.metrics)["loss"], norm))
+
+    def order(score: SampleScore) -> tuple[bool, float]:
+        finite = math.isfinite(score.loss) and math.isfinite(score.grad_norm)
+        return finite, -score.grad_norm if finite else 0.0
+
+    return sorted(scores, key=order)

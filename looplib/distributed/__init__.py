@@ -1,0 +1,25 @@
+"""Processes: start them, number them, and let them agree."""
+
+from looplib.distributed._processes import (
+    barrier,
+    is_rank_zero,
+    launched,
+    rank,
+    rank_zero_only,
+    set_data_parallel_group,
+    setup,
+    world_size,
+)
+from looplib.distributed._reduce import reduce
+
+__all__ = [
+    "barrier",
+    "is_rank_zero",
+    "launched",
+    "rank",
+    "rank_zero_only",
+    "reduce",
+    "set_data_parallel_group",
+    "setup",
+    "world_size",
+]

@@ -1,0 +1,95 @@
+"""Metrics merged over ranks."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import types
+from typing import Any
+
+from torch import Tensor, nn
+
+from looplib._core import ranks as _ranks
+from looplib.metrics._mean import merge
+from looplib.types import Metric, Metrics
+
+
+def reduce(metrics: Metrics) -> dict[str, Metric]:
+    """The metrics of all ranks together, the same on each: what `compute` is to be given for a log.
+
+    >>> import looplib as ll
+    >>> ll.compute(ll.distributed.reduce({"loss": ll.Mean(6.0, 3)}))  # of one process: as they are
+    {'loss': 2.0}
+
+    A train step's metrics are those of this rank's part of the batch. All ranks must call this alike. The records
+    merge in the order of ranks, so the result is exact, and the same for the same parts. They go through the host.
+
+    Args:
+        metrics: of a step, of a window, or of any other kind with `merge`.
+
+    Raises ValueError when the ranks' metrics differ in their names.
+    """
+    return merged(metrics, metrics) or {}
+
+
+def merged(metrics: Metrics | None, like: Metrics | None) -> dict[str, Metric] | None:
+    """Those of all ranks that have any; one that has none gives what its metrics would be like, if it can."""
+    if not _ranks.several():
+        return None if metrics is None else dict(metrics)
+    own: _Own = {}
+    data = _pickled(None if metrics is None else dict(metrics), own)
+    if metrics is None and like is not None:
+        _pickled(dict(like), own)
+    parts = [part for found in _ranks.gather(data) if (part := _unpickled(found, own)) is not None]
+    return merge(*parts) if parts else None
+
+
+_Own = dict[tuple[str, int], Any]
+
+
+def _pickled(value: Any, own: _Own) -> bytes:
+    """What can be sent of a record; its lambdas and modules are the same on each rank, and stay there."""
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, thing: Any) -> tuple[str, int] | None:
+            if isinstance(thing, types.FunctionType):
+                if _importable(thing):
+                    return None
+                name = f"{thing.__module__}.{thing.__qualname__}"
+            elif isinstance(thing, nn.Module):
+                name = type(thing).__qualname__
+            else:
+                return None
+            place = 0
+            while own.setdefault((name, place), thing) is not thing:
+                place += 1
+            return name, place
+
+        def reducer_override(self, thing: Any) -> Any:
+            if isinstance(thing, Tensor) and thing.device.type != "cpu":
+                return _as_it_is, (thing.cpu(),)
+            return NotImplemented
+
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _importable(function: types.FunctionType) -> bool:
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _unpickled(data: bytes, own: _Own) -> Any:
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, key: tuple[str, int]) -> Any:
+            return own[key]
+
+    return Unpickler(io.BytesIO(data)).load()

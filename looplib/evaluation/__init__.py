@@ -1,0 +1,8 @@
+"""Evaluation: a state and a data set go in, numbers or predictions come out."""
+
+from looplib.evaluation._evaluate import evaluate, measure
+from looplib.evaluation._oom import split_on_oom
+from looplib.evaluation._predict import predict
+from looplib.evaluation._predict_to import predict_to, read_predictions
+
+__all__ = ["evaluate", "measure", "predict", "predict_to", "read_predictions", "split_on_oom"]

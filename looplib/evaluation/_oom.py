@@ -1,0 +1,133 @@
+"""Evaluation and prediction in the memory that there is.
+
+A batch that does not fit is cut, and what its pieces give is put together again: records merge, and outputs are laid
+end to end. So whoever asks for the batch gets the batch, and need not know that there were pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from looplib._core.memory import half, out_of_memory
+from looplib._core.trees import batch_size as count_examples
+from looplib._core.trees import split
+from looplib.checkpoint._format import pointer
+from looplib.metrics._mean import merge
+from looplib.types import Metric, TrainState
+
+Step = TypeVar("Step", bound=Callable[[TrainState, Any], Any])
+
+
+def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[Any], int] = count_examples) -> Step:
+    """When memory runs out, evaluate or predict the batch in pieces of half the size, and so from then on.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> state, batches = ll.init_state(model), torch.ones(10, 2).split(4)
+    >>> eval_step = ll.evaluation.split_on_oom(ll.make_eval_step(model, lambda model, x: {"rows": ll.Mean(len(x), len(x))}))
+    >>> ll.evaluate(eval_step, state, batches)
+    {'rows': 1.0}
+    >>> predict_step = ll.evaluation.split_on_oom(ll.make_predict_step(model, lambda model, x: model(x)), size=3)
+    >>> [len(out) for out in ll.predict(predict_step, state, batches)]
+    [4, 4, 2]
+
+    The metrics are the whole batch's: a `Mean` merges exactly, and a scalar weighs by the examples of its piece. The
+    outputs are the whole batch's too, in its order. A warning says when the pieces become smaller. What is remembered
+    is the size that fits, in this function and for this step alone: training keeps its own.
+
+    On several ranks each cuts its own batches, but for a model in FSDP2, whose forward passes are those of all ranks
+    together: give it batches that fit.
+
+    Args:
+        step: from `make_eval_step` or `make_predict_step`. A function in it that draws random numbers draws the same
+            for each piece.
+        size: the size of pieces to begin with; None for the whole batch.
+        batch_size: counts the examples in a batch, as for `make_grad_fn`.
+
+    Raises:
+        torch.OutOfMemoryError, RuntimeError, MemoryError: the original, when one example alone does not fit.
+        ValueError: a batch that cannot be cut, or outputs without one row for each example.
+        TypeError: an output with something else than tensors in it, of a batch that was cut.
+    """
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"size is {size!r}; give a whole number of examples, at least 1")
+    if not callable(step) or isinstance(step, torch.nn.Module):
+        raise TypeError(
+            f"split_on_oom got a {type(step).__name__}; give a step, as ll.make_eval_step or ll.make_predict_step "
+            "returns"
+        )
+    fitting = size
+
+    def attempt(state: TrainState, batch: Any) -> tuple[Any] | None:
+        try:
+            return (step(state, batch),)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            if batch_size(batch) <= 1:
+                _note(error, "split_on_oom: this is one example alone, which cannot be cut")
+                raise
+        return None
+
+    def pieces_of(state: TrainState, batch: Any) -> list[tuple[Any, Any]]:
+        """Each piece, and what the step gives for it."""
+        nonlocal fitting
+        if fitting is None or batch_size(batch) <= fitting:
+            if (out := attempt(state, batch)) is not None:
+                return [(batch, out[0])]
+            count = batch_size(batch)
+            fitting = half(count, count)
+        cut = split(batch, batch_size(batch), fitting, batch_size)
+        return [found for piece in cut for found in pieces_of(state, piece)]
+
+    def splitting(state: TrainState, batch: Any) -> Any:
+        found = pieces_of(state, batch)
+        if len(found) == 1:
+            return found[0][1]
+        return _together([batch_size(piece) for piece, _ in found], [out for _, out in found])
+
+    return cast(Step, splitting)
+
+
+def _together(counts: list[int], outs: list[Any]) -> Any:
+    """What the step would have given for the whole."""
+    if all(isinstance(out, Mapping) and all(isinstance(value, Metric) for value in out.values()) for out in outs):
+        return merge(*outs)
+    return end_to_end(counts, outs)
+
+
+def name_of(place: Any) -> str:
+    """Of a tensor in an output, by its place there: chance, deep/x/0, and output where it is all there is."""
+    return pointer(place).removeprefix("/") or "output"
+
+
+def end_to_end(counts: list[int], outs: list[Any]) -> Any:
+    """The outputs of a whole batch, from those of its parts, which have so many examples each."""
+    places, structure = torch.utils._pytree.tree_flatten_with_path(outs[0])
+    columns: list[list[Any]] = [[] for _ in places]
+    for count, out in zip(counts, outs, strict=True):
+        leaves, found = torch.utils._pytree.tree_flatten(out)
+        if found != structure:
+            raise ValueError(
+                f"the outputs of two parts of a batch differ in their structure: {structure} and {found}"
+            )
+        for (place, _), leaf, column in zip(places, leaves, columns, strict=True):
+            name = name_of(place)
+            if not isinstance(leaf, Tensor):
+                raise TypeError(f"the output's {name!r} is a {type(leaf).__name__}; parts of a batch need tensors")
+            if not leaf.dim() or len(leaf) != count:
+                raise ValueError(
+                    f"the output's {name!r} has shape {tuple(leaf.shape)} for {count} examples, which are part "
+                    "of a batch: give one row for each example"
+                )
+            column.append(leaf)
+    return torch.utils._pytree.tree_unflatten([torch.cat(column) for column in columns], structure)
+
+
+def _note(error: BaseException, note: str) -> None:
+    # What add_note does, on Python 3.10 as well (where a traceback does not print it).
+    error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]

@@ -1,0 +1,17 @@
+"""Gradients: a `GradFn` goes in, a `GradFn` comes out."""
+
+from looplib.grads._accumulation import accumulate
+from looplib.grads._clipping import clip_by_global_norm, clip_by_value, global_norm
+from looplib.grads._loss_scale import scale_loss
+from looplib.grads._oom import retry_on_oom
+from looplib.grads._over_ranks import reduce_gradients
+
+__all__ = [
+    "accumulate",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "global_norm",
+    "reduce_gradients",
+    "retry_on_oom",
+    "scale_loss",
+]

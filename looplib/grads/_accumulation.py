@@ -1,0 +1,193 @@
+"""One optimizer step over a batch in pieces.
+
+A piece gives the gradient of its summed loss, added into those of the pieces before it, and its weight; the sum of
+gradients is divided by the sum of weights once. So the result is the whole batch's, however it was cut, and an
+update never knows that there were pieces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core.ranks import several, total_over_ranks
+from looplib._core.trees import batch_size as count_examples
+from looplib._core.trees import split
+from looplib.gradients import check_parts, indices, multiply
+from looplib.metrics._mean import merge
+from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+
+
+def accumulate(
+    grad_fn: GradFn,
+    microbatches: int | None = None,
+    *,
+    size: int | None = None,
+    dtype: torch.dtype | None = None,
+    batch_size: Callable[[Any], int] = count_examples,
+) -> GradFn:
+    """The gradient of a whole batch, taken piece by piece, in the memory of one.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    >>> state, batch = ll.init_state(model), torch.randn(10, 2)
+    >>> whole, in_pieces = grad_fn(state, batch), ll.accumulate(grad_fn, microbatches=4)(state, batch)
+    >>> torch.testing.assert_close(in_pieces.grads, whole.grads)
+    >>> ragged = ll.accumulate(grad_fn)(state, [batch[:7], batch[7:]])  # pieces of the user's own
+    >>> torch.testing.assert_close(ragged.grads, whole.grads)
+
+    A loss that is a `Mean(total, weight)` averages over all the weight of the batch, such as its tokens; a scalar
+    one over its examples. Metrics merge exactly. A piece may be without any weight.
+
+    Each piece draws random numbers of its own, a function of the state's seed and step and of its index: with
+    dropout the result depends on how the batch is cut. BatchNorm normalises each piece by itself and moves its
+    running statistics once for each, as in a raw loop.
+
+    Args:
+        grad_fn: of a piece.
+        microbatches: cut the batch along the first dimension into so many pieces, or one for each example where there
+            are fewer; the first are larger by one example where they must be, as by `torch.tensor_split`.
+        size: or into pieces of so many examples, the last one smaller. With neither, the batch is a list of pieces.
+        dtype: add up in this dtype, in memory of its own, and return it. The default adds in that of the
+            parameters, which loses small pieces of many in bfloat16.
+        batch_size: counts the examples in a batch, as for `make_grad_fn`.
+
+    Raises:
+        ValueError: a count below 1; both given; a batch of no pieces, with tensors of different lengths, or of a type
+            that cannot be cut; a `grad_fn` whose wrapper belongs around `accumulate` (clipping, `scale_loss`).
+        TypeError: a batch that is no list where it must be.
+    """
+    if microbatches is not None and size is not None:
+        raise ValueError(f"give microbatches={microbatches} or size={size}, not both")
+    for name, value in (("microbatches", microbatches), ("size", size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
+    check_parts(grad_fn, "accumulate")
+
+    def accumulated(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        if microbatches is None and size is None:
+            pieces = _given(batch)
+            count = sum(map(batch_size, pieces))
+        else:
+            count = batch_size(batch)
+            sizes = size if size is not None else _even(count, microbatches or 1)
+            pieces = split(batch, count, sizes, batch_size)
+        return over(grad_fn, state, pieces, count, part, dtype)
+
+    if hasattr(grad_fn, "max_norm"):  # which add_noise compares with its own
+        accumulated.max_norm = grad_fn.max_norm  # type: ignore[attr-defined]
+    return accumulated
+
+
+def over(
+    grad_fn: GradFn,
+    state: TrainState,
+    pieces: Sequence[Any],
+    count: int,
+    part: Part,
+    dtype: torch.dtype | None = None,
+) -> Gradients:
+    """The gradients of all pieces together, of so many examples."""
+    # Other ranks may have more pieces, and what they send each other comes in one order.
+    if len(pieces) == 1 and dtype is None and (part.sums or not several()):
+        return grad_fn(state, pieces[0], part)
+    whole = dataclasses.replace(part, sums=True, samples=count if part.samples is None else part.samples)
+    many = getattr(grad_fn, "many", None)
+    if many is not None and dtype is None:
+        outs: list[Gradients] = many(state, pieces, whole)
+    else:
+        outs = _one_by_one(grad_fn, state, pieces, whole, dtype)
+    grads, _, buffers, _, _, per, ranks = outs[-1]
+    metrics, samples = merge(*[out.metrics for out in outs]), sum(out.samples for out in outs)
+    weights = [out.weight for out in outs if out.weight is not None]
+    weight = _total(weights) if weights else None
+    out = Gradients(grads, metrics, buffers, samples, weight, per, ranks)
+    return out if part.sums else _mean(out)
+
+
+def _mean(out: Gradients) -> Gradients:
+    """The gradients of the mean loss, from those of the summed loss over `per`."""
+    if out.weight is not None:
+        total = total_over_ranks(out.weight) if out.ranks > 1 else out.weight
+        multiply(out.grads, _factor(out.per * out.ranks, total))
+    return out._replace(weight=None, per=1.0)
+
+
+def _one_by_one(
+    grad_fn: GradFn, state: TrainState, pieces: Sequence[Any], part: Part, dtype: torch.dtype | None
+) -> list[Gradients]:
+    """A call for each piece, which adds to the gradients of those before it."""
+    per, grads = part.per, part.into
+    wide: dict[str, Tensor] = {}
+    if dtype is not None:  # each call gives its own alone
+        _add(wide, grads or {}, dtype)
+        grads = None
+    outs: list[Gradients] = []
+    for index, piece in zip(indices(part, len(pieces)), pieces, strict=True):
+        last = part.last and len(outs) == len(pieces) - 1
+        out = grad_fn(state, piece, dataclasses.replace(part, index=index, per=per, into=grads, last=last))
+        if out.ranks > 1 and dtype is not None:
+            raise RuntimeError(
+                f"accumulate(dtype={dtype}) adds up in memory of its own, which DDP and FSDP2 do not reduce over the "
+                "ranks: leave it out, and give fully_shard a MixedPrecisionPolicy(reduce_dtype=...), or leave the "
+                "model unwrapped and use ll.grads.reduce_gradients"
+            )
+        if out.weight is None and out.ranks == 1:
+            raise TypeError(
+                f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
+                "accumulated hands its `part` on to the one that it wraps (see ll.types.Part)"
+            )
+        per = out.per
+        if dtype is None:
+            grads = out.grads
+        else:
+            _add(wide, out.grads, dtype)
+        outs.append(out._replace(grads={}))
+        if any(tensor is not state.buffers[name] for name, tensor in out.buffers.items()):
+            state = state.replace(buffers=out.buffers)
+    outs[-1] = outs[-1]._replace(grads=out.grads if dtype is None else wide)
+    return outs
+
+
+def _given(batch: Any) -> Sequence[Any]:
+    if not isinstance(batch, (list, tuple)):
+        raise TypeError(
+            f"accumulate without microbatches= or size= takes a list of pieces; this batch is a "
+            f"{type(batch).__name__}: say how to cut it, or let the loader's collate_fn make a list"
+        )
+    if not batch:
+        raise ValueError("the batch is an empty list: accumulate needs at least one piece")
+    return batch
+
+
+def _factor(per: Tensor | float, total: Tensor | float) -> Tensor | float:
+    """`per / total`; the gradient of a batch without any weight is zero, as that of a whole one is."""
+    if not isinstance(total, Tensor):
+        return per / (total or 1)
+    if total.device.type != "mps":
+        total = total.double()
+    return per / (total + (total == 0))
+
+
+def _even(count: int, pieces: int) -> list[int]:
+    pieces = max(1, min(pieces, count))
+    return [count // pieces + (index < count % pieces) for index in range(pieces)]
+
+
+def _total(weights: Sequence[Tensor | float]) -> Tensor | float:
+    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+    number = sum(weight for weight in weights if not isinstance(weight, Tensor))
+    return torch.stack(tensors).sum() + number if tensors else number
+
+
+def _add(wide: dict[str, Tensor], grads: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    new = [name for name in grads if name not in wide]
+    old = [name for name in grads if name in wide]
+    if old:
+        torch._foreach_add_([wide[name] for name in old], [grads[name] for name in old])
+    wide.update({name: grads[name].to(dtype) for name in new})

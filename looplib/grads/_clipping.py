@@ -1,0 +1,117 @@
+"""Gradients that are no larger than they may be.
+
+Each of these takes the gradients of a whole step, so it stands around `accumulate`, and around `scale_loss`, which
+gives true gradients to those around it. What they measure stays on the device, among the metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core.ranks import is_sharded
+from looplib.gradients import multiply, of_whole
+from looplib.metrics._mean import Mean
+from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+
+
+def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0) -> GradFn:
+    """Scale the gradients down so that their global norm is at most `max_norm`; report it as `grad_norm`.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    >>> clipped = ll.clip_by_global_norm(grad_fn, 1.0)(ll.init_state(model), torch.full((4, 2), 100.0))
+    >>> torch.nn.utils.get_total_norm(clipped.grads.values()).item() <= 1.0
+    True
+
+    The norm, taken before the scaling, stays on the device. The bits are those of
+    `torch.nn.utils.clip_grad_norm_`. A norm that is infinite or NaN makes the gradients NaN, as there.
+
+    Args:
+        grad_fn: whose gradients.
+        max_norm: the largest norm of all gradients together, above 0; `math.inf` reports the norm alone.
+        norm_type: which norm, such as 2 or `math.inf`.
+
+    Raises:
+        ValueError: `max_norm` is not above 0; within `accumulate`, where it would clip each piece.
+
+    Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; give a norm above 0")
+
+    def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        out = grad_fn(state, batch, part)
+        norm = global_norm(out.grads.values(), norm_type)
+        if max_norm != math.inf:
+            multiply(out.grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return out._replace(metrics={**out.metrics, "grad_norm": Mean(norm)})
+
+    return of_whole("clip_by_global_norm", clipped)
+
+
+def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all elements together, as a scalar tensor on the first tensor's device.
+
+    >>> global_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+    tensor(5.)
+
+    Args:
+        tensors: of any shapes; those of other devices are brought to the first one's.
+        norm_type: which norm, such as 2 or `math.inf`.
+    """
+    tensors = list(tensors)
+    if any(map(is_sharded, tensors)):
+        return _norm_of_shards(tensors, norm_type)
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return torch.nn.utils.get_total_norm(tensors, norm_type)
+    norms = torch._foreach_norm(tensors, norm_type)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return norm
+
+
+def _norm_of_shards(tensors: list[Tensor], norm_type: float) -> Tensor:
+    """That of all ranks' shards, of each device mesh by itself and then of all."""
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        by_mesh.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    norms: list[Any] = [torch.nn.utils.get_total_norm(alike, norm_type) for alike in by_mesh.values()]
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(whole), norm_type) if len(whole) > 1 else whole[0]
+    return norm
+
+
+def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
+    """Bring each element of the gradients into `[-max_value, max_value]`.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+    >>> clipped = ll.grads.clip_by_value(grad_fn, 0.5)(ll.init_state(model), torch.tensor([[100.0, -100.0]]))
+    >>> clipped.grads["weight"]
+    tensor([[ 0.5000, -0.5000]])
+
+    The bits are those of `torch.nn.utils.clip_grad_value_`; an element that is NaN stays so.
+
+    Args:
+        grad_fn: whose gradients.
+        max_value: the largest magnitude, above 0.
+
+    Raises ValueError when `max_value` is not above 0, and within `accumulate`.
+    """
+    if not max_value > 0:
+        raise ValueError(f"max_value is {max_value}; give a magnitude above 0")
+
+    def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        out = grad_fn(state, batch, part)
+        grads = list(out.grads.values())
+        torch._foreach_clamp_min_(grads, -max_value)
+        torch._foreach_clamp_max_(grads, max_value)
+        return out
+
+    return of_whole("clip_by_value", clipped)

@@ -1,0 +1,58 @@
+"""Loss scaling."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from looplib.gradients import multiply, of_whole
+from looplib.metrics._mean import Mean
+from looplib.optim._loss_scale import _scale_of
+from looplib.optim._skipping import _finite
+from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+
+
+def scale_loss(grad_fn: GradFn) -> GradFn:
+    """Multiply the loss by the scale in the state before the backward pass, and divide the gradients by it after.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> loss_fn = ll.autocast(lambda model, x: model(x).square().mean(), torch.float16)
+    >>> grad_fn = ll.grads.scale_loss(ll.make_grad_fn(model, loss_fn))
+    >>> optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
+    >>> state, metrics = ll.make_train_step(grad_fn, optimizer)(ll.init_state(model, optimizer), torch.ones(4, 2))
+    >>> ll.compute(metrics)["loss_scale"]
+    65536.0
+
+    Gradients that are too small for float16 survive so; when one overflows all become NaN, and
+    `dynamic_loss_scale` skips them. Clipping goes around it, where the gradients are the true ones; `accumulate`
+    goes inside. The scale is reported as `loss_scale`.
+
+    Args:
+        grad_fn: whose loss.
+
+    Raises ValueError for a state without a loss scale, for gradients in float16 (of weights in float16, which need
+    `accumulate(..., dtype=torch.float32)` and `master_weights`), and within `accumulate`.
+
+    Source: Micikevicius et al., "Mixed precision training", 2018; `torch.amp.GradScaler`.
+    """
+
+    def scaled(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        if part.scale is not None:
+            raise ValueError("scale_loss within scale_loss: once is enough")
+        scale = _scale_of(state.opt_state)
+        out = grad_fn(state, batch, dataclasses.replace(part, scale=scale))
+        if half := [name for name, grad in out.grads.items() if grad.dtype is torch.float16]:
+            raise ValueError(
+                f"gradients of {', '.join(half)} are in float16, where small ones become 0 when divided by the "
+                "scale: keep the weights in float32 and compute in float16, ll.autocast(loss_fn, torch.float16); or "
+                "add up in float32, scale_loss(accumulate(grad_fn, ..., dtype=torch.float32)), with master_weights"
+            )
+        factor = scale.double().reciprocal().float()
+        # All NaN after an overflow, so that no clipping around this makes an infinite gradient a finite one.
+        multiply(out.grads, torch.where(_finite(out.grads.values()).to(factor.device), factor, torch.nan))
+        return out._replace(metrics={**out.metrics, "loss_scale": Mean(scale)})
+
+    return of_whole("scale_loss", scaled, scaled=True)

@@ -1,0 +1,38 @@
+"""Logs: a state and its metrics go in, lines, tables, bars and plots come out."""
+
+from looplib.log._boards import tensorboard, wandb
+from looplib.log._flops import flops, utilization
+from looplib.log._live_plot import live_plot
+from looplib.log._memory import memory
+from looplib.log._plots import plot
+from looplib.log._profiler import profiled
+from looplib.log._progress import progress
+from looplib.log._sinks import console, jsonl, read_jsonl, tee
+from looplib.log._step_timer import meter
+from looplib.log._tables import csv_file, read_columns, record
+from looplib.log._wrappers import every_rank, in_background, only, rename, safely
+
+__all__ = [
+    "console",
+    "csv_file",
+    "every_rank",
+    "flops",
+    "in_background",
+    "jsonl",
+    "live_plot",
+    "memory",
+    "meter",
+    "only",
+    "plot",
+    "profiled",
+    "progress",
+    "read_columns",
+    "read_jsonl",
+    "record",
+    "rename",
+    "safely",
+    "tee",
+    "tensorboard",
+    "utilization",
+    "wandb",
+]

@@ -1,0 +1,136 @@
+"""A plot that is drawn while training."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from looplib.log._plots import _COUNTS, Row, _draw, _figure_class, _lines, _panels, _panels_of, save
+from looplib.log._sinks import CodedSink, plain_values
+from looplib.types import Sink, TrainState
+
+
+def live_plot(
+    names: str | Sequence[str] | None = None,
+    *,
+    x: str = "step",
+    smooth: float = 0.0,
+    every: float = 5.0,
+    path: str | os.PathLike[str] | None = None,
+) -> Sink:
+    """A sink that draws what it is given, again and again: in the notebook cell that trains, or to a file.
+
+    >>> import looplib as ll, tempfile
+    >>> log = ll.log.live_plot(path=tempfile.mkdtemp() + "/loss.png", every=60)
+    >>> log(ll.TrainState(step=1), {"train/loss": 0.5})
+
+    The first call draws, and those that come `every` seconds after the last drawing or later, so long as drawing
+    takes no more than a tenth of the time (the first drawing, which is slower than the others, is not counted). The
+    last picture is drawn when the cell is done; to a file, when the sink is let go of or the program ends. A call
+    that does not draw takes microseconds.
+
+    Args:
+        names, x, smooth: as for `plot`; a name that is not there yet is waited for.
+        every: seconds from one drawing to the next.
+        path: the file to draw to; None for the cell of a notebook.
+
+    The sink raises TypeError for a value that is no number, bool or str, naming it.
+
+    Raises:
+        RuntimeError: no `path`, and no notebook (or IPython shell) to draw in.
+        ImportError: without `pip install looplib[recipes]`, or for a notebook `looplib[notebooks]`.
+    """
+    _figure_class()
+    canvas = _Canvas(names, x, smooth, every, None if path is None else Path(path).absolute())
+
+    def write(state: TrainState, values: Mapping[str, Any]) -> None:
+        canvas.add({**plain_values(values), **{name: getattr(state, name) for name in _COUNTS}})
+
+    sink = CodedSink(
+        write, "live_plot()" if path is None else f"live_plot(path={os.fspath(path)!r})", first_rank=True
+    )
+    weakref.finalize(sink, canvas.finish)
+    return sink
+
+
+class _Canvas:
+    """The rows so far, and where and when they are drawn."""
+
+    def __init__(
+        self, names: str | Sequence[str] | None, x: str, smooth: float, every: float, path: Path | None
+    ) -> None:
+        self.names = [names] if isinstance(names, str) else names
+        self.x = x
+        self.smooth = smooth
+        self.every = every
+        self.path = path
+        self.shell: Any = _shell() if path is None else None
+        self.rows: list[Row] = []
+        self.stale = False
+        self.due = -math.inf
+        self.handle: Any = None
+        self.waiting = False  # for the end of the cell
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.stale = True
+        if self.shell is not None and not self.waiting:
+            self.waiting = True
+            self.shell.events.register("post_execute", self.finish)
+        if time.monotonic() >= self.due:
+            self.draw()
+
+    def draw(self) -> None:
+        began, first = time.monotonic(), self.due == -math.inf
+        lines = {"": _lines(self.rows, self.x)}
+        there = lines[""]
+        names = None if self.names is None else [name for name in self.names if _panels_of(name, there)]
+        if there and names != []:
+            figure = _draw(lines, _panels(lines, names, self.x), self.x, self.smooth)
+            if self.path is not None:
+                save(figure, self.path)
+            elif self.handle is None:
+                self.handle = _display(figure)
+            else:
+                self.handle.update(figure)
+        self.stale = False
+        ended = time.monotonic()
+        self.due = ended + max(self.every, 0 if first else 9 * (ended - began))  # matplotlib reads its fonts first
+
+    def finish(self) -> None:
+        """Draw what was not drawn yet; another cell has another picture, which begins at once."""
+        if self.stale:
+            self.draw()
+        self.handle, self.due = None, -math.inf
+        if self.waiting:
+            self.waiting = False
+            self.shell.events.unregister("post_execute", self.finish)
+
+
+def _shell() -> Any:
+    try:
+        from IPython.core.getipython import get_ipython
+    except ImportError as error:
+        raise ImportError(
+            "live_plot without a path draws in a notebook: pip install looplib[notebooks], or give path='loss.png'"
+        ) from error
+    shell = get_ipython()  # type: ignore[no-untyped-call, unused-ignore]
+    if shell is None:
+        raise RuntimeError(
+            "live_plot found no notebook to draw in: give it a file, ll.log.live_plot(path='loss.png'), or draw the log "
+            "of a run with ll.plot"
+        )
+    return shell
+
+
+def _display(figure: Figure) -> Any:
+    from IPython.display import display
+
+    return display(figure, display_id=True)  # type: ignore[no-untyped-call, unused-ignore]

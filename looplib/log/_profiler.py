@@ -1,0 +1,92 @@
+"""Profiler."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from looplib._core.ranks import rank
+from looplib.predicates._predicate import Predicate
+from looplib.types import Metric, TrainState, TrainStep
+
+
+def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLike[str], **options: Any) -> TrainStep:
+    """The same step, under `torch.profiler` at chosen steps; a trace is written for each window of them.
+
+    >>> import looplib as ll, os, tempfile, torch
+    >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    >>> train_step = ll.make_train_step(grad_fn, optimizer)
+    >>> directory = tempfile.mkdtemp()
+    >>> train_step = ll.log.profiled(train_step, ll.after_steps(2) & ~ll.after_steps(4), directory)
+    >>> state = ll.init_state(model, optimizer)
+    >>> for batch in torch.ones(6, 4, 2):
+    ...     state, metrics = train_step(state, batch)
+    >>> os.listdir(directory)
+    ['trace-step2-rank0.json']
+
+    Open the file at https://ui.perfetto.dev or chrome://tracing. The predicate is asked of the state that a step is
+    given: `ll.after_steps(2) & ~ll.after_steps(4)` is the third and the fourth step of a run. A window lasts for as
+    long as it says yes, with what happens between the steps, and is written when the state that a step returns is out
+    of it, when a step fails, or when the program ends. At other steps all that is paid is the predicate.
+
+    Args:
+        train_step: from `make_train_step`, wrapped at will.
+        when: a predicate, or another pure function of the state.
+        directory: where to, made where missing. A file is named by the window's first step, and replaces one of the
+            same name.
+        options: as `torch.profiler.profile` takes them, such as `record_shapes=True`, `with_stack=True` or
+            `profile_memory=True`.
+
+    Raises:
+        TypeError: `when` cannot be called, or an option that the profiler does not have (at the first window).
+        OSError: the file cannot be written.
+
+    Source: `torch.profiler.profile`.
+    """
+    if not callable(when):
+        raise TypeError(
+            f"profiled got a {type(when).__name__} to say when; give a predicate such as ll.every_n_steps(1000)"
+        )
+    folder = Path(directory).absolute()
+    finish: Callable[[], Any] | None = None  # writes the window that is open
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
+        nonlocal finish
+        if not when(state):
+            close()
+            return train_step(state, batch)
+        if finish is None:
+            # A profiler has one window here, so there is nothing to accumulate, of which torch 2.11 would warn.
+            profiler = torch.profiler.profile(**{"acc_events": True, **options})
+            profiler.start()
+            path = folder / f"trace-step{state.step}-rank{rank()}.json"
+            finish = weakref.finalize(step, _write_trace, profiler, path)
+        try:
+            with torch.profiler.record_function(f"train_step {state.step}"):
+                out = train_step(state, batch)
+        except BaseException:
+            close()
+            raise
+        if not when(out[0]):
+            close()
+        return out
+
+    def close() -> None:
+        nonlocal finish
+        if finish is not None:
+            write, finish = finish, None
+            write()
+
+    return step
+
+
+def _write_trace(profiler: Any, path: Path) -> None:
+    profiler.stop()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))

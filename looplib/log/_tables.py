@@ -1,0 +1,236 @@
+"""Logs as tables: a CSV file, rows and columns of Python, and the way back from a log.
+
+A file is written whole rows at a time and held open by none of these, so that a process may die at any moment.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import shutil
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from looplib.log._sinks import COUNTS, CodedSink, read_jsonl, row_of
+from looplib.types import Sink, TrainState
+
+
+def csv_file(path: str | os.PathLike[str]) -> Sink:
+    """A sink that appends one row of a CSV table at each call: step, epoch, batch, samples, then the values.
+
+    >>> import looplib as ll, pathlib, tempfile
+    >>> path = tempfile.mkdtemp() + "/log.csv"
+    >>> log = ll.log.csv_file(path)
+    >>> log(ll.TrainState(step=5, batch=5, samples=320), {"train/loss": 0.25})
+    >>> log(ll.TrainState(step=9, batch=9, samples=576), {"eval/auc": 0.75})
+    >>> print(pathlib.Path(path).read_text(), end="")
+    step,epoch,batch,samples,train/loss,eval/auc
+    5,0,5,320,0.25,
+    9,0,9,576,,0.75
+
+    A name that comes for the first time is a new column: the table is written anew beside the old one and takes its
+    place at once. Other rows are appended. A process killed at any moment loses no row but the one in flight, whose
+    beginning the next row removes; so does a row that a full disk cuts off. Nothing else is ever taken away: where a
+    run went back to a checkpoint, both passes are there, as with `jsonl`, and `read_columns` joins them.
+
+    Args:
+        path: the file, written by one process. A relative one belongs to the working directory of now.
+
+    The sink raises:
+        TypeError: a value that is no number, bool or str; it names the value.
+        ValueError: a value named as one of the state's counts, or a file that is no table of this sink.
+        OSError: the file cannot be written; it is as it was.
+    """
+    file_path = Path(path).absolute()
+    columns: list[str] = []
+    size = -1  # of the file as this sink left it; another one has to be read first
+
+    def write(state: TrainState, values: Mapping[str, Any]) -> None:
+        nonlocal columns, size
+        row = {name: _cell(value) for name, value in row_of(state, values).items()}
+        file_path.parent.mkdir(parents=True, exist_ok=True)
+        here = file_path.stat().st_size if file_path.exists() else 0
+        if here != size:
+            columns, _, whole = _table(file_path, here)
+            if whole < here:
+                os.truncate(file_path, whole)
+        new = [name for name in row if name not in columns]
+        if new and columns:
+            grown = columns + new
+            _, rows, _ = _table(file_path, file_path.stat().st_size)
+            lines = [old + [""] * (len(grown) - len(old)) for old in rows]
+            _put(file_path, b"".join(map(_line, [grown, *lines, [row.get(name, "") for name in grown]])))
+            columns = grown
+        else:
+            header = _line(new) if new else b""
+            columns = columns or new
+            size = -1
+            append(file_path, header + _line([row.get(name, "") for name in columns]))
+        size = file_path.stat().st_size
+
+    return CodedSink(write, f"csv_file({os.fspath(path)!r})", first_rank=True)
+
+
+def record(into: list[dict[str, Any]] | MutableMapping[str, list[Any]]) -> Sink:
+    """A sink that keeps what is logged in a Python list of rows, or in a dict of columns, for a notebook.
+
+    >>> import looplib as ll
+    >>> rows, columns = [], {}
+    >>> log = ll.tee(ll.log.record(rows), ll.log.record(columns))
+    >>> log(ll.TrainState(step=5), {"train/loss": 0.5})
+    >>> log(ll.TrainState(step=9), {"eval/auc": 0.75})
+    >>> rows[0]
+    {'step': 5, 'epoch': 0, 'batch': 0, 'samples': 0, 'train/loss': 0.5}
+    >>> columns["step"], columns["train/loss"], columns["eval/auc"]
+    ([5, 9], [0.5, None], [None, 0.75])
+
+    Args:
+        into: a list, to which one dict is appended at each call; or a dict of lists of one length, with None where a
+            call had no such name.
+
+    The sink raises TypeError for a value that is no number, bool or str, and ValueError for one named as a count.
+    """
+
+    def write(state: TrainState, values: Mapping[str, Any]) -> None:
+        row = row_of(state, values)
+        if isinstance(into, list):
+            into.append(row)
+            return
+        length = len(into.get("step", ()))
+        for name in row:
+            into.setdefault(name, [None] * length)
+        for name, column in into.items():
+            column.append(row.get(name))
+
+    return CodedSink(write, f"record(<{type(into).__name__}>)")
+
+
+def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
+    """A log of `jsonl` or `csv_file` as a dict of columns, one entry for a step, None where it has no such value.
+
+    >>> import looplib as ll, tempfile
+    >>> path = tempfile.mkdtemp() + "/log.jsonl"
+    >>> log = ll.jsonl(path)
+    >>> for step in (1, 2, 3):
+    ...     log(ll.TrainState(step=step), {"train/loss": 1 / step})
+    >>> log(ll.TrainState(step=2), {"train/loss": 0.25})  # a run that went back
+    >>> log(ll.TrainState(step=2), {"eval/auc": 0.75})
+    >>> columns = ll.log.read_columns(path)
+    >>> columns["step"], columns["train/loss"], columns["eval/auc"]
+    ([1, 2], [1.0, 0.25], [None, 0.75])
+
+    What was logged at one step (in several calls, or in a run and the one that resumed it) is one entry, in which the
+    later value of a name counts. Where a run went back to a checkpoint, the steps beyond the first that it logged
+    anew are those of the later pass alone. Steps that made no update are told apart by their samples.
+
+    Args:
+        path: the file; which of the two it is, its first byte tells.
+
+    A half-written line at the end is left out. A CSV cell has no type: it is read as an int, a float or a bool where
+    it is written as Python writes one, else as a str; an empty one is None. `pandas.DataFrame(columns)` is the table.
+
+    Raises FileNotFoundError when nothing was logged yet, and ValueError for a file of another kind.
+    """
+    file_path = Path(path)
+    with open(file_path, "rb") as file:
+        first = file.read(1)
+    if first in (b"{", b"\n"):  # a newline follows half a line that was lost to the last byte
+        rows = read_jsonl(file_path)
+    else:
+        header, lines, _ = _table(file_path, file_path.stat().st_size)
+        rows = [
+            {name: value for name, cell in zip(header, line, strict=True) if (value := _value(cell)) is not None}
+            for line in lines
+        ]
+    joined: list[dict[str, Any]] = []
+    for row in rows:
+        place = (row["step"], row["samples"])
+        if joined and place < (joined[-1]["step"], joined[-1]["samples"]):
+            while joined and joined[-1]["step"] >= place[0] and (joined[-1]["step"], joined[-1]["samples"]) != place:
+                joined.pop()
+        if joined and (joined[-1]["step"], joined[-1]["samples"]) == place:
+            joined[-1].update(row)
+        else:
+            joined.append(dict(row))
+    names = dict.fromkeys(name for row in joined for name in row)
+    return {name: [row.get(name) for row in joined] for name in names}
+
+
+def append(path: Path, data: bytes) -> None:
+    """All of it, or nothing where the disk is full or an interrupt comes."""
+    with open(path, "ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except BaseException:
+            with suppress(OSError):  # of a device, which cannot be cut
+                file.truncate(size)
+            raise
+
+
+def _put(path: Path, data: bytes) -> None:
+    """The whole file anew, at once."""
+    target = path.resolve()  # what a link leads to, for the link is to stay
+    beside = target.with_name(f".{target.name}.writing")
+    try:
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.copymode(target, beside)
+        beside.replace(target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _table(path: Path, size: int) -> tuple[list[str], list[list[str]], int]:
+    """The header and rows of a CSV log, and the length up to the end of its last whole row."""
+    if not size:  # a device has none, and may have no end
+        return [], [], 0
+    whole = place = 0
+    quoted = False
+    data = path.read_bytes()
+    for line in io.BytesIO(data):
+        place += len(line)
+        quoted ^= line.count(b'"') % 2 == 1
+        if not quoted and line.endswith(b"\n"):
+            whole = place
+    lines = list(csv.reader(io.StringIO(data[:whole].decode(), newline="")))
+    header = lines[0] if lines else []
+    if header[:4] != list(COUNTS) if whole else not b"step,epoch,batch,samples".startswith(data[:24]):
+        raise ValueError(
+            f"{path} is no log of csv_file: it begins with {data[:40]!r}, not with {','.join(COUNTS)!r}; give "
+            "another path, or move that file away"
+        )
+    return header, lines[1:], whole
+
+
+def _line(cells: list[str]) -> bytes:
+    quoted = ['"' + cell.replace('"', '""') + '"' if re.search('[",\r\n]', cell) else cell for cell in cells]
+    return (",".join(quoted) + "\n").encode()
+
+
+def _cell(value: bool | int | float | str) -> str:
+    if isinstance(value, (bool, str)):
+        return str(value)
+    return int.__repr__(value) if isinstance(value, int) else float.__repr__(value)
+
+
+_FLOAT = re.compile(r"-?([0-9]+\.[0-9]+|[0-9]+(\.[0-9]+)?e[+-][0-9]+|inf|nan)")
+
+
+def _value(cell: str) -> bool | int | float | str | None:
+    if cell in ("True", "False"):
+        return cell == "True"
+    if re.fullmatch("-?[0-9]+", cell):
+        return int(cell)
+    if _FLOAT.fullmatch(cell):
+        return float(cell)
+    return cell or None

@@ -1,0 +1,297 @@
+"""What stands between the loop and a sink: functions from a sink to a sink.
+
+They choose and rename what passes, and keep what fails or takes its time away from the loop: such failures are told
+and counted where `safely` or `in_background` stand before a sink, and raised elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import queue
+import threading
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from looplib.log._sinks import CodedSink
+from looplib.types import Sink, TrainState
+
+
+def rename(sink: Sink, names: Mapping[str, str] | Callable[[str], str]) -> Sink:
+    """A sink that gives values other names on their way to another one.
+
+    >>> import looplib as ll
+    >>> log = ll.log.rename(ll.console(), {"eval/auc": "eval_auc"})
+    >>> log(ll.TrainState(step=5), {"train/loss": 0.5, "eval/auc": 0.75})
+    step      5  epoch      0  train/loss 0.5         eval_auc 0.75
+
+    The names that transformers' Trainer logs, `loss` and `eval_auc`:
+
+    >>> log = ll.log.rename(ll.console(), lambda name: name.removeprefix("train/").replace("/", "_"))
+    >>> log(ll.TrainState(step=5), {"train/loss": 0.5, "eval/auc": 0.75})
+    step      5  epoch      0  loss 0.5         eval_auc 0.75
+
+    Args:
+        sink: what is called.
+        names: old names to new ones (the others stay), or a function from one to the other.
+
+    The sink raises ValueError when two values would have one name.
+    """
+    new_name = names if callable(names) else lambda name: names.get(name, name)
+
+    def write(state: TrainState, values: Mapping[str, Any]) -> None:
+        renamed: dict[str, Any] = {}
+        came_from: dict[str, str] = {}
+        for old, value in values.items():
+            new = new_name(old)
+            if new in renamed:
+                raise ValueError(f"{came_from[new]!r} and {old!r} would both be named {new!r}; give one another name")
+            renamed[new], came_from[new] = value, old
+        sink(state, renamed)
+
+    return CodedSink(write, f"rename({sink!r}, {names!r})")
+
+
+def only(sink: Sink, names: Collection[str] | Callable[[str], bool]) -> Sink:
+    """A sink that hands on some of the values, and does not call the other one where none is left.
+
+    >>> import looplib as ll
+    >>> log = ll.log.only(ll.console(), lambda name: name.startswith("eval/"))
+    >>> log(ll.TrainState(step=5), {"train/loss": 0.5})
+    >>> log(ll.TrainState(step=9), {"train/loss": 0.5, "eval/auc": 0.75})
+    step      9  epoch      0  eval/auc 0.75
+    >>> log = ll.log.only(ll.console(), ["train/loss", "eval/auc"])
+
+    Args:
+        sink: what is called.
+        names: a list or set of those that pass, or a predicate of a name.
+
+    Raises TypeError when given one name by itself.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"only takes several names, or a predicate, and found the str {names!r}; write [{names!r}]")
+    passes: Callable[[str], bool] = names if callable(names) else names.__contains__
+
+    def write(state: TrainState, values: Mapping[str, Any]) -> None:
+        if passed := {name: value for name, value in values.items() if passes(name)}:
+            sink(state, passed)
+
+    return CodedSink(write, f"only({sink!r}, {names!r})")
+
+
+def every_rank(sink: Sink) -> Sink:
+    """A sink that writes in each process of a distributed run, and not in the first alone, as it does by itself.
+
+    >>> import looplib as ll, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> log = ll.log.every_rank(ll.jsonl(f"{folder}/log-{ll.distributed.rank()}.jsonl"))
+    >>> log(ll.TrainState(step=5), {"train/loss": 0.5})
+
+    Give each rank a file of its own. For a sink that stands within another: `ll.tee(ll.log.every_rank(...), ...)`.
+
+    Args:
+        sink: looplib's own, such as `jsonl`; a function of yours writes in each process by itself.
+
+    Raises TypeError for something else than a sink that writes in the first process alone.
+    """
+    if not (isinstance(sink, CodedSink) and sink.first_rank):
+        raise TypeError(
+            f"{sink!r} writes in each process as it is: every_rank is for jsonl, csv_file, console, tensorboard, "
+            "wandb and live_plot themselves, inside of what wraps them"
+        )
+    return CodedSink(sink.write, f"every_rank({sink!r})")
+
+
+def safely(sink: Sink) -> Sink:
+    """A sink whose errors stop no training: the first one is a warning, and each call is tried anew.
+
+    >>> import looplib as ll, warnings
+    >>> def server(state, values):
+    ...     raise ConnectionError("no route to it")
+    >>> log = ll.log.safely(server)
+    >>> with warnings.catch_warnings(record=True) as told:
+    ...     warnings.simplefilter("always")
+    ...     for step in range(3):
+    ...         log(ll.TrainState(step=step), {"train/loss": 0.5})
+    >>> [str(warning.message) for warning in told]
+    ["<function server at ...> failed at step 0: ConnectionError('no route to it'); training goes on, ..."]
+
+    What failed is lost. An interrupt is no error, and is raised. For a sink that takes its time, see `in_background`.
+
+    Args:
+        sink: what is called.
+    """
+    told = False
+
+    def write(state: TrainState, values: Mapping[str, Any]) -> None:
+        nonlocal told
+        try:
+            sink(state, values)
+        except Exception as error:
+            if not told:
+                told = True
+                warnings.warn(_failed(sink, state.step, error), RuntimeWarning, stacklevel=3)
+
+    return CodedSink(write, f"safely({sink!r})")
+
+
+def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 10.0) -> Background:
+    """A sink that hands each call to a thread, so that a slow disk or a dead server never holds the loop up.
+
+    >>> import looplib as ll, tempfile
+    >>> path = tempfile.mkdtemp() + "/log.jsonl"
+    >>> log = ll.log.in_background(ll.jsonl(path))
+    >>> log(ll.TrainState(step=5), {"train/loss": 0.5})
+    >>> log.flush()
+    >>> ll.read_jsonl(path)[0]["train/loss"]
+    0.5
+
+    Calls reach the inner sink in their order, with a copy of the values (a tensor's is on the host) and a state that
+    has the counts alone: no parameters, so none are kept from being freed or donated.
+
+    An error stops nothing: the first one is a warning at the next call, later calls are tried each on its own, and
+    `flush()` and `close()` tell how many were lost. So are calls made while `max_pending` wait.
+
+    `flush()` waits for all calls so far. `close()` does too and ends the thread, which another call starts again;
+    nothing need be closed, for the end of the process does. Where the inner sink finishes no call in `patience`
+    seconds, neither waits on. A forked process, such as a worker of a DataLoader, has none of the calls that wait.
+
+    Args:
+        sink: what is called, by one thread; a `tee` for several.
+        max_pending: calls that may wait.
+        patience: in seconds.
+
+    Raises ValueError when max_pending is not positive.
+    """
+    if max_pending < 1:
+        raise ValueError(f"max_pending is {max_pending}; at least one call must be able to wait: give 1 or more")
+    return Background(sink, max_pending, patience)
+
+
+class Background:
+    """What `in_background` returns: a sink with `flush` and `close`."""
+
+    def __init__(self, sink: Sink, max_pending: int, patience: float) -> None:
+        self._sink, self._max_pending, self._patience = sink, max_pending, patience
+        self._renew()
+        # Before what atexit runs, which ends what the sink works with (a run of W&B); as concurrent.futures does it.
+        threading._register_atexit(self.close)  # type: ignore[attr-defined]
+
+    def _renew(self) -> None:
+        self._pid = os.getpid()
+        # Of all queues the one with no lock of Python's, which a signal or a fork could leave taken.
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread()
+        self._given = 0
+        self._dropped = 0
+        self._finished = 0
+        self._failures = 0
+        self._lost_told = 0
+        self._error: tuple[int, BaseException] | None = None
+        self._told = False
+
+    def __call__(self, state: TrainState, values: Mapping[str, Any]) -> None:
+        held = {name: _copied(value) for name, value in values.items()}
+        if self._pid != os.getpid():
+            self._renew()
+        if self._error is not None and not self._told:
+            self._told = True
+            warnings.warn(_failed(self._sink, *self._error), RuntimeWarning, stacklevel=2)
+        self._given += 1
+        if self._queue.qsize() >= self._max_pending:
+            self._dropped += 1
+            if self._dropped == 1:
+                message = (
+                    f"{self._sink!r} is behind by {self._max_pending} calls; the one at step {state.step} is lost, "
+                    "as are others while so many wait"
+                )
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return
+        self._queue.put((_counts(state), held))
+        if not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._work, args=(self._queue,), name=repr(self), daemon=True)
+            self._thread.start()
+
+    def flush(self) -> None:
+        """Wait until the calls so far are written, and warn of those that are lost."""
+        self._wait()
+        self._tell()
+
+    def close(self) -> None:
+        """As `flush`, and the thread ends."""
+        if self._wait():
+            self._queue.put(None)
+            self._thread.join()
+        self._tell()
+
+    def __repr__(self) -> str:
+        return f"in_background({self._sink!r}, max_pending={self._max_pending})"
+
+    def _work(self, calls: queue.SimpleQueue[Any]) -> None:
+        while (call := calls.get()) is not None:
+            if isinstance(call, threading.Event):
+                call.set()
+                continue
+            state, values = call
+            try:
+                self._sink(state, values)
+            except BaseException as error:  # an interrupt comes to no thread but the main one
+                self._failures += 1
+                self._error = self._error or (state.step, error.with_traceback(None))
+            self._finished += 1
+            del call, state, values
+
+    def _wait(self) -> bool:
+        """Whether the thread has done all that it was given so far."""
+        if self._pid != os.getpid() or not self._thread.is_alive():
+            return False
+        reached = threading.Event()
+        self._queue.put(reached)
+        finished = -1
+        while not reached.wait(self._patience):
+            if finished == self._finished:
+                return False
+            finished = self._finished
+        return True
+
+    def _tell(self) -> None:
+        if self._pid != os.getpid():
+            return
+        waiting = self._given - self._dropped - self._finished
+        lost = self._dropped + self._failures + waiting
+        if lost > self._lost_told:
+            self._lost_told, self._told = lost, True
+            parts = [f"{self._sink!r} lost {lost} of {self._given} calls"]
+            if self._failures:
+                step, error = self._error  # type: ignore[misc]
+                parts.append(f"{self._failures} failed, the first at step {step}: {error!r}")
+            if self._dropped:
+                parts.append(f"{self._dropped} came while {self._max_pending} waited")
+            if waiting:
+                parts.append(f"{waiting} wait still, and none was finished in {self._patience} seconds")
+            warnings.warn("; ".join(parts), RuntimeWarning, stacklevel=3)
+
+
+def _counts(state: TrainState) -> TrainState:
+    return TrainState(
+        step=state.step,
+        epoch=state.epoch,
+        batch=state.batch,
+        epoch_length=state.epoch_length,
+        samples=state.samples,
+        seed=state.seed,
+    )
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _failed(sink: Sink, step: int, error: BaseException) -> str:
+    return (
+        f"{sink!r} failed at step {step}: {error!r}; training goes on, each later call is tried anew, and what "
+        "cannot be written is lost"
+    )

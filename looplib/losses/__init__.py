@@ -1,0 +1,7 @@
+"""Losses: a loss function goes in, a loss function comes out."""
+
+from looplib.losses._autocast import autocast
+from looplib.losses._next_token import next_token_loss
+from looplib.losses._recompute import recompute
+
+__all__ = ["autocast", "next_token_loss", "recompute"]

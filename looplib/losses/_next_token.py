@@ -1,0 +1,216 @@
+"""Losses of language models.
+
+The average is over tokens, so the loss is a sum with its count, which `accumulate` and the ranks add up before they
+divide. The logits of a whole vocabulary are most of the memory of a step; given the head instead, the loss takes
+them a chunk of tokens at a time, with the gradient of each chunk while its logits are there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from looplib.metrics._mean import Mean
+
+
+def next_token_loss(
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    head: nn.Linear | Tensor | None = None,
+    bias: Tensor | None = None,
+    shift: bool = True,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_size: int = 1024,
+) -> Mean:
+    """Cross-entropy of the next token, as the sum over tokens and their number.
+
+    >>> import looplib as ll, torch
+    >>> tokens, embed, head = torch.tensor([[3, 1, 2], [0, 2, -100]]), torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)
+    >>> hidden = embed(tokens.clamp(min=0))
+    >>> loss = ll.next_token_loss(head(hidden), tokens)  # of logits
+    >>> loss.weight
+    tensor(3)
+    >>> torch.testing.assert_close(ll.next_token_loss(hidden, tokens, head=head), loss)  # never all logits at once
+
+    A `loss_fn` returns it as it is: `accumulate` over pieces of different token counts then gives the gradient of
+    the mean over all tokens. The softmax is in float32, or float64 for such inputs, under autocast too.
+
+    With a head, the gradients are made along with the loss, unless nothing needs them, and `backward` only scales
+    them: memory of one chunk's logits, and of the head's gradient in float32. They can be differentiated only once,
+    and not by `torch.func`.
+
+    Args:
+        inputs: logits (batch, length, vocabulary), or with a head, hidden states (batch, length, width).
+        labels: (batch, length) int64; most often the tokens themselves.
+        head: a Linear, or its weight (vocabulary, width): a tied one is the embedding's weight.
+        bias: (vocabulary,), where the head is a weight.
+        shift: position t predicts label t + 1, as in transformers; False where labels are shifted already.
+        ignore_index: a label that counts nothing, such as padding.
+        label_smoothing: the part of the target, 0 to 1, that is spread evenly over the vocabulary.
+        z_loss: times the squared log of the softmax's denominator is added for each token, which keeps logits small.
+        chunk_size: positions whose logits are held at a time; with a head.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit; an argument out of its range; a bias too many.
+        TypeError: a head that is neither.
+
+    Source: chunks as in Hsu et al., "Liger kernel", 2024; z-loss of Chowdhery et al., "PaLM", 2022, section 5.
+    """
+    weight: Tensor | None
+    if isinstance(head, nn.Linear):
+        if bias is not None and head.bias is not None:
+            raise ValueError("the head has a bias of its own; leave out bias=, or give head.weight as the head")
+        weight, bias = head.weight, bias if head.bias is None else head.bias
+    elif head is None or isinstance(head, Tensor):
+        weight = head
+    else:
+        raise TypeError(f"head is a {type(head).__name__}; give a torch.nn.Linear, or a weight (vocabulary, width)")
+    _check(inputs, labels, weight, bias)
+    if not (0 <= label_smoothing <= 1 and z_loss >= 0 and chunk_size >= 1):
+        raise ValueError(
+            f"label_smoothing={label_smoothing}, z_loss={z_loss}, chunk_size={chunk_size}: smoothing is from 0 to 1, "
+            "z_loss at least 0, and a chunk at least 1 position"
+        )
+    if shift:  # the labels: shifting the logits would copy them
+        labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    tokens = rearrange(inputs, "batch length feature -> (batch length) feature")
+    labels = rearrange(labels, "batch length -> (batch length)")
+    valid = labels != ignore_index
+    if weight is None:
+        with torch.autocast(tokens.device.type, enabled=False):
+            total = _of_logits(tokens.to(_wide(tokens)), labels, valid, ignore_index, label_smoothing, z_loss)
+    else:
+        total = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            tokens,
+            weight,
+            bias,
+            torch.where(valid, labels, 0),
+            valid,
+            label_smoothing,
+            z_loss,
+            chunk_size,
+            torch.is_grad_enabled(),
+        )
+    return Mean(total, valid.sum())
+
+
+def _check(inputs: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    last = "vocabulary" if weight is None else "width"
+    if inputs.dim() != 3 or not inputs.is_floating_point():
+        raise ValueError(
+            f"inputs have shape {tuple(inputs.shape)} and dtype {inputs.dtype}; give floats (batch, length, {last})"
+        )
+    if labels.shape != inputs.shape[:2] or labels.dtype != torch.int64:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)} and dtype {labels.dtype}; inputs of shape "
+            f"{tuple(inputs.shape)} need {tuple(inputs.shape[:2])} and torch.int64"
+        )
+    if weight is None:
+        if bias is not None:
+            raise ValueError("a bias without a head: inputs are logits then, which have theirs already")
+        return
+    if weight.dim() != 2 or weight.shape[1] != inputs.shape[2]:
+        raise ValueError(
+            f"the head's weight has shape {tuple(weight.shape)}; hidden states of shape {tuple(inputs.shape)} need "
+            f"(vocabulary, {inputs.shape[2]})"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; a head of {tuple(weight.shape)} needs ({len(weight)},)"
+        )
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _of_logits(
+    logits: Tensor, labels: Tensor, valid: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+) -> Tensor:
+    total = F.cross_entropy(
+        logits, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
+    if z_loss:
+        total = total + z_loss * logits.logsumexp(-1).square().masked_fill(~valid, 0).sum()
+    return total
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The summed loss of hidden states (tokens, width) under a head, and its gradients, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        valid: Tensor,
+        label_smoothing: float,
+        z_loss: float,
+        chunk_size: int,
+        differentiate: bool,
+    ) -> Tensor:
+        needs = [differentiate and need for need in ctx.needs_input_grad[:3]]
+        device, wide = hidden.device, _wide(hidden)
+        low = torch.is_autocast_enabled(device.type) and hidden.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(device.type) if low else hidden.dtype
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
+        total = torch.zeros((), dtype=wide, device=device)
+        grads = [
+            torch.empty_like(hidden, dtype=dtype) if needs[0] else None,
+            torch.zeros_like(weight, dtype=wide) if needs[1] else None,
+            torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None,
+        ]
+        with torch.autocast(device.type, enabled=False):
+            # Cast once, not in each chunk as autocast would.
+            weight, bias = (weight.to(dtype), None if bias is None else bias.to(dtype)) if low else (weight, bias)
+            for begin in range(0, len(hidden), chunk_size):
+                rows = slice(begin, begin + chunk_size)
+                x = hidden[rows].to(dtype)
+                logits = F.linear(x, weight, bias).to(wide)
+                label = rearrange(labels[rows], "token -> token 1")
+                live = rearrange(valid[rows], "token -> token 1")
+                log_z = logits.logsumexp(-1, keepdim=True)
+                loss = log_z - (1 - label_smoothing) * logits.gather(-1, label)
+                if label_smoothing:
+                    loss -= label_smoothing * logits.mean(-1, keepdim=True)
+                if z_loss:
+                    loss += z_loss * log_z.square()
+                total += loss.masked_fill(~live, 0).sum()
+                if not any(needs):
+                    continue
+                grad = logits.sub_(log_z).exp_()  # the softmax, where the logits were
+                if z_loss:
+                    grad *= 1 + 2 * z_loss * log_z
+                if label_smoothing:
+                    grad -= label_smoothing / len(weight)
+                grad.scatter_add_(-1, label, torch.full_like(log_z, label_smoothing - 1)).masked_fill_(~live, 0)
+                if grads[2] is not None:
+                    grads[2] += grad.sum(0)
+                grad = grad.to(dtype)
+                if grads[0] is not None:
+                    torch.mm(grad, weight, out=grads[0][rows])
+                if grads[1] is not None and dtype == wide:
+                    grads[1].addmm_(grad.T, x)
+                elif grads[1] is not None:
+                    grads[1] += grad.T @ x
+        ctx.save_for_backward(*grads)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [
+            None if grad is None else (grad * scale).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *grads, None, None, None, None, None, None

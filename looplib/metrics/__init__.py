@@ -1,0 +1,29 @@
+"""Metrics: values of batches go in, records that merge exactly come out."""
+
+from looplib.metrics._auc import AUC, GroupedAUC, StreamingAUC
+from looplib.metrics._confusion import ConfusionMatrix
+from looplib.metrics._mean import Mean, compute, merge
+from looplib.metrics._scores import R2, Reading, accuracy, calibration, mae, mse, perplexity, rmse
+from looplib.metrics._torchmetrics import TorchMetric, torchmetric
+from looplib.metrics._window import Window
+
+__all__ = [
+    "AUC",
+    "R2",
+    "ConfusionMatrix",
+    "GroupedAUC",
+    "Mean",
+    "Reading",
+    "StreamingAUC",
+    "TorchMetric",
+    "Window",
+    "accuracy",
+    "calibration",
+    "compute",
+    "mae",
+    "merge",
+    "mse",
+    "perplexity",
+    "rmse",
+    "torchmetric",
+]

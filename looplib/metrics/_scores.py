@@ -1,0 +1,305 @@
+"""Scores of predictions: accuracy, perplexity, calibration error, regression errors.
+
+Each is a small record of a batch that merges with those of other batches and ranks to the record of the whole set,
+however it was cut: a `Mean` where sums are enough, a histogram or moments where they are not, and the scores
+themselves where only they will do. Sums are in float64 (float32 on devices without it), so counts are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from looplib.metrics._mean import Mean
+
+
+class Reading(NamedTuple):
+    """Another number of a record, as a metric of its own.
+
+    >>> import looplib as ll, torch
+    >>> matrix = ll.metrics.ConfusionMatrix.of(torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 2, 2]), classes=3)
+    >>> metrics = {"accuracy": matrix, "macro_f1": ll.metrics.Reading(matrix, ll.metrics.ConfusionMatrix.macro_f1)}
+    >>> metrics["recall_of_2"] = ll.metrics.Reading(matrix, lambda matrix: matrix.recall()[2])
+    >>> ll.compute(metrics)
+    {'accuracy': 0.75, 'macro_f1': 0.777..., 'recall_of_2': 0.5}
+
+    Attributes:
+        record: what merges; several readings share its tensors.
+        read: a function of the merged record that gives the number. One at the top of a module, unlike a lambda,
+            can be pickled.
+    """
+
+    record: Any
+    read: Callable[[Any], Any]
+
+    def merge(self, other: Reading) -> Reading:
+        return Reading(self.record.merge(other.record), self.read)
+
+    def compute(self) -> Any:
+        return self.read(self.record)
+
+
+def accuracy(
+    predictions: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int | None = None,
+    weights: Tensor | None = None,
+    top_k: int = 1,
+) -> Mean:
+    """The part of the labels that was predicted.
+
+    >>> import looplib as ll, torch
+    >>> logits, labels = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.1, 0.4]]), torch.tensor([1, 2])
+    >>> ll.compute({"top1": ll.accuracy(logits, labels), "top2": ll.accuracy(logits, labels, top_k=2)})
+    {'top1': 0.5, 'top2': 1.0}
+
+    Args:
+        predictions: logits or probabilities (..., classes), or predicted classes (...), integers or booleans.
+        labels: (...), integers or booleans.
+        ignore_index: a label that counts nothing, such as -100 of padding.
+        weights: (...), of each label.
+        top_k: a label counts where fewer than k classes score higher; of equal scores the first class is higher,
+            as for argmax. A NaN is never a hit.
+
+    Raises ValueError for shapes or dtypes that do not fit, or a top_k that is not among the classes.
+    """
+    _integers("labels", labels)
+    if predictions.dim() == labels.dim() + 1:
+        _fit(predictions[..., 0], labels, weights, "logits without their last dimension")
+        if not 1 <= top_k <= predictions.shape[-1]:
+            raise ValueError(
+                f"top_k is {top_k}; logits of shape {tuple(predictions.shape)} allow 1 to their last size"
+            )
+    else:
+        _fit(predictions, labels, weights, "predicted classes")
+        if predictions.is_floating_point() or top_k != 1:
+            raise ValueError(
+                f"predictions have shape {tuple(predictions.shape)} and dtype {predictions.dtype}, with labels "
+                f"{tuple(labels.shape)} and top_k={top_k}: give classes as integers or booleans, such as "
+                "logits > 0, or logits (..., classes)"
+            )
+    valid = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+    if predictions.dim() == labels.dim():
+        right = predictions == labels
+    else:
+        label = rearrange(torch.where(valid, labels, 0).long(), "... -> ... 1")
+        score = predictions.gather(-1, label)
+        first = torch.arange(predictions.shape[-1], device=label.device) < label
+        behind = torch.where(first, predictions < score, predictions <= score)
+        right = (~behind).sum(-1) < top_k
+        right &= ~score.squeeze(-1).isnan()
+    if weights is None:
+        return Mean((right & valid).sum(), labels.numel() if ignore_index is None else valid.sum())
+    weights = torch.where(valid.flatten(), _wide(weights), 0)
+    return Mean((weights * right.flatten()).sum(), weights.sum())
+
+
+def perplexity(loss: Mean) -> Reading:
+    """The exponential of a mean loss per token, over all tokens.
+
+    >>> import looplib as ll, torch
+    >>> logits, tokens = torch.zeros(2, 5, 8), torch.randint(0, 8, (2, 5))
+    >>> round(ll.compute({"perplexity": ll.metrics.perplexity(ll.next_token_loss(logits, tokens))})["perplexity"], 3)
+    8.0
+
+    Args:
+        loss: the summed negative log-likelihood in nats, and the number of tokens.
+    """
+    return Reading(loss, _exp_of_mean)
+
+
+def _exp_of_mean(mean: Mean) -> Tensor:
+    value = torch.as_tensor(mean.compute())
+    return value.to(_wide_dtype(value)).exp()
+
+
+def calibration(predictions: Tensor, labels: Tensor, weights: Tensor | None = None) -> Mean:
+    """The mean prediction over the mean label: 1 where as much is predicted as happens.
+
+    >>> import looplib as ll, torch
+    >>> ll.compute({"calibration": ll.metrics.calibration(torch.tensor([0.2, 0.7]), torch.tensor([0, 1]))})
+    {'calibration': 0.89999...}
+
+    Args:
+        predictions: probabilities, or predicted amounts; floats of any shape.
+        labels: of the same shape, any dtype.
+        weights: of the same shape.
+
+    Where no label is above 0 it computes to infinity, or NaN if nothing was predicted either. Raises ValueError for
+    shapes that do not fit.
+
+    Source: He et al., "Practical lessons from predicting clicks on ads at Facebook", 2014, section 2.
+    """
+    _fit(predictions, labels, weights, "predictions")
+    return Mean(_weighted(predictions, weights).sum(), _weighted(labels, weights).sum())
+
+
+def mae(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Mean:
+    """The mean absolute error, over all elements.
+
+    >>> import looplib as ll, torch
+    >>> ll.compute({"mae": ll.metrics.mae(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))})
+    {'mae': 1.0}
+
+    Args:
+        predictions: of any shape.
+        targets: of the same shape.
+        weights: of the same shape.
+
+    Raises ValueError for shapes that do not fit.
+    """
+    _fit(predictions, targets, weights, "predictions", "targets")
+    return _mean((_wide(predictions) - _wide(targets)).abs(), weights)
+
+
+def mse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Mean:
+    """The mean squared error, over all elements.
+
+    >>> import looplib as ll, torch
+    >>> ll.compute({"mse": ll.metrics.mse(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))})
+    {'mse': 2.0}
+
+    Args:
+        predictions: of any shape.
+        targets: of the same shape.
+        weights: of the same shape.
+
+    Raises ValueError for shapes that do not fit.
+    """
+    _fit(predictions, targets, weights, "predictions", "targets")
+    return _mean((_wide(predictions) - _wide(targets)).square(), weights)
+
+
+def rmse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Reading:
+    """The root of the mean squared error, over all elements.
+
+    >>> import looplib as ll, torch
+    >>> ll.compute({"rmse": ll.metrics.rmse(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))})
+    {'rmse': 2.0}
+
+    Args:
+        predictions: of any shape.
+        targets: of the same shape.
+        weights: of the same shape.
+
+    Raises ValueError for shapes that do not fit.
+    """
+    return Reading(mse(predictions, targets, weights), _root_of_mean)
+
+
+def _root_of_mean(mean: Mean) -> Tensor:
+    return torch.as_tensor(mean.compute()).sqrt()
+
+
+class R2(NamedTuple):
+    """The coefficient of determination: the part of the targets' variance that is predicted.
+
+    >>> import looplib as ll, torch
+    >>> ll.compute({"r2": ll.metrics.R2.of(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0]))})
+    {'r2': 0.5}
+
+    Attributes:
+        examples: how many.
+        weight: sum of their weights.
+        mean: of the targets.
+        spread: weighted sum of the squared distances of the targets from their mean.
+        residual: weighted sum of the squared errors.
+
+    As in scikit-learn, it is 1 or 0 for constant targets, by whether all were hit, and NaN for fewer than two
+    examples.
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances",
+    1979, equation 2.1.
+    """
+
+    examples: int
+    weight: Tensor
+    mean: Tensor
+    spread: Tensor
+    residual: Tensor
+
+    @classmethod
+    def empty(cls, device: Any = None) -> R2:
+        """The record of no examples."""
+        zero = torch.zeros((), device=device)
+        zero = zero.to(_wide_dtype(zero))
+        return cls(0, zero, zero, zero, zero)
+
+    @classmethod
+    def of(cls, predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> R2:
+        """The record of a batch: arguments and errors as of `mae`."""
+        _fit(predictions, targets, weights, "predictions", "targets")
+        if not targets.numel():
+            return cls.empty(targets.device)
+        y, p = _wide(targets), _wide(predictions)
+        w = torch.ones_like(y) if weights is None else _wide(weights)
+        # From one of the targets, so that the mean of equal targets is that target, and their spread 0.
+        near = y.take(w.argmax())
+        mean = near + (w * (y - near)).sum() / w.sum()
+        # Where no weight is, there is no mean.
+        mean = torch.where(w.sum() == 0, near, mean)
+        return cls(y.numel(), w.sum(), mean, (w * (y - mean).square()).sum(), (w * (y - p).square()).sum())
+
+    def merge(self, other: R2) -> R2:
+        weight = self.weight + other.weight
+        distance = other.mean - self.mean
+        part = torch.where(weight == 0, 0, other.weight / weight)
+        return R2(
+            self.examples + other.examples,
+            weight,
+            torch.where(self.weight == 0, other.mean, self.mean + distance * part),
+            self.spread + other.spread + distance.square() * self.weight * part,
+            self.residual + other.residual,
+        )
+
+    def compute(self) -> Tensor:
+        constant = torch.where(self.residual == 0, 1.0, 0.0).to(self.residual.dtype)
+        score = torch.where(self.spread == 0, constant, 1 - self.residual / self.spread)
+        return torch.where((self.weight == 0) | (self.examples < 2), torch.nan, score)
+
+
+def _mean(values: Tensor, weights: Tensor | None) -> Mean:
+    return Mean(_weighted(values, weights).sum(), values.numel() if weights is None else _wide(weights).sum())
+
+
+def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
+    return _wide(values) if weights is None else _wide(values) * _wide(weights)
+
+
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().flatten().to(_wide_dtype(tensor))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    # A slice would keep the whole of its logits alive, and a batch may be written over.
+    return tensor.detach().flatten().clone(memory_format=torch.contiguous_format)
+
+
+def _kept(scores: Tensor) -> Tensor:
+    narrow = scores.is_floating_point() and scores.dtype.itemsize < 4
+    return _copy(scores.float() if narrow else scores)
+
+
+def _fit(values: Tensor, labels: Tensor, weights: Tensor | None, name: str, of: str = "labels") -> None:
+    if values.shape != labels.shape:
+        raise ValueError(
+            f"{name} have shape {tuple(values.shape)} and {of} {tuple(labels.shape)}; give both the same shape"
+        )
+    if weights is not None and weights.shape != labels.shape:
+        raise ValueError(f"weights have shape {tuple(weights.shape)}; {of} need {tuple(labels.shape)}")
+
+
+def _integers(name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise ValueError(
+            f"{name} have shape {tuple(tensor.shape)} and dtype {tensor.dtype}; give integers or booleans"
+        )

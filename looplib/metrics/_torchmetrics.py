@@ -1,0 +1,197 @@
+"""Metrics of torchmetrics as records that merge.
+
+A metric there is an object that counts. Here it is what updates and computes, and holds nothing between calls: the
+state that a batch makes of it is the record.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class TorchMetric(NamedTuple):
+    """A torchmetrics metric as a record: see `torchmetric`.
+
+    >>> import looplib as ll, torch, torchmetrics
+    >>> accuracy = ll.metrics.torchmetric(torchmetrics.Accuracy(task="binary"))
+    >>> accuracy.of(torch.tensor([1, 0]), torch.tensor([1, 1])).updates
+    1
+
+    Attributes:
+        host: the metric that updates and computes; between calls it holds nothing.
+        states: name -> state of the metric, after the place of the metric it is of; None where inputs are kept.
+        inputs: (args, kwargs) of each update, for such a metric.
+        updates: how many batches.
+    """
+
+    host: Any
+    states: Mapping[str, Any] | None
+    inputs: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = ()
+    updates: int = 0
+
+    def of(self, *args: Any, **kwargs: Any) -> TorchMetric:
+        """The record of a batch, given what the metric's `update` takes."""
+        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, torch.detach, (args, kwargs))
+        if self.states is None:
+            kept = torch.utils._pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+            return TorchMetric(self.host, None, (kept,), 1)
+        try:
+            self.host.update(*args, **kwargs)
+            return TorchMetric(self.host, _states_of(self.host), (), 1)
+        finally:
+            self.host.reset()
+
+    def merge(self, other: TorchMetric) -> TorchMetric:
+        # An empty record has no state yet on the device, or of the dtype, of the others.
+        if not self.updates or not other.updates:
+            return self if self.updates else other
+        updates = self.updates + other.updates
+        if self.states is None or other.states is None:
+            return TorchMetric(self.host, None, self.inputs + other.inputs, updates)
+        states = {}
+        for place, part, name in _places(self.host):
+            mine, theirs = self.states[place], other.states[place]
+            if isinstance(mine, list):
+                states[place] = mine + theirs
+            else:
+                states[place] = _REDUCTIONS[part._reductions[name].__name__](mine, theirs)
+        return TorchMetric(self.host, states, (), updates)
+
+    def value(self) -> Any:
+        """What the metric computes, as it is: a tensor of any shape, or a dict.
+
+        Raises ValueError for the record of no batches.
+        """
+        if not self.updates:
+            name = type(self.host).__name__
+            raise ValueError(
+                f"this {name} was given no batch: return metric.of(predictions, labels), or what its update takes, "
+                "and not the metric itself, from the function of the model and the batch"
+            )
+        if self.states is None:
+            # A reset does not bring all of such a metric back: MinMaxMetric keeps its extremes.
+            metric = copy.deepcopy(self.host)
+            for args, kwargs in self.inputs:
+                metric.update(*args, **kwargs)
+            return metric.compute()
+        try:
+            for place, part, name in _places(self.host):
+                state = self.states[place]
+                setattr(part, name, list(state) if isinstance(state, list) else state)
+            for part in _parts(self.host).values():
+                part._update_count = self.updates
+            return self.host.compute()
+        finally:
+            self.host.reset()
+
+    def compute(self) -> Any:
+        """The value, which has to be one number."""
+        value = self.value()
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+            return value
+        shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"with {_keys(value)}"
+        raise ValueError(
+            f"{type(self.host).__name__} computes a {type(value).__name__} {shape}, not a number: read one from it, "
+            "as by ll.metrics.Reading(record, lambda record: record.value()[0])"
+        )
+
+
+def torchmetric(metric: Any) -> TorchMetric:
+    """Any metric of torchmetrics as a record that merges; `.of(...)` takes what its `update` does.
+
+    >>> import looplib as ll, torch, torchmetrics
+    >>> f1 = ll.metrics.torchmetric(torchmetrics.F1Score(task="binary"))
+    >>> first, second = f1.of(torch.tensor([1, 0]), torch.tensor([1, 1])), f1.of(torch.tensor([1]), torch.tensor([1]))
+    >>> ll.compute({"f1": first.merge(second)})
+    {'f1': 0.800...}
+
+    What is returned is the record of no batches. The metric given is copied, and never changed. One that holds its
+    state in sums, extremes or lists, as most do, merges by these; memory is that of its state. So does a collection
+    or a composition of such. For any other, the inputs are kept, and the metric is updated with all of them when it
+    is computed: a running correlation, a bootstrap.
+
+    Give the record to the loop, and not the metric's own value: a scalar such as `f1(logits, y)` is averaged over the
+    batches, by their examples, and for F1 or AUC such a mean of means is another number.
+
+    Args:
+        metric: of torchmetrics, or with the same `update()`, `reset()` and computing, on the device of its inputs.
+
+    Raises TypeError for something else. A metric of several numbers raises ValueError when it is computed; `Reading`
+    takes one from its `value()`. So does the record of no batches, which `.of(...)` was forgotten for.
+    """
+    missing = [name for name in ("update", "compute", "reset") if not callable(getattr(metric, name, None))]
+    if missing or isinstance(metric, type):
+        found = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
+        raise TypeError(
+            f"found {found}, not a metric of torchmetrics, which has update, compute and reset; give an instance, "
+            "such as torchmetrics.classification.BinaryF1Score()"
+        )
+    host = copy.deepcopy(metric)
+    for part in host.modules() if isinstance(host, nn.Module) else ():
+        if hasattr(part, "sync_on_compute"):  # merging is what adds the ranks up, and once
+            vars(part).update(sync_on_compute=False, _to_sync=False)
+        if hasattr(part, "_enable_compute_groups"):
+            # Metrics that agree on the first batch would share one state from then on, also where they differ later.
+            vars(part).update(_enable_compute_groups=False, _groups_checked=False, _groups={})
+    host.reset()
+    for _, part, name in _places(host) if isinstance(host, nn.Module) else ():
+        if isinstance(getattr(part, name), list):
+            setattr(part, name, [])  # of its own, where those of a collection shared one
+    return TorchMetric(host, _states_of(host) if _merges(host) else None)
+
+
+# By name, as torchmetrics is not imported. A mean of means has no weights, so it is not among them.
+_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "dim_zero_sum": torch.add,
+    "dim_zero_max": torch.maximum,
+    "dim_zero_min": torch.minimum,
+}
+
+
+# Which do nothing but pass their inputs on to the metrics that they hold.
+_GROUPS = ("MetricCollection", "CompositionalMetric", "ClasswiseWrapper")
+
+
+def _parts(metric: Any) -> dict[str, Any]:
+    """The metric and those that it is made of, by their places in it."""
+    return {place: part for place, part in metric.named_modules() if hasattr(part, "_update_count")}
+
+
+def _places(metric: Any) -> Iterator[tuple[str, Any, str]]:
+    """Of each state: where it is, of which metric, and its name."""
+    for place, part in _parts(metric).items():
+        for name in part._reductions:
+            yield f"{place}.{name}", part, name
+
+
+def _merges(metric: Any) -> bool:
+    if type(metric).__name__ in _GROUPS:
+        return all(map(_merges, metric.children()))
+    reductions = getattr(metric, "_reductions", {})
+    if not reductions or len(_parts(metric)) != 1:
+        return False
+    if not getattr(metric, "reset_real_features", True):  # a state that stays through a reset
+        return False
+    for name, reduction in reductions.items():
+        known = getattr(reduction, "__name__", None)
+        if isinstance(getattr(metric, name), list):
+            if reduction is not None and known != "dim_zero_cat":
+                return False
+        elif known not in _REDUCTIONS:
+            return False
+    return True
+
+
+def _states_of(metric: Any) -> dict[str, Any]:
+    """The states, copied: a reset clears the metric's lists, and these may hold the batch itself."""
+    states = {place: getattr(part, name) for place, part, name in _places(metric)}
+    return torch.utils._pytree.tree_map_only(Tensor, torch.clone, states)  # type: ignore[no-any-return]
+
+
+def _keys(value: Any) -> str:
+    return f"keys {sorted(value)}" if isinstance(value, Mapping) else "no shape"

@@ -1,0 +1,27 @@
+"""Optimizers: an `Optimizer` goes in, an `Optimizer` comes out; the first one is made of a torch class."""
+
+from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
+from looplib.optim._hyperparameters import hyperparameters, injected, set_hyperparameters
+from looplib.optim._loss_scale import dynamic_loss_scale
+from looplib.optim._master_weights import master_weights
+from looplib.optim._optimizer import optimizer
+from looplib.optim._partition import freeze, partition
+from looplib.optim._skipping import NonFiniteGradientsError, apply_if_finite, skip_spikes
+
+__all__ = [
+    "NonFiniteGradientsError",
+    "apply_if_finite",
+    "dynamic_loss_scale",
+    "ema",
+    "ema_warmup",
+    "eval_state",
+    "freeze",
+    "hyperparameters",
+    "injected",
+    "master_weights",
+    "optimizer",
+    "partition",
+    "set_hyperparameters",
+    "skip_spikes",
+    "swa",
+]

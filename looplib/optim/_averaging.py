@@ -1,0 +1,224 @@
+"""Averages of the weights along the way: EMA, SWA, Lookahead, and the state to evaluate them with.
+
+An average is part of the optimizer's state, moved by the very update that moves the weights, so that it is
+skipped, donated, interrupted and checkpointed with them. It counts the updates of the optimizer that it wraps, which
+are fewer than `state.step` where several take turns (`partition`) or all is frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core.ranks import shards
+from looplib._core.tracing import applied, either, on_host
+from looplib.optim._hyperparameters import of_another
+from looplib.optim._wrap import wrap
+from looplib.types import Grads, Optimizer, Params, TrainState
+
+Tensors = dict[str, Tensor]
+
+
+def ema(
+    optimizer: Optimizer,
+    decay: float | Callable[[int], float] = 0.999,
+    *,
+    start: int = 0,
+    every: int = 1,
+    buffers: bool = False,
+) -> Optimizer:
+    """Keep an exponential moving average of the trained weights: `average = decay * average + (1 - decay) * weights`.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=0.1), decay=ll.optim.ema_warmup(0.999))
+    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer)
+    >>> state, metrics = train_step(ll.init_state(model, optimizer), torch.ones(4, 2))
+    >>> averaged = ll.eval_state(optimizer, state)  # to evaluate, to export
+    >>> torch.equal(averaged.params["weight"], state.params["weight"])
+    False
+
+    The average stands in `opt_state["average"]`, in float32 where the weights are of half precision. It costs one
+    more copy of the weights, and one operation over them at each step.
+
+    Args:
+        optimizer: what makes the updates.
+        decay: from 0 to 1, or a function of the number of averages made so far, such as `ema_warmup(0.999)`.
+        start: the average begins as the weights after so many updates; 0 for the first ones.
+        every: updates from one average to the next.
+        buffers: average floating-point buffers too (BatchNorm's statistics), and evaluate with these; without it the
+            state's own are used.
+
+    Raises ValueError for an argument out of its range.
+
+    Source: Polyak and Juditsky, 1992; the bits are those of `torch.optim.swa_utils.AveragedModel` with
+    `get_ema_multi_avg_fn(decay)`, first updated after `start` updates.
+    """
+    if not callable(decay) and not 0 <= decay <= 1:
+        raise ValueError(f"decay is {decay}; give a number from 0 to 1, or a function of the averages so far")
+
+    def weight(count: int) -> float:
+        return 1 - (decay(count) if callable(decay) else decay)
+
+    return _averaging(optimizer, weight, start, every, buffers)
+
+
+def ema_warmup(decay: float) -> Callable[[int], float]:
+    """A decay for `ema` that begins low, so that the first weights are soon forgotten.
+
+    It is `min(decay, (1 + n) / (10 + n))` after `n` averages.
+
+    >>> [round(ema_warmup(0.999)(n), 3) for n in (1, 10, 100, 100_000)]
+    [0.182, 0.55, 0.918, 0.999]
+
+    Args:
+        decay: the largest, from 0 to 1.
+
+    Source: `tf.train.ExponentialMovingAverage` with `num_updates`.
+    """
+    return lambda count: min(decay, (1 + count) / (10 + count))
+
+
+def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = False) -> Optimizer:
+    """Keep the equal average of the weights after `start`, `start + every`, `start + 2 * every`, ... updates.
+
+    >>> import looplib as ll, torch
+    >>> optimizer = ll.optim.swa(ll.optimizer(torch.optim.SGD, lr=0.1), start=1500, every=100)
+
+    Use `eval_state` to evaluate with it; before `start` that gives the weights themselves. A constant learning rate
+    from there on is a schedule: `ll.schedules.join(...)`. BatchNorm's statistics belong to the weights that made them:
+    `buffers` averages them too.
+
+    Args:
+        optimizer: what makes the updates.
+        start: updates before the first weights that are averaged.
+        every: updates from one to the next.
+        buffers: average floating-point buffers too, and evaluate with these.
+
+    Raises ValueError for an argument out of its range.
+
+    Source: Izmailov et al., "Averaging weights leads to wider optima and better generalization", 2018; the bits are
+    those of `torch.optim.swa_utils.AveragedModel` with `get_swa_multi_avg_fn()`, but for weights in float64, where
+    torch rounds the share of each to float32.
+    """
+    return _averaging(optimizer, lambda count: 1 / (count + 1), start, every, buffers)
+
+
+def _averaging(
+    optimizer: Optimizer, weight: Callable[[int], float], start: int, every: int, with_buffers: bool
+) -> Optimizer:
+    if start < 0 or every < 1:
+        raise ValueError(f"start is {start} and every {every}; give a step of at least 0 and a count of at least 1")
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        inner = optimizer.init(params, **extra)
+        averaged = {"params": {name: _wide(tensor).clone() for name, tensor in params.items()}}
+        if with_buffers:
+            floating = {name: t for name, t in extra.get("buffers", {}).items() if t.is_floating_point()}
+            averaged["buffers"] = {name: _wide(tensor).clone() for name, tensor in floating.items()}
+        count = torch.tensor(int(start == 0))
+        return {"inner_state": inner, "average": averaged, "n_averaged": count, "updates": torch.tensor(0)}
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
+        if new is params:
+            return params, {**opt_state, "inner_state": inner}
+        counted, moves = on_host(moment, opt_state["updates"])
+        record = {**opt_state, "inner_state": inner, **counted}
+        if moves is not None:
+            now = {"params": new, "buffers": extra.get("buffers", {})}
+            average = opt_state["average"]
+            record["average"] = {kind: _moved(average[kind], now[kind], *moves, donate) for kind in average}
+        return new, either(applied(new), record, {**opt_state, "inner_state": inner})
+
+    def moment(before: Tensor) -> tuple[dict[str, Tensor], tuple[bool, float] | None]:
+        """The counters after this update, and whether the average moves: as the first one, or by which share."""
+        updates = int(before) + 1
+        count, rest = divmod(updates - start, every)
+        if count < 0 or rest:
+            return {"updates": torch.tensor(updates)}, None
+        counted = {"updates": torch.tensor(updates), "n_averaged": torch.tensor(count + 1)}
+        return counted, (count == 0, float(weight(count)) if count else 1.0)
+
+    def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
+        begun, average = opt_state["n_averaged"] > 0, opt_state["average"]
+        if not begun.any():
+            return optimizer.evaluation(params, buffers, opt_state["inner_state"])
+        chosen = {name: tensor.to(params[name].dtype) for name, tensor in average["params"].items()}
+        statistics = {name: tensor.to(buffers[name].dtype) for name, tensor in average.get("buffers", {}).items()}
+        averaged = {**params, **chosen}, {**buffers, **statistics}
+        if begun.all():
+            return averaged
+        without = optimizer.evaluation(params, buffers, opt_state["inner_state"])  # for some members of a stack
+        return _member_by_member(begun, averaged[0], without[0]), _member_by_member(begun, averaged[1], without[1])
+
+    return wrap(optimizer, init, update, evaluation)
+
+
+def _member_by_member(flags: Tensor, tensors: Tensors, others: Tensors) -> Tensors:
+    def chosen(one: Tensor, other: Tensor) -> Tensor:
+        if one is other:
+            return one
+        return torch.where(flags.to(one.device).reshape(-1, *[1] * (one.dim() - 1)), one.detach(), other.detach())
+
+    return {name: chosen(tensor, others[name]) for name, tensor in tensors.items()}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    half = tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.detach().float() if half else tensor.detach()
+
+
+def _moved(average: Tensors, now: Tensors, first: bool, weight: float, in_place: bool) -> Tensors:
+    with torch.no_grad():
+        old, new = list(average.values()), [_wide(now[name]) for name in average]
+        if not in_place:
+            moved: Sequence[Tensor]
+            if first:
+                moved = [tensor.clone() for tensor in new]
+            elif isinstance(weight, Tensor):  # in a trace
+                moved = [before + (after - before) * weight for before, after in zip(old, new, strict=True)]
+            else:
+                moved = torch._foreach_lerp(old, new, weight)
+            return dict(zip(average, moved, strict=True))
+        if first:
+            torch._foreach_copy_(shards(old), shards(new))
+        else:
+            torch._foreach_lerp_(shards(old), shards(new), weight)
+    return average
+
+
+def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
+    """The state with the weights to evaluate with: averages where the optimizer keeps them, else those of the state.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=0.1))
+    >>> state = ll.init_state(model, optimizer)
+    >>> averaged = ll.eval_state(optimizer, state)
+    >>> averaged.params["weight"] is state.opt_state["average"]["params"]["weight"]
+    True
+
+    EMA, SWA, Lookahead's slow weights, and the point at which schedule-free optimizers evaluate. It is for
+    `evaluate`, `predict`, and what goes out (`state_dict`, `save_pretrained`); training goes on with `state`, which
+    is not changed. Averages are shared and not copied, so a donated step spends this state too.
+
+    Args:
+        optimizer: the one that made `state.opt_state`, with its wrappers.
+        state: of a run.
+
+    Raises ValueError for a state that another optimizer made.
+    """
+    opt_state = state.opt_state
+    try:
+        params, buffers = optimizer.evaluation(state.params, state.buffers, opt_state)
+    except (KeyError, TypeError) as error:
+        raise of_another(state, error) from error
+    if params is state.params and buffers is state.buffers:
+        return state
+    return state.replace(params=params, buffers=buffers)

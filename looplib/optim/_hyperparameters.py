@@ -1,0 +1,180 @@
+"""Hyperparameters in the state: set them, read them, log them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib.types import Optimizer, TrainState
+
+
+class injected:
+    """A hyperparameter that stands in the state, `opt_state["hyperparameters"]`, where training itself may change it.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1))
+    >>> state = ll.init_state(model, optimizer)
+    >>> state.opt_state["hyperparameters"]
+    [{'lr': tensor(0.1000, dtype=torch.float64)}]
+
+    So each state can have its own: members of a stack, the trials of a population, an inner loop whose learning rate
+    is learned (`ll.transforms.differentiable`). `ll.optim.set_hyperparameters` gives a state with other values. There is one dict for
+    each of `groups`, and one for the defaults, which is the last.
+
+    Args:
+        value: the first value, a number.
+
+    Raises TypeError for another type; `init_state` raises it for a member of a tuple, such as one of `betas`.
+
+    Source: `optax.inject_hyperparams`.
+    """
+
+    def __init__(self, value: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"injected got a {type(value).__name__}; give a number")
+        self.value = float(value)
+
+    def __repr__(self) -> str:
+        return f"injected({self.value})"
+
+    def __call__(self, step: int) -> float:
+        return self.value
+
+
+def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -> dict[str, float]:
+    """The learning rate, and each other hyperparameter that moves, as numbers to log.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> groups = [(lambda name, tensor: tensor.ndim < 2, {"lr": 0.5})]
+    >>> lr = ll.schedules.warmup_linear(0.1, warmup=10, total=100)
+    >>> optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=ll.optim.injected(0.01), groups=groups))
+    >>> state = ll.init_state(model, optimizer).replace(step=5)
+    >>> ll.optim.hyperparameters(optimizer, state)
+    {'lr': 0.05, 'weight_decay': 0.01, 'lr/0': 0.5, 'weight_decay/0': 0.01}
+
+    They are those of the next update, the one at `state.step`: for what a step has taken, ask the state that it was
+    given. With the metrics they are one row of a log,
+    `log(state, ll.compute(metrics) | ll.optim.hyperparameters(optimizer, state))`.
+
+    A name alone is the defaults' value, `lr/0` that of the first of `groups` where it has its own, `lr/matrices` that
+    of the optimizer of this label in a `partition`, and `betas[0]` a member of a tuple. Other numbers than `lr` that
+    stay as they were given are left out. Schedules are asked on the host when this is called; a step does no more.
+
+    Args:
+        optimizer: the one that made `state.opt_state`, with its wrappers. One made by hand tells what its own
+            `hyperparameters` gives.
+        state: of a run.
+        prefix: put before each name.
+
+    Raises ValueError for a state that another optimizer made, or a stack, whose members have numbers of their own.
+
+    Source: Lightning's `LearningRateMonitor`.
+    """
+    if isinstance(state.seed, tuple):
+        raise ValueError(
+            f"this is a stack of {len(state.seed)} members, which may differ in their hyperparameters: ask for one "
+            "of ll.transforms.unstack_states(stack); what ll.transforms.per_member was given is known without asking"
+        )
+    try:
+        found = optimizer.hyperparameters(state.opt_state, state.step)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise of_another(state, error) from error
+    return {prefix + name: value for name, value in found.items()}
+
+
+def of_another(state: TrainState, error: Exception) -> ValueError:
+    """What to say of a state that an optimizer cannot read."""
+    opt_state = state.opt_state
+    found = f"has {', '.join(map(str, opt_state))}" if isinstance(opt_state, dict) else f"is {opt_state!r}"
+    return ValueError(
+        f"state.opt_state {found}, and is not of this optimizer ({error}): give the one that made it, with its "
+        "wrappers"
+    )
+
+
+Value = float | Tensor | Callable[[Tensor], float | Tensor]
+
+
+def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
+    """A state with other values of its injected hyperparameters, for the updates from there on.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1)))
+    >>> state = ll.init_state(model, optimizer)
+    >>> state = ll.optim.set_hyperparameters(state, lr=0.02)
+    >>> state = ll.optim.set_hyperparameters(state, lr=lambda lr: lr / 2)
+    >>> ll.optim.hyperparameters(optimizer, state)
+    {'lr': 0.01}
+
+    A name sets the hyperparameter wherever it stands, in all groups and in all optimizers of a `partition`; a longer
+    one, as `ll.optim.hyperparameters` gives them, sets it there and below: `lr=1e-3, **{"lr/0": 1e-4}`. The state given
+    stays as it is, and the two share all their other tensors.
+
+    Args:
+        state: of an optimizer with `ll.optim.injected` hyperparameters, whatever is around it; or a stack of such.
+        values: by name, a number, a tensor, or a function from the present value, a tensor, to the next one. In a
+            stack a number is for all members, and a tensor of shape (members,) has one for each. They become tensors
+            of the dtype and on the device of the present ones. A tensor keeps its graph, so that gradients reach a
+            rate that is learned (`ll.transforms.differentiable`); `detach()` it where none is wanted.
+
+    Raises:
+        ValueError: a hyperparameter that is not injected, or a tensor of another shape.
+        TypeError: neither a number nor a tensor.
+    """
+    present: list[str] = []
+    used: set[str] = set()
+
+    def chosen(name: str, old: Tensor) -> Tensor:
+        present.append(name)
+        given = [given for given in values if name == given or name.startswith(f"{given}/")]
+        if not given:
+            return old
+        used.update(given)
+        return _alike(name, values[max(given, key=len)], old)
+
+    def changed(record: Any, label: str) -> Any:
+        if not isinstance(record, dict):
+            return record
+        record = dict(record)
+        if dicts := record.get("hyperparameters"):
+            places = [*(f"{label}/{number}" for number in range(len(dicts) - 1)), label]
+            record["hyperparameters"] = [
+                {key: chosen(key + place, old) for key, old in numbers.items()}
+                for place, numbers in zip(places, dicts, strict=True)
+            ]
+        if "inner_state" in record:
+            record["inner_state"] = changed(record["inner_state"], label)
+        if "inner_states" in record:
+            record["inner_states"] = {key: changed(r, f"{label}/{key}") for key, r in record["inner_states"].items()}
+        return record
+
+    opt_state = changed(state.opt_state, "")
+    if unknown := sorted(values.keys() - used):
+        raise ValueError(
+            f"{', '.join(unknown)} does not stand in this state, of which {', '.join(sorted(present)) or 'nothing'} "
+            f"is injected: make the state by an optimizer with {unknown[0].partition('/')[0]}=ll.optim.injected(...)"
+        )
+    return state.replace(opt_state=opt_state)
+
+
+def _alike(name: str, value: Any, old: Tensor) -> Tensor:
+    """A value as a tensor of the kind of the one whose place it takes."""
+    if callable(value):
+        value = value(old)
+    if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
+        raise TypeError(f"{name} is a {type(value).__name__}; give a number, a tensor, or a function that gives one")
+    if not isinstance(value, Tensor):
+        return torch.full_like(old, float(value))
+    if value.shape not in (old.shape, ()):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}, and in this state {tuple(old.shape)}: give one number, or in a "
+            "stack one for each member"
+        )
+    return value.to(old.device, old.dtype).expand(old.shape).clone()

@@ -1,0 +1,106 @@
+"""Dynamic loss scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core.tracing import afterwards, choose, tracing
+from looplib.optim._skipping import NonFiniteGradientsError, all_finite
+from looplib.optim._wrap import wrap
+from looplib.types import Grads, Optimizer, Params
+
+
+def _scale_of(opt_state: Any) -> Tensor:
+    record = opt_state
+    while isinstance(record, dict):
+        if "loss_scale" in record:
+            scale: Tensor = record["loss_scale"]
+            return scale
+        record = record.get("inner_state")
+    raise ValueError(
+        "scale_loss found no loss scale in the state: wrap the optimizer as well, "
+        "ll.optim.dynamic_loss_scale(ll.optimizer(...)), and make the state with it"
+    )
+
+
+def dynamic_loss_scale(
+    optimizer: Optimizer,
+    init_scale: float = 2.0**16,
+    *,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = 1e-4,
+) -> Optimizer:
+    """Hold the loss scale that `scale_loss` uses; skip the updates whose gradients overflowed, and lower it then.
+
+    >>> import looplib as ll, torch
+    >>> optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
+    >>> params = {"w": torch.ones(1)}
+    >>> opt_state = optimizer.init(params)
+    >>> same, opt_state = optimizer.update({"w": torch.tensor([torch.inf])}, opt_state, params, 0)
+    >>> same is params, opt_state["loss_scale"].item()
+    (True, 32768.0)
+
+    The scale moves as `torch.amp.GradScaler`'s does. A skipped step changes nothing else: neither parameters nor
+    buffers, averages of weights, or `state.step`, so the schedules stand still too; `state.skipped` is True. Ranks
+    decide alike. To know on the host whether to skip, each step waits for its gradients.
+
+    Args:
+        optimizer: what updates when all is finite.
+        init_scale: the first scale.
+        growth_factor: what the scale is multiplied by after `growth_interval` updates in a row.
+        backoff_factor: what it is multiplied by after an overflow.
+        growth_interval: updates in a row without an overflow that make it grow.
+        min_scale: an overflow below it is no matter of the scale.
+
+    Raises:
+        NonFiniteGradientsError: from the step, when the scale would fall below `min_scale`.
+        ValueError: an argument out of its range.
+    """
+    if not (growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1 and 0 < min_scale <= init_scale):
+        raise ValueError(
+            f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
+            f"growth_interval={growth_interval}, min_scale={min_scale}: growth is above 1, backoff between 0 and 1, "
+            "the interval at least 1, and the scale at least min_scale, above 0"
+        )
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        device = next(iter(params.values())).device
+        return {
+            "inner_state": optimizer.init(params, **extra),
+            "loss_scale": torch.full((), init_scale, dtype=torch.float32, device=device),
+            "growth_tracker": torch.zeros((), dtype=torch.int32, device=device),
+        }
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        finite = all_finite(grads)
+        scale, tracker = opt_state["loss_scale"].clone(), opt_state["growth_tracker"].clone()
+        if isinstance(finite, Tensor):
+            overflowed = (~finite).to(scale)
+        else:
+            overflowed = torch.full((), float(not finite), device=scale.device)
+        torch._amp_update_scale_(scale, tracker, overflowed, growth_factor, backoff_factor, growth_interval)
+        record = {**opt_state, "loss_scale": scale, "growth_tracker": tracker}
+        if isinstance(finite, Tensor) or not finite:
+            afterwards(check, finite, scale, opt_state["loss_scale"], step)
+        if not tracing() and not finite:
+            return params, record
+        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
+        updated = {**record, "inner_state": inner}
+        return choose(finite, new, params, updated, record) if isinstance(finite, Tensor) else (new, updated)
+
+    def check(finite: Tensor | bool, scale: Tensor, before: Tensor, step: int) -> None:
+        if not finite and scale < min_scale:
+            raise NonFiniteGradientsError(
+                f"gradients are not finite at step {step} though the loss scale is down to "
+                f"{before.item()} (min_scale={min_scale}), so the scale is not the cause: "
+                "lower the learning rate, clip the gradients, or look at the batch"
+            )
+
+    return wrap(optimizer, init, update)

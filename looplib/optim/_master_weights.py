@@ -1,0 +1,75 @@
+"""Master weights: update in float32 a model of half precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core.tracing import like
+from looplib.optim._wrap import wrap
+from looplib.types import Grads, Optimizer, Params
+
+
+def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
+    """Keep the weights in `dtype` in the optimizer's state, and train those, where the model's are of half precision.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1).bfloat16()
+    >>> optimizer = ll.optim.master_weights(ll.optimizer(torch.optim.AdamW, lr=1e-3))
+    >>> state = ll.init_state(model, optimizer)
+    >>> state.params["weight"].dtype, state.opt_state["master"]["weight"].dtype
+    (torch.bfloat16, torch.float32)
+
+    A weight in bfloat16 has 8 bits of precision, so an update of less than 1/256 of it is rounded away; its master
+    moves, and the model's weight is the master rounded. Gradients are widened, moments are those of the
+    masters. Parameters of another dtype are updated as they are. Within `ema` the average is that of the
+    rounded weights; around it, `master_weights(ema(optimizer))`, that of the masters.
+
+    Args:
+        optimizer: what updates the masters.
+        dtype: theirs, torch.float32 or torch.float64.
+
+    Raises ValueError for another dtype; and, from `init`, when no parameter is of half precision.
+    """
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"masters in {dtype}: give torch.float32 or torch.float64")
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        narrow = {name: p for name, p in params.items() if p.dtype in (torch.bfloat16, torch.float16)}
+        if not narrow:
+            found = ", ".join(sorted({str(tensor.dtype) for tensor in params.values()}))
+            raise ValueError(
+                f"master_weights has nothing to keep: the parameters are {found}. Make the model of half precision "
+                "(model.bfloat16()), or leave this wrapper out"
+            )
+        master = {name: tensor.detach().to(dtype) for name, tensor in narrow.items()}
+        return {"inner_state": optimizer.init({**params, **master}, **extra), "master": master}
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        master = opt_state["master"]
+        wide = {name: grad.to(dtype) if name in master else grad for name, grad in grads.items()}
+        full = {**params, **master}
+        new, inner = optimizer.update(wide, opt_state["inner_state"], full, step, donate=donate, **extra)
+        if new is full:
+            return params, {**opt_state, "inner_state": inner}
+        narrow = {}
+        with torch.no_grad():
+            for name in master.keys() & grads.keys():
+                old = params[name]
+                rounded = old.copy_(new[name]) if donate else new[name].to(old.dtype)
+                narrow[name] = rounded.requires_grad_(old.requires_grad)
+        changed = {**new, **{name: params[name] for name in master}, **narrow}
+        return like(new, changed), {"inner_state": inner, "master": {name: new[name] for name in master}}
+
+    def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
+        full = {**params, **opt_state["master"]}
+        chosen, buffers = optimizer.evaluation(full, buffers, opt_state["inner_state"])
+        if chosen is full:
+            return params, buffers
+        return {name: tensor.to(params[name].dtype) for name, tensor in chosen.items()}, buffers
+
+    return wrap(optimizer, init, update, evaluation)

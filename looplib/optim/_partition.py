@@ -1,0 +1,145 @@
+"""Different optimizers for different parameters, and frozen parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core.tracing import Chosen, applied, on_host
+from looplib.optim._wrap import wrap
+from looplib.types import Grads, Optimizer, Params
+
+
+def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str]) -> Optimizer:
+    """One optimizer for each group of parameters.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    >>> optimizer = ll.optim.partition(
+    ...     {"matrices": ll.optimizer(torch.optim.SGD, lr=0.1), "rest": ll.optimizer(torch.optim.AdamW, lr=1e-3)},
+    ...     lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
+    ... )
+    >>> state = ll.init_state(model, optimizer)
+    >>> list(state.opt_state["inner_states"])
+    ['matrices', 'rest']
+
+    An optimizer acts when there is a gradient for one of its parameters. So two networks in one module, with two
+    gradient functions (`trainable=`), are trained by two steps over one state, each by its own optimizer (a GAN).
+    All see the same `step`, so a schedule counts the updates of all. Where one of them skips, the others go on; where
+    all do, the step is skipped. What may give up (`apply_if_finite`) goes around it where steps are donated: within
+    it, others may have written by then, and the state is spent. Classes that make their state in their first update
+    (SGD with dampening, schedule-free ones) do so at step 0 of the run.
+
+    Args:
+        optimizers: by label, wrapped or not.
+        label: `(name, tensor) -> label`.
+
+    Raises ValueError for a label without an optimizer, or an optimizer without a parameter.
+
+    Source: `optax.partition`.
+    """
+    for name, member in optimizers.items():
+        if not isinstance(member, Optimizer):
+            raise TypeError(f"partition got a {type(member).__name__} for {name!r}; give what ll.optimizer returns")
+
+    known: dict[str, str] = {}
+
+    def divide(params: Params) -> dict[str, Params]:
+        members: dict[str, Params] = {key: {} for key in optimizers}
+        for name, tensor in params.items():
+            if name not in known:
+                known[name] = label(name, tensor)
+            if known[name] in members:  # one that is not trained needs no optimizer
+                members[known[name]][name] = tensor
+        return members
+
+    def check(names: Params) -> None:
+        for name in names:
+            if known[name] not in optimizers:
+                raise ValueError(
+                    f"{name} has the label {known[name]!r}, and there are optimizers for {', '.join(optimizers)}"
+                )
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        known.clear()  # another model may have the same names
+        members = divide(params)
+        check(params)
+        if empty := [key for key, own in members.items() if not own]:
+            raise ValueError(f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
+        return {"inner_states": {key: optimizers[key].init(own, **extra) for key, own in members.items()}}
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        states, new, acted = dict(opt_state["inner_states"]), dict(params), False
+        flags: list[Tensor | None] = []
+        members = divide(params)
+        check(grads)
+        for key, own in members.items():
+            mine = {name: grads[name] for name in own if name in grads}
+            if mine:
+                changed, states[key] = optimizers[key].update(mine, states[key], own, step, donate=donate, **extra)
+                if changed is not own:
+                    acted = True
+                    flags.append(applied(changed))
+                new.update(changed)
+        decided = [flag for flag in flags if flag is not None]
+        if decided and len(decided) == len(flags):  # in a trace, where each of them may have skipped
+            new = Chosen(new, torch.stack(decided).any())
+        return (new if acted else params), {"inner_states": states}
+
+    def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
+        chosen = dict(params)
+        for key, own in divide(params).items():
+            mine, buffers = optimizers[key].evaluation(own, buffers, opt_state["inner_states"][key])
+            chosen.update(mine)
+        same = all(chosen[name] is tensor for name, tensor in params.items())
+        return (params if same else chosen), buffers
+
+    def numbers(opt_state: Any, step: int) -> dict[str, float]:
+        found = {}
+        for key, member in optimizers.items():
+            for name, value in member.hyperparameters(opt_state["inner_states"][key], step).items():
+                first, slash, rest = name.partition("/")
+                found[f"{first}/{key}{slash}{rest}"] = value
+        return found
+
+    return Optimizer(init, update, evaluation, numbers)
+
+
+def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimizer:
+    """Leave parameters, and what the optimizer keeps of them, as they are for the steps at which they are frozen.
+
+    >>> import looplib as ll, torch
+    >>> def frozen(name, step):  # the first layer is thawed after 100 updates
+    ...     return name.startswith("0.") and step < 100
+    >>> optimizer = ll.optim.freeze(ll.optimizer(torch.optim.AdamW, lr=1e-3), frozen)
+
+    Weight decay and momentum do not move a frozen parameter, as with a gradient of None in torch. (SGD with
+    dampening and classes from elsewhere, which make a parameter's state in its first update, have it from step 0.)
+    Its gradient is computed all the same, and counts in `grad_norm`: where a layer is frozen for long, a second step
+    with `make_grad_fn(..., trainable=...)` for that time saves the work. Steps count when all is frozen, too.
+
+    Args:
+        optimizer: what updates the others.
+        frozen: `(name, step) -> bool`, of the updates completed before.
+    """
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        return {"inner_state": optimizer.init(params, **extra)}
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        names = tuple(grads)
+        chosen = on_host(lambda step: [name for name in names if not frozen(name, step)], step)
+        active = {name: grads[name] for name in chosen}
+        if not active:
+            return dict(params), opt_state
+        new, inner = optimizer.update(active, opt_state["inner_state"], params, step, donate=donate, **extra)
+        return new, {"inner_state": inner}
+
+    return wrap(optimizer, init, update)

@@ -1,0 +1,210 @@
+"""Updates that are better not made.
+
+What decides is an `Optimizer` around another: it looks at the gradients, or at the metrics of the step, and hands
+back the parameters that it was given, so that the step counts nothing as done. What it remembers is in its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core.ranks import any_rank, shards, sum_over_ranks
+from looplib._core.tracing import afterwards, choose, tracing
+from looplib.metrics._mean import Mean
+from looplib.optim._wrap import wrap
+from looplib.types import Grads, Optimizer, Params
+
+
+class NonFiniteGradientsError(ArithmeticError):
+    """Too many steps in a row had gradients that are infinite or NaN.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), max_consecutive=0)
+    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer)
+    >>> train_step(ll.init_state(model, optimizer), torch.full((4, 2), torch.inf))
+    Traceback (most recent call last):
+    ...
+    looplib.skipping.NonFiniteGradientsError: ...
+    """
+
+
+def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
+    """Skip the update when a gradient is infinite or NaN, and give up after too many in a row.
+
+    >>> import looplib as ll, torch
+    >>> safe = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), max_consecutive=5)
+    >>> params = {"w": torch.ones(1)}
+    >>> opt_state = safe.init(params)
+    >>> same, opt_state = safe.update({"w": torch.tensor([torch.inf])}, opt_state, params, 0)
+    >>> same is params, opt_state["notfinite_count"].item()
+    (True, 1)
+
+    A skipped step changes neither parameters nor buffers nor the optimizer's state nor `state.step`, so the
+    schedules stand still too; `state.batch` and `state.samples` move on, since the batch was consumed, and
+    `state.skipped` is True. The optimizer's state becomes `{"inner_state", "notfinite_count",
+    "total_notfinite"}`: skips in a row and in all. To know on the host whether to skip, each step waits for its
+    gradients. Ranks decide alike: one that has to skip takes the others along.
+
+    Args:
+        optimizer: what updates when all is finite.
+        max_consecutive: how many skips in a row are accepted, 0 or more.
+
+    Raises:
+        NonFiniteGradientsError: one more skip in a row, from the step, with the parameters' names; the state
+            that was given is as it was.
+
+    Source: `optax.apply_if_finite`.
+    """
+    if isinstance(max_consecutive, bool) or not isinstance(max_consecutive, int) or max_consecutive < 0:
+        raise ValueError(f"max_consecutive is {max_consecutive!r}; give how many skips in a row to accept, 0 or more")
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        zero = torch.zeros((), dtype=torch.int64)
+        inner = optimizer.init(params, **extra)
+        return {"inner_state": inner, "notfinite_count": zero, "total_notfinite": zero.clone()}
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        count, total = opt_state["notfinite_count"], opt_state["total_notfinite"]
+        finite = all_finite(grads)
+        skipped = {**opt_state, "notfinite_count": count + 1, "total_notfinite": total + 1}
+        if isinstance(finite, Tensor) or not finite:
+            by_name = {} if tracing() else {name: _finite([grad]) for name, grad in grads.items()}
+            afterwards(check, finite, count, step, by_name)
+        if isinstance(finite, bool) and not finite:
+            return params, skipped
+        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
+        record = {"inner_state": inner, "notfinite_count": torch.zeros_like(count), "total_notfinite": total}
+        return (new, record) if isinstance(finite, bool) else choose(finite, new, params, record, skipped)
+
+    def check(finite: Tensor | bool, count: Tensor, step: int, by_name: dict[str, Tensor]) -> None:
+        if finite or count < max_consecutive:
+            return
+        bad = [name for name, good in by_name.items() if not good]
+        found = f"in {len(bad)} of {len(by_name)} parameters: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}"
+        where = (found if bad else "on another rank") if by_name else "(a compiled step does not look where)"
+        raise NonFiniteGradientsError(
+            f"gradients were not finite {int(count) + 1} times in a row (max_consecutive={max_consecutive}), "
+            f"now at step {step} {where}. Lower the learning rate, clip the "
+            "gradients, or look at the batch; the state is as it was before it"
+        )
+
+    return wrap(optimizer, init, update)
+
+
+def all_finite(grads: Grads) -> bool | Tensor:
+    """Whether all gradients are finite, on all ranks; in a trace a tensor that says so."""
+    finite = _finite(grads.values())
+    return finite if tracing() else not any_rank(~finite)
+
+
+def _finite(grads: Iterable[Tensor]) -> Tensor:
+    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in shards(grads)]
+    largest = torch._foreach_norm([grad for grad in dense if grad.numel()], ord=float("inf"))
+    if not largest:
+        return torch.tensor(True)
+    return torch.stack([norm.to(largest[0]) for norm in largest]).isfinite().all()
+
+
+def skip_spikes(
+    optimizer: Optimizer, *, window: int = 128, sigmas: float = 6.0, monitor: str = "loss", max_consecutive: int = 10
+) -> Optimizer:
+    """Skip the update of a batch whose loss is far above those of the last batches, and give up after many in a row.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.optim.skip_spikes(ll.optimizer(torch.optim.SGD, lr=0.1), window=4, sigmas=3.0)
+    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    >>> state = ll.init_state(model, optimizer)
+    >>> for scale in (1.0, 1.1, 1.0, 1.1, 1000.0):
+    ...     state, metrics = train_step(state, scale * torch.ones(4, 2))
+    >>> state.step, state.skipped, state.opt_state["total_spikes"].item()
+    (4, True, 1)
+
+    A spike is a loss of more than `sigmas` standard deviations above the mean of the last `window` batches, once
+    half of them are there; one that is infinite or NaN is a spike at any time. Other losses enter the window, spikes
+    too, so that a loss that has changed for good is accepted in the end. A skipped step changes nothing but this
+    record, as in `apply_if_finite`; `state.skipped` is True. The loss is that of all ranks together, so they decide
+    alike. To know on the host whether to skip, each step waits for its loss.
+
+    Args:
+        optimizer: what updates otherwise.
+        window: how many batches to look back on, at least 2.
+        sigmas: how many standard deviations are too many, above 0.
+        monitor: which metric of the gradients, such as "grad_norm" within `clip_by_global_norm`. One that is no
+            `Mean` counts as the mean of the ranks' values.
+        max_consecutive: how many skips in a row are accepted.
+
+    Raises:
+        NonFiniteGradientsError: one more skip in a row by a loss that is not finite.
+        ValueError: `monitor` is not among the metrics, or an argument is out of its range.
+
+    Source: the `SkipStepOptimizer` of OLMo-core (Groeneveld et al., 2024).
+    """
+    if window < 2 or not sigmas > 0 or max_consecutive < 0:
+        raise ValueError(
+            f"window is {window}, sigmas {sigmas} and max_consecutive {max_consecutive}; give a window of 2 or more "
+            "batches, sigmas above 0 and a count of at least 0"
+        )
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        zero = torch.zeros((), dtype=torch.int64)
+        return {
+            "inner_state": optimizer.init(params, **extra),
+            "recent": torch.full((window,), torch.nan, dtype=torch.float64),
+            "seen": zero,
+            "spikes_in_a_row": zero.clone(),
+            "total_spikes": zero.clone(),
+        }
+
+    def update(
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]:
+        value = _value(extra.get("metrics") or {}, monitor)
+        recent, seen, row = opt_state["recent"], opt_state["seen"], opt_state["spikes_in_a_row"]
+        known = ~recent.isnan()
+        count, finite = known.sum(), value.isfinite()
+        mean = recent.nansum() / count
+        deviation = (torch.where(known, recent - mean, 0).square().sum() / (count - 1)).sqrt()
+        spike = ~finite | ((count >= max(2, window // 2)) & (value > mean + sigmas * deviation))
+        at = finite & (torch.arange(window) == seen % window)
+        record = {**opt_state, "recent": torch.where(at, value, recent), "seen": seen + finite}
+        skipped = {**record, "spikes_in_a_row": row + 1, "total_spikes": opt_state["total_spikes"] + 1}
+        afterwards(check, finite, row, value, step)
+        if not tracing() and spike:
+            return params, skipped
+        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
+        record = {**record, "spikes_in_a_row": torch.zeros_like(row), "inner_state": inner}
+        return choose(~spike, new, params, record, skipped) if tracing() else (new, record)
+
+    def check(finite: Tensor, row: Tensor, value: Tensor, step: int) -> None:
+        if not finite and row >= max_consecutive:
+            raise NonFiniteGradientsError(
+                f"{monitor!r} was a spike {int(row) + 1} times in a row (max_consecutive={max_consecutive}) and is "
+                f"{value.item()} at step {step}: lower the learning rate, or look at the batch; the state is as it "
+                "was before it"
+            )
+
+    return wrap(optimizer, init, update)
+
+
+def _value(metrics: Any, name: str) -> Tensor:
+    """A metric over all ranks, in float64 on the host."""
+    if name not in metrics:
+        raise ValueError(
+            f"skip_spikes watches {name!r}, which is not among the metrics of the step: "
+            f"{', '.join(metrics) or 'none'}. Name one that is, and call the optimizer through a train step"
+        )
+    record = metrics[name] if isinstance(metrics[name], Mean) else Mean(metrics[name].compute())
+    numbers = [torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64) for x in record[:2]]
+    parts = [number.detach().reshape(()) for number in numbers]
+    device = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
+    pair = torch.stack([part.to(device, torch.float32 if device.type == "mps" else torch.float64) for part in parts])
+    total, weight = sum_over_ranks(pair * record.times).cpu().double().unbind()
+    return total / weight

@@ -1,0 +1,38 @@
+"""Predicates: a state goes in, yes or no comes out."""
+
+from looplib.predicates._best import BestSoFar, at_best, early_stopping, update_best
+from looplib.predicates._clock import after_seconds, every_seconds
+from looplib.predicates._counts import (
+    after_epochs,
+    after_samples,
+    after_steps,
+    at_epoch_end,
+    at_step,
+    every_n_epochs,
+    every_n_samples,
+    every_n_steps,
+)
+from looplib.predicates._predicate import Predicate, predicate
+from looplib.predicates._signals import Stopped, after_signal, stop_when
+
+__all__ = [
+    "BestSoFar",
+    "Predicate",
+    "Stopped",
+    "after_epochs",
+    "after_samples",
+    "after_seconds",
+    "after_signal",
+    "after_steps",
+    "at_best",
+    "at_epoch_end",
+    "at_step",
+    "early_stopping",
+    "every_n_epochs",
+    "every_n_samples",
+    "every_n_steps",
+    "every_seconds",
+    "predicate",
+    "stop_when",
+    "update_best",
+]

@@ -1,0 +1,245 @@
+"""The best so far, and when to give up on a better one.
+
+What is remembered (the best value, when it was, how many evaluations have passed without a better one) is an
+immutable record in `state.extra`, which is stored and resumed with the rest of the state. What is decided, how long
+to be patient, stands in a predicate that reads the record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from looplib.predicates._predicate import Predicate
+from looplib.types import TrainState
+
+
+@dataclass(frozen=True, slots=True)
+class BestSoFar:
+    """The best value of a metric so far, and how many evaluations in a row have not improved on it.
+
+    >>> import looplib as ll
+    >>> best = ll.predicates.BestSoFar("eval/loss", min_delta=0.1)
+    >>> for step, loss in [(100, 0.9), (200, 0.5), (300, 0.45), (400, 0.7)]:
+    ...     best = best.update(loss, step)
+    >>> best.best, best.best_step, best.waited
+    (0.45, 300, 2)
+
+    It belongs in `state.extra`, where `update_best` keeps it up to date and `early_stopping` reads it. It is a
+    pytree of the last four attributes; the first three are settings, so a run that is restored goes on with those of
+    the record that it is restored into. A record of another metric or mode is refused there, as its leaves have
+    other names.
+
+    Attributes:
+        monitor: name of the metric.
+        mode: "min" if lower is better, "max" if higher is.
+        min_delta: an improvement is more than this, from `reference` on; it is absolute, and at least 0.
+        best: the best value, or None before the first.
+        best_step: the step of the best value, the first of them if there are equal ones.
+        reference: the value at the last improvement. Many small ones add up, until they are more than `min_delta`.
+        waited: evaluations since then, which `early_stopping` compares with its patience.
+
+    Raises ValueError for another mode, or a `min_delta` that is below 0 or not finite.
+    """
+
+    monitor: str
+    mode: Literal["min", "max"] = field(default="min", kw_only=True)
+    min_delta: float = field(default=0.0, kw_only=True)
+    best: float | None = field(default=None, kw_only=True)
+    best_step: int | None = field(default=None, kw_only=True)
+    reference: float | None = field(default=None, kw_only=True)
+    waited: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise ValueError(f'BestSoFar({self.monitor!r}): mode is {self.mode!r}; give "min" or "max"')
+        if not 0 <= self.min_delta < math.inf:
+            raise ValueError(
+                f"BestSoFar({self.monitor!r}): min_delta is {self.min_delta!r}; give a finite number of at least 0, "
+                'also where higher is better (mode="max")'
+            )
+
+    def update(self, value: float | Tensor, step: int) -> BestSoFar:
+        """The record after one more evaluation, at `step`. Raises ValueError for NaN.
+
+        >>> BestSoFar("accuracy", mode="max").update(0.5, step=10).best
+        0.5
+        """
+        value = float(value)
+        if math.isnan(value):
+            raise ValueError(
+                f"{self.monitor!r} is NaN at step {step}, neither better nor worse than {self.best}: go back to an "
+                "earlier state, or leave this evaluation out (no update) if the metric may well be NaN"
+            )
+        sign = 1 if self.mode == "max" else -1
+        changes: dict[str, Any] = {"waited": self.waited + 1}
+        if self.best is None or sign * value > sign * self.best:
+            changes |= {"best": value, "best_step": step}
+        if self.reference is None or sign * (value - self.reference) > self.min_delta:
+            changes |= {"reference": value, "waited": 0}
+        return replace(self, **changes)
+
+
+_SETTINGS = ("monitor", "mode", "min_delta")
+
+
+_COUNTED = tuple(name for name in (f.name for f in fields(BestSoFar)) if name not in _SETTINGS)
+
+
+def _flatten(record: BestSoFar) -> tuple[list[Any], Any]:
+    counted = {name: getattr(record, name) for name in _COUNTED}
+    return [counted], {name: getattr(record, name) for name in _SETTINGS}
+
+
+def _flatten_with_keys(record: BestSoFar) -> tuple[list[Any], Any]:
+    children, settings = _flatten(record)
+    # The leaves' places name the metric, so that a checkpoint of another one does not fit.
+    return [(torch.utils._pytree.MappingKey(f"{record.mode} {record.monitor}"), children[0])], settings
+
+
+def _unflatten(children: Any, settings: Any) -> BestSoFar:
+    (counted,) = children
+    return BestSoFar(**settings, **counted)
+
+
+torch.utils._pytree.register_pytree_node(
+    BestSoFar,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name="looplib.BestSoFar",
+)
+
+
+def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best") -> TrainState:
+    """The state with its record of the best so far brought up to date, once for each evaluation.
+
+    >>> import looplib as ll
+    >>> state = ll.TrainState(step=100, extra={"best": ll.predicates.BestSoFar("eval/loss")})
+    >>> state = ll.update_best(state, {"eval/loss": 0.3, "eval/accuracy": 0.9})
+    >>> state.extra["best"].best, state.extra["best"].best_step
+    (0.3, 100)
+
+    In the loop, ahead of the save, so that the checkpoint holds it:
+
+        if eval_now(state):
+            log(state, scores := ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
+            state = ll.update_best(state, scores)
+            ckpt.save(state, scores)
+
+    Args:
+        scores: name -> value, as `evaluate` returns them; the same on all ranks.
+        key: where in `state.extra` the record is; one record for each metric that is watched.
+
+    Raises ValueError when there is no record under `key`, and when its metric is missing among the scores or NaN.
+    """
+    record = _record(state, key)
+    if record.monitor not in scores:
+        there = ", ".join(map(repr, scores)) or "nothing"
+        raise ValueError(
+            f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores, which have {there}"
+        )
+    return state.replace(extra={**state.extra, key: record.update(scores[record.monitor], state.step)})
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class early_stopping(Predicate):
+    """True from the moment that `patience` evaluations in a row were no improvement, until one is.
+
+    >>> import looplib as ll
+    >>> done = ll.after_epochs(10) | ll.early_stopping(patience=2)
+    >>> state = ll.TrainState(extra={"best": ll.predicates.BestSoFar("eval/loss")})
+    >>> for loss in [0.5, 0.4, 0.6]:
+    ...     state = ll.update_best(state, {"eval/loss": loss})
+    >>> done(state), done(ll.update_best(state, {"eval/loss": 0.4}))
+    (False, True)
+
+    As all that it needs is in the state, a run that is stored and resumed stops where it would have without, and a
+    larger patience lets a stopped one go on. To leave the epoch at once, ask it after `update_best` and break; to go
+    back to the best checkpoint, `ckpt.restore(state, which="best")` after the loop.
+
+    Args:
+        patience: evaluations, at least 1. The first evaluation of all is an improvement.
+        key: where in `state.extra` the `BestSoFar` is, which says what an improvement is.
+
+    Raises ValueError for a `patience` that is no int of at least 1, and when called with a state that has no such
+    record. It is what Lightning's EarlyStopping does and, without a `min_delta`, transformers' EarlyStoppingCallback,
+    except that NaN, which ends a run there or counts as worse, is refused by `update_best`.
+    """
+
+    patience: int
+    key: str = field(default="best", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if type(self.patience) is not int or self.patience < 1:
+            raise ValueError(f"{self!r}: patience must be an int of at least 1.")
+
+    def _fires(self, state: TrainState) -> bool:
+        return _record(state, self.key).waited >= self.patience
+
+    def __repr__(self) -> str:
+        key = "" if self.key == "best" else f", key={self.key!r}"
+        return f"early_stopping(patience={self.patience!r}{key})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class at_best(Predicate):
+    """True of the state that `update_best` has returned, if that evaluation was the best so far: to save just then.
+
+    >>> import looplib as ll
+    >>> save_now = ll.predicates.at_best()
+    >>> state = ll.TrainState(extra={"best": ll.predicates.BestSoFar("eval/loss")})
+    >>> for step, loss in [(100, 0.5), (200, 0.6), (300, 0.4)]:
+    ...     state = ll.update_best(state.replace(step=step), {"eval/loss": loss})
+    ...     print(step, save_now(state))
+    100 True
+    200 False
+    300 True
+
+    It is False again after the next update, and where none was evaluated yet. Equal to the best is not better. A
+    `min_delta` has no part in this: the best is the best by however little, while patience waits for more. In the
+    loop, where it stands behind the evaluation:
+
+        if eval_now(state):
+            state = ll.update_best(state, scores := ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
+            if save_now(state):
+                ckpt.save(state, scores)
+
+    Args:
+        key: where in `state.extra` the `BestSoFar` is.
+
+    Raises ValueError when called with a state that has no such record. It is the condition of transformers'
+    `save_strategy="best"`.
+    """
+
+    key: str = field(default="best", kw_only=True)
+
+    def _fires(self, state: TrainState) -> bool:
+        record = _record(state, self.key)
+        # A second evaluation at the step of the best, as after a restore, has waited. Where small improvements count
+        # less than the best does, that says nothing.
+        return record.best_step == state.step and (record.waited == 0 or record.min_delta > 0)
+
+    def __repr__(self) -> str:
+        return "at_best()" if self.key == "best" else f"at_best(key={self.key!r})"
+
+
+def _record(state: TrainState, key: str) -> BestSoFar:
+    extra = state.extra
+    if isinstance(extra, Mapping):
+        record = extra.get(key)
+        if isinstance(record, BestSoFar):
+            return record
+        there = ", ".join(map(repr, extra)) or "nothing"
+        found = f"state.extra[{key!r}] is a {type(record).__name__}" if key in extra else f"state.extra has {there}"
+    else:
+        found = f"state.extra is {'None' if extra is None else 'a ' + type(extra).__name__}"
+    raise ValueError(
+        f"there is no BestSoFar in state.extra[{key!r}]: {found}; begin with "
+        f'll.init_state(..., extra={{{key!r}: ll.predicates.BestSoFar("eval/loss")}})'
+    )

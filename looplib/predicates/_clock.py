@@ -1,0 +1,72 @@
+"""Predicates on the clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from looplib._core.ranks import any_rank
+from looplib.predicates._predicate import Predicate
+from looplib.types import TrainState
+
+
+class _Clock(Predicate):
+    __slots__ = ("clock", "due", "seconds")
+
+    def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+            raise ValueError(f"{type(self).__name__}({seconds!r}): expected a finite number of seconds above 0.")
+        self.seconds = seconds
+        self.clock = clock
+        self.due = clock() + seconds
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.seconds!r})"
+
+
+class every_seconds(_Clock):
+    """Fires when asked `seconds` or more after it fired last (or was made). It is NOT pure: it remembers.
+
+    >>> import looplib as ll
+    >>> times = iter([0, 30, 70, 100, 130])
+    >>> save_now = ll.predicates.every_seconds(60, clock=lambda: next(times))
+    >>> [save_now(ll.TrainState()) for _ in range(4)]
+    [False, True, False, True]
+
+    Make one for each use, combine it on the right (``every_n_steps(10) & every_seconds(60)``: asking is what
+    resets it). `clock` gives the time in seconds. It begins anew in each process. Several ranks answer alike, by the
+    first clock among them that is due, and each answer is one small message to all.
+
+    Raises ValueError for `seconds` that are not above 0 and finite.
+    """
+
+    __slots__ = ()
+
+    def _fires(self, state: TrainState) -> bool:
+        now = self.clock()
+        if not any_rank(now >= self.due):
+            return False
+        self.due = now + self.seconds
+        return True
+
+
+class after_seconds(_Clock):
+    """True from `seconds` after it was made on: a budget of time. It is NOT pure: it asks a clock.
+
+    >>> import looplib as ll
+    >>> times = iter([0, 30, 60, 61])
+    >>> done = ll.predicates.after_seconds(60, clock=lambda: next(times))
+    >>> [done(ll.TrainState()) for _ in range(3)]
+    [False, True, True]
+
+    `clock` gives the time in seconds. It begins anew in each process. Several ranks answer alike, by the first clock
+    among them that is due, and each answer is one small message to all.
+
+    Raises ValueError for `seconds` that are not above 0 and finite.
+    """
+
+    __slots__ = ()
+
+    def _fires(self, state: TrainState) -> bool:
+        return any_rank(self.clock() >= self.due)

@@ -1,0 +1,320 @@
+"""Predicates on the counts of a state: steps, samples and epochs.
+
+A predicate is asked once for each batch, after the step, and answers from the counts in the state alone. As
+nothing in it counts, one predicate serves many runs, and a resumed run is answered as an uninterrupted one.
+What must remember (a best score, patience) is a record in `state.extra`; what the clock decides is not pure,
+and named `every_seconds` and `after_seconds`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import ClassVar, TypeVar
+
+from looplib.predicates._predicate import Number, Predicate
+from looplib.types import TrainState
+
+_Self = TypeVar("_Self", bound="_Every")
+
+
+class _Every(Predicate):
+    """What fires at the points offset, offset + n, offset + 2n, ... of a count; 0 is no such point."""
+
+    __slots__ = ()
+    n: Number
+    offset: Number
+    first: Number
+    last: Number
+
+    def between(self: _Self, first: Number, last: Number = math.inf) -> _Self:
+        window = replace(self, first=first, last=last)  # type: ignore[type-var]
+        return replace(window, first=max(first, self.first), last=min(last, self.last))  # type: ignore[type-var]
+
+    def once(self: _Self) -> _Self:
+        n, offset, first = map(_fraction, (self.n, self.offset, self.first))
+        point = offset + n * max(-((offset - first) // n), 0 if offset else 1)
+        if point > self.last:  # it never fires
+            return self
+        at = point if _fraction(float(point)) != point else float(point) if point % 1 else int(point)
+        return self.between(at, at)
+
+    def _check_ints(self) -> None:
+        for name, lowest in (("n", 1), ("offset", 0), ("first", 0), ("last", 0)):
+            value = getattr(self, name)
+            if (type(value) is not int or value < lowest) and (name, value) != ("last", math.inf):
+                raise ValueError(f"{self!r}: {name} must be an int of at least {lowest}, got {value!r}.")
+        self._check_order(self.n, self.offset, self.first, self.last)
+
+    def _check_order(self, n: Number, offset: Number, first: Number, last: Number) -> None:
+        if offset >= n:
+            raise ValueError(f"{self!r}: offset must be below n; to begin later, use between(first).")
+        if first > last:
+            raise ValueError(f"{self!r}: the window ends before it begins.")
+
+    def __repr__(self) -> str:
+        offset = f", offset={self.offset!r}" if self.offset else ""
+        last = "" if self.last == math.inf else f", {self.last!r}"
+        window = f".between({self.first!r}{last})" if self.first or last else ""
+        return f"{type(self).__name__}({self.n!r}{offset}){window}"
+
+
+def _crossed(before: int, now: int, n: int, offset: int, first: float, last: float) -> bool:
+    """Whether one of the points offset + k n in the window lies in (before, now]."""
+    top = min(now, last)
+    point = top - (top - offset) % n
+    return before < point >= first and point > 0
+
+
+def _fraction(value: Number) -> Fraction:
+    # 0.1 is meant as a tenth, not as the double next to it.
+    return value if isinstance(value, Fraction) else Fraction(value).limit_denominator(1_000_000)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class every_n_steps(_Every):
+    """Fires when the last batch brought `step` to a multiple of n, or to `offset` more than one.
+
+    >>> import looplib as ll
+    >>> log_now = ll.every_n_steps(50)
+    >>> log_now(ll.TrainState(step=100)), log_now(ll.TrainState(step=101))
+    (True, False)
+    >>> log_now(ll.TrainState(step=100, batch_steps=0))  # no update: step 100 has fired before
+    False
+    >>> ll.every_n_steps(50, offset=1).between(100, 200)  # 101, 151
+    every_n_steps(50, offset=1).between(100, 200)
+
+    Args:
+        n: steps from one firing to the next, at least 1.
+        offset: in [0, n).
+        first, last: see `between`, in steps.
+
+    Never at step 0. Where several updates are made on a batch (`same_batch`), ask once, after the last of them.
+    Raises ValueError for an `n` of 0, and whatever is no int or out of range.
+    """
+
+    n: int
+    offset: int = 0
+    first: int = field(default=0, kw_only=True)
+    last: float = field(default=math.inf, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._check_ints()
+
+    def _fires(self, state: TrainState) -> bool:
+        return _crossed(state.step - state.batch_steps, state.step, self.n, self.offset, self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class every_n_samples(_Every):
+    """Fires when the last batch reached or crossed a multiple of n samples, or `offset` more than one.
+
+    >>> import looplib as ll
+    >>> eval_now = ll.predicates.every_n_samples(100)
+    >>> eval_now(ll.TrainState(samples=128, batch_samples=64)), eval_now(ll.TrainState(samples=192, batch_samples=64))
+    (True, False)
+
+    Args:
+        n: samples from one point to the next, at least 1; a batch that crosses several fires once.
+        offset: in [0, n).
+        first, last: see `between`; the multiple crossed is in the window, not the count after the batch.
+
+    A batch counts whether or not its update was skipped. Raises ValueError as `every_n_steps` does.
+    """
+
+    n: int
+    offset: int = 0
+    first: int = field(default=0, kw_only=True)
+    last: float = field(default=math.inf, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._check_ints()
+
+    def _fires(self, state: TrainState) -> bool:
+        now = state.samples
+        return _crossed(now - state.batch_samples, now, self.n, self.offset, self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class every_n_epochs(_Every):
+    """Fires at the end of every n-th epoch; a fraction fires within epochs.
+
+    >>> import looplib as ll
+    >>> eval_now = ll.every_n_epochs(0.25)
+    >>> [batch for batch in range(1, 10) if eval_now(ll.TrainState(batch=batch, epoch_length=10))]
+    [3, 5, 8]
+    >>> ll.every_n_epochs(2)(ll.TrainState(epoch=4))
+    True
+
+    Args:
+        n: epochs from one point to the next. A fraction fires at the batch that reaches or crosses the point,
+            and needs a state with an `epoch_length`; it is read to a millionth, so that 0.1 is a tenth.
+        offset: in [0, n), in epochs.
+        first, last: see `between`, in epochs.
+
+    A batch counts whether or not its update was skipped.
+    Raises ValueError for an `n` that is not above 0 and finite, an `offset` or a window out of range, and when
+    called for a fraction with the state of a stream.
+    """
+
+    n: Number
+    offset: Number = 0
+    first: Number = field(default=0, kw_only=True)
+    last: Number = field(default=math.inf, kw_only=True)
+    # n, offset, first and last as whole numbers of parts, and the parts that an epoch has.
+    _parts: tuple[int, int, int, float, int] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        given = [self.n, self.offset, self.first] + ([] if self.last == math.inf else [self.last])
+        for value in given:
+            if isinstance(value, bool) or not isinstance(value, (int, float, Fraction)) or not 0 <= value < math.inf:
+                raise ValueError(f"{self!r}: expected numbers of epochs, at least 0 and finite, got {value!r}.")
+        exact = [_fraction(value) for value in given]
+        if exact[0] == 0:
+            raise ValueError(f"{self!r}: n must be above 0, and at least a millionth of an epoch.")
+        per_epoch = math.lcm(*(value.denominator for value in exact))
+        n, offset, first, last = [int(value * per_epoch) for value in exact] + [math.inf] * (4 - len(exact))
+        self._check_order(n, offset, first, last)
+        object.__setattr__(self, "_parts", (n, offset, first, last, per_epoch))
+
+    def _fires(self, state: TrainState) -> bool:
+        n, offset, first, last, per_epoch = self._parts
+        if per_epoch == 1:  # only ends of epochs, so that a stream will do
+            return not state.batch and _crossed(state.epoch - 1, state.epoch, n, offset, first, last)
+        length = state.epoch_length
+        if length is None:
+            raise ValueError(
+                f"{self!r}: a fraction of an epoch needs state.epoch_length, which a stream does not have; use "
+                "every_n_steps or every_n_samples, or ll.init_state(..., epoch_length=...)."
+            )
+        now = (state.epoch * length + state.batch) * per_epoch
+        return _crossed(now - per_epoch, now, n * length, offset * length, first * length, last * length)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class at_epoch_end(Predicate):
+    """Fires when the last batch completed an epoch: ``batch == 0 and epoch > 0``.
+
+    >>> import looplib as ll
+    >>> ll.at_epoch_end()(ll.TrainState(epoch=1)), ll.at_epoch_end()(ll.TrainState(epoch=1, batch=1))
+    (True, False)
+
+    Over a stream, ask it of the state that `ll.end_epoch` returned. It is ``every_n_epochs(1)`` by its name.
+    """
+
+    def _fires(self, state: TrainState) -> bool:
+        return state.batch == 0 and state.epoch > 0
+
+    def between(self, first: Number, last: Number = math.inf) -> Predicate:
+        return every_n_epochs(1).between(first, last)
+
+    def once(self) -> Predicate:
+        return every_n_epochs(1).once()
+
+    def __repr__(self) -> str:
+        return "at_epoch_end()"
+
+
+@dataclass(frozen=True, slots=True, repr=False, init=False)
+class at_step(Predicate):
+    """Fires when an update brought `step` to one of these.
+
+    >>> import looplib as ll
+    >>> profile_now = ll.at_step(10, 100, 1000)
+    >>> profile_now(ll.TrainState(step=100)), profile_now(ll.TrainState(step=101))
+    (True, False)
+
+    Args:
+        steps: of the updates, the first of which is 1.
+
+    Raises ValueError for no steps, or one that is no int of at least 1.
+    """
+
+    steps: frozenset[int]
+
+    def __init__(self, *steps: int) -> None:
+        if not steps or any(type(step) is not int or step < 1 for step in steps):
+            raise ValueError(f"at_step{steps!r}: expected one or more steps, ints of at least 1.")
+        object.__setattr__(self, "steps", frozenset(steps))
+
+    def _fires(self, state: TrainState) -> bool:
+        return not self.steps.isdisjoint(range(state.step - state.batch_steps + 1, state.step + 1))
+
+    def once(self) -> Predicate:
+        return at_step(min(self.steps))
+
+    def __repr__(self) -> str:
+        return f"at_step({', '.join(map(str, sorted(self.steps)))})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _After(Predicate):
+    n: int
+    _every: ClassVar[type[every_n_steps | every_n_epochs | every_n_samples]]
+
+    def __post_init__(self) -> None:
+        if type(self.n) is not int or self.n < 0:
+            raise ValueError(f"{self!r}: n must be an int of at least 0.")
+
+    def once(self) -> Predicate:
+        if self.n == 0:
+            raise ValueError(f"{self!r}.once(): it is true before the first batch, so no batch is its first.")
+        return self._every(self.n).once()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.n!r})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class after_steps(_After):
+    """True once n updates were made and from then on, also of a state that has not stepped yet.
+
+    >>> import looplib as ll
+    >>> done = ll.after_steps(1000)
+    >>> done(ll.TrainState(step=999)), done(ll.TrainState(step=1000)), done(ll.TrainState(step=1001))
+    (False, True, True)
+
+    ``after_steps(0)`` is always true. Raises ValueError for an `n` that is no int of at least 0.
+    """
+
+    _every = every_n_steps
+
+    def _fires(self, state: TrainState) -> bool:
+        return state.step >= self.n
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class after_epochs(_After):
+    """True once n epochs were completed and from then on, also of a state that has not stepped yet.
+
+    >>> import looplib as ll
+    >>> done = ll.after_epochs(10)
+    >>> done(ll.TrainState(epoch=9, batch=99)), done(ll.TrainState(epoch=10))
+    (False, True)
+
+    ``after_epochs(0)`` is always true. Raises ValueError for an `n` that is no int of at least 0.
+    """
+
+    _every = every_n_epochs
+
+    def _fires(self, state: TrainState) -> bool:
+        return state.epoch >= self.n
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class after_samples(_After):
+    """True once n samples were consumed and from then on, also of a state that has not stepped yet.
+
+    >>> import looplib as ll
+    >>> done = ll.predicates.after_samples(1000)
+    >>> done(ll.TrainState(samples=960)), done(ll.TrainState(samples=1024))
+    (False, True)
+
+    ``after_samples(0)`` is always true. Raises ValueError for an `n` that is no int of at least 0.
+    """
+
+    _every = every_n_samples
+
+    def _fires(self, state: TrainState) -> bool:
+        return state.samples >= self.n

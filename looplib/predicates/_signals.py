@@ -1,0 +1,221 @@
+"""When the world says stop.
+
+A scheduler (Slurm, Kubernetes, torchrun, a spot machine) announces the end by a signal and leaves some time to save.
+Here a signal raises nothing and interrupts nothing: it becomes the answer of a predicate, which the loop asks where
+its state is whole. Nothing is installed before such a predicate is made, and what was there comes back.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+from looplib._core import interrupts as _interrupts
+from looplib._core.ranks import any_rank
+from looplib.predicates._predicate import Predicate
+from looplib.types import TrainState
+
+R = TypeVar("R")
+
+
+# Seconds: `timeout` sends its signal twice, so do Slurm and torchrun together, and Python may hear of the second only
+# when a long call into C is over.
+_ONE_SIGNAL = 5.0
+
+
+_CATCHABLE = signal.valid_signals() - {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
+
+
+_watches: dict[int, set[_Watch]] = {}
+
+
+class after_signal(Predicate):
+    """True once one of these signals has come, and from then on. It is NOT pure: the world decides.
+
+    >>> import looplib as ll, signal
+    >>> stop_now = ll.after_signal(signal.SIGUSR1)
+    >>> stop_now(ll.TrainState())
+    False
+    >>> signal.raise_signal(signal.SIGUSR1)
+    >>> stop_now(ll.TrainState()), ll.after_epochs(10) | stop_now
+    (True, (after_epochs(10) | after_signal(signal.SIGUSR1)))
+    >>> stop_now.close()
+
+    In the loop:
+
+        stop_now = ll.after_signal(signal.SIGTERM, signal.SIGUSR1)
+        done = ll.after_epochs(10) | stop_now
+        while not done(state):
+            for batch in loader(state):
+                state, metrics = train_step(state, batch)
+                if stop_now(state):
+                    break
+        ckpt.save(state)
+
+    The signal itself does nothing else, so that the batch at hand is finished. One more of the same kind, 5 seconds
+    or more after the first, is passed on to the handler that was there before (by default, the process ends), so
+    that a run that hangs can be stopped. The handlers of before come back with `close()`, at the end of a `with`
+    block, or when the predicate is no longer held by anything. Several at a time, in any order, all see the signal.
+
+    Args:
+        signals: from the signal module. Slurm sends SIGTERM ahead of the end, and what `--signal` says, such as
+            SIGUSR1; torchrun and Kubernetes send SIGTERM. With SIGINT, Ctrl-C is one more wish to stop, which in a
+            loop over a looplib loader is taken at the next batch, or at once when it is pressed twice.
+
+    In a forked process the signals do what they did before, unless it makes a predicate of its own. Several
+    ranks answer alike, whichever of them a signal came to, and each answer is one small message to all: to ask less
+    often, `every_n_steps(10) & after_signal(...)`.
+
+    Raises:
+        ValueError: no signals, something that is no signal or cannot be caught (SIGKILL, SIGSTOP), or another thread
+            than the main one. Asking is possible in any.
+    """
+
+    __slots__ = ("__weakref__", "_close", "_watch")
+
+    def __init__(self, *signals: int) -> None:
+        if not signals or any(number not in _CATCHABLE for number in signals):
+            raise ValueError(
+                f"after_signal{signals!r}: expected one or more signals that can be caught, such as signal.SIGTERM"
+            )
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                f"after_signal was called in the thread {threading.current_thread().name}, and Python lets only the "
+                "main thread set signal handlers: make it there, and hand the predicate over"
+            )
+        self._watch = _Watch(signals)
+        self._close = weakref.finalize(self, self._watch.close)
+        # At the exit of Python, a signal that comes again shall not cut off what is still being written.
+        self._close.atexit = False
+
+    def _fires(self, state: TrainState) -> bool:
+        return any_rank(bool(self._watch.came))
+
+    def close(self) -> None:
+        """Stop listening, and bring back the handlers of before. The answer stays what it was."""
+        self._close()
+
+    def __enter__(self) -> after_signal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        names: dict[int, str] = {number: f"signal.{number.name}" for number in signal.Signals}
+        return f"after_signal({', '.join(names.get(number, str(number)) for number in self._watch.signals)})"
+
+
+class Stopped(Exception):
+    """A step was not taken, since the predicate given to `stop_when` was true.
+
+    >>> import looplib as ll
+    >>> step = ll.predicates.stop_when(lambda state, batch: {}, ll.after_steps(5))
+    >>> try:
+    ...     step(ll.TrainState(step=5), None)
+    ... except ll.predicates.Stopped:
+    ...     print("no batch was taken")
+    no batch was taken
+    """
+
+
+def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Callable[[TrainState, Any], R]:
+    """A step that raises `Stopped` instead of taking its batch once the predicate is true of the state.
+
+    So a long evaluation is left between two batches, and there are no scores of a part that could be taken for those
+    of the whole:
+
+        eval_step = ll.predicates.stop_when(ll.make_eval_step(model, metric_fn), stop_now)
+        try:
+            while not done(state):
+                ...  # the loop as it was, with ll.evaluate(eval_step, state, test_batches)
+        except ll.predicates.Stopped:
+            pass
+        ckpt.save(state)
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(1, 1)
+    >>> eval_step = ll.make_eval_step(model, lambda model, x: {"mean": ll.Mean(x.sum(), len(x))})
+    >>> eval_step = ll.predicates.stop_when(eval_step, ll.after_steps(5))
+    >>> ll.evaluate(eval_step, ll.init_state(model).replace(step=5), torch.ones(7).split(3))
+    Traceback (most recent call last):
+    ...
+    looplib.signals.Stopped: after_steps(5) is true at step 5 (epoch 0, batch 0), so the next batch was not taken
+
+    Args:
+        step: a train, eval or predict step.
+        predicate: asked of the state before each batch.
+
+    The state is as it was, so a run that goes on from it makes no difference in training. The evaluation that was
+    left is not made up for by itself.
+    """
+
+    def watched(state: TrainState, batch: Any) -> R:
+        if predicate(state):
+            raise Stopped(
+                f"{predicate!r} is true at step {state.step} (epoch {state.epoch}, batch {state.batch}), so the next "
+                "batch was not taken"
+            )
+        return step(state, batch)
+
+    return watched
+
+
+class _Watch:
+    """What a predicate has seen. Handlers know it and not the predicate, which therefore can be let go of."""
+
+    def __init__(self, signals: tuple[int, ...]) -> None:
+        self.signals = tuple(dict.fromkeys(signals))
+        self.process = os.getpid()
+        self.came: dict[int, float] = {}  # signal -> when, first
+        for number in self.signals:
+            _watches.setdefault(number, set()).add(self)
+            current = _handler(number)
+            if not isinstance(current, _Handler):
+                signal.signal(number, _Handler(current))
+
+    def close(self) -> None:
+        for number in self.signals:
+            _watches[number].discard(self)
+            current = _handler(number)
+            # In another thread, which may be the one that collects the garbage, it must stay, and passes all on.
+            alone = not _watches[number] and threading.current_thread() is threading.main_thread()
+            if alone and isinstance(current, _Handler):
+                signal.signal(number, current.previous)
+
+
+def _tell(number: int) -> bool:
+    """Let all watches know, and say whether it is news to any, or the same news once more."""
+    now = time.monotonic()
+    mine = [watch for watch in tuple(_watches.get(number, ())) if watch.process == os.getpid()]
+    first = [watch.came.setdefault(number, now) for watch in mine]
+    return any(now - came < _ONE_SIGNAL for came in first)
+
+
+class _Handler:
+    """Tells all watches; what is no news goes to the handler that was there before."""
+
+    def __init__(self, previous: Any) -> None:
+        self.previous = previous
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _tell(number):
+            return
+        if callable(self.previous):
+            self.previous(number, frame)
+        elif self.previous == signal.SIG_DFL:
+            current = signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)  # which most signals end the process with
+            signal.signal(number, current)
+
+
+def _handler(number: int) -> Any:
+    """The handler of a signal, but for the one of _interrupts, which the next batch or donated step puts up again."""
+    current = signal.getsignal(number)
+    return current.handlers[number] if isinstance(current, _interrupts._Guard) else current

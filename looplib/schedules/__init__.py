@@ -1,0 +1,35 @@
+"""Schedules: a step number goes in, a value of a hyperparameter comes out."""
+
+from looplib.schedules._combine import join, scaled
+from looplib.schedules._cycles import cosine_restarts, cyclic, one_cycle
+from looplib.schedules._decay import (
+    constant,
+    cosine,
+    exponential,
+    inverse_sqrt,
+    linear,
+    multistep_decay,
+    polynomial,
+    step_decay,
+)
+from looplib.schedules._warmup import warmup, warmup_cosine, warmup_linear, warmup_stable_decay
+
+__all__ = [
+    "constant",
+    "cosine",
+    "cosine_restarts",
+    "cyclic",
+    "exponential",
+    "inverse_sqrt",
+    "join",
+    "linear",
+    "multistep_decay",
+    "one_cycle",
+    "polynomial",
+    "scaled",
+    "step_decay",
+    "warmup",
+    "warmup_cosine",
+    "warmup_linear",
+    "warmup_stable_decay",
+]

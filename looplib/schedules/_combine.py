@@ -1,0 +1,61 @@
+"""Schedules made of others."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from looplib.schedules._schedule import _Schedule
+from looplib.types import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class join(_Schedule):
+    """One schedule after another: each begins at its own step 0 where the one before it ends.
+
+    >>> import looplib as ll
+    >>> lr = ll.schedules.join([ll.schedules.constant(1.0), ll.schedules.linear(1.0, total=10)], boundaries=[100])
+    >>> [lr(step) for step in (0, 99, 100, 105, 110)]
+    [1.0, 1.0, 1.0, 0.5, 0.0]
+
+    `boundaries` are the steps at which the second of the `schedules` begins, the third, and so on.
+    Raises TypeError for a schedule that cannot be called, and ValueError for `boundaries` that are not
+    increasing ints, or not one fewer than the schedules.
+    """
+
+    schedules: Sequence[Schedule]
+    boundaries: Sequence[int]
+
+    def __post_init__(self) -> None:
+        _Schedule.__post_init__(self)
+        if len(self.schedules) != len(self.boundaries) + 1:
+            raise ValueError(
+                f"join: there is one boundary between two schedules, got {len(self.schedules)} schedules and "
+                f"{len(self.boundaries)} boundaries."
+            )
+
+    def __call__(self, step: int) -> float:
+        index = bisect_right(self.boundaries, step)
+        return self.schedules[index](step - self.boundaries[index - 1] if index else step)
+
+
+@dataclass(frozen=True, slots=True)
+class scaled(_Schedule):
+    """A schedule times a number, or times another schedule.
+
+    >>> import looplib as ll
+    >>> lr = ll.schedules.linear(1.0, total=4)
+    >>> [ll.schedules.scaled(lr, 0.1)(2), ll.schedules.scaled(lr, lr)(2)]
+    [0.05, 0.25]
+
+    Raises TypeError for a `schedule` that cannot be called, and ValueError for a `factor` that is neither a
+    schedule nor a finite number.
+    """
+
+    schedule: Schedule
+    factor: float | Schedule
+
+    def __call__(self, step: int) -> float:
+        factor = self.factor(step) if callable(self.factor) else self.factor
+        return self.schedule(step) * factor

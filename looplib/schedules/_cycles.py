@@ -1,0 +1,125 @@
+"""Schedules that go up and down."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass, field
+
+from looplib.schedules._schedule import _SHAPES, Shape, _mix, _Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class cosine_restarts(_Schedule):
+    """Falls from `start` to `final` along a cosine, `cycles` times in `total` steps; `final` from then on.
+
+    >>> import looplib as ll
+    >>> [round(ll.schedules.cosine_restarts(1.0, total=8, cycles=2)(step), 3) for step in (0, 2, 3, 4, 6, 8)]
+    [1.0, 0.5, 0.146, 1.0, 0.5, 0.0]
+
+    Each cycle is `growth` (an int) times as long as the one before it: 70 steps in 3 cycles with a growth
+    of 2 are cycles of 10, 20 and 40 steps.
+    Raises ValueError for a number that is not finite, or a count that is no int of at least 1.
+    Source: https://arxiv.org/abs/1608.03983
+    """
+
+    start: float
+    final: float = 0.0
+    _: KW_ONLY
+    total: int
+    cycles: int
+    growth: int = 1
+    _parts: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _Schedule.__post_init__(self)
+        object.__setattr__(self, "_parts", sum(self.growth**cycle for cycle in range(self.cycles)))
+
+    def __call__(self, step: int) -> float:
+        if step >= self.total:
+            return self.final
+        # In parts of a step, so that every cycle is whole: a rounded remainder would miss restarts.
+        place, length = step * self._parts, self.total
+        if self.growth == 1:
+            place %= length
+        while place >= length:
+            place -= length
+            length *= self.growth
+        weight = 0.5 * (1.0 + math.cos(math.pi * (place / length)))
+        return weight * self.start + (1.0 - weight) * self.final
+
+
+@dataclass(frozen=True, slots=True)
+class cyclic(_Schedule):
+    """Straight lines from `start` up to `peak` in `rise` steps and back in `fall` steps, without end.
+
+    >>> import looplib as ll
+    >>> [ll.schedules.cyclic(0.0, 1.0, rise=2, fall=4, cycle_factor=0.5)(step) for step in (0, 1, 2, 4, 6, 8)]
+    [0.0, 0.5, 1.0, 0.5, 0.0, 0.5]
+
+    The height above `start` is multiplied by `cycle_factor` after every cycle (0.5 is torch's
+    "triangular2") and by `step_factor` at every step (torch's "exp_range").
+    Raises ValueError for a number that is not finite, or a count that is no int of at least 1.
+    Source: https://arxiv.org/abs/1506.01186
+    """
+
+    start: float
+    peak: float
+    _: KW_ONLY
+    rise: int
+    fall: int
+    cycle_factor: float = 1.0
+    step_factor: float = 1.0
+
+    def __call__(self, step: int) -> float:
+        cycle, place = divmod(step, self.rise + self.fall)
+        height = min(place / self.rise, (self.rise + self.fall - place) / self.fall)
+        weight = height * self.cycle_factor**cycle * self.step_factor**step
+        return weight * self.peak + (1.0 - weight) * self.start
+
+
+@dataclass(frozen=True, slots=True)
+class one_cycle(_Schedule):
+    """From `start` to `peak`, then to `final`, which the last of `total` updates uses.
+
+    >>> import looplib as ll
+    >>> lr = ll.schedules.one_cycle(0.04, 1.0, 0.0, total=100)
+    >>> [round(lr(step), 2) for step in (0, 29, 64, 99)]
+    [0.04, 1.0, 0.5, 0.0]
+    >>> momentum = ll.schedules.one_cycle(0.95, 0.85, 0.95, total=100)
+
+    torch's own numbers are ``start = peak / 25`` and ``final = start / 1e4``. `rise` is the fraction of the
+    steps before the peak, `shape` is "cosine", "linear" or "1-sqrt", and `three_phase` goes back to `start`
+    as fast as it rose before it goes to `final`.
+    Raises ValueError for a number that is not finite, a `total` that is no int of at least 1, or a `rise`
+    not in [0, 1) (with three phases: [0, 0.5]).
+    Source: https://arxiv.org/abs/1708.07120
+    """
+
+    start: float
+    peak: float
+    final: float
+    _: KW_ONLY
+    total: int
+    rise: float = 0.3
+    shape: Shape = "cosine"
+    three_phase: bool = False
+
+    def __post_init__(self) -> None:
+        _Schedule.__post_init__(self)
+        if not (0 <= self.rise <= 0.5 if self.three_phase else 0 <= self.rise < 1):
+            allowed = "[0, 0.5], with three phases" if self.three_phase else "[0, 1)"
+            raise ValueError(f"one_cycle: rise must be a fraction in {allowed}, got {self.rise!r}.")
+
+    def __call__(self, step: int) -> float:
+        end = self.total - 1
+        if step >= end:
+            return self.final
+        left = _SHAPES[self.shape]
+        top = self.rise * self.total - 1.0
+        if step < top:
+            return _mix(self.start, self.peak, left(step / top))
+        if not self.three_phase:
+            return _mix(self.peak, self.final, left((step - top) / (end - top)))
+        if step < 2.0 * top:
+            return _mix(self.peak, self.start, left((step - top) / top))
+        return _mix(self.start, self.final, left((step - 2.0 * top) / (end - 2.0 * top)))

@@ -1,0 +1,187 @@
+"""Schedules that fall.
+
+A schedule is called with the number of updates made so far (the first update uses ``schedule(0)``) and
+returns a float, so there is no scheduler object to step, save or forget. Those here are frozen records that
+print as the code that makes them; any other ``Callable[[int], float]``, a lambda too, will do as well, and
+each is as good for a momentum or a weight decay as for a learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+from looplib.schedules._schedule import _Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class constant(_Schedule):
+    """The same `value` at every step.
+
+    >>> import looplib as ll
+    >>> ll.schedules.constant(3e-4)(1000)
+    0.0003
+
+    Raises ValueError for a number that is not finite.
+    """
+
+    value: float
+
+    def __call__(self, step: int) -> float:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class linear(_Schedule):
+    """A straight line from `start` at step 0 to `final` at step `total`, and `final` from then on.
+
+    >>> import looplib as ll
+    >>> [ll.schedules.linear(1.0, total=4)(step) for step in (0, 1, 2, 4, 100)]
+    [1.0, 0.75, 0.5, 0.0, 0.0]
+
+    Raises ValueError for a number that is not finite, or a `total` that is no int of at least 1.
+    """
+
+    start: float
+    final: float = 0.0
+    _: KW_ONLY
+    total: int
+
+    def __call__(self, step: int) -> float:
+        weight = max(0, self.total - step) / self.total
+        return weight * self.start + (1.0 - weight) * self.final
+
+
+@dataclass(frozen=True, slots=True)
+class cosine(_Schedule):
+    """Half a cosine wave from `start` at step 0 to `final` at step `total`, and `final` from then on.
+
+    >>> import looplib as ll
+    >>> [round(ll.schedules.cosine(1.0, total=4)(step), 3) for step in (0, 1, 2, 4, 100)]
+    [1.0, 0.854, 0.5, 0.0, 0.0]
+
+    Another number of `cycles` goes up and down between the two, and stays where it is at step `total`.
+    Raises ValueError for a number that is not finite, or a `total` that is no int of at least 1.
+    Source: https://arxiv.org/abs/1608.03983
+    """
+
+    start: float
+    final: float = 0.0
+    _: KW_ONLY
+    total: int
+    cycles: float = 0.5
+
+    def __call__(self, step: int) -> float:
+        angle = 2.0 * math.pi * self.cycles * (min(step, self.total) / self.total)
+        weight = 0.5 * (1.0 + math.cos(angle))
+        return weight * self.start + (1.0 - weight) * self.final
+
+
+@dataclass(frozen=True, slots=True)
+class polynomial(_Schedule):
+    """From `start` to `final` as a power of what is left of `total` steps, and `final` from then on.
+
+    >>> import looplib as ll
+    >>> [ll.schedules.polynomial(1.0, total=4, power=2.0)(step) for step in (0, 1, 2, 4, 100)]
+    [1.0, 0.5625, 0.25, 0.0, 0.0]
+
+    Raises ValueError for a number that is not finite, a `total` that is no int of at least 1, or a `power`
+    that is not positive.
+    """
+
+    start: float
+    final: float = 0.0
+    _: KW_ONLY
+    total: int
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        _Schedule.__post_init__(self)
+        if self.power <= 0:
+            raise ValueError(f"polynomial: power must be above 0, got {self.power!r}.")
+
+    def __call__(self, step: int) -> float:
+        weight: float = (max(0, self.total - step) / self.total) ** self.power
+        return weight * self.start + (1.0 - weight) * self.final
+
+
+@dataclass(frozen=True, slots=True)
+class exponential(_Schedule):
+    """`start` times `factor` to the power of the step.
+
+    >>> import looplib as ll
+    >>> [ll.schedules.exponential(1.0, factor=0.5)(step) for step in (0, 1, 3)]
+    [1.0, 0.5, 0.125]
+
+    Raises ValueError for a number that is not finite.
+    """
+
+    start: float
+    _: KW_ONLY
+    factor: float
+
+    def __call__(self, step: int) -> float:
+        return self.start * self.factor**step
+
+
+@dataclass(frozen=True, slots=True)
+class step_decay(_Schedule):
+    """`start`, multiplied by `factor` after every `every` steps.
+
+    >>> import looplib as ll
+    >>> [ll.schedules.step_decay(1.0, every=30, factor=0.5)(step) for step in (0, 29, 30, 60)]
+    [1.0, 1.0, 0.5, 0.25]
+
+    Raises ValueError for a number that is not finite, or an `every` that is no int of at least 1.
+    """
+
+    start: float
+    _: KW_ONLY
+    every: int
+    factor: float = 0.1
+
+    def __call__(self, step: int) -> float:
+        return self.start * self.factor ** (step // self.every)
+
+
+@dataclass(frozen=True, slots=True)
+class multistep_decay(_Schedule):
+    """`start`, multiplied by `factor` at each of the `boundaries`.
+
+    >>> import looplib as ll
+    >>> [ll.schedules.multistep_decay(1.0, boundaries=[30, 80], factor=0.5)(step) for step in (0, 29, 30, 80)]
+    [1.0, 1.0, 0.5, 0.25]
+
+    Raises ValueError for a number that is not finite, or `boundaries` that are not increasing ints.
+    """
+
+    start: float
+    _: KW_ONLY
+    boundaries: Sequence[int]
+    factor: float = 0.1
+
+    def __call__(self, step: int) -> float:
+        return self.start * self.factor ** bisect_right(self.boundaries, step)
+
+
+@dataclass(frozen=True, slots=True)
+class inverse_sqrt(_Schedule):
+    """`start` over the root of ``1 + step / timescale``: half of it after three times the timescale.
+
+    >>> import looplib as ll
+    >>> [ll.schedules.inverse_sqrt(1.0, timescale=100)(step) for step in (0, 300, 1500)]
+    [1.0, 0.5, 0.25]
+
+    The schedule of the Transformer is ``ll.schedules.warmup(ll.schedules.inverse_sqrt(peak, timescale=n), n)``.
+    Raises ValueError for a number that is not finite, or a `timescale` that is no int of at least 1.
+    Source: https://arxiv.org/abs/1706.03762
+    """
+
+    start: float
+    _: KW_ONLY
+    timescale: int
+
+    def __call__(self, step: int) -> float:
+        return self.start / math.sqrt((step + self.timescale) / self.timescale)

@@ -1,0 +1,138 @@
+"""Warmup."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass
+
+from looplib.schedules._schedule import _SHAPES, Natural, Shape, _mix, _Schedule
+from looplib.types import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class warmup(_Schedule):
+    """A straight line from `start` to where the schedule begins, in `steps` steps, and then the schedule.
+
+    >>> import looplib as ll
+    >>> lr = ll.schedules.warmup(ll.schedules.linear(1.0, total=10), steps=4)
+    >>> [lr(step) for step in (0, 2, 4, 9, 14)]
+    [0.0, 0.5, 1.0, 0.5, 0.0]
+
+    The schedule's own step 0 is at the end of the warmup: step `steps` gives ``schedule(0)``, and a
+    schedule of 10 steps ends after ``steps + 10``. No steps are no warmup.
+    Raises TypeError for a `schedule` that cannot be called, and ValueError for a `start` that is not
+    finite or `steps` that are no int of at least 0.
+    """
+
+    schedule: Schedule
+    steps: Natural
+    start: float = 0.0
+
+    def __call__(self, step: int) -> float:
+        if step < self.steps:
+            return _mix(self.schedule(0), self.start, step / self.steps)
+        return self.schedule(step - self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class warmup_linear(_Schedule):
+    """From 0 to `peak` in `warmup` steps, then along a line to `final` at step `total` and after it.
+
+    >>> import looplib as ll
+    >>> lr = ll.schedules.warmup_linear(1.0, warmup=2, total=6)
+    >>> [lr(step) for step in (0, 1, 2, 4, 6, 100)]
+    [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+
+    Raises ValueError for a number that is not finite, a count that is no int, or a `warmup` above `total`.
+    """
+
+    peak: float
+    _: KW_ONLY
+    warmup: Natural
+    total: int
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        _Schedule.__post_init__(self)
+        if self.warmup > self.total:
+            raise ValueError(
+                f"{type(self).__name__}: warmup={self.warmup} is above total={self.total}; total counts the "
+                "steps of the warmup too."
+            )
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return self.peak * (step / self.warmup)
+        if step >= self.total:
+            return self.final
+        weight = (self.total - step) / (self.total - self.warmup)
+        return weight * self.peak + (1.0 - weight) * self.final
+
+
+@dataclass(frozen=True, slots=True)
+class warmup_cosine(warmup_linear):
+    """From 0 to `peak` in `warmup` steps, then along a cosine to `final` at step `total` and after it.
+
+    >>> import looplib as ll
+    >>> lr = ll.warmup_cosine(3e-4, warmup=100, total=2000)
+    >>> [lr(step) for step in (0, 50, 100, 1050, 2000)]
+    [0.0, 0.00015, 0.0003, 0.00015, 0.0]
+    >>> lr
+    warmup_cosine(peak=0.0003, warmup=100, total=2000, final=0.0)
+
+    Raises ValueError for a number that is not finite, a count that is no int, or a `warmup` above `total`.
+    """
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return self.peak * (step / self.warmup)
+        if step >= self.total:
+            return self.final
+        angle = math.pi * ((step - self.warmup) / (self.total - self.warmup))
+        weight = 0.5 * (1.0 + math.cos(angle))
+        return weight * self.peak + (1.0 - weight) * self.final
+
+
+@dataclass(frozen=True, slots=True)
+class warmup_stable_decay(_Schedule):
+    """Up to `peak` in `warmup` steps, level, and in the last `decay` of `total` steps down to `final`.
+
+    >>> import looplib as ll
+    >>> lr = ll.schedules.warmup_stable_decay(1.0, warmup=2, decay=4, total=10)
+    >>> [round(lr(step), 3) for step in (0, 1, 2, 6, 7, 8, 10)]
+    [0.0, 0.5, 1.0, 1.0, 0.854, 0.5, 0.0]
+
+    `warmup_shape` and `decay_shape` are "linear", "cosine" or "1-sqrt"; the warmup begins at `start`.
+    Raises ValueError for a number that is not finite, a count that is no int, an unknown shape, or a
+    `warmup` and `decay` that are more than `total` together.
+    Source: https://arxiv.org/abs/2404.06395, and for "1-sqrt" https://arxiv.org/abs/2405.18392
+    """
+
+    peak: float
+    _: KW_ONLY
+    warmup: Natural
+    decay: Natural
+    total: int
+    start: float = 0.0
+    final: float = 0.0
+    warmup_shape: Shape = "linear"
+    decay_shape: Shape = "cosine"
+
+    def __post_init__(self) -> None:
+        _Schedule.__post_init__(self)
+        if self.warmup + self.decay > self.total:
+            raise ValueError(
+                f"warmup_stable_decay: warmup={self.warmup} and decay={self.decay} are more than "
+                f"total={self.total} together."
+            )
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            weight = _SHAPES[self.warmup_shape](1.0 - step / self.warmup)
+            return _mix(self.peak, self.start, weight)
+        if step >= self.total:
+            return self.final
+        done = step - (self.total - self.decay)
+        if done < 0:
+            return self.peak
+        return _mix(self.peak, self.final, _SHAPES[self.decay_shape](done / self.decay))

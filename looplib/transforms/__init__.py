@@ -1,0 +1,29 @@
+"""Transforms: a step goes in, a step comes out."""
+
+from looplib._core.tracing import UntraceableError, on_host
+from looplib.transforms._compile_blocks import compile_blocks
+from looplib.transforms._per_member import per_member
+from looplib.transforms._stacks import (
+    compute_members,
+    members_of,
+    select_members,
+    stack_states,
+    unstack_states,
+)
+from looplib.transforms._unroll import differentiable, unroll
+from looplib.transforms._vmap import vmap_step
+
+__all__ = [
+    "UntraceableError",
+    "compile_blocks",
+    "compute_members",
+    "differentiable",
+    "members_of",
+    "on_host",
+    "per_member",
+    "select_members",
+    "stack_states",
+    "unroll",
+    "unstack_states",
+    "vmap_step",
+]

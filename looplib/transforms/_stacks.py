@@ -1,0 +1,202 @@
+"""Stacks of states: the members of an ensemble or sweep as one state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from looplib.types import Metric, TrainState
+
+_TREES = ("params", "buffers", "opt_state", "extra")
+
+
+def stack_states(states: Sequence[TrainState]) -> TrainState:
+    """One state of many, to be trained by `vmap_step`: each tensor with the members in a first dimension.
+
+    >>> import looplib as ll, torch
+    >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    >>> def member(seed):
+    ...     torch.manual_seed(seed)
+    ...     return ll.init_state(torch.nn.Linear(2, 1), optimizer, seed=seed)
+    >>> stack = ll.transforms.stack_states([member(seed) for seed in range(4)])
+    >>> stack.params["weight"].shape, stack.seed
+    (torch.Size([4, 1, 2]), (0, 1, 2, 3))
+
+    The members are copied. Predicates, `eval_state`, `checkpoint_io` and all that looks at counts or at whole trees
+    take a stack as they take a state. Its `seed` is the tuple of the members' seeds.
+
+    Args:
+        states: at the same step and place of the data, alike in names, shapes and dtypes.
+
+    Raises ValueError for no states, or for states that differ, with the name of what does.
+    """
+    if not states:
+        raise ValueError("stack_states got no states; give a list of at least one")
+    first = states[0]
+    for number, state in enumerate(states):
+        for name in ("step", "epoch", "batch", "epoch_length", "samples"):
+            if getattr(state, name) != getattr(first, name):
+                raise ValueError(
+                    f"member {number} is at {name} {getattr(state, name)}, member 0 at {getattr(first, name)}: "
+                    "members are stepped together, so take states of one moment"
+                )
+    trees = {name: _stacked([getattr(state, name) for state in states], name) for name in _TREES}
+    return first.replace(**trees, seed=tuple(state.seed for state in states))
+
+
+def _stacked(trees: Sequence[Any], name: str) -> Any:
+    columns = []
+    for number, tree in enumerate(trees):
+        found = {name + keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
+        columns.append(found)
+        if differing := found.keys() ^ columns[0].keys():
+            raise ValueError(
+                f"{', '.join(sorted(differing)[:5])} stands in one of the members 0 and {number} and not in the "
+                "other; members have the same model and optimizer"
+            )
+    spec = tree_flatten(trees[0])[1]
+    return tree_unflatten([_stacked_leaves(path, [found[path] for found in columns]) for path in columns[0]], spec)
+
+
+def _stacked_leaves(path: str, leaves: list[Any]) -> Any:
+    first = leaves[0]
+    for number, leaf in enumerate(leaves):
+        if isinstance(first, Tensor) and isinstance(leaf, Tensor):
+            if (leaf.shape, leaf.dtype, leaf.device) != (first.shape, first.dtype, first.device):
+                raise ValueError(
+                    f"{path} has shape {tuple(leaf.shape)}, {leaf.dtype} on {leaf.device} in member {number}, and "
+                    f"{tuple(first.shape)}, {first.dtype} on {first.device} in member 0; a stack has one of each"
+                )
+        elif type(leaf) is not type(first) or not (leaf == first or leaf != leaf):
+            raise ValueError(
+                f"{path} is {first!r} in member 0 and {leaf!r} in member {number}; only tensors may differ"
+            )
+    if not isinstance(first, Tensor):
+        return first
+    return torch.stack([leaf.detach() for leaf in leaves]).requires_grad_(first.requires_grad)
+
+
+def unstack_states(stack: TrainState) -> list[TrainState]:
+    """The members of a stack, each a state of its own that goes on alone.
+
+    >>> import looplib as ll, torch
+    >>> stack = ll.transforms.stack_states([ll.init_state(torch.nn.Linear(2, 1), seed=seed) for seed in (5, 6)])
+    >>> [member.seed for member in ll.transforms.unstack_states(stack)]
+    [5, 6]
+
+    They are copies, so that a donated step of the stack or of a member spends no other.
+
+    Args:
+        stack: from `stack_states`.
+
+    Raises ValueError for a state that is no stack.
+    """
+    return [_member(stack, number) for number in range(members_of(stack))]
+
+
+def members_of(stack: TrainState) -> int:
+    """How many members a stack has.
+
+    >>> import looplib as ll, torch
+    >>> ll.transforms.members_of(ll.transforms.stack_states([ll.init_state(torch.nn.Linear(2, 1))] * 3))
+    3
+
+    Args:
+        stack: from `stack_states`.
+
+    Raises ValueError for a state that is no stack.
+    """
+    seeds: Any = stack.seed
+    if not isinstance(seeds, tuple):
+        raise ValueError(
+            f"this is one state, with the seed {seeds}, and no stack; make one by ll.transforms.stack_states([...])"
+        )
+    return len(seeds)
+
+
+def select_members(stack: TrainState, numbers: Sequence[int]) -> TrainState:
+    """A smaller stack of these members, in this order: to drop the weak, or to go on from the best.
+
+    >>> import looplib as ll, torch
+    >>> stack = ll.transforms.stack_states([ll.init_state(torch.nn.Linear(2, 1), seed=seed) for seed in range(4)])
+    >>> ll.transforms.select_members(stack, [3, 1]).seed
+    (3, 1)
+
+    Args:
+        stack: from `stack_states`.
+        numbers: which members, from 0; one that is named twice is there twice.
+
+    Raises ValueError for a number of no member, or none at all.
+    """
+    count = members_of(stack)
+    if not len(numbers) or any(not 0 <= number < count for number in numbers):
+        raise ValueError(f"numbers are {list(numbers)}; a stack of {count} has the members 0 to {count - 1}")
+    places = torch.tensor(list(numbers))
+    seeds: Any = stack.seed
+    chosen = _changed(stack, count, lambda leaf: leaf.index_select(0, places.to(leaf.device)))
+    return chosen.replace(seed=tuple(seeds[number] for number in numbers))
+
+
+def _member(stack: TrainState, number: int) -> TrainState:
+    seeds: Any = stack.seed
+    return _changed(stack, len(seeds), lambda leaf: leaf[number].clone()).replace(seed=seeds[number])
+
+
+def _changed(stack: TrainState, count: int, change: Callable[[Tensor], Tensor]) -> TrainState:
+    def leaf(path: str, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if not tensor.dim() or len(tensor) != count:
+            raise ValueError(
+                f"{path} has shape {tuple(tensor.shape)}, and no first dimension of the stack's {count} members; "
+                "what is put into the state of a stack needs one"
+            )
+        return change(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+    trees = {}
+    for name in _TREES:
+        leaves, spec = tree_flatten_with_path(getattr(stack, name))
+        trees[name] = tree_unflatten([leaf(name + keystr(path), tensor) for path, tensor in leaves], spec)
+    return stack.replace(**trees)
+
+
+class _Records(NamedTuple):
+    """A metric of each member that is more than a mean: they merge and are computed each for itself."""
+
+    members: tuple[Metric, ...]
+
+    def merge(self, other: _Records) -> _Records:
+        pairs = zip(self.members, other.members, strict=True)
+        return _Records(tuple(mine.merge(others) for mine, others in pairs))
+
+    def compute(self) -> Tensor:
+        return torch.stack([torch.as_tensor(member.compute()).double().reshape(()) for member in self.members])
+
+
+def compute_members(metrics: Mapping[str, Metric], prefix: str = "") -> list[dict[str, float]]:
+    """What `ll.compute` gives, for each member of a stack.
+
+    >>> import looplib as ll, torch
+    >>> ll.transforms.compute_members({"loss": ll.Mean(torch.tensor([2.0, 6.0]), 2)})
+    [{'loss': 1.0}, {'loss': 3.0}]
+
+    Args:
+        metrics: of a step by `vmap_step`, a `Window` of such, or those that `ll.evaluation.measure` gives for such a step.
+        prefix: put before each name.
+
+    Raises ValueError for metrics of one state.
+    """
+    values = {name: torch.as_tensor(metric.compute()).detach().double().cpu() for name, metric in metrics.items()}
+    counts = {len(value) for value in values.values() if value.dim()}
+    if len(counts) != 1:
+        raise ValueError(
+            f"these metrics ({', '.join(values) or 'none'}) are of {' and '.join(map(str, sorted(counts))) or 'no'} "
+            "members; give those of a step by ll.vmap_step, and ll.compute those of one state"
+        )
+    (count,) = counts
+    columns = {prefix + name: value.expand(count).tolist() for name, value in values.items()}
+    return [{name: column[number] for name, column in columns.items()} for number in range(count)]

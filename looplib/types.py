@@ -1,0 +1,536 @@
+"""The contracts: everything in looplib is a function of one of these types, or from one of them to the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from looplib._core import ownership as _donation
+
+
+class DonatedStateError(RuntimeError):
+    """A state was touched whose tensors a donated step has since written over."""
+
+
+class _Marked:
+    __slots__ = ("__weakref__", "_born", "_heir", "_lane", "_seen")
+
+    if TYPE_CHECKING:
+        _born: int  # chains there were when the state was made: of those it knows all that concern it
+        _seen: dict[_donation.Chain, int]  # the chains of its tensors, and the generation of each then
+        _lane: _donation.Chain | None  # the chain that owns all its step writes, if that is known
+        _heir: _donation.Heir
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class TrainState(_Marked):
+    """A training run at one moment, immutable.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> state = ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=0.1), epoch_length=10)
+    >>> state
+    TrainState(step=0, epoch=0, batch=0/10, samples=0, params=2 tensors (3 numbers), seed=0)
+    >>> state.replace(step=7).step
+    7
+
+    It is a pytree: the tensors of `params`, `buffers`, `opt_state` and `extra` are its leaves, the counts and
+    the seed belong to its structure, so that `torch.func` and `tree_map` see tensors alone.
+
+    Attributes:
+        step: optimizer updates completed.
+        epoch: epochs completed.
+        batch: batches consumed in this epoch.
+        epoch_length: batches in an epoch, or None for a stream.
+        samples: examples consumed.
+        batch_samples: examples in the batch consumed last.
+        batch_steps: updates made on the batch consumed last: 1, or 0 if it was skipped, or more (`same_batch`).
+        params, buffers: name -> tensor, as `named_parameters` and `named_buffers` give them.
+        opt_state: the optimizer's pytree.
+        seed: what all randomness of the run comes from.
+        extra: the user's own pytree (EMA weights, an early-stopping record, ...), checkpointed with the rest.
+
+    Raises:
+        DonatedStateError: when `params`, `buffers`, `opt_state` or `extra` is read after a donated step wrote
+            over one of its tensors.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    epoch_length: int | None = None
+    samples: int = 0
+    batch_samples: int = 0
+    batch_steps: int = 1
+    params: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    opt_state: Any = None
+    seed: int = 0
+    extra: Any = None
+
+    def __post_init__(self) -> None:
+        trees = [_read[name](self) for name in _TREES]
+        object.__setattr__(self, "_seen", _donation.generations(trees))
+        object.__setattr__(self, "_born", _donation.chains)
+        object.__setattr__(self, "_lane", None)
+        object.__setattr__(self, "_heir", _donation.Heir())
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the batch consumed last made no update, so that `step` did not move."""
+        return self.batch_steps == 0
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A copy with these fields changed; it shares every tensor that is not.
+
+        >>> TrainState(step=3).replace(step=4, extra={"note": "kept"}).extra
+        {'note': 'kept'}
+
+        What is computed from parameters that require a gradient has a graph behind it, which steps refuse unless they
+        are `ll.transforms.differentiable`: write `with torch.no_grad():` around, as in a raw loop.
+
+        Raises:
+            TypeError: a field that a TrainState does not have.
+            DonatedStateError: a field that is not changed was donated.
+        """
+        if unknown := changes.keys() - set(_FIELDS):
+            raise TypeError(f"a TrainState has no field {sorted(unknown)}; it has {', '.join(_FIELDS)}")
+        values = {name: changes[name] if name in changes else getattr(self, name) for name in _FIELDS}
+        # What is kept was read just now, so its marks hold; only new trees must be looked through.
+        seen = {chain: at for chain, at in self._seen.items() if chain.generation == at}
+        seen |= _donation.generations([changes[name] for name in _TREES if name in changes])
+        lane = None if changes.keys() & {"params", "buffers", "opt_state"} else self._lane
+        # A step wrapped by one that changes `extra` is given such a copy. A copy with another seed, or at another
+        # place, is not what the run goes on from.
+        return make(values, seen, lane, self._heir if changes.keys() <= {"extra"} else None)
+
+    def __repr__(self) -> str:
+        _heal(self)
+        position = self.batch if self.epoch_length is None else f"{self.batch}/{self.epoch_length}"
+        parts = [f"step={self.step}", f"epoch={self.epoch}", f"batch={position}", f"samples={self.samples}"]
+        if _spent_by(self, _TREES) is not None:
+            return f"TrainState({', '.join(parts)}, donated)"
+        parts += [
+            f"{name}={len(tensors)} tensors ({sum(tensor.numel() for tensor in tensors.values()):,} numbers)"
+            for name in ("params", "buffers")
+            if (tensors := getattr(self, name))
+        ]
+        parts.append(f"seed={self.seed}")
+        if self.extra is not None:
+            keys = f" of {', '.join(map(str, self.extra))}" if isinstance(self.extra, dict) else ""
+            parts.append(f"extra={type(self.extra).__name__}{keys}")
+        return f"TrainState({', '.join(parts)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TrainState, tuple(getattr(self, name) for name in _FIELDS)
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
+
+
+_TREES = ("params", "buffers", "opt_state", "extra")
+
+
+_COUNTS = tuple(name for name in _FIELDS if name not in _TREES)
+
+
+_slots = {name: getattr(TrainState, name) for name in _FIELDS}
+
+
+_read = {name: slot.__get__ for name, slot in _slots.items()}
+
+
+_write = tuple((name, slot.__set__) for name, slot in _slots.items())
+
+
+_read_counts = tuple((name, _read[name]) for name in _COUNTS)
+
+
+_marks = ("_born", "_seen", "_lane", "_heir")
+
+
+_set_born, _set_seen, _set_lane, _set_heir = (vars(_Marked)[name].__set__ for name in _marks)
+
+
+def make(
+    values: dict[str, Any],
+    seen: dict[_donation.Chain, int],
+    lane: _donation.Chain | None = None,
+    heir: _donation.Heir | None = None,
+) -> TrainState:
+    """A state of all its fields, whose marks are known: without the walk over its tensors."""
+    state = object.__new__(TrainState)
+    for name, write in _write:
+        write(state, values[name])
+    _set_seen(state, seen)
+    _set_born(state, _donation.chains)
+    _set_lane(state, lane)
+    _set_heir(state, heir or _donation.Heir())
+    return state
+
+
+def counts_of(state: TrainState) -> dict[str, Any]:
+    """All but the trees, of a state that is known to be good."""
+    return {name: read(state) for name, read in _read_counts}
+
+
+def _heal(state: TrainState) -> None:
+    """Turn a spent state whose successor an interrupt took away into that successor."""
+    if (new := state._heir.state) is not None:
+        for name, write in _write:
+            write(state, _read[name](new))
+        _set_seen(state, new._seen)
+        _set_born(state, new._born)
+        _set_lane(state, new._lane)
+        _set_heir(state, new._heir)
+
+
+def _spent_by(state: TrainState, trees: tuple[str, ...]) -> _donation.Chain | None:
+    return _donation.stale_chain([_read[name](state) for name in trees], state._seen)
+
+
+def _check(state: TrainState, name: str) -> None:
+    _heal(state)
+    if (chain := _spent_by(state, (name,))) is not None:
+        now = "" if chain.step is None else f", and that run is at step {chain.step} now"
+        pure = "" if chain.writer.startswith("ckpt.restore") else " or make the step with donate=False"
+        raise DonatedStateError(
+            f"{name} of the state at step {state.step} (epoch {state.epoch}, batch {state.batch}) was donated: "
+            f"{chain.writer} has written over its tensors{now}. Go on with the state that it returned; to keep an "
+            f"earlier one, copy it first (kept = ll.copy_state(state)){pure}"
+        )
+
+
+def _guard_tree(name: str) -> property:
+    read = _read[name]
+
+    def guarded(self: TrainState) -> Any:
+        if self._born != _donation.chains:
+            _check(self, name)
+        else:
+            for chain, generation in self._seen.items():
+                if chain.generation != generation:
+                    _check(self, name)
+        return read(self)
+
+    return property(guarded, _slots[name].__set__, doc=_slots[name].__doc__)
+
+
+def _guard_count(name: str) -> property:
+    read = _read[name]
+
+    def guarded(self: TrainState) -> Any:
+        if _donation.rescued:
+            _heal(self)
+        return read(self)
+
+    return property(guarded, _slots[name].__set__, doc=_slots[name].__doc__)
+
+
+for _name in _FIELDS:
+    setattr(TrainState, _name, (_guard_tree if _name in _TREES else _guard_count)(_name))
+
+
+def _flatten(state: TrainState) -> tuple[list[Any], Any]:
+    # None is a leaf to torch's pytrees, so a tree that is not there belongs to the structure.
+    trees = {name: tree for name in _TREES if (tree := getattr(state, name)) is not None}
+    return list(trees.values()), (tuple(trees), {name: getattr(state, name) for name in _COUNTS})
+
+
+def _flatten_with_keys(state: TrainState) -> tuple[list[Any], Any]:
+    trees, (names, counts) = _flatten(state)
+    keys = map(torch.utils._pytree.GetAttrKey, names)
+    return list(zip(keys, trees, strict=True)), (names, counts)
+
+
+def _unflatten(trees: Any, structure: Any) -> TrainState:
+    names, counts = structure
+    return TrainState(**{**dict.fromkeys(_TREES), **dict(zip(names, trees, strict=True)), **counts})
+
+
+torch.utils._pytree.register_pytree_node(
+    TrainState,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name="looplib.TrainState",
+)
+
+
+Grads = dict[str, Tensor]
+
+
+LossFn = Callable[[Any, Any], Any]
+
+
+class Gradients(NamedTuple):
+    """What a `GradFn` returns.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> out = ll.make_grad_fn(model, lambda model, x: model(x).mean())(ll.init_state(model), torch.ones(4, 2))
+    >>> out.grads["weight"], out.samples, sorted(out.metrics)
+    (tensor([[1., 1.]]), 4, ['loss'])
+
+    Attributes:
+        grads: name -> gradient of the mean loss; of the summed loss where `Part.sums` asked for that. The
+            tensors are the caller's own.
+        metrics: name -> mergeable record; holds "loss".
+        buffers: name -> the buffers after the forward pass.
+        samples: examples in the batch.
+        weight: what the summed loss is to be divided by; None when `grads` are the mean's already.
+        per: where there is a weight, `grads` are those of the summed loss over `per`.
+        ranks: of how many ranks `grads` are the average, which an engine such as DDP has taken.
+    """
+
+    grads: Grads
+    metrics: dict[str, Metric]
+    buffers: dict[str, Tensor]
+    samples: int
+    weight: Tensor | float | None = None
+    per: Tensor | float = 1.0
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of an optimizer step a call of a `GradFn` is, for those that wrap one.
+
+    Attributes:
+        index: the microbatch, which the randomness depends on.
+        sums: give the gradient of the summed loss over `per`, and its weight, rather than that of the mean.
+        per: what summed losses are divided by, so that gradients of half precision stay as small as a mean's; None
+            for `samples`, or the part's own weight (1 if that is less) where the loss has one.
+        samples: examples in all parts of the step, where that is known.
+        into: gradients so far, to be added to in place.
+        scale: multiplies the loss before the backward pass.
+        last: no other part of this step comes after: now an engine reduces the gradients of all parts over the ranks.
+        local: who asked adds up the ranks' gradients itself.
+        retried: the call may be given up and made again, so an engine sends nothing, and puts here what makes one
+            gradient of all ranks' sums, for when none has given up.
+        donate: the state's buffers may be written in place.
+    """
+
+    index: int = 0
+    sums: bool = False
+    per: Tensor | float | None = None
+    samples: int | None = None
+    into: Mapping[str, Tensor] | None = None
+    scale: Tensor | None = None
+    last: bool = True
+    local: bool = False
+    retried: list[Callable[[TrainState, Gradients], Gradients]] | None = None
+    donate: bool = False
+
+
+WHOLE = Part()
+
+
+class GradFn(Protocol):
+    """`grad_fn(state, batch, part=Part()) -> Gradients`, pure.
+
+    What `make_grad_fn` returns, and what wraps it, which hands `part` on:
+
+    >>> import looplib as ll, torch
+    >>> def halved(grad_fn):
+    ...     def halved_grad_fn(state, batch, part=ll.types.Part()):
+    ...         out = grad_fn(state, batch, part)
+    ...         return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
+    ...     return halved_grad_fn
+    >>> model = torch.nn.Linear(2, 1)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+    >>> halved(grad_fn)(ll.init_state(model), torch.ones(4, 2)).grads["weight"]
+    tensor([[0.5000, 0.5000]])
+    """
+
+    def __call__(self, state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients: ...
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """What `merge` and `compute` accept: a record with these two methods, such as `Mean`.
+
+    >>> from dataclasses import dataclass
+    >>> import looplib as ll
+    >>> @dataclass(frozen=True)
+    ... class Largest:
+    ...     value: float
+    ...     def merge(self, other):
+    ...         return Largest(max(self.value, other.value))
+    ...     def compute(self):
+    ...         return self.value
+    >>> ll.compute(ll.merge({"largest": Largest(2.0)}, {"largest": Largest(5.0)}))
+    {'largest': 5.0}
+    """
+
+    def merge(self, other: Any) -> Any:
+        """The record of both parts together."""
+
+    def compute(self) -> Any:
+        """The value: a number or a tensor of one element."""
+
+
+Metrics = Mapping[str, Metric]
+
+
+Params = dict[str, Tensor]
+
+
+class Init(Protocol):
+    """`init(params, **extra) -> opt_state`, a pytree whose structure stays the same for the whole run.
+
+    `extra` holds `buffers`, name -> tensor, when `init_state` calls.
+    """
+
+    def __call__(self, params: Params, **extra: Any) -> Any: ...
+
+
+class Update(Protocol):
+    """`update(grads, opt_state, params, step, donate=False, **extra) -> (params, opt_state)`.
+
+    `grads` names the parameters to change; the others are handed through. `step` counts the updates before
+    this one: schedules are functions of it. With `donate`, the tensors of `params` and `opt_state` may be
+    written in place. An update that decides to change nothing returns the very dict `params` that it was given:
+    then `step` does not move. `extra` holds `metrics` and `buffers` of the gradients (`Gradients`) when a train step
+    calls.
+    """
+
+    def __call__(
+        self, grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
+    ) -> tuple[Params, Any]: ...
+
+
+Evaluation = Callable[[Params, dict[str, Tensor], Any], tuple[Params, dict[str, Tensor]]]
+
+
+Numbers = Callable[[Any, int], dict[str, float]]
+
+
+def _as_they_are(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
+    return params, buffers
+
+
+def _none_known(opt_state: Any, step: int) -> dict[str, float]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """A pair of pure functions; `ll.optimizer` makes one of a `torch.optim` class, wrappers one of another.
+
+    Functions that take no `**extra` are given none.
+
+    Attributes:
+        init: `init(params, **extra) -> opt_state`, a pytree; `extra` holds `buffers`.
+        update: `update(grads, opt_state, params, step, donate=False, **extra) -> (params, opt_state)`; `step` counts
+            the updates before this one, `extra` holds the step's `metrics` and `buffers`, and the very `params` that
+            were given say that no update was made.
+        evaluation: `evaluation(params, buffers, opt_state) -> (params, buffers)`, the weights to evaluate with, where
+            those are others than the weights that are trained (averages); see `eval_state`.
+        hyperparameters: `hyperparameters(opt_state, step) -> {name: float}`, those of the next update; see
+            `ll.optim.hyperparameters`.
+    """
+
+    init: Init
+    update: Update
+    evaluation: Evaluation = _as_they_are
+    hyperparameters: Numbers = _none_known
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "init", _without_extra(self.init, {"params"}))
+        object.__setattr__(self, "update", _without_extra(self.update, {"donate"}))
+
+
+def _without_extra(function: Any, known: set[str]) -> Any:
+    """The function, deaf to keyword arguments that it does not take."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return function
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return function
+    accepted = known | parameters.keys()
+
+    def deaf(*args: Any, **extra: Any) -> Any:
+        return function(*args, **{name: value for name, value in extra.items() if name in accepted})
+
+    return deaf
+
+
+Schedule = Callable[[int], float]
+
+
+"""A hyperparameter as a function of the updates made so far.
+
+>>> import looplib as ll, torch
+>>> def rising(step):
+...     return 1e-4 * (step + 1)
+>>> optimizer = ll.optimizer(torch.optim.SGD, lr=rising, momentum=lambda step: min(0.9, step / 100))
+"""
+
+
+Sink = Callable[[TrainState, Mapping[str, float]], None]
+
+
+"""Where numbers go: a function of the state that they are of, for its counts, and of names and values.
+
+>>> import looplib as ll
+>>> def shout(state, values):
+...     print(f"STEP {state.step}:", *(f"{name.upper()} {value}" for name, value in values.items()))
+>>> ll.tee(shout, ll.console())(ll.TrainState(step=5), {"loss": 0.5})
+STEP 5: LOSS 0.5
+step      5  epoch      0  loss 0.5
+"""
+
+
+class TrainStep(Protocol):
+    """`train_step(state, batch) -> (state, metrics)`.
+
+    What `make_train_step` returns, and any function like it, such as one around it:
+
+    >>> import looplib as ll, torch
+    >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    >>> def noisy_step(state, batch):
+    ...     generator = torch.Generator().manual_seed(state.step)
+    ...     return train_step(state, batch + 0.1 * torch.randn(batch.shape, generator=generator))
+    >>> state, metrics = noisy_step(ll.init_state(model, optimizer), torch.ones(4, 2))
+    """
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]: ...
+
+
+class EvalStep(Protocol):
+    """`eval_step(state, batch) -> metrics`.
+
+    What `make_eval_step` returns, and any function like it:
+
+    >>> import looplib as ll, torch
+    >>> def eval_step(state, batch):
+    ...     return {"mean": ll.Mean(batch.sum(), len(batch))}
+    >>> ll.evaluate(eval_step, ll.TrainState(), torch.arange(4.0).split(3))
+    {'mean': 1.5}
+    """
+
+    def __call__(self, state: TrainState, batch: Any) -> dict[str, Metric]: ...
+
+
+class PredictStep(Protocol):
+    """`predict_step(state, batch) -> outputs`.
+
+    What `make_predict_step` returns, and any function like it:
+
+    >>> import looplib as ll, torch
+    >>> def predict_step(state, batch):
+    ...     return 2 * batch
+    >>> list(ll.predict(predict_step, ll.TrainState(), [torch.tensor([1.0, 2.0])]))
+    [tensor([2., 4.])]
+    """
+
+    def __call__(self, state: TrainState, batch: Any) -> Any: ...

@@ -1,0 +1,916 @@
+"""Saves that are whole or not there, policies against brute force, and restores that fit or say why not."""
+
+import errno
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import looplib as ll
+from looplib.checkpoint import _directory as _directory
+from looplib.checkpoint import _io as checkpoint
+from looplib.checkpoint._format import DATA, MANIFEST, Parts, write
+
+pytree = torch.utils._pytree
+ROOT = Path(__file__).parents[2]
+adamw = ll.optimizer(torch.optim.AdamW, lr=0.1)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def fresh(values=0, **kwargs):
+    return ll.init_state(net(values), adamw, **kwargs)
+
+
+def unbound(values=0, **kwargs):
+    return ll.copy_state(fresh(values, **kwargs))
+
+
+def advanced(state, steps=1):
+    model = net()
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    step = ll.make_train_step(grad_fn, adamw)
+    for i in range(steps):
+        state, _ = step(state, torch.ones(5, 3) * i + torch.eye(5, 3))
+    return state
+
+
+def same(one, other):
+    counts = all(getattr(one, name) == getattr(other, name) for name in checkpoint._COUNTS)
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
+    return counts and all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def here(ckpt):
+    return [c.step for c in ckpt.steps()]
+
+
+def saved(ckpt, *states):
+    for state in states:
+        ckpt.save(state)
+    ckpt.wait()
+
+
+def names_in(folder):
+    return sorted(path.name for path in Path(folder).iterdir() if path.name != ".lock")
+
+
+def damage(path, name=DATA):
+    content = bytearray((path / name).read_bytes())
+    content[-70 if name == MANIFEST else -2] ^= 1
+    (path / name).write_bytes(content)
+
+
+# Policies
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    keep_last=st.none() | st.integers(1, 4),
+    keep_best=st.integers(0, 3),
+    mode=st.sampled_from(["min", "max"]),
+    keep_every=st.none() | st.integers(1, 5),
+    keep=st.none() | st.sets(st.integers(0, 20)),
+    asynchronous=st.booleans(),
+    saves=st.lists(st.tuples(st.integers(0, 3), st.none() | st.sampled_from([-1, 0, 0.5, float("inf")])), max_size=9),
+)
+def test_the_policies_keep_what_brute_force_keeps(keep_last, keep_best, mode, keep_every, keep, asynchronous, saves):
+    with tempfile.TemporaryDirectory() as folder:
+        ckpt = ll.checkpoint_io(
+            folder, keep_last=keep_last, keep_best=keep_best, monitor="score", mode=mode, keep_every=keep_every,
+            keep=None if keep is None else lambda c: c.step in keep, asynchronous=asynchronous,
+        )  # fmt: skip
+        state, kept, step = ll.TrainState(params={"w": torch.zeros(1)}), [], 0
+        for number, (more, score) in enumerate(saves):
+            step += more
+            ckpt.save(state.replace(step=step, samples=number), None if score is None else {"score": score})
+            kept.append((number, step, score))
+            scored = [entry for entry in kept if entry[2] is not None]
+            best = sorted(scored, key=lambda entry: (entry[2] if mode == "min" else -entry[2], entry[0]))
+            kept = [
+                entry
+                for position, entry in enumerate(kept)
+                if entry == kept[-1]
+                or entry in best[: max(keep_best, 1)]
+                or (keep_last is None or position >= len(kept) - keep_last)
+                or (keep_every and entry[1] % keep_every == 0)
+                or (keep and entry[1] in keep)
+            ]
+            ckpt.wait()
+            assert [(c.samples, c.step, c.metrics.get("score")) for c in ckpt.steps()] == kept
+            assert ckpt.latest().samples == number
+            assert ckpt.best() == next((c for c in ckpt.steps() if best and c.samples == best[0][0]), None)
+            assert ckpt.restore(state).samples == number
+            again = ll.checkpoint_io(folder, monitor="score", mode=mode)
+            assert again.steps() == ckpt.steps()
+        assert all(name.startswith("step-") for name in names_in(folder))
+
+
+def test_policies_that_cannot_be(tmp_path):
+    for options, message in [
+        ({"keep_last": 0}, "keep_last is 0; give a whole number of at least 1"),
+        ({"keep_every": True}, "keep_every is True"),
+        ({"keep_best": -1, "monitor": "x"}, "keep_best is -1; give a whole number of at least 0"),
+        ({"keep_best": 2}, "keep_best=2 needs monitor="),
+        ({"mode": "least"}, "mode is 'least'; give 'min' where the smallest is best, or 'max'"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            ll.checkpoint_io(tmp_path, **options)
+    with pytest.raises(ValueError, match=r"no best without a metric: give checkpoint_io\(\.\.\., monitor="):
+        ll.checkpoint_io(tmp_path).best()
+    with pytest.raises(ValueError, match="no best without a metric"):
+        ll.checkpoint_io(tmp_path).restore(fresh(), "best")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_monitor_that_is_missing_or_nan_is_an_error_and_nothing_is_written(tmp_path, asynchronous):
+    ckpt = ll.checkpoint_io(tmp_path / "c", monitor="eval/loss", asynchronous=asynchronous)
+    for metrics, message in [
+        ({"loss": 1.0, "acc": 2.0}, r"'eval/loss' is not among the metrics given: loss, acc"),
+        ({}, r"'eval/loss' is not among the metrics given: none"),
+        ({"eval/loss": float("nan")}, r"'eval/loss' is NaN"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ckpt.save(fresh(), metrics)
+    with pytest.raises(TypeError, match="the metric 'eval/loss' is a list; give a number"):
+        ckpt.save(fresh(), {"eval/loss": [1]})
+    assert not (tmp_path / "c").exists()
+    ckpt.save(fresh(), {"eval/loss": torch.tensor(0.5), "other": float("nan"), "third": -float("inf")})
+    ckpt.wait()
+    found = ckpt.best().metrics
+    assert found["eval/loss"] == 0.5
+    assert str(found) == "{'eval/loss': 0.5, 'other': nan, 'third': -inf}"
+    ckpt.save(fresh().replace(step=3))  # without metrics it is no candidate
+    assert ckpt.best().step == 0
+    # A metric that was NaN when nobody monitored it is no candidate either.
+    assert ll.checkpoint_io(tmp_path / "c", monitor="other").best() is None
+
+
+def test_later_steps_of_another_run_are_refused(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    for step in (0, 10, 20, 30):
+        ckpt.save(fresh().replace(step=step))
+    other = ll.checkpoint_io(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"(?s)holds later steps \(20, 30\) than this state's 15.*another run"
+    ) as error:
+        other.save(fresh().replace(step=15))
+    assert "ckpt.delete(after=15)" in str(error.value)
+    assert "ckpt.restore(state)" in str(error.value)
+    assert here(other) == [0, 10, 20, 30]
+    other.delete(after=15)
+    other.save(fresh().replace(step=15))
+    assert here(other) == here(ckpt) == [0, 10, 15]
+
+
+def test_a_step_that_is_saved_again_is_the_latest(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path, keep_last=2)
+    for samples in range(5):  # as with updates that are skipped, or at the end of a stream's epoch
+        ckpt.save(unbound().replace(step=7, samples=samples))
+    assert [c.samples for c in ckpt.steps()] == [3, 4]
+    assert ckpt.restore(unbound(), 7).samples == 4
+    assert ckpt.latest().path.name == "step-00000007.4"
+
+
+# All or nothing
+
+
+@contextmanager
+def file_size_limit(size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("size", [0, 1000, 100_000])
+def test_a_full_disk_leaves_the_last_one_good(tmp_path, asynchronous, size):
+    ckpt = ll.checkpoint_io(tmp_path, keep_last=1, asynchronous=asynchronous)
+    state = unbound()
+    ckpt.save(state)
+    ckpt.wait()
+    with file_size_limit(size):
+        words = r"step-00000001 could not be saved: File too large \(4 MB to write, .* free there\); the .* untouched"
+        with pytest.raises(OSError, match=words) as e:
+            saved(ckpt, state.replace(step=1, extra=torch.zeros(10**6)))
+        assert e.value.errno == errno.EFBIG
+    assert names_in(tmp_path) == ["step-00000000"]
+    assert same(ckpt.restore(unbound(1)), state)
+    ckpt.save(state.replace(step=1))
+    ckpt.wait()
+    assert names_in(tmp_path) == ["step-00000001"]
+
+
+def test_a_run_can_start_on_a_full_disk(tmp_path):
+    """It clears what a killed one left before it needs space of its own."""
+    leftover = tmp_path / ".writing-step-00000005-abc123"
+    leftover.mkdir()
+    (leftover / DATA).write_bytes(bytes(100))
+    ckpt = ll.checkpoint_io(tmp_path)
+    with file_size_limit(0), pytest.raises(OSError, match="could not be saved"):
+        ckpt.save(unbound())
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.large
+def test_a_full_file_system_of_its_own(tmp_path):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        ckpt = ll.checkpoint_io(tmp_path, keep_last=2)
+        state = unbound().replace(extra=torch.zeros(50_000))
+        for step in range(20):  # 200 kB each: two are kept, and a third fits while it is written
+            ckpt.save(state.replace(step=step))
+        all_kept = ll.checkpoint_io(tmp_path)
+        for size in range(60_000, 250_000, 10_000):
+            with pytest.raises(OSError, match=r"No space left on device \(.* free there\)"):
+                saved(all_kept, *(state.replace(step=step, extra=torch.zeros(size * 2)) for step in range(20, 24)))
+            assert not [name for name in names_in(tmp_path) if not name.startswith("step-")]
+            assert same(ckpt.restore(unbound(1), weights_only=True), unbound())
+            ckpt.delete(after=19)
+        assert here(ckpt) == [18, 19]
+        ckpt.save(state.replace(step=20))
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+@contextmanager
+def unprivileged():
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        ckpt = ll.checkpoint_io(folder)
+        assert ckpt.latest() is None
+        with pytest.raises(OSError, match=rf"checkpoints cannot be written into {folder} \(.*\): give checkpoint_io"):
+            ckpt.save(unbound())
+    folder = Path(tempfile.mkdtemp())
+    try:
+        ll.checkpoint_io(folder).save(unbound())
+        ckpt = ll.checkpoint_io(folder)
+        folder.chmod(0o555)
+        with unprivileged():
+            with pytest.raises(OSError, match=r"cannot be written into .* \(Permission denied\)"):
+                ckpt.save(unbound().replace(step=1))
+            assert same(ckpt.restore(unbound(1)), unbound())
+        folder.chmod(0o777)
+        ckpt.save(unbound().replace(step=1))
+        folder.chmod(0o555)
+        with unprivileged(), pytest.raises(OSError, match="step-00000002 could not be saved: Permission denied"):
+            ckpt.save(unbound().replace(step=2))
+        assert here(ckpt) == [0, 1]
+    finally:
+        folder.chmod(0o755)
+        shutil.rmtree(folder)
+
+
+def test_two_processes_on_one_directory(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(unbound())
+    second = ll.checkpoint_io(tmp_path)
+    second.save(unbound().replace(step=1))  # the same process may have two
+    (tmp_path / ".writing-step-00000009-0000").mkdir()  # as if a save of ours were under way
+    code = f"""
+import torch, looplib as ll
+ckpt = ll.checkpoint_io({str(tmp_path)!r})
+state = ll.TrainState(step=5, params={{"w": torch.zeros(1)}})
+try:
+    ckpt.save(state)
+except BlockingIOError as error:
+    print(error)
+print(ckpt.latest().step)
+try:
+    ckpt.delete(after=0)
+except BlockingIOError as error:
+    print("neither")
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert out.splitlines() == [
+        f"process {os.getpid()} is writing checkpoints into {tmp_path} already; give each run a directory of its "
+        "own, or end that process",
+        "1",
+        "neither",
+    ]
+    assert names_in(tmp_path) == [".writing-step-00000009-0000", "step-00000000", "step-00000001"]
+    del ckpt, second
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert out.splitlines() == ["5"]
+    assert names_in(tmp_path) == ["step-00000000"]
+
+
+def test_what_killed_saves_left_is_cleared_by_the_next_run(tmp_path):
+    ll.checkpoint_io(tmp_path).save(unbound())
+    for name in (".writing-step-00000003-aaaaaa", ".deleting-bbbbbb-step-00000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / DATA).write_text("half")
+    ckpt = ll.checkpoint_io(tmp_path)
+    assert same(ckpt.restore(unbound(1)), unbound())
+    ckpt.save(unbound().replace(step=1))
+    assert names_in(tmp_path) == ["step-00000000", "step-00000001"]
+
+
+def test_an_interrupt_amid_a_save_leaves_nothing(tmp_path, monkeypatch):
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(unbound())
+
+    def interrupted(*args):
+        write(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_directory, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.save(unbound().replace(step=1))
+    assert names_in(tmp_path) == ["step-00000000"]
+
+
+def test_a_directory_that_the_user_removed_is_made_again(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path / "a" / "b")
+    ckpt.save(unbound().replace(step=9))
+    shutil.rmtree(tmp_path / "a")
+    ckpt.save(unbound())
+    assert here(ckpt) == [0]
+
+
+# Damage
+
+
+@pytest.mark.parametrize("name", [DATA, MANIFEST])
+@pytest.mark.parametrize("how", ["flipped", "cut", "missing", "hostile"])
+def test_a_damaged_latest_is_named_and_the_one_before_it_taken(tmp_path, name, how):
+    ckpt = ll.checkpoint_io(tmp_path)
+    states = [advanced(unbound(), steps) for steps in range(3)]
+    paths = [ckpt.save(state) for state in states]
+    ckpt = ll.checkpoint_io(tmp_path)
+    if how == "flipped":
+        damage(paths[2], name)
+    elif how == "cut":
+        os.truncate(paths[2] / name, (paths[2] / name).stat().st_size // 2)
+    elif how == "missing":
+        (paths[2] / name).unlink()
+    else:
+        torch.save({"w": torch.zeros(9)}, paths[2] / name)
+    with pytest.warns(UserWarning, match=rf"step-00000002/{name}"):
+        restored = ckpt.restore(unbound(5))
+    assert same(restored, states[1])
+    assert here(ckpt) == [0, 1]
+    # Going on from there, it is put out of the way, and its name is free again.
+    ckpt.save(states[2])
+    assert same(ckpt.restore(unbound(5)), states[2])
+    assert here(ckpt) == here(ll.checkpoint_io(tmp_path)) == [0, 1, 2]
+    aside = [entry for entry in names_in(tmp_path) if not entry.startswith("step-")]
+    assert len(aside) == 1
+    assert re.fullmatch(r"damaged-\w{6}-step-00000002", aside[0])
+
+
+def test_the_damaged_one_that_was_asked_for_is_an_error(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path, monitor="x")
+    for step in range(3):
+        damage(ckpt.save(unbound().replace(step=step), {"x": step}))
+    given_state, kept = fresh(3), ll.copy_state(fresh(3))
+    with pytest.raises(
+        ll.checkpoint.DamagedCheckpointError, match=r"step-00000001/tensors.safetensors: the bytes of /"
+    ):
+        ckpt.restore(given_state, 1)
+    with pytest.raises(ll.checkpoint.DamagedCheckpointError, match="step-00000000/tensors"):
+        ckpt.restore(given_state, "best")
+    with (
+        pytest.warns(UserWarning, match="going back"),
+        pytest.raises(
+            ll.checkpoint.DamagedCheckpointError,
+            match=r"no whole checkpoint; steps there: none; damaged: step-0.*, .*2",
+        ),
+    ):
+        ckpt.restore(given_state)
+    with pytest.raises(ll.checkpoint.DamagedCheckpointError, match=r"no checkpoint of step 1; .*damaged"):
+        ckpt.restore(given_state, 1)
+    assert same(given_state, kept)
+
+
+def test_a_checkpoint_from_the_future_says_so(tmp_path, monkeypatch):
+    for name in ("WHOLE", "SHARDED"):
+        monkeypatch.setattr(f"looplib.checkpoint._format.{name}", 3)
+    ll.checkpoint_io(tmp_path).save(unbound())
+    monkeypatch.undo()
+    with pytest.raises(
+        ll.checkpoint.CheckpointVersionError, match=r"step-00000000/manifest.json is of format 3.*newer looplib"
+    ):
+        ll.checkpoint_io(tmp_path).restore(unbound())
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {},
+        {"counts": {}},
+        {"counts": [], "metrics": {}, "created": ""},
+        {"counts": {**dict.fromkeys(checkpoint._COUNTS, 0), "step": 1.5}},
+        {"counts": {**dict.fromkeys(checkpoint._COUNTS, 0), "seed": "x"}},
+        {"counts": {**dict.fromkeys(checkpoint._COUNTS, 0), "more": 1}},
+        {
+            "counts": {**dict.fromkeys(checkpoint._COUNTS, 0)},
+            "metrics": {"x": "much"},
+            "created": "",
+        },
+        {"counts": {**dict.fromkeys(checkpoint._COUNTS, 0), "batch_steps": True}, "metrics": {}, "created": ""},
+    ],
+)
+def test_a_forged_description_is_damage(tmp_path, about):
+    (tmp_path / "step-00000001").mkdir()
+    write(tmp_path / "step-00000001", Parts({"params": {"w": torch.zeros(1)}}), about)
+    with pytest.warns(UserWarning, match="step-00000001/manifest.json holds something that no save writes"):
+        assert ll.checkpoint_io(tmp_path).latest() is None
+
+
+# Restore
+
+
+def test_nothing_there_is_a_start(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path / "none", monitor="x")
+    state = fresh()
+    assert ckpt.restore(state) is state
+    assert ckpt.latest() is ckpt.best() is None
+    assert ckpt.steps() == []
+    for which, message in [
+        (3, "has no checkpoint of step 3; steps there: none"),
+        ("best", "was saved with the metric 'x'; steps there: none"),
+        ("last", "has no 'last' \\(give 'latest', 'best' or a step\\)"),
+    ]:
+        with pytest.raises(ValueError, match=message) as error:
+            ckpt.restore(state, which)
+        assert not isinstance(error.value, ll.checkpoint.DamagedCheckpointError)
+    assert not (tmp_path / "none").exists()
+
+
+def test_latest_best_and_a_step(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path, monitor="acc", mode="max")
+    for step, acc in [(1, 0.1), (2, 0.9), (3, 0.9), (4, None)]:
+        ckpt.save(unbound(step).replace(step=step), acc and {"acc": acc})
+    for which, step in [("latest", 4), ("best", 2), (3, 3)]:
+        assert same(ckpt.restore(unbound(), which), unbound(step).replace(step=step))
+
+
+def test_bound_stays_bound_and_unbound_stays_free(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    saved = advanced(unbound(1, seed=5, epoch_length=7), 3).replace(
+        extra={"ema": torch.ones(2), "count": 3, "best": None}
+    )
+    ckpt.save(saved)
+    model = net(2)
+    start = ll.init_state(model, adamw, epoch_length=7, extra={"ema": torch.zeros(2), "count": 0, "best": 1.5})
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    bound = ckpt.restore(start)
+    assert same(bound, saved)
+    for name, tensor in {**bound.params, **bound.buffers}.items():
+        assert tensor is own[name]
+        assert torch.equal(tensor, {**saved.params, **saved.buffers}[name])
+    with pytest.raises(ll.DonatedStateError, match=r"ckpt\.restore\(state\) has written over its tensors"):
+        _ = start.params
+    given_state = unbound(2, epoch_length=7, extra={"ema": torch.zeros(2), "count": 0, "best": None})
+    kept = ll.copy_state(given_state)
+    free = ckpt.restore(given_state)
+    assert same(free, saved)
+    assert same(given_state, kept)
+    assert not any(isinstance(tensor, nn.Parameter) for tensor in free.params.values())
+    assert all(tensor.requires_grad for tensor in free.params.values())
+    # What was None may have become something.
+    later = ckpt.restore(unbound(2, epoch_length=7, extra={"ema": None, "count": None, "best": None}))
+    assert torch.equal(later.extra["ema"], torch.ones(2))
+    assert later.extra["count"] == 3
+
+
+def test_a_pure_state_with_frozen_parameters_of_the_module_is_not_written_over(tmp_path):
+    model = net()
+    model[0].requires_grad_(False)
+    start = ll.init_state(model, adamw)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda m, x: m(x).square().mean()), adamw)
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(start)
+    state, _ = step(start, torch.randn(5, 3))
+    assert state.params["0.weight"] is model[0].weight
+    kept = ll.copy_state(state)
+    restored = ckpt.restore(state)
+    assert same(restored, start)
+    assert same(state, kept)
+    assert restored.params["0.weight"].requires_grad is False
+
+
+def test_a_restored_state_can_be_restored_into_again(tmp_path):
+    """A run that goes back to its last checkpoint, as after a loss that exploded."""
+    ckpt = ll.checkpoint_io(tmp_path)
+    model = net()
+    state = ll.init_state(model, adamw)
+    ckpt.save(state)
+    kept = ll.copy_state(state)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda m, x: m(x).square().mean()), adamw, donate=True)
+    for _ in range(2):
+        state, _ = step(state, torch.randn(4, 3))
+        state = ckpt.restore(state)
+        assert same(state, kept)
+        assert state.params["0.weight"] is model[0].weight
+
+
+def test_tied_expanded_and_turned_tensors_come_back_as_they_were(tmp_path):
+    base = torch.arange(12.0)
+    params = {"a": base, "b": base[2:6], "t": torch.randn(3, 4).T, "e": torch.ones(1).expand(5)}
+    params["channels"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    state = ll.TrainState(params=params, extra=(torch.tensor(3, dtype=torch.uint16), [2**80, b"x", 1j]), seed=2**100)
+    for asynchronous in (False, True):
+        ckpt = ll.checkpoint_io(tmp_path / str(asynchronous), asynchronous=asynchronous)
+        ckpt.save(state)
+        found = ckpt.restore(state)
+        assert same(found, state)
+        assert {n: t.stride() for n, t in found.params.items()} == {n: t.stride() for n, t in params.items()}
+        assert found.params["b"].data_ptr() == found.params["a"].data_ptr() + 8
+        assert found.params["a"].data_ptr() != base.data_ptr()
+
+
+def test_a_bound_state_with_an_expanded_buffer(tmp_path):
+    class Model(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((2, 3), value))
+            self.register_buffer("ids", torch.full((3, 1), value).expand(3, 4))
+            self.tied = self.weight
+
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(ll.init_state(Model(7.0)))
+    model = Model(0.0)
+    restored = ckpt.restore(ll.init_state(model))
+    assert restored.buffers["ids"] is model.ids
+    assert torch.equal(model.ids, torch.full((3, 4), 7.0))
+    assert torch.equal(model.tied, torch.full((2, 3), 7.0))
+
+
+def test_every_difference_is_told_at_once_and_the_state_stays_good(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(
+        ll.TrainState(
+            params={
+                "kept": torch.ones(2),
+                "gone": torch.ones(2),
+                "wide": torch.ones(2, 3),
+                "half": torch.ones(2).half(),
+            },
+            extra={"best": 0.5, "note": "text", "tensor": torch.ones(1)},
+        )
+    )
+    for bind in (False, True):
+        params = {
+            "kept": torch.zeros(2), "wide": torch.zeros(3, 2), "half": torch.zeros(2), "new/er": torch.zeros(1),
+        }  # fmt: skip
+        if bind:
+            params = {name: nn.Parameter(tensor) for name, tensor in params.items()}
+        state = ll.TrainState(params=params, extra={"best": torch.zeros(1), "note": 3, "tensor": 1.0})
+        with pytest.raises(ValueError, match="does not fit the state") as error:
+            ckpt.restore(state)
+        assert str(error.value).splitlines()[1:] == [
+            "  /params/new~1er is in the state, and not in the checkpoint",
+            "  /params/gone is in the checkpoint, and not in the state",
+            "  /params/wide has shape (2, 3) in the checkpoint, (3, 2) in the state",
+            "  /params/half is float16 in the checkpoint, float32 in the state (or convert=True)",
+            "  /extra/best is float in the checkpoint, a tensor in the state",
+            "  /extra/note is str in the checkpoint, int in the state",
+            "  /extra/tensor is a tensor in the checkpoint, float in the state",
+        ]
+        assert not isinstance(error.value, ll.checkpoint.DamagedCheckpointError)
+        assert not any(tensor.any() for tensor in state.params.values())
+    many = ll.TrainState(params={str(i): torch.zeros(1) for i in range(30)})
+    with pytest.raises(ValueError, match=r"(?s)/params/9 is in the state.*and 27 more"):
+        ckpt.restore(many)
+
+
+def test_another_epoch_length_is_refused_but_for_weights(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(unbound(1, epoch_length=10))
+    with pytest.raises(ValueError, match=r"made with epoch_length=10, the state with 20: .*weights_only=True"):
+        ckpt.restore(unbound(epoch_length=20))
+    assert ckpt.restore(unbound(epoch_length=20), weights_only=True).epoch_length == 20
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_of_the_weights_alone_is_a_state_without_the_optimizers(tmp_path, asynchronous):
+    ckpt = ll.checkpoint_io(tmp_path, keep_last=1, keep_best=1, monitor="score", asynchronous=asynchronous)
+    states = [advanced(unbound(), steps) for steps in (1, 2, 3)]
+    for state, score in zip(states, (0.5, 0.3, 0.4), strict=True):
+        ckpt.save(state.replace(opt_state=None), {"score": score})
+    ckpt.wait()
+    assert here(ckpt) == [2, 3]
+    numbers = sum(tensor.nbytes for tensor in (states[1].params | states[1].buffers).values())
+    assert sum(ckpt.best().parts.values()) == numbers
+    best = ckpt.restore(unbound(1), which="best", weights_only=True)
+    assert same(best, unbound(1).replace(params=states[1].params, buffers=states[1].buffers))
+    with pytest.raises(ValueError, match=r"/opt_state/state/0\.bias/exp_avg is in the state, and not in"):
+        ckpt.restore(unbound())
+
+
+@pytest.mark.parametrize("bind", [False, True])
+def test_weights_alone_a_subset_and_another_dtype(tmp_path, bind):
+    ckpt = ll.checkpoint_io(tmp_path)
+    saved = advanced(unbound(1, seed=9), 2)
+    ckpt.save(saved)
+
+    def other():
+        torch.manual_seed(3)
+        model = nn.Sequential(*net(3)[:2], nn.Linear(4, 5))  # another head
+        state = ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), seed=1, extra="mine")
+        return model, (state if bind else ll.copy_state(state))
+
+    with pytest.raises(ValueError, match=r"/params/2.weight has shape \(2, 4\) in the checkpoint, \(5, 4\) in the"):
+        ckpt.restore(other()[1], weights_only=True)
+    model, state = other()
+    head = state.params["2.weight"].detach().clone()
+    tuned = ckpt.restore(state, names=lambda name: not name.startswith("2."))
+    for tree in ("params", "buffers"):
+        for name, tensor in getattr(tuned, tree).items():
+            if not name.startswith("2."):
+                assert torch.equal(tensor, getattr(saved, tree)[name])
+    assert torch.equal(tuned.params["2.weight"], head)
+    assert (tuned.step, tuned.seed, tuned.extra) == (0, 1, "mine")
+    assert (tuned.params["0.weight"] is model[0].weight) == bind
+
+    doubled = pytree.tree_map(lambda t: t.detach().double() if t.is_floating_point() else t, unbound())
+    if bind:
+        doubled = ll.init_state(net().double(), adamw)
+    with pytest.raises(ValueError, match=r"0.weight is float32 in the checkpoint, float64 in the state \(or convert"):
+        ckpt.restore(doubled)
+    found = ckpt.restore(doubled, convert=True)
+    assert found.params["0.weight"].dtype == torch.float64
+    assert torch.equal(found.params["0.weight"], saved.params["0.weight"].double())
+    assert found.step == 2
+
+
+def test_an_interrupt_amid_a_bound_restore_waits(tmp_path, monkeypatch):
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(unbound(1))
+    model = net(2)
+    state = ll.init_state(model, adamw)
+    copy_, calls = torch.Tensor.copy_, []
+
+    def interrupting(self, *args):
+        if len(calls) == 3:
+            os.kill(os.getpid(), 2)
+        calls.append(1)
+        return copy_(self, *args)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.restore(state)
+    monkeypatch.undo()
+    assert len(calls) > 10
+    assert same(state, unbound(1))  # the name that was given stands for what it became
+    assert torch.equal(model[0].weight, net(1)[0].weight)
+
+
+# In the background
+
+
+class Gate:
+    """Holds a write back until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.open, self.began, self.parts = threading.Event(), threading.Event(), []
+        monkeypatch.setattr(_directory, "write", self.write)
+
+    def write(self, directory, parts, about, helped):
+        self.parts.append(parts)
+        self.began.set()
+        assert self.open.wait(30)
+        write(directory, parts, about, helped)
+
+
+def storages(tree):
+    return {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+
+def test_a_pure_state_is_written_from_where_it_lies_and_a_donated_one_from_a_copy(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+    model = net()
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda m, x: m(x).square().mean()), adamw, donate=True)
+    bound = fresh()
+    donated, _ = step(ll.init_state(model, adamw), torch.ones(5, 3))
+    free, _ = step(unbound(), torch.ones(5, 3))
+    for number, (state, shares) in enumerate(
+        [(advanced(unbound()), True), (bound, False), (donated, False), (free, False)]
+    ):
+        ckpt = ll.checkpoint_io(tmp_path / str(number), asynchronous=True)
+        gate.open.clear()
+        gate.began.clear()
+        path = ckpt.save(state)
+        assert gate.began.wait(30)
+        assert not path.exists()
+        sources = {run.source().untyped_storage().data_ptr() for run in gate.parts[-1].runs}
+        own = storages((state.params, state.buffers, state.opt_state))
+        assert sources == own if shares else not sources & own
+        kept = ll.copy_state(state)
+        if not shares:
+            state, _ = step(state, torch.randn(5, 3)) if state is not bound else (state, None)
+        gate.open.set()
+        ckpt.wait()
+        assert same(ckpt.restore(unbound()), kept)
+
+
+def test_an_error_in_the_background_surfaces_once_and_saving_goes_on(tmp_path, monkeypatch):
+    def failing(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ckpt = ll.checkpoint_io(tmp_path, asynchronous=True)
+    for surface in (ckpt.wait, lambda: ckpt.save(unbound()), lambda: ckpt.restore(unbound())):
+        monkeypatch.setattr(_directory, "write", failing)
+        ckpt.save(unbound().replace(step=4))
+        with pytest.raises(OSError, match=r"step-00000004 could not be saved: No space left on device"):
+            surface()
+        monkeypatch.undo()
+        ckpt.wait()
+        assert names_in(tmp_path) == []
+    ckpt.save(unbound().replace(step=4))
+    ckpt.wait()
+    assert here(ckpt) == [4]
+    assert not checkpoint._unheard
+
+
+def test_a_save_waits_for_the_one_before_it(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+    ckpt = ll.checkpoint_io(tmp_path, keep_last=1, asynchronous=True)
+    ckpt.save(unbound())
+    threading.Timer(0.2, gate.open.set).start()
+    ckpt.save(unbound().replace(step=1))
+    assert len(gate.parts) <= 2
+    assert (tmp_path / "step-00000000").exists() or here(ckpt) == [1]
+    ckpt.wait()
+    assert here(ckpt) == [1]
+
+
+def test_what_cannot_be_saved_is_said_by_the_save_itself(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path, asynchronous=True)
+    with pytest.raises(TypeError, match="/extra/seen is a set, which a checkpoint cannot hold"):
+        ckpt.save(unbound().replace(extra={"seen": {1, 2}}))
+    spent = fresh()
+    ckpt.save(spent)
+    ckpt.restore(spent)
+    with pytest.raises(ll.DonatedStateError):
+        ckpt.save(spent)
+    ckpt.wait()
+    assert here(ckpt) == [0]
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome"),
+    [("pass", "whole"), ("sys.exit(3)", "whole"), ("raise KeyboardInterrupt", "whole"), ("os._exit(0)", "none")],
+)
+def test_a_process_that_ends_right_after_a_save_leaves_all_of_it_or_nothing(tmp_path, end, outcome):
+    code = f"""
+import os, sys, time, torch, looplib as ll, looplib.checkpoint._directory as checkpoint
+write = checkpoint.write
+def slow(*args):
+    time.sleep(0.3)
+    write(*args)
+checkpoint.write = slow
+ckpt = ll.checkpoint_io({str(tmp_path)!r}, asynchronous=True)
+ckpt.save(ll.TrainState(step=5, params={{"w": torch.arange(10.0)}}))
+{end}
+"""
+    subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
+    ckpt = ll.checkpoint_io(tmp_path)
+    start = ll.TrainState(params={"w": torch.zeros(10)})
+    assert ckpt.restore(start).step == (5 if outcome == "whole" else 0)
+    ckpt.save(start.replace(step=6))
+    assert not [name for name in names_in(tmp_path) if not name.startswith("step-")]
+
+
+def test_an_error_that_nobody_asked_for_is_told_at_exit(tmp_path):
+    code = f"""
+import torch, looplib as ll, looplib.checkpoint._directory as checkpoint
+def failing(*args):
+    raise OSError(28, "No space left on device")
+checkpoint.write = failing
+ckpt = ll.checkpoint_io({str(tmp_path)!r}, asynchronous=True)
+ckpt.save(ll.TrainState(step=5, params={{"w": torch.zeros(1)}}))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert re.search(r"looplib: the last save failed: .*step-00000005 could not be saved: No space left", out.stderr)
+
+
+# Looking in
+
+
+def test_the_table_reads_well(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    assert repr(ckpt.steps()) == ckpt.steps()._repr_html_() == "no checkpoints"
+    state = ll.TrainState(params={"w": torch.zeros(300)}, opt_state={"m": torch.zeros(250_000)}, epoch=1, batch=3)
+    ckpt.save(state.replace(step=500, samples=32_000))
+    ckpt.save(state.replace(step=12_000, samples=768_000), {"eval/loss": 0.123456, "<b>": 2})
+    lines = repr(ckpt.steps()).splitlines()
+    assert lines[0].split() == [
+        *("step", "epoch", "batch", "samples", "saved", "size", "params", "opt_state", "eval/loss", "<b>")
+    ]
+    when = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+    assert re.fullmatch(rf"  500      1      3    32000  {when}  1 MB  1.2 kB       1 MB +", lines[1])
+    assert re.fullmatch(rf"12000      1      3   768000  {when}  1 MB  1.2 kB       1 MB    0.12346    2", lines[2])
+    assert len({len(line) for line in lines}) == 1
+    html = ckpt.steps()._repr_html_()
+    assert html.startswith("<table><tr><th>step</th>")
+    assert "<th>&lt;b&gt;</th>" in html
+    assert html.count("<td>") == 20
+    first = ckpt.steps()[0]
+    assert first.parts == {"params": 1200, "opt_state": 1_000_000}
+    assert first.bytes == (first.path / DATA).stat().st_size
+
+
+def test_a_listing_that_was_overtaken_is_made_again(tmp_path, monkeypatch):
+    """Between the listing of a directory and the look at its one checkpoint, another may take its place."""
+    writer = ll.checkpoint_io(tmp_path, keep_last=1)
+    writer.save(unbound())
+    number_of, ahead = checkpoint.number_of, [1, 2, 3]
+
+    def overtaken(path):
+        if ahead and number_of(path):
+            monkeypatch.setattr(checkpoint, "number_of", number_of)
+            writer.save(unbound().replace(step=ahead.pop(0)))
+            monkeypatch.setattr(checkpoint, "number_of", overtaken)
+        return number_of(path)
+
+    monkeypatch.setattr(checkpoint, "number_of", overtaken)
+    assert ll.checkpoint_io(tmp_path).restore(unbound(1)).step == 3
+
+
+def test_looking_in_reads_each_manifest_once(tmp_path, monkeypatch):
+    ckpt = ll.checkpoint_io(tmp_path)
+    for step in range(5):
+        ckpt.save(unbound().replace(step=step))
+    ckpt.steps()
+    monkeypatch.setattr(checkpoint, "read_manifest", None)
+    assert here(ckpt) == [0, 1, 2, 3, 4]
+
+
+def test_a_reader_beside_a_writer_always_finds_a_whole_one(tmp_path):
+    """As an evaluation does that follows a run which keeps only its last."""
+    stop = threading.Event()
+    writer = ll.checkpoint_io(tmp_path, keep_last=1)
+    writer.save(unbound())
+
+    def train():
+        step = 0
+        while not stop.is_set():
+            step += 1
+            writer.save(unbound().replace(step=step))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        reader, seen = ll.checkpoint_io(tmp_path), []
+        end = time.monotonic() + 60
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            while len(set(seen)) < 50:
+                assert time.monotonic() < end
+                seen.append(reader.restore(unbound(1)).step)
+    finally:
+        stop.set()
+        thread.join()
+    assert seen == sorted(seen)
+
+
+def test_a_pure_state_that_is_donated_while_it_is_written_is_written_as_it_was(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+    model = net()
+    grad_fn = ll.make_grad_fn(model, lambda m, x: m(x).square().mean())
+    pure, donated = (ll.make_train_step(grad_fn, adamw, donate=donate) for donate in (False, True))
+    ckpt = ll.checkpoint_io(tmp_path, asynchronous=True)
+    state, _ = pure(unbound(), torch.randn(5, 3))
+    kept = ll.copy_state(state)
+    ckpt.save(state)
+    assert gate.began.wait(30)
+    timer = threading.Timer(0.2, gate.open.set)
+    timer.start()
+    for _ in range(3):  # the first one waits, the others have nothing to wait for
+        state, _ = donated(state, torch.randn(5, 3))
+    ckpt.wait()
+    assert same(ckpt.restore(unbound()), kept)

@@ -1,0 +1,186 @@
+"""The learning-rate finder against a loop written by hand and a bound of stability."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+from looplib.contrib import find_lr
+from looplib.log._plots import smoothed
+
+
+def points(line):
+    return [tuple(map(float, point)) for point in zip(*line.get_data(), strict=True)]
+
+
+def task():
+    torch.manual_seed(0)
+    x = torch.randn(256, 6)
+    y = (x @ torch.randn(6, 3)).argmax(1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 3))
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
+    return model, grad_fn, list(zip(x.split(32), y.split(32), strict=True))
+
+
+def adamw(lr):
+    return ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=0.1)
+
+
+def leaves(state):
+    return [t for t in torch.utils._pytree.tree_leaves(state) if isinstance(t, torch.Tensor)]
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+def test_looking_for_a_learning_rate_leaves_the_run_as_it_was(donate, bound):
+    runs = []
+    for looks in (False, True):
+        model, grad_fn, batches = task()
+        train_step = ll.make_train_step(grad_fn, adamw(0.01), donate=donate)
+        state = ll.init_state(model, adamw(0.01), epoch_length=len(batches))
+        state = state if bound else ll.copy_state(state)
+        for batch in batches[:3]:
+            state, _ = train_step(state, batch)
+        if looks:
+            kept, own = ll.copy_state(state), {name: t.clone() for name, t in model.state_dict().items()}
+            tensors = leaves(state)
+            random, modes = torch.get_rng_state(), [module.training for module in model.modules()]
+            shuffled = torch.utils.data.DataLoader(
+                [(x, y) for x, y in zip(*batches[0], strict=True)], 8, shuffle=True
+            )
+            for given in (batches, shuffled):
+                find_lr(grad_fn, adamw, state, given, steps=30)
+            assert all(a is b for a, b in zip(leaves(state), tensors, strict=True))
+            assert all(map(torch.equal, leaves(state), leaves(kept)))
+            assert repr(state) == repr(kept)
+            assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
+            assert torch.equal(torch.get_rng_state(), random)
+            assert [module.training for module in model.modules()] == modes
+        for batch in batches[3:]:
+            state, _ = train_step(state, batch)
+        runs.append(leaves(state))
+    assert all(map(torch.equal, *runs))
+
+
+def test_the_curve_is_that_of_a_loop_written_by_hand():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    batches = [torch.randn(8, 4) for _ in range(3)]
+
+    def loss_fn(model, x):
+        return (model(x) - 1).square().mean()
+
+    def sgd(lr):
+        return ll.optimizer(torch.optim.SGD, lr=lr)
+
+    curve = find_lr(ll.make_grad_fn(model, loss_fn), sgd, ll.init_state(model, sgd(1.0)), batches, steps=80, high=100)
+    raw = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    for index, (lr, loss) in enumerate(zip(curve.lrs, curve.losses, strict=True)):
+        raw.param_groups[0]["lr"] = lr
+        assert lr == pytest.approx(1e-7 * 1e9 ** (index / 79))
+        raw.zero_grad()
+        value = loss_fn(model, batches[index % 3])
+        assert value.item() == loss
+        value.backward()
+        raw.step()
+    assert list(curve.smoothed) == smoothed(curve.losses, 0.9)
+    best = min(curve.smoothed)
+    assert curve.smoothed[-1] > 4 * best
+    assert len(curve.lrs) < 80
+
+
+def quadratic(curvature):
+    """On a quadratic, gradient descent diverges from 2 / curvature on."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: 0.5 * curvature * model(x).square().mean() + 1)
+    return grad_fn, ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=1.0))
+
+
+@pytest.mark.parametrize("curvature", [0.1, 1.0, 100.0])
+def test_the_suggestion_is_below_the_bound_of_stability(curvature):
+    grad_fn, state = quadratic(curvature)
+    curve = find_lr(
+        grad_fn, lambda lr: ll.optimizer(torch.optim.SGD, lr=lr), state, [torch.ones(2, 1)], low=1e-6, high=1e3
+    )
+    assert 0.005 / curvature < curve.suggestion < 2 / curvature
+
+
+def test_a_sweep_begins_where_the_run_stands():
+    model, grad_fn, batches = task()
+    state = ll.init_state(model, adamw(0.01)).replace(step=1000)
+    curve = find_lr(grad_fn, adamw, state, batches, low=1e-4, high=1e-2, steps=11)
+    assert curve.lrs == pytest.approx([1e-4 * 100 ** (index / 10) for index in range(11)])
+
+
+def test_a_looplib_loader_is_read_on_into_its_next_epochs():
+    seen = []
+
+    def loss_fn(model, x):
+        seen.extend(x[:, 0].tolist())
+        return model(x).square().mean()
+
+    model = nn.Linear(1, 1)
+    loader = ll.make_loader([torch.tensor([float(i)]) for i in range(12)], batch_size=4, seed=0)
+    state = ll.init_state(model, adamw(0.01), epoch_length=len(loader))
+    find_lr(ll.make_grad_fn(model, loss_fn), adamw, state, loader, steps=12, diverged=math.inf, high=0.1)
+    epochs = [seen[low : low + 12] for low in range(0, 48, 12)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 4
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_a_loss_that_never_falls_has_no_suggestion(tmp_path):
+    grad_fn, state = quadratic(1.0)
+
+    def up(lr):
+        return ll.optimizer(torch.optim.SGD, lr=lr, maximize=True)
+
+    curve = find_lr(grad_fn, up, state, [torch.ones(2, 1)])
+    assert curve.suggestion is None
+    assert "suggestion" not in [text.get_text() for text in curve.plot().axes[0].get_legend().get_texts()]
+
+
+def test_a_sweep_ends_where_the_loss_is_no_number():
+    grad_fn, state = quadratic(1e12)
+    curve = find_lr(
+        grad_fn, lambda lr: ll.optimizer(torch.optim.SGD, lr=lr), state, [torch.ones(2, 1)], diverged=math.inf
+    )
+    assert len(curve.lrs) < 100
+    assert all(map(math.isfinite, curve.losses))
+    curve.plot()
+
+
+def test_the_curve_is_drawn_with_the_suggestion(tmp_path):
+    model, grad_fn, batches = task()
+    curve = find_lr(grad_fn, adamw, ll.init_state(model, adamw(0.01)), batches)
+    (axes,) = curve.plot(tmp_path / "lr.png").axes
+    raw, line, mark = axes.lines
+    assert points(raw) == list(zip(curve.lrs, curve.losses, strict=True))
+    assert points(line) == list(zip(curve.lrs, curve.smoothed, strict=True))
+    assert list(mark.get_xdata()) == [curve.suggestion] * 2
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["loss", "loss, smoothed", f"suggestion: {curve.suggestion:.2g}"]
+    assert axes.get_xscale() == "log"
+    low, high = axes.get_ylim()
+    assert low < min(curve.losses) < curve.losses[0] < high
+    assert (tmp_path / "lr.png").exists()
+
+
+def test_a_sweep_that_cannot_be_is_refused():
+    model, grad_fn, batches = task()
+    state = ll.init_state(model, adamw(0.01))
+    for changes, message in (
+        ({"low": 0}, "low is 0 and high is 10.0; give learning rates with 0 < low < high"),
+        ({"low": 1.0, "high": 0.1}, "low is 1.0 and high is 0.1"),
+        ({"steps": 5}, "steps is 5; give at least 10"),
+        ({"batches": iter(batches)}, "the batches ended after 8, and cannot be read again for 100 steps"),
+        ({"batches": [(batches[0][0] * math.nan, batches[0][1])]}, "the loss is nan at the first batch"),
+        ({"state": ll.init_state(model)}, "the state has no opt_state: make it with the optimizer"),
+    ):
+        values = {"state": state, "batches": batches, "diverged": math.inf, **changes}
+        with pytest.raises(ValueError, match=message):
+            find_lr(grad_fn, adamw, values.pop("state"), values.pop("batches"), **values)
+    with pytest.raises(TypeError, match="optimizer_of_lr is a Optimizer; give a function of the learning rate"):
+        find_lr(grad_fn, adamw(0.1), state, batches)

@@ -1,0 +1,560 @@
+"""Gradients of each example against backward calls one example at a time, and formulas."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import looplib as ll
+
+
+class Transformer(nn.Module):
+    """A causal language model with tied weights, (batch, time) -> (batch, time, 11)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.position = nn.Parameter(torch.randn(6, 8))
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        mask = torch.full((tokens.size(1),) * 2, -math.inf, dtype=self.position.dtype).triu(1)
+        return self.head(self.layer(self.embedding(tokens) + self.position, src_mask=mask))
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def mean_loss(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def token_loss(model, tokens):
+    losses = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="none")
+    counts = tokens.flatten() > 3
+    return ll.Mean((losses * counts).sum(), counts.sum())
+
+
+def a_model_and_batch(kind, count=7):
+    torch.manual_seed(3)
+    if kind == "transformer":
+        tokens = torch.randint(0, 11, (count, 6))
+        tokens[:, 0] = 10
+        return Transformer().double(), token_loss, tokens
+    labels = torch.randint(0, 3, (count,))
+    if kind == "perceptron":
+        return perceptron(), mean_loss, (torch.randn(count, 5).double(), labels)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    return model.append(nn.Linear(16, 3)).double(), mean_loss, (torch.randn(count, 2, 6, 6).double(), labels)
+
+
+def one_by_one(model, loss_fn, batch, count):
+    """(count, *shape) for each parameter, by backward calls."""
+    found = {name: [] for name, _ in model.named_parameters()}
+    for i in range(count):
+        model.zero_grad()
+        out = loss_fn(model, tuple(t[i : i + 1] for t in batch) if isinstance(batch, tuple) else batch[i : i + 1])
+        (out.total / out.weight if isinstance(out, ll.Mean) else out).backward()
+        for name, p in model.named_parameters():
+            found[name].append(p.grad.clone())
+    model.zero_grad()
+    return {name: torch.stack(grads) for name, grads in found.items()}
+
+
+def close(found, expected, rtol=1e-11, atol=1e-13):
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=rtol, atol=atol)
+
+
+# make_per_sample_grad_fn
+
+
+@pytest.mark.parametrize("kind", ["perceptron", "convolution", "transformer"])
+@pytest.mark.parametrize("bound", [True, False])
+def test_each_example_has_the_gradient_that_it_has_alone(kind, bound):
+    model, loss_fn, batch = a_model_and_batch(kind)
+    expected = one_by_one(model, loss_fn, batch, 7)
+    state = ll.init_state(model)
+    if not bound:
+        state = ll.copy_state(state)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(torch.nan)
+    before = {name: tensor.clone() for name, tensor in state.params.items()}
+    out = ll.contrib.make_per_sample_grad_fn(model, loss_fn)(state, batch)
+    close(out.grads, expected)
+    assert out.samples == 7
+    assert not any(grad.requires_grad for grad in out.grads.values())
+    assert all(torch.equal(state.params[name], tensor) for name, tensor in before.items())
+    assert all(p.grad is None and isinstance(p, nn.Parameter) for p in model.parameters())
+
+
+def test_only_what_is_trained_has_a_gradient():
+    model, loss_fn, batch = a_model_and_batch("perceptron")
+    expected = one_by_one(model, loss_fn, batch, 7)
+    out = ll.contrib.make_per_sample_grad_fn(model, loss_fn, trainable=lambda name, tensor: name == "0.bias")(
+        ll.init_state(model), batch
+    )
+    close(out.grads, {"0.bias": expected["0.bias"]})
+    assert not out.grads["0.bias"].requires_grad
+    model[0].requires_grad_(False)
+    out = ll.contrib.make_per_sample_grad_fn(model, loss_fn)(ll.init_state(model), batch)
+    close(out.grads, {name: expected[name] for name in ("2.weight", "2.bias")})
+
+
+def test_metrics_merge_as_those_of_the_whole_batch():
+    def with_aux(loss_fn):
+        def aux_loss(model, batch):
+            tokens = batch
+            right = model(tokens).argmax(-1) == tokens
+            aux = {"accuracy": right.double().mean(), "tokens": ll.Mean(right.sum(), right.numel()), "constant": 2.5}
+            return loss_fn(model, tokens), aux
+
+        return aux_loss
+
+    def scalar_loss(model, tokens):
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    model, _, tokens = a_model_and_batch("transformer")
+    state = ll.init_state(model)
+    for loss_fn in (with_aux(token_loss), with_aux(scalar_loss)):
+        pieces = [
+            ll.contrib.make_per_sample_grad_fn(model, loss_fn)(state, piece).metrics for piece in tokens.split(3)
+        ]
+        expected = ll.compute(ll.make_grad_fn(model, loss_fn)(state, tokens).metrics)
+        assert ll.compute(ll.merge(*pieces)) == pytest.approx(expected, rel=1e-12)
+        assert set(expected) == {"loss", "accuracy", "tokens", "constant"}
+        empty = ll.contrib.make_per_sample_grad_fn(model, loss_fn)(state, tokens[:0])
+        assert ll.compute(ll.merge(empty.metrics, *pieces)) == pytest.approx(expected, rel=1e-12)
+        assert all(grad.shape == (0, *state.params[name].shape) for name, grad in empty.grads.items())
+
+
+def test_an_example_without_weight_has_a_gradient_of_zero():
+    model, _, tokens = a_model_and_batch("transformer", count=3)
+    tokens[1] = 0  # which token_loss does not count
+    out = ll.contrib.make_per_sample_grad_fn(model, token_loss)(ll.init_state(model), tokens)
+    for grad in out.grads.values():
+        assert torch.equal(grad[1], torch.zeros_like(grad[1]))
+        assert grad.isfinite().all()
+    expected = ll.make_grad_fn(model, token_loss)(ll.init_state(model), tokens).metrics
+    assert ll.compute(out.metrics) == pytest.approx(ll.compute(expected), rel=1e-12)
+
+
+def test_batches_keep_their_structure():
+    model = nn.Linear(5, 3).double()
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append((type(batch), tuple(batch["x"].shape), batch["pair"][1], batch["temperature"].dim()))
+        return F.cross_entropy(model(batch["x"]) / batch["temperature"], batch["pair"][0])
+
+    fields = {"x": torch.randn(4, 5).double(), "pair": (torch.tensor([0, 1, 2, 1]), "a task")}
+    fields["temperature"] = torch.tensor(2.0)
+    grad_fn = ll.contrib.make_per_sample_grad_fn(model, loss_fn)
+    plain = grad_fn(ll.init_state(model), fields)
+    strange = grad_fn(ll.init_state(model), transformers.BatchEncoding(fields))
+    close(strange.grads, plain.grads, 0, 0)
+    shape = ((1, 5), "a task", 0)
+    assert seen == [(dict, *shape), (transformers.BatchEncoding, *shape)]
+
+
+def dropout_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1))
+
+
+def test_dropout_differs_by_example_and_is_a_function_of_the_place():
+    model, x = dropout_model(), torch.ones(6, 4)
+    grad_fn = ll.contrib.make_per_sample_grad_fn(model, lambda model, x: model(x).sum())
+    state = ll.init_state(model, seed=5)
+    stream = torch.get_rng_state()
+
+    def masks(state, **part):
+        return grad_fn(state, x, ll.types.Part(**part)).grads["2.weight"][:, 0] != 0
+
+    first = masks(state)
+    assert len({tuple(row.tolist()) for row in first}) == 6
+    assert 0.3 < first.float().mean() < 0.7
+    assert torch.equal(first, masks(state))
+    for other in (masks(state.replace(step=1)), masks(state.replace(seed=6)), masks(state, index=1)):
+        assert not torch.equal(first, other)
+    for wrapped in (ll.contrib.clip_per_sample(grad_fn, 1e6), ll.contrib.gradient_noise_scale(grad_fn)):
+        for index, expected in ((0, first), (1, masks(state, index=1))):
+            grads = wrapped(state, x, ll.types.Part(index=index)).grads
+            assert torch.equal(grads["2.weight"][0] != 0, expected.any(0))
+    assert torch.equal(stream, torch.get_rng_state())
+
+
+class Writes(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(3, 1)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if self.how == "in place":
+            self.count += 1
+        else:
+            self.count = self.count + 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Writes("in place"), "count"),
+        (Writes("anew"), "count"),
+        (nn.InstanceNorm1d(2, affine=True, track_running_stats=True), "running_mean"),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), "parametrizations.weight.0._u"),
+    ],
+)
+def test_a_buffer_that_is_written_is_refused_and_stays(model, name):
+    grad_fn = ll.contrib.make_per_sample_grad_fn(model, lambda model, x: model(x).square().mean())
+    state = ll.init_state(model)
+    before = state.buffers[name].clone()
+    with pytest.raises(ValueError, match=rf"writes to a buffer \(of .*{name}.*eval mode before"):
+        grad_fn(state, torch.randn(4, 2, 3))
+    assert torch.equal(state.buffers[name], before)
+    assert model.get_buffer(name) is state.buffers[name]
+
+
+def test_batch_norm_is_refused_but_in_eval_mode():
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    with pytest.raises(ValueError, match=r"^1 \(BatchNorm1d\) would normalise .* use GroupNorm .* eval mode"):
+        ll.contrib.make_per_sample_grad_fn(model, mean_loss)
+    with pytest.raises(ValueError, match=r"the model \(BatchNorm2d\)"):
+        ll.contrib.make_per_sample_grad_fn(nn.BatchNorm2d(4), mean_loss)
+    with pytest.raises(ValueError, match=r"0 \(BatchNorm1d\).* eval mode, with running statistics"):
+        ll.contrib.make_per_sample_grad_fn(
+            nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False).eval(), nn.Linear(4, 3)), mean_loss
+        )
+    model[1].eval()
+    batch = torch.randn(7, 5).double(), torch.randint(0, 3, (7,))
+    out = ll.contrib.make_per_sample_grad_fn(model, mean_loss)(ll.init_state(model), batch)
+    close(out.grads, one_by_one(model, mean_loss, batch, 7))
+
+
+def test_what_has_no_gradients_of_its_examples_is_refused():
+    model, loss_fn, (x, y) = a_model_and_batch("perceptron")
+    grad_fn, state = ll.contrib.make_per_sample_grad_fn(model, loss_fn), ll.init_state(model)
+    with pytest.raises(ValueError, match=r"do not add up within accumulate: .* accumulate\(clip_per_sample"):
+        ll.accumulate(grad_fn, 2)(state, (x, y))
+    with pytest.raises(ValueError, match=r"within scale_loss are not supported: .*bfloat16"):
+        grad_fn(state, (x, y), ll.types.Part(scale=torch.tensor(2.0)))
+    with pytest.raises(ValueError, match=r"shape \(6,\), and the batch 7 examples"):
+        grad_fn(state, (x, y[:6]))
+    with pytest.raises(TypeError, match="the batch has a ndarray; per-sample gradients need tensors"):
+        grad_fn(state, (x, np.zeros(7)))
+    with pytest.raises(ValueError, match=r"the loss has shape \(1, 3\); return a scalar"):
+        ll.contrib.make_per_sample_grad_fn(model, lambda model, batch: model(batch[0]))(state, (x, y))
+    with pytest.raises(ValueError, match="does not depend on any trainable parameter"):
+        ll.contrib.make_per_sample_grad_fn(model, lambda model, batch: batch[0].sum())(state, (x, y))
+    with pytest.raises(TypeError, match="'counts' is a Counts; with per-sample gradients give"):
+        ll.contrib.make_per_sample_grad_fn(model, lambda model, batch: (loss_fn(model, batch), {"counts": Counts()}))(
+            state, (x, y)
+        )
+    with pytest.raises(ValueError, match="the state's parameters are not those of this Sequential"):
+        grad_fn(ll.init_state(nn.Linear(2, 2)), (x, y))
+
+
+class Counts:
+    def merge(self, other):
+        return self
+
+    def compute(self):
+        return 0
+
+
+def test_a_module_within_an_engine_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+        with pytest.raises(ValueError, match=r"DistributedDataParallel works on .* give the module that it wraps"):
+            ll.contrib.make_per_sample_grad_fn(model, mean_loss)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# clip_per_sample
+
+
+def clipped_by_hand(each, max_norm):
+    """The mean of the clipped gradients, each by torch's own function, and what the metrics say of them."""
+    count = len(next(iter(each.values())))
+    total, norms = {name: torch.zeros_like(grad[0]) for name, grad in each.items()}, []
+    for i in range(count):
+        parameters = [nn.Parameter(torch.zeros_like(grad[i])) for grad in each.values()]
+        for parameter, grad in zip(parameters, each.values(), strict=True):
+            parameter.grad = grad[i].clone()
+        norms.append(nn.utils.clip_grad_norm_(parameters, max_norm).item())
+        for name, parameter in zip(each, parameters, strict=True):
+            total[name] += parameter.grad / count
+    return total, sum(norm > max_norm for norm in norms) / count, sum(norms) / count
+
+
+@pytest.mark.parametrize("kind", ["perceptron", "convolution", "transformer"])
+def test_each_example_is_clipped_by_itself(kind):
+    model, loss_fn, batch = a_model_and_batch(kind)
+    each = one_by_one(model, loss_fn, batch, 7)
+    norms = sorted(torch.stack([grad.flatten(1).norm(dim=1) for grad in each.values()]).norm(dim=0).tolist())
+    per_sample, state = ll.contrib.make_per_sample_grad_fn(model, loss_fn), ll.init_state(model)
+    for max_norm in (norms[0] / 2, norms[3] * 1.0001, norms[6] * 2):
+        expected, share, mean_norm = clipped_by_hand(each, max_norm)
+        out = ll.contrib.clip_per_sample(per_sample, max_norm)(state, batch)
+        close(out.grads, expected)
+        metrics = ll.compute(out.metrics)
+        assert metrics.keys() == {"loss", "clipped", "grad_norm_per_sample"}
+        assert metrics["clipped"] == share
+        assert metrics["grad_norm_per_sample"] == pytest.approx(mean_norm, rel=1e-12)
+    mean = {name: grad.mean(0) for name, grad in each.items()}
+    close(ll.contrib.clip_per_sample(per_sample, math.inf)(state, batch).grads, mean)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    max_norm=st.floats(1e-3, 1e2),
+    per=st.sampled_from([None, 1.0, 17.0]),
+    wrapper=st.sampled_from(["clip_per_sample", "gradient_noise_scale"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_parts_add_up_to_the_whole(sizes, max_norm, per, wrapper):
+    torch.manual_seed(sum(sizes))
+    model, x, y = perceptron(), torch.randn(sum(sizes), 5).double(), torch.randint(0, 3, (sum(sizes),))
+    grad_fn = ll.contrib.make_per_sample_grad_fn(model, mean_loss)
+    if wrapper == "clip_per_sample":
+        grad_fn = ll.contrib.clip_per_sample(grad_fn, max_norm)
+    else:
+        grad_fn = ll.contrib.gradient_noise_scale(grad_fn)
+    state, pieces = ll.init_state(model), list(zip(x.split(sizes), y.split(sizes), strict=True))
+    whole = grad_fn(state, (x, y))
+    out = ll.accumulate(grad_fn)(state, pieces)
+    close(out.grads, whole.grads)
+    assert out.samples == whole.samples == sum(sizes)
+    found, expected = ll.compute(out.metrics), ll.compute(whole.metrics)
+    found.pop("gradient_noise_scale", None), expected.pop("gradient_noise_scale", None)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+    grads, weight, given = None, 0, per
+    for index, piece in enumerate(pieces):
+        out = grad_fn(state, piece, ll.types.Part(index=index, sums=True, per=given, into=grads))
+        assert grads is None or all(out.grads[name] is grad for name, grad in grads.items())
+        grads, weight, given = out.grads, weight + out.weight, out.per
+    assert given == (per or sizes[0])
+    close({name: grad * given / weight for name, grad in grads.items()}, whole.grads)
+
+
+def test_clipping_by_pieces_trains_as_by_the_whole_donated_or_not():
+    model, loss_fn, batch = a_model_and_batch("convolution")
+    clip = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 0.5)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    start = ll.copy_state(ll.init_state(model, optimizer))
+    ends = []
+    for grad_fn, donate in ((clip, False), (clip, True), (ll.accumulate(clip, size=2), True)):
+        state = ll.copy_state(start)
+        train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
+        for _ in range(3):
+            state, metrics = train_step(state, batch)
+        assert state.step == 3
+        assert state.samples == 21
+        assert "clipped" in ll.compute(metrics)
+        ends.append({name: tensor.detach() for name, tensor in state.params.items()})
+    close(ends[1], ends[0], 0, 0)
+    close(ends[2], ends[0], 1e-9, 1e-9)
+
+
+def test_an_empty_batch_has_a_clipped_gradient_of_zero():
+    model, loss_fn, (x, y) = a_model_and_batch("perceptron")
+    out = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 1.0)(
+        ll.init_state(model), (x[:0], y[:0])
+    )
+    close(out.grads, {name: torch.zeros_like(p) for name, p in model.named_parameters()}, 0, 0)
+    assert out.samples == 0
+
+
+def test_clipping_refuses_what_it_cannot_clip():
+    model, loss_fn, batch = a_model_and_batch("perceptron")
+    whole = ll.make_grad_fn(model, loss_fn)
+    for wrong in (0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=r"max_norm is .*above 0"):
+            ll.contrib.clip_per_sample(whole, wrong)
+    for wrapper in (lambda fn: ll.contrib.clip_per_sample(fn, 1.0), ll.contrib.gradient_noise_scale):
+        with pytest.raises(ValueError, match=r"\(6, 5\) for 0.weight, .* 7 examples have \(7, 6, 5\): put it around"):
+            wrapper(whole)(ll.init_state(model), batch)
+        with pytest.raises(ValueError, match="within scale_loss are not supported"):
+            wrapper(ll.contrib.make_per_sample_grad_fn(model, loss_fn))(
+                ll.init_state(model), batch, ll.types.Part(scale=torch.ones(()))
+            )
+
+
+# add_noise
+
+
+def noise_of(state, batch, max_norm=2.0, multiplier=0.5, size=None, wrap=lambda grad_fn: grad_fn):
+    """What add_noise adds to the sum of the clipped gradients, in one vector."""
+    model = nn.Sequential(nn.Linear(5, 100), nn.Linear(100, 100), nn.Linear(100, 100), nn.Linear(100, 3)).double()
+    state = ll.init_state(model).replace(**state)
+    clip = wrap(ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, mean_loss), max_norm))
+    out = ll.contrib.add_noise(clip, max_norm, multiplier, expected_batch_size=size)(state, batch)
+    part = clip(state, batch, ll.types.Part(sums=True))
+    size = size or len(batch[1])
+    return torch.cat([(out.grads[name] * size - part.grads[name] * part.per).flatten() for name in part.grads])
+
+
+def test_noise_has_its_standard_deviation_and_its_place():
+    batch = torch.randn(7, 5).double(), torch.randint(0, 3, (7,))
+    other = torch.randn(4, 5).double(), torch.randint(0, 3, (4,))
+    first = noise_of({"seed": 1, "step": 3}, batch)
+    n = len(first)
+    # the standard errors of a mean and a standard deviation of n normal numbers; 5 of them
+    assert abs(first.mean()) < 5 / math.sqrt(n)
+    assert abs(first.std() - 1.0) < 5 / math.sqrt(2 * n)
+    assert abs((first**4).mean() - 3) < 5 * math.sqrt(96 / n)
+    matrices = first[5 * 100 + 100 :][: 2 * (100 * 100 + 100)].view(2, -1)
+    assert abs(torch.corrcoef(matrices)[0, 1]) < 5 / math.sqrt(matrices.size(1))  # two parameters of one shape
+
+    same = {
+        "again": noise_of({"seed": 1, "step": 3}, batch),
+        "other examples": noise_of({"seed": 1, "step": 3}, other),
+        "once for all pieces": noise_of({"seed": 1, "step": 3}, batch, wrap=lambda fn: ll.accumulate(fn, size=2)),
+        "on the sum": noise_of({"seed": 1, "step": 3}, batch, size=32),
+        "in proportion": noise_of({"seed": 1, "step": 3}, batch, max_norm=3.0, multiplier=2.0) / 6,
+    }
+    for what, noise in same.items():
+        torch.testing.assert_close(noise, first, rtol=1e-9, atol=1e-9, msg=what)
+    for place in ({"seed": 1, "step": 4}, {"seed": 2, "step": 3}):
+        pair = torch.stack([first, noise_of(place, batch)])
+        assert abs(torch.corrcoef(pair)[0, 1]) < 5 / math.sqrt(n)
+
+
+def test_noise_has_the_same_bits_each_time_and_a_stream_of_its_own():
+    model, x = dropout_model(), torch.randn(6, 4)
+    clip = ll.contrib.clip_per_sample(
+        ll.contrib.make_per_sample_grad_fn(model, lambda model, x: model(x).mean()), 1.0
+    )
+    state, stream = ll.init_state(model, seed=3), torch.get_rng_state()
+    quiet, plain = ll.contrib.add_noise(clip, 1.0, 0.0)(state, x), clip(state, x)
+    close(quiet.grads, plain.grads, 1e-6, 1e-7)  # dropout is where it was
+    noisy = ll.contrib.add_noise(clip, 1.0, 1.3)
+    one, two = noisy(state, x), noisy(state, x)
+    close(one.grads, two.grads, 0, 0)
+    assert ll.compute(one.metrics) == ll.compute(two.metrics) == ll.compute(plain.metrics)
+    assert torch.equal(stream, torch.get_rng_state())
+    torch.manual_seed(ll._random.mix(3, 0, 0, 0))  # dropout's own stream would give this
+    assert not torch.allclose((one.grads["0.weight"] - plain.grads["0.weight"]) * 6 / 1.3, torch.randn(64, 4))
+
+
+def test_an_empty_batch_is_noise_alone():
+    model, loss_fn, (x, y) = a_model_and_batch("perceptron")
+    clip = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 2.0)
+    state, empty = ll.init_state(model), (x[:0], y[:0])
+    for inner in (clip, ll.accumulate(clip, size=4)):
+        noise = ll.contrib.add_noise(inner, 2.0, 1.5, expected_batch_size=10)(state, empty)
+        full = ll.contrib.add_noise(inner, 2.0, 1.5, expected_batch_size=10)(state, (x, y))
+        sums = clip(state, (x, y)).grads
+        close({name: full.grads[name] - grad * 7 / 10 for name, grad in sums.items()}, noise.grads)
+        assert noise.samples == 0
+        with pytest.raises(ValueError, match=r"the batch is empty: .*expected_batch_size"):
+            ll.contrib.add_noise(inner, 2.0, 1.5)(state, empty)
+
+
+def test_noise_refuses_what_it_does_not_make_private():
+    model, loss_fn, batch = a_model_and_batch("perceptron")
+    clip = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 1.0)
+    with pytest.raises(ValueError, match=r"clip_per_sample has max_norm=1.0 and add_noise max_norm=2.0"):
+        ll.contrib.add_noise(clip, 2.0, 1.0)
+    with pytest.raises(ValueError, match="not clipped example by example"):
+        ll.contrib.add_noise(ll.make_grad_fn(model, loss_fn), 1.0, 1.0)(ll.init_state(model), batch)
+    with pytest.raises(ValueError, match="clip_by_global_norm within add_noise"):
+        ll.contrib.add_noise(ll.clip_by_global_norm(clip, 1.0), 1.0, 1.0)
+    with pytest.raises(ValueError, match=r"put it around, add_noise\(accumulate"):
+        ll.accumulate(ll.contrib.add_noise(clip, 1.0, 1.0), 2)
+    for name, value, least in (
+        ("max_norm", math.inf, "above 0"),
+        ("max_norm", 0.0, "above 0"),
+        ("noise_multiplier", -0.1, "0 or more"),
+        ("noise_multiplier", math.nan, "0 or more"),
+        ("expected_batch_size", 0, "above 0"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is {value}; give a finite number {least}"):
+            ll.contrib.add_noise(clip, **{"max_norm": 1.0, "noise_multiplier": 1.0, name: value})
+
+
+# gradient_noise_scale
+
+
+@pytest.mark.parametrize("kind", ["perceptron", "convolution", "transformer"])
+def test_noise_scale_is_that_of_the_paper_and_the_gradient_the_mean(kind):
+    model, loss_fn, batch = a_model_and_batch(kind)
+    each = one_by_one(model, loss_fn, batch, 7)
+    out = ll.contrib.gradient_noise_scale(ll.contrib.make_per_sample_grad_fn(model, loss_fn))(
+        ll.init_state(model), batch
+    )
+    close(out.grads, {name: grad.mean(0) for name, grad in each.items()})
+    # McCandlish et al., A.1: from the squared norms of gradients over 1 example and over 7
+    flat = torch.cat([grad.flatten(1) for grad in each.values()], dim=1)
+    small, big = flat.square().sum(1).mean(), flat.mean(0).square().sum()
+    squared, trace = (7 * big - small) / (7 - 1), (small - big) / (1 - 1 / 7)
+    scale = out.metrics["gradient_noise_scale"]
+    torch.testing.assert_close(scale.total, trace, rtol=1e-11, atol=0)
+    torch.testing.assert_close(scale.weight, squared, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_noise_scale_of_a_known_distribution(size):
+    # A loss of w @ x has the gradient x: here with a mean of norm 0.7 and a variance of 0.04 + ... + 0.32.
+    count, steps, dim = 16, 300, 8
+    model = nn.Linear(dim, 1, bias=False).double()
+    grad_fn = ll.contrib.gradient_noise_scale(
+        ll.contrib.make_per_sample_grad_fn(model, lambda model, x: model(x).mean())
+    )
+    grad_fn = grad_fn if size is None else ll.accumulate(grad_fn, size=size)
+    generator = torch.Generator().manual_seed(0)
+    mean, variance = torch.full((dim,), 0.7 / math.sqrt(dim)).double(), torch.arange(1, dim + 1).double() * 0.04
+    records, state = [], ll.init_state(model)
+    for _ in range(steps):
+        x = mean + variance.sqrt() * torch.randn(count, dim, generator=generator, dtype=torch.double)
+        records.append(grad_fn(state, x).metrics)
+    n, m = size or count, steps * count // (size or count)  # m pieces of n examples
+    merged = ll.merge(*records)["gradient_noise_scale"]
+    total, weight = merged.total / m, merged.weight / m
+    # their standard errors, for normal numbers: 5 of them
+    trace, squares = variance.sum(), variance.square().sum()
+    assert abs(total - trace) < 5 * math.sqrt(2 * squares / (n - 1) / m)
+    error = math.sqrt((4 * (mean**2 * variance).sum() / n + 2 * squares / (n * (n - 1))) / m)
+    assert abs(weight - 0.49) < 5 * error
+    assert ll.compute({"scale": merged})["scale"] == pytest.approx(float(total / weight), rel=1e-12)
+
+
+def test_one_example_has_no_noise_scale():
+    model, loss_fn, (x, y) = a_model_and_batch("perceptron")
+    grad_fn, state = (
+        ll.contrib.gradient_noise_scale(ll.contrib.make_per_sample_grad_fn(model, loss_fn)),
+        ll.init_state(model),
+    )
+    alone = grad_fn(state, (x[:1], y[:1])).metrics
+    assert math.isnan(ll.compute(alone)["gradient_noise_scale"])
+    rest = grad_fn(state, (x[1:], y[1:])).metrics
+    name = "gradient_noise_scale"
+    assert ll.compute(ll.merge(alone, rest))[name] == pytest.approx(ll.compute(rest)[name], rel=1e-12)
+
+
+def test_another_max_norm_is_found_through_accumulate_too():
+    model = nn.Linear(2, 1)
+    clipped = ll.contrib.clip_per_sample(
+        ll.contrib.make_per_sample_grad_fn(model, lambda model, x: model(x).mean()), 1.0
+    )
+    for grad_fn in (clipped, ll.accumulate(clipped, size=4)):
+        with pytest.raises(ValueError, match=r"max_norm=1.0 and add_noise max_norm=2.0"):
+            ll.contrib.add_noise(grad_fn, max_norm=2.0, noise_multiplier=1.0)

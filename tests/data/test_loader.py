@@ -1,0 +1,1116 @@
+# ruff: noqa: NPY002 (numpy's global stream is what is tested here)
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import tracemalloc
+import weakref
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    StackDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    get_worker_info,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from looplib.data import Loader, make_loader, without_samples
+from looplib.data._orders import Sampling, in_order, plan_epoch, shuffled, weighted
+from looplib.state import end_epoch
+from looplib.types import TrainState
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata calls it
+]
+
+
+def at(epoch=0, batch=0, epoch_length=None):
+    return TrainState(epoch=epoch, batch=batch, epoch_length=epoch_length)
+
+
+def batches_of(loader, epoch=0, batch=0):
+    return [b.tolist() if isinstance(b, torch.Tensor) else b for b in loader(at(epoch, batch))]
+
+
+def samples_of(loader, epoch=0):
+    return list(itertools.chain.from_iterable(batches_of(loader, epoch)))
+
+
+def global_streams():
+    return torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+
+
+def same_streams(one, other):
+    return (
+        torch.equal(one[0], other[0])
+        and one[1] == other[1]
+        and all(np.array_equal(a, b) for a, b in zip(one[2], other[2], strict=True))
+    )
+
+
+class Augmented(Dataset):
+    """Draws from all three global streams, as data augmentation does."""
+
+    def __init__(self, count):
+        self.count, self.read = count, []
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        drawn = [torch.rand(()).item(), torch.randn(3)[1].item(), random.gauss(0, 1), random.random()]
+        return torch.tensor([index, *drawn, np.random.standard_normal(), np.random.rand()], dtype=torch.float64)
+
+
+class AugmentedStream(IterableDataset):
+    """Numbers with a draw each, shared out among the workers."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        for number in range(first, self.count, step):
+            drawn = [torch.rand(()).item(), random.random(), np.random.rand()]
+            yield torch.tensor([number, *drawn], dtype=torch.float64)
+
+
+class Failing(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise LookupError("no such picture")
+
+
+def rows_by_index(loader, state=None):
+    return {row[0].item(): row for batch in loader(state or at()) for row in batch}
+
+
+def same_rows(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def add_noise(items):
+    return default_collate(items) + random.random() + torch.rand(()) + np.random.rand()
+
+
+# The order
+
+
+sizes = st.integers(1, 60)
+
+
+@given(
+    count=sizes, batch_size=st.integers(1, 20), drop_last=st.booleans(), epoch=st.integers(0, 9), seed=st.integers()
+)
+def test_a_shuffled_epoch_is_each_sample_once_in_the_batches_of_a_dataloader(
+    count, batch_size, drop_last, epoch, seed
+):
+    reference = DataLoader(range(count), batch_size=batch_size, drop_last=drop_last)
+    if not len(reference):
+        with pytest.raises(ValueError, match=f"no batches: {count} samples, batch_size={batch_size}, drop_last=True"):
+            make_loader(range(count), batch_size=batch_size, drop_last=drop_last, seed=seed)
+        return
+    loader = make_loader(range(count), batch_size=batch_size, drop_last=drop_last, seed=seed)
+    batches = batches_of(loader, epoch)
+    assert len(loader) == len(reference)
+    assert [len(batch) for batch in batches] == [len(batch) for batch in reference]
+    samples = list(itertools.chain.from_iterable(batches))
+    assert len(set(samples)) == len(samples)
+    assert set(samples) <= set(range(count))
+    assert drop_last or len(samples) == count
+
+
+@given(count=sizes, batch_size=st.integers(1, 20), start=st.integers(0, 60), epoch=st.integers(0, 3), data=st.data())
+def test_a_run_from_batch_k_is_the_tail_of_the_whole(count, batch_size, start, epoch, data):
+    options = data.draw(
+        st.sampled_from(
+            [
+                {},
+                {"shuffle": False},
+                {"weights": [i + 1 for i in range(count)]},
+                {"lengths": [i % 7 + 1 for i in range(count)]},
+                {"lengths": [i % 7 + 1 for i in range(count)], "pool": 2, "limit": 3},
+                {"limit": 2},
+                {"sampler": SubsetRandomSampler(range(count))},
+                {"sampler": lambda epoch, generator: torch.randperm(count, generator=generator)},
+            ]
+        )
+    )
+    loader = make_loader(Augmented(count), batch_size=batch_size, **options)
+    start %= len(loader)
+    whole, tail = list(loader(at(epoch))), list(loader(at(epoch, start, len(loader))))
+    assert len(whole) == len(loader)
+    assert len(tail) == len(loader) - start
+    assert all(map(torch.equal, whole[start:], tail))
+
+
+def test_in_order_is_what_a_dataloader_gives():
+    data = [{"x": torch.full((2,), i), "name": str(i)} for i in range(10)]
+    ours, theirs = make_loader(data, batch_size=3, shuffle=False)(at()), DataLoader(data, batch_size=3)
+    for batch, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(batch["x"], expected["x"])
+        assert batch["name"] == expected["name"]
+
+
+def test_orders_differ_by_seed_and_epoch_and_by_nothing_else():
+    loader, again = (make_loader(range(50), batch_size=7, seed=3) for _ in range(2))
+    orders = [tuple(samples_of(loader, epoch)) for epoch in range(20)]
+    assert len(set(orders)) == 20
+    torch.manual_seed(5)
+    assert orders == [tuple(samples_of(again, epoch)) for epoch in range(20)]
+    others = [tuple(samples_of(make_loader(range(50), batch_size=7, seed=seed))) for seed in range(20)]
+    assert len(set(others)) == 20
+    assert orders[0] == tuple(samples_of(make_loader(range(50), batch_size=20, seed=3)))
+
+
+def test_each_sample_comes_first_equally_often():
+    loader = make_loader(range(5), batch_size=1)
+    first = Counter(next(loader(at(epoch))).item() for epoch in range(1000))
+    assert all(abs(first[i] - 200) < 5 * (1000 * 0.2 * 0.8) ** 0.5 for i in range(5))
+
+
+def test_nothing_before_the_batch_is_read():
+    data = Augmented(1000)
+    loader = make_loader(data, batch_size=10)
+    rest = loader(at(batch=97, epoch_length=100))
+    assert data.read == []
+    next(rest)
+    assert len(data.read) == 10
+    assert len(list(rest)) == 2
+    assert len(data.read) == 30
+
+
+def test_a_million_samples_make_no_million_python_objects():
+    loader = make_loader(TensorDataset(torch.zeros(1_000_000)), batch_size=64)
+    tracemalloc.start()
+    try:
+        batch = next(loader(at(batch=15_000, epoch_length=15_625)))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+    assert len(batch[0]) == 64
+
+
+def test_the_plan_of_an_epoch_can_be_had_without_a_dataset():
+    plan = plan_epoch(Sampling(shuffled(10), batch_size=4, drop_last=False, distinct=True), seed=0, epoch=2)
+    whole = [plan.batch(k)[0].tolist() for k in range(len(plan))]
+    assert whole == batches_of(make_loader(range(10), batch_size=4), epoch=2)
+    assert plan_epoch(Sampling(in_order(3), 1, False, True), 0, 0).keys.tolist() == [0, 1, 2]
+
+
+def test_what_is_returned_keeps_no_state_alive():
+    for loader in (make_loader(range(4), batch_size=2), make_loader(AugmentedStream(4), batch_size=2)):
+        state = at()
+        seen = weakref.ref(state)
+        batches = loader(state)
+        next(batches)
+        del state
+        assert seen() is None
+
+
+# Weights, lengths and orders of the user's
+
+
+def test_weights_are_the_frequencies_and_zero_is_never():
+    weights = [0, 1, 2, 0, 5, 0]
+    loader = make_loader(range(6), batch_size=100, weights=weights, num_samples=20_000)
+    assert len(loader) == 200
+    counts = Counter(samples_of(loader))
+    assert set(counts) == {1, 2, 4}
+    for index in counts:
+        p = weights[index] / 8
+        assert abs(counts[index] - 20_000 * p) < 5 * (20_000 * p * (1 - p)) ** 0.5
+    assert samples_of(loader, 1) != samples_of(loader)
+    assert len(make_loader(range(6), batch_size=4, weights=torch.tensor(weights))) == 2
+
+
+@given(
+    weights=st.lists(st.floats(0, 1e300, allow_subnormal=False), min_size=1).filter(any),
+    drawn=st.sampled_from([0.0, 1 - 2**-53]),
+)
+def test_the_outermost_draws_still_fall_on_samples_with_weight(weights, drawn):
+    weights = [0.0, *weights, 0.0]
+    draw = weighted(torch.tensor(weights, dtype=torch.float64), 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "rand", lambda *args, **options: torch.tensor([drawn], dtype=torch.float64))
+        assert weights[draw(0, torch.Generator()).item()] > 0
+
+
+def test_a_sample_drawn_again_in_an_epoch_is_augmented_anew():
+    loader = make_loader(Augmented(3), batch_size=5, weights=[1, 1, 1], num_samples=60)
+    rows = torch.cat(list(loader(at())))
+    assert len(rows) == len({tuple(row) for row in rows.tolist()}) == 60
+    # The first time that an index comes, it gets what it gets in an order without repetition.
+    plain = rows_by_index(make_loader(Augmented(3), batch_size=1))
+    first = {row[0].item(): row for row in rows.flip(0)}
+    assert same_rows(plain, first)
+    assert torch.equal(
+        rows, torch.cat(list(make_loader(Augmented(3), batch_size=7, weights=[1] * 3, num_samples=60)(at())))
+    )
+
+
+@given(count=st.integers(1, 300), batch_size=st.integers(1, 9), drop_last=st.booleans())
+@settings(max_examples=50)
+def test_batches_of_similar_lengths(count, batch_size, drop_last):
+    random.seed(0)
+    lengths = [random.randint(1, 500) for _ in range(count)]
+    if drop_last and count < batch_size:
+        return
+    loader = make_loader(range(count), batch_size=batch_size, lengths=lengths, drop_last=drop_last)
+    batches = batches_of(loader)
+    samples = list(itertools.chain.from_iterable(batches))
+    assert len(set(samples)) == len(samples) == (count - count % batch_size if drop_last else count)
+    assert all(len(batch) == batch_size for batch in batches[:-1])
+
+    def padding(batches):
+        return sum(max(lengths[i] for i in batch) - lengths[j] for batch in batches for j in batch)
+
+    if count >= 40 * batch_size and batch_size > 1:
+        plain = make_loader(range(count), batch_size=batch_size, drop_last=drop_last)
+        assert padding(batches) < padding(batches_of(plain)) / 2
+
+
+@given(
+    count=st.integers(1, 60),
+    batch_size=st.integers(1, 7),
+    pool=st.integers(1, 9),
+    epoch=st.integers(0, 3),
+    drop_last=st.booleans(),
+)
+@settings(max_examples=60)
+def test_a_pool_is_so_many_batches_of_the_shuffle_sorted_together(count, batch_size, pool, epoch, drop_last):
+    if drop_last and count < batch_size:
+        return
+    lengths = [(i * 37) % 101 + 1 for i in range(count)]  # all different
+    options = {"batch_size": batch_size, "drop_last": drop_last, "seed": 5}
+    found = batches_of(make_loader(range(count), lengths=lengths, pool=pool, **options), epoch)
+    plain = batches_of(make_loader(range(count), **options), epoch)
+    expected = []
+    for first in range(0, len(plain), pool):
+        together = sorted(itertools.chain.from_iterable(plain[first : first + pool]), key=lengths.__getitem__)
+        expected += [together[i : i + batch_size] for i in range(0, len(together), batch_size)]
+    assert sorted(found) == sorted(expected)
+    assert [len(batch) for batch in found] == [len(batch) for batch in plain]
+    if count <= pool * batch_size and count % batch_size == 0:
+        ranges = sorted((min(batch), max(batch)) for batch in [[lengths[i] for i in batch] for batch in found])
+        assert all(one[1] < other[0] for one, other in itertools.pairwise(ranges))
+
+
+def test_the_pool_is_fifty_batches_or_a_quarter_of_a_small_dataset():
+    for count, pool in ((4000, 50), (800, 50), (400, 25), (16, 1), (3, 1)):
+        lengths = torch.arange(count).flip(0) + 1
+        one, other = (make_loader(range(count), batch_size=4, lengths=lengths, **o) for o in ({}, {"pool": pool}))
+        assert batches_of(one) == batches_of(other)
+        if count > 16:
+            smaller = make_loader(range(count), batch_size=4, lengths=lengths, pool=pool - 1)
+            assert batches_of(one) != batches_of(smaller)
+
+
+def test_batches_of_similar_lengths_are_others_in_each_epoch():
+    loader = make_loader(range(400), batch_size=8, lengths=range(1, 401))
+    first, second = ({frozenset(batch) for batch in batches_of(loader, epoch)} for epoch in range(2))
+    assert len(first & second) < 5
+    longest = [max(batch) for batch in batches_of(loader)[:10]]
+    assert longest != sorted(longest)
+
+
+def test_with_drop_last_long_samples_are_not_dropped_more_often():
+    loader = make_loader(range(39), batch_size=4, lengths=range(1, 40), drop_last=True)
+    dropped = Counter(i for epoch in range(1000) for i in set(range(39)) - set(samples_of(loader, epoch)))
+    p = 3 / 39
+    assert all(abs(dropped[i] - 1000 * p) < 5 * (1000 * p * (1 - p)) ** 0.5 for i in range(39))
+
+
+class NumpySampler(Sampler):
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return iter(np.random.permutation(12))
+
+
+@pytest.mark.parametrize(
+    "make_sampler",
+    [
+        lambda: SubsetRandomSampler([*range(12)]),
+        lambda: SubsetRandomSampler([*range(12)], generator=torch.Generator().manual_seed(4)),
+        lambda: NumpySampler(),
+        lambda: lambda epoch, generator: torch.randperm(12, generator=generator),
+        lambda: lambda epoch, generator: random.sample(range(12), 12),
+        lambda: lambda epoch, generator: (int(i) for i in torch.randperm(12)),
+    ],
+)
+def test_a_sampler_is_a_function_of_seed_and_epoch(make_sampler):
+    before = global_streams()
+    sampler = make_sampler()
+    loader = make_loader(range(12), batch_size=5, sampler=sampler)
+    orders = [samples_of(loader, epoch) for epoch in range(4)]
+    assert same_streams(before, global_streams())
+    assert all(sorted(order) == [*range(12)] for order in orders)
+    assert len(set(map(tuple, orders))) == 4
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    again = make_loader(range(12), batch_size=5, sampler=make_sampler())
+    assert orders == [samples_of(again, epoch) for epoch in range(4)]
+    assert orders[0] != samples_of(make_loader(range(12), batch_size=5, sampler=sampler, seed=1))
+
+
+def test_a_samplers_own_generator_is_left_as_it_was():
+    generator = torch.Generator().manual_seed(4)
+    before = generator.get_state()
+    sampler = BatchSampler(RandomSampler(range(12), generator=generator), 5, False)
+    sampler.generator = generator
+    loader = make_loader(range(12), batch_sampler=sampler)
+    assert samples_of(loader) == samples_of(loader)
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_set_epoch_is_called_for_samplers_that_have_it():
+    sampler = torch.utils.data.DistributedSampler(range(12), num_replicas=2, rank=1, seed=3)
+    loader = make_loader(range(12), batch_size=6, sampler=sampler, divide=False)
+    for epoch in (0, 1, 5):
+        samples = samples_of(loader, epoch)
+        sampler.set_epoch(epoch)
+        assert samples == [*sampler]
+
+
+def test_a_batch_sampler_decides_the_batches():
+    parts = [[0, 1, 2], [3], [9, 9]]
+    for sampler in (parts, lambda epoch, generator: parts, lambda epoch, generator: map(torch.tensor, parts)):
+        loader = make_loader(range(10), batch_sampler=sampler)
+        assert len(loader) == 3
+        assert batches_of(loader) == parts
+        assert batches_of(loader, batch=1) == parts[1:]
+
+
+def test_keys_need_not_be_numbers():
+    class Faces(Dataset):
+        def __getitem__(self, name):
+            return name, random.random()
+
+    names = ["anna", "bert", "carl", "anna"]
+    loader = make_loader(Faces(), batch_size=3, sampler=names)
+    (first, drawn), (second, more) = loader(at())
+    assert [*first, *second] == names
+    assert len({*drawn.tolist(), *more.tolist()}) == 4
+    in_twos = list(make_loader(Faces(), batch_sampler=[names[:2], names[2:]])(at()))
+    assert torch.equal(torch.cat([drawn, more]), torch.cat([draw for _, draw in in_twos]))
+
+
+def test_an_order_that_varies_in_length_needs_a_state_without_a_length():
+    loader = make_loader(range(9), batch_size=1, sampler=lambda epoch, generator: range(3 + epoch))
+    assert len(loader) == 3
+    assert len(batches_of(loader, 2)) == 5
+    with pytest.raises(ValueError, match=r"epoch 2 has 5 batches, but epoch 0 has 3; .*end_epoch"):
+        loader(at(2, 0, 3))
+
+
+def test_items_that_are_batches_already():
+    batches = [torch.arange(i, i + 3) for i in range(5)]
+    loader = make_loader(batches)
+    assert len(loader) == 5
+    assert {tuple(batch) for batch in batches_of(loader)} == {tuple(batch.tolist()) for batch in batches}
+    from_numpy = make_loader([np.ones(3)])
+    assert isinstance(next(from_numpy(at())), torch.Tensor)
+
+
+# What is drawn in the dataset
+
+
+def test_augmentation_is_a_function_of_seed_epoch_and_index():
+    before = global_streams()
+    reference = rows_by_index(make_loader(Augmented(20), batch_size=4))
+    assert same_rows(reference, rows_by_index(make_loader(Augmented(20), batch_size=7, shuffle=False)))
+    assert same_rows(reference, rows_by_index(make_loader(Augmented(20), batch_size=3, lengths=range(20))))
+    drawn = torch.stack([*reference.values()])[:, 1:]
+    assert drawn.unique().numel() == drawn.numel()
+    for other in (
+        rows_by_index(make_loader(Augmented(20), batch_size=4), at(epoch=1)),
+        rows_by_index(make_loader(Augmented(20), batch_size=4, seed=1)),
+    ):
+        assert not any((reference[key] == other[key])[1:].any() for key in reference)
+    assert same_streams(before, global_streams())
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_augmentation_is_the_same_with_workers(num_workers):
+    here = make_loader(Augmented(20), batch_size=3)
+    there = make_loader(Augmented(20), batch_size=3, num_workers=num_workers)
+    before = global_streams()
+    batches = there(at(epoch=1, batch=2, epoch_length=7))
+    first = next(batches)
+    assert same_streams(before, global_streams())
+    rest = [first, *batches]
+    assert same_streams(before, global_streams())
+    assert all(map(torch.equal, rest, list(here(at(epoch=1)))[2:]))
+    assert len(rest) == 5
+
+
+def test_augmentation_is_the_same_in_spawned_workers():
+    there = make_loader(Augmented(6), batch_size=3, num_workers=1, multiprocessing_context="spawn")
+    here = make_loader(Augmented(6), batch_size=3)
+    assert all(map(torch.equal, list(there(at())), list(here(at()))))
+
+
+def test_torch_and_numpy_do_not_draw_the_same_words():
+    class Words(Augmented):
+        def __getitem__(self, index):
+            ours = torch.randint(0, 2**24, (5,)).tolist()
+            return ours + (np.random.randint(0, 2**32, 5, dtype=np.uint32) % 2**24).tolist()
+
+    for batch in make_loader(Words(8), batch_size=1)(at()):
+        assert len(set(map(int, batch))) == 10
+
+
+def test_collate_fn_draws_as_a_function_of_seed_epoch_and_batch():
+    before = global_streams()
+    loader = make_loader([0.0] * 12, batch_size=3, collate_fn=add_noise)
+    values = [batch[0].item() for epoch in range(2) for batch in loader(at(epoch))]
+    assert len(set(values)) == 8
+    assert values[6:] == [batch[0].item() for batch in loader(at(1, 2, 4))]
+    in_order = make_loader([0.0] * 12, batch_size=3, collate_fn=add_noise, shuffle=False)
+    assert values[:4] == [batch[0].item() for batch in in_order(at())]
+    assert same_streams(before, global_streams())
+
+
+class InLists(Augmented):
+    def __getitems__(self, indices):
+        self.lists = [*getattr(self, "lists", []), indices]
+        return [self[index] for index in indices]
+
+
+def test_a_dataset_that_reads_lists_gets_the_whole_batch():
+    data = InLists(10)
+    loader = make_loader(data, batch_size=4)
+    batches = list(loader(at()))
+    assert [len(indices) for indices in data.lists] == [4, 4, 2]
+    assert data.lists == [batch[:, 0].long().tolist() for batch in batches]
+    assert all(map(torch.equal, batches[1:], loader(at(batch=1))))
+
+
+def test_subsets_and_stacks_are_augmented_item_by_item():
+    class Whole(Subset):
+        pass
+
+    for wrapped in (
+        Subset(Augmented(20), range(5, 15)),
+        Whole(Augmented(10), range(10)),
+        StackDataset(Augmented(10)),
+    ):
+        one, other = (
+            torch.cat([torch.as_tensor(b[0] if isinstance(b, list) else b) for b in loader(at())])
+            for loader in (
+                make_loader(wrapped, batch_size=3, shuffle=False),
+                make_loader(wrapped, batch_size=10, shuffle=False),
+            )
+        )
+        assert torch.equal(one, other)
+    stacked = StackDataset(x=InLists(10), y=range(10))
+    next(make_loader(stacked, batch_size=3)(at()))
+    assert len(stacked.datasets["x"].lists[0]) == 3
+
+
+def test_global_streams_go_on_as_if_no_batch_had_been_read():
+    def draws(loader):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        drawn = []
+        for _ in loader(at()):
+            drawn += [torch.randn(3).sum().item(), random.gauss(0, 1), np.random.standard_normal()]
+        return drawn
+
+    without = draws(make_loader([0] * 6, batch_size=2))
+    assert without == draws(make_loader(Augmented(6), batch_size=2))
+    assert without == draws(make_loader(AugmentedStream(6), batch_size=2))
+    assert without == draws(make_loader(AugmentedStream(6), batch_size=2, num_workers=1))
+
+
+# Tensors, at once
+
+
+def tensor_sets():
+    numbers = torch.randn(20, 4, 3, generator=torch.Generator().manual_seed(0))
+    odd = numbers.transpose(1, 2)
+    whole = TensorDataset(numbers, odd, torch.arange(20), numbers.bfloat16(), numbers > 0, numbers[:, :0])
+    return [
+        whole,
+        TensorDataset(numbers.transpose(0, 1).contiguous().transpose(0, 1)),
+        TensorDataset(torch.randn(20, 3, 4, 4).to(memory_format=torch.channels_last)),
+        Subset(whole, range(3, 17)),
+        Subset(Subset(whole, torch.arange(19, 1, -1)), [4, 1, 1, 8, 0]),
+        Subset(whole, [-1, -3, 0]),
+        Subset(whole, np.array([2, 4, 6])),
+    ]
+
+
+@pytest.mark.parametrize("which", range(7))
+def test_tensors_come_as_the_dataloader_gives_them(which):
+    data = tensor_sets()[which]
+    loader = make_loader(data, batch_size=3)
+    indices = make_loader(range(len(data)), batch_size=3)
+    reference = DataLoader(data, batch_sampler=batches_of(indices, 1))
+    for batch, expected in zip(loader(at(1)), reference, strict=True):
+        assert type(batch) is type(expected) is list
+        for ours, theirs in zip(batch, expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert ours.stride() == theirs.stride()
+            assert torch.equal(ours, theirs)
+
+
+def test_tensors_are_copied_out_of_the_dataset():
+    data = TensorDataset(torch.zeros(6))
+    for (x,) in make_loader(data, batch_size=3, shuffle=False)(at()):
+        x += 1
+    assert not data.tensors[0].any()
+
+
+def test_tensors_are_the_same_through_workers_and_item_by_item():
+    data = TensorDataset(torch.randn(10, 3), torch.arange(10))
+    here = list(make_loader(data, batch_size=4)(at()))
+    there = list(make_loader(data, batch_size=4, num_workers=1)(at()))
+    singly = list(make_loader(data, batch_size=4, collate_fn=lambda items: default_collate(items))(at()))
+    for batches in zip(here, there, singly, strict=True):
+        for columns in zip(*batches, strict=True):
+            assert torch.equal(columns[0], columns[1])
+            assert torch.equal(columns[0], columns[2])
+
+
+def test_a_tensor_dataset_of_ones_own_keeps_its_getitem():
+    class Doubled(TensorDataset):
+        def __getitem__(self, index):
+            return self.tensors[0][index] * 2
+
+    assert sorted(samples_of(make_loader(Doubled(torch.arange(4)), batch_size=2))) == [0, 2, 4, 6]
+
+
+# Workers
+
+
+def test_persistent_workers_are_kept_and_never_shared():
+    class Where(Augmented):
+        def __getitem__(self, index):
+            return index, get_worker_info().id, torch.multiprocessing.current_process().pid
+
+    loader = make_loader(Where(12), batch_size=3, num_workers=1, persistent_workers=True)
+    plain = make_loader(range(12), batch_size=3)
+    first = list(loader(at()))
+    one, two = loader(at(1)), loader(at(2))
+    mixed = [(next(one), next(two)) for _ in range(3)]
+    one.close()
+    assert [a[0].tolist() for a, _ in mixed] == batches_of(plain, 1)[:3]
+    assert [b[0].tolist() for _, b in mixed] == batches_of(plain, 2)[:3]
+    after = list(loader(at(3)))  # in workers left amid an epoch
+    assert [b[0].tolist() for b in after] == batches_of(plain, 3)
+    assert {a[2][0].item() for a, _ in mixed} == {first[0][2][0].item()} == {b[2][0].item() for b in after}
+    assert {b[2][0].item() for _, b in mixed} != {first[0][2][0].item()}
+    del one, two, loader
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("leave", ["close", "drop"])
+def test_workers_go_when_the_iterator_does(leave):
+    loader = make_loader(Augmented(100), batch_size=1, num_workers=1)
+    batches = loader(at())
+    next(batches)
+    assert multiprocessing.active_children()
+    if leave == "close":
+        batches.close()
+    else:
+        del batches
+    assert not multiprocessing.active_children()
+
+
+def test_a_workers_error_comes_with_its_traceback():
+    loader = make_loader(Failing(), batch_size=2, num_workers=1)
+    with pytest.raises(LookupError, match=r"(?s)worker process 0.*in __getitem__.*no such picture") as raised:
+        next(loader(at()))
+    assert raised.traceback
+    assert not multiprocessing.active_children()  # though the traceback still holds the iterator
+    with pytest.raises(LookupError, match=r"^'?no such picture'?$"):
+        next(make_loader(Failing(), batch_size=2)(at()))
+
+
+def test_a_stop_iteration_out_of_the_dataset_does_not_end_the_epoch():
+    class Ends(Augmented):
+        def __getitem__(self, index):
+            raise StopIteration
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(make_loader(Ends(4), batch_size=2)(at()))
+
+
+def test_an_interrupt_of_the_process_group_leaves_the_workers_alone():
+    loader = make_loader(Offset(40), batch_size=2, shuffle=False, num_workers=1, prefetch_factor=1)
+    batches = loader(at())
+    seen = next(batches).tolist()
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGINT)
+    assert seen + [i for batch in batches for i in batch.tolist()] == [*range(40)]
+
+
+def give_worker_its_number(worker_id):
+    get_worker_info().dataset.offset = 100 * (worker_id + 1)
+
+
+class Offset(Augmented):
+    offset = 0
+
+    def __getitem__(self, index):
+        return index + self.offset
+
+
+def test_worker_init_fn_finds_the_dataset_itself():
+    loader = make_loader(Offset(4), batch_size=2, shuffle=False, num_workers=2, worker_init_fn=give_worker_its_number)
+    assert batches_of(loader) == [[100, 101], [202, 203]]
+
+
+# Streams
+
+
+def test_a_stream_is_what_a_dataloader_gives():
+    loader = make_loader(AugmentedStream(10), batch_size=4)
+    expected = [batch[:, 0].tolist() for batch in DataLoader(AugmentedStream(10), batch_size=4)]
+    assert [batch[:, 0].tolist() for batch in loader(at())] == expected
+    assert len(list(make_loader(AugmentedStream(10), batch_size=4, drop_last=True)(at()))) == 2
+    assert len(list(make_loader(AugmentedStream(10))(at()))) == 10
+    assert samples_of(make_loader({"a": 0, "b": 1}.keys(), batch_size=2)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_streams_draws_are_a_function_of_seed_and_epoch(options):
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    before = global_streams()
+    loader = make_loader(AugmentedStream(12), batch_size=2, **options)
+    zero, one = list(loader(at())), list(loader(at(1)))
+    assert sorted(torch.cat(zero)[:, 0].tolist()) == [*range(12)]
+    assert not any((a[:, 1:] == b[:, 1:]).any() for a, b in zip(zero, one, strict=True))
+    assert torch.cat(one)[:, 1:].unique().numel() == 36
+    again = loader(at(1, batch=4))
+    assert all(map(torch.equal, again, one[4:]))
+    assert same_streams(before, global_streams())
+
+
+def test_draws_between_two_batches_of_a_stream_do_not_touch_it():
+    loader = make_loader(AugmentedStream(6), batch_size=1)
+    quiet, noisy = list(loader(at())), []
+    for batch in loader(at()):
+        noisy.append(batch)
+        torch.rand(5), random.random(), np.random.seed(0)
+    assert all(map(torch.equal, quiet, noisy))
+
+
+def test_the_end_of_a_stream():
+    loader = make_loader(AugmentedStream(6), batch_size=2)
+    state = at()
+    for _ in loader(state):
+        state = state.replace(batch=state.batch + 1)
+    with pytest.raises(ValueError, match=r"ended after 3 batches.*at batch 3 of epoch 0; call state = ll.end_epoch"):
+        list(loader(state))
+    assert len(list(loader(end_epoch(state)))) == 3
+    with pytest.raises(ValueError, match=r"ended after 3 batches.*at batch 5"):
+        list(loader(at(batch=5)))
+    with pytest.raises(ValueError, match=r"AugmentedStream.*gave no batch in epoch 0"):
+        list(make_loader(AugmentedStream(0), batch_size=2)(at()))
+    with pytest.raises(TypeError, match=r"stream \(AugmentedStream\) has no length; .*end_epoch"):
+        len(loader)
+
+
+def test_an_epoch_length_ends_the_epoch_of_an_endless_stream():
+    loader = make_loader(stream := Counting(), batch_size=2)
+    assert [b.tolist() for b in loader(at(3, 1, epoch_length=3))] == [[302, 303], [304, 305]]
+    assert stream.epoch == 3
+    with pytest.raises(ValueError, match=r"ended after 3 batches, but state.epoch_length is 4"):
+        list(make_loader(AugmentedStream(6), batch_size=2)(at(epoch_length=4)))
+
+
+class Counting:
+    """Endless, no IterableDataset, and told of the epoch."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return itertools.count(100 * self.epoch)
+
+
+# DataLoaders taken over
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_dataloader_is_taken_over(kind):
+    data = Augmented(10)
+    for theirs, ours in (
+        ({"batch_size": 4, "shuffle": True}, {"batch_size": 4}),
+        ({"batch_size": 4, "shuffle": True, "drop_last": True}, {"batch_size": 4, "drop_last": True}),
+        ({"batch_size": 3}, {"batch_size": 3, "shuffle": False}),
+        ({"batch_size": None}, {"shuffle": False}),
+        ({"batch_size": 2, "shuffle": True, "collate_fn": add_noise}, {"batch_size": 2, "collate_fn": add_noise}),
+        (
+            {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 10, 7)},
+            {"batch_size": 4, "weights": [1.0] * 10, "num_samples": 7},
+        ),
+        (
+            {"batch_sampler": BatchSampler(SequentialSampler(data), 3, True)},
+            {"batch_size": 3, "shuffle": False, "drop_last": True},
+        ),
+        ({"batch_sampler": [[3, 1], [4]]}, {"batch_sampler": [[3, 1], [4]]}),
+        ({"batch_size": 2, "sampler": NumpySampler(), "shuffle": None}, {"batch_size": 2, "sampler": NumpySampler()}),
+    ):
+        taken = make_loader(kind(Augmented(12) if "sampler" in ours else data, **theirs), seed=5)
+        plain = make_loader(Augmented(12) if "sampler" in ours else data, seed=5, **ours)
+        assert len(taken) == len(plain)
+        assert all(map(torch.equal, taken(at(1)), plain(at(1))))
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_other_samplers_of_a_dataloader_keep_their_meaning(kind):
+    data = range(10)
+    drawn = make_loader(kind(data, sampler=RandomSampler(data, replacement=True, num_samples=500), batch_size=50))
+    assert len(drawn) == 10
+    assert len(set(samples_of(drawn))) == 10
+    again = make_loader(kind(data, sampler=RandomSampler(data, replacement=True), batch_size=2))
+    part = make_loader(kind(data, sampler=RandomSampler(data, num_samples=4), batch_size=2))
+    assert len({*samples_of(part)}) == 4
+    assert any(len({*samples_of(again, epoch)}) < 10 for epoch in range(9))
+    once = make_loader(kind(data, sampler=WeightedRandomSampler([1.0] * 10, 9, replacement=False), batch_size=2))
+    assert all(len({*samples_of(once, epoch)}) == 9 for epoch in range(9))
+    tail = make_loader(kind(data, sampler=SequentialSampler(range(3)), batch_size=2))
+    assert samples_of(tail) == [0, 1, 2]
+    stream = make_loader(kind(AugmentedStream(9), batch_size=2, drop_last=True))
+    assert len(list(stream(at()))) == 4
+    for loader in (drawn, part, once):
+        assert samples_of(loader) == samples_of(loader) != samples_of(loader, 1)
+
+
+def test_a_dataloaders_workers_are_taken_over():
+    theirs = DataLoader(Offset(4), batch_size=2, num_workers=1, worker_init_fn=give_worker_its_number)
+    assert batches_of(make_loader(theirs)) == [[100, 101], [102, 103]]
+    assert theirs._iterator is None
+
+
+def test_options_beside_a_dataloader():
+    data = DataLoader(range(4), batch_size=2)
+    with pytest.raises(ValueError, match="batch_size, shuffle given together with a DataLoader"):
+        make_loader(data, batch_size=2, shuffle=True)
+    assert next(make_loader(data, device="meta")(at())).is_meta
+
+
+# Devices
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_batches_move_to_a_device_with_all_that_is_in_them(pin_memory):
+    class Text:
+        def to(self, device, non_blocking):
+            self.moved = device, non_blocking
+            return self
+
+    def collate(items):
+        return {"x": torch.tensor(items), "pair": (torch.tensor(1), "name"), "text": Text()}
+
+    for data in ([1, 2], Counting()):
+        loader = make_loader(data, batch_size=2, collate_fn=collate, device="meta", pin_memory=pin_memory)
+        batch = next(loader(at()))
+        assert batch["x"].is_meta
+        assert batch["pair"][0].is_meta
+        assert batch["pair"][1] == "name"
+        assert batch["text"].moved == (torch.device("meta"), pin_memory)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "kind", "message"),
+    [
+        (range(4), {"batch_size": 0}, ValueError, "batch_size is 0; expected a positive int"),
+        (range(4), {"batch_size": -2}, ValueError, "batch_size is -2"),
+        (range(4), {"batch_size": True}, TypeError, "batch_size is True"),
+        (range(4), {"batch_size": 2.0}, TypeError, "batch_size is 2.0"),
+        ([], {"batch_size": 2}, ValueError, "no batches: 0 samples, batch_size=2, drop_last=False"),
+        (range(3), {"batch_size": 4, "drop_last": True}, ValueError, "no batches: 3 samples"),
+        (range(3), {"drop_last": True}, ValueError, "drop_last=True needs a batch_size"),
+        (range(3), {"lengths": [1, 2, 3]}, ValueError, "lengths needs a batch_size"),
+        (range(3), {"shuffle": True, "weights": [1] * 3}, ValueError, "shuffle and weights are given"),
+        (range(3), {"lengths": [1], "sampler": [1]}, ValueError, "lengths and sampler are given"),
+        (range(3), {"batch_size": 2, "batch_sampler": [[1]]}, ValueError, "batch_size=2 and a batch_sampler"),
+        (range(3), {"batch_size": 2, "num_samples": 2}, ValueError, "num_samples is 2; .*with weights"),
+        (range(3), {"batch_size": 2, "weights": [1, 2]}, ValueError, r"shape \(2,\); expected \(3,\), one for each"),
+        (range(3), {"batch_size": 2, "weights": [1, 2, -1]}, ValueError, r"weights go from -1.0 to 2.0"),
+        (range(3), {"batch_size": 2, "weights": [0, 0, 0]}, ValueError, "not all 0"),
+        (range(3), {"batch_size": 2, "weights": [0, 1, float("nan")]}, ValueError, "finite"),
+        (range(3), {"batch_size": 2, "sampler": iter([1])}, TypeError, "sampler is a list_iterator.*read once"),
+        (range(3), {"batch_sampler": Counting()}, TypeError, "batch_sampler is a Counting, which has no __len__"),
+        (
+            range(3),
+            {"sampler": lambda epoch, generator: torch.eye(2)},
+            TypeError,
+            r"float32 tensor of shape \(2, 2\)",
+        ),
+        (range(3), {"sampler": lambda e, g: torch.ones(3, dtype=bool)}, TypeError, "torch.bool tensor"),
+        (Failing(), {"num_workers": -1, "batch_size": 1}, ValueError, "num_workers"),
+        (Failing(), {"prefetch_factor": 2, "batch_size": 1}, ValueError, "prefetch_factor"),
+        (3, {}, TypeError, "dataset is a int; expected something with __len__ and __getitem__"),
+        (iter(range(3)), {"batch_size": 1}, TypeError, "dataset is a range_iterator.*read once only"),
+        (AugmentedStream(3), {"shuffle": True}, ValueError, r"shuffle is given for a stream \(AugmentedStream\)"),
+        (AugmentedStream(3), {"weights": [1]}, ValueError, "weights is given for a stream"),
+        (AugmentedStream(3), {"limit": 2}, ValueError, r"limit=2 is given for a stream .*epoch_length=2\)"),
+        (range(3), {"limit": 0}, ValueError, "limit is 0; expected a number of batches, at least 1, or None"),
+        (range(3), {"limit": 0.5}, ValueError, "limit is 0.5; expected a number of batches"),
+        (range(3), {"batch_size": 1, "pool": 2}, ValueError, "pool is 2; .* together with lengths"),
+        (range(3), {"batch_size": 1, "lengths": [1] * 3, "pool": 0}, ValueError, "pool is 0; expected a number of"),
+        (DataLoader(range(3)), {"pool": 2}, ValueError, "pool given together with a DataLoader"),
+        (DataLoader(AugmentedStream(3)), {"limit": 2}, ValueError, "limit=2 is given for a stream"),
+    ],
+)
+def test_bad_options(dataset, options, kind, message):
+    with pytest.raises(kind, match=message):
+        make_loader(dataset, **options)
+
+
+def test_a_dataset_without_a_length_needs_a_sampler():
+    class Squares:
+        def __getitem__(self, index):
+            return index**2
+
+    with pytest.raises(TypeError, match="Squares without __len__; give it one, or give a sampler"):
+        make_loader(Squares(), batch_size=2)
+    assert samples_of(make_loader(Squares(), batch_size=2, sampler=[3, 4])) == [9, 16]
+
+
+def test_datapipes_are_not_divided_among_workers():
+    pipe = torch.utils.data.datapipes.iter.IterableWrapper([1, 2, 3])
+    with pytest.raises(TypeError, match=r"DataPipe .*use num_workers=0"):
+        make_loader(pipe, batch_size=2, num_workers=2)
+
+
+def test_a_sampler_that_is_no_function_of_the_epoch():
+    counter = itertools.count()
+    with pytest.raises(ValueError, match="sampler gave two different orders when asked twice for epoch 0"):
+        make_loader(range(9), batch_size=2, sampler=lambda epoch, generator: [next(counter) % 9])
+
+
+def test_states_that_are_not_this_loaders():
+    loader = make_loader(range(10), batch_size=4)
+    with pytest.raises(
+        ValueError, match=r"epoch_length is 5, but this loader has 3 batches .*len\(loader\)"
+    ) as found:
+        loader(at(epoch_length=5))
+    assert str(found.value).endswith("to read another set from its beginning: loader(ll.TrainState())")
+    assert len(list(loader(TrainState()))) == 3
+    with pytest.raises(ValueError, match=r"stands at the end of epoch 1 \(batch 3 of 3\).*end_epoch"):
+        loader(at(1, 3))
+    with pytest.raises(ValueError, match=r"state.batch is 7, but epoch 0 has 3 batches"):
+        loader(at(0, 7))
+    with pytest.raises(TypeError, match=r"for batch in loader\(state\)"):
+        iter(loader)
+
+
+def test_repr():
+    assert repr(make_loader([1, 2, 3], batch_size=2)) == "Loader(list, 2 batches, batch_size=2, seed=0)"
+    assert repr(make_loader(Counting(), seed=4)) == "Loader(Counting, a stream, batch_size=None, seed=4)"
+    assert isinstance(make_loader([1]), Loader)
+
+
+# The first batches of each epoch
+
+
+LIMITED = {
+    "shuffled": lambda count: {"batch_size": 4},
+    "in order": lambda count: {"batch_size": 4, "shuffle": False},
+    "drop last": lambda count: {"batch_size": 4, "drop_last": True},
+    "weights": lambda count: {"batch_size": 4, "weights": [1.0 + i for i in range(count)], "num_samples": 2 * count},
+    "lengths": lambda count: {"batch_size": 4, "lengths": [1 + i % 5 for i in range(count)], "pool": 2},
+    "sampler": lambda count: {"batch_size": 4, "sampler": SubsetRandomSampler(range(count))},
+    "batch sampler": lambda count: {
+        "batch_sampler": lambda epoch, g: torch.randperm(count, generator=g).split([3, count - 4, 1])
+    },
+    "items": lambda count: {},
+}
+
+
+@given(st.sampled_from(sorted(LIMITED)), st.integers(1, 25), st.integers(0, 3), st.data())
+@settings(deadline=None, max_examples=80)
+def test_a_limited_epoch_is_the_beginning_of_the_whole_one(order, limit, epoch, data):
+    read = Augmented(17)
+    whole = make_loader(Augmented(17), seed=3, **LIMITED[order](17))
+    part = make_loader(read, seed=3, limit=limit, **LIMITED[order](17))
+    assert len(part) == min(limit, len(whole))
+    first = data.draw(st.integers(0, len(part) - 1))
+    expected = list(whole(at(epoch)))[first:limit]
+    read.read.clear()
+    found = list(part(at(epoch, first, len(part))))
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    assert len(read.read) == sum(len(batch) if batch.dim() > 1 else 1 for batch in expected)
+    for k in range(first, len(part)):
+        assert torch.equal(part.indices(at(epoch, k)), whole.indices(at(epoch, k)))
+    with pytest.raises(ValueError, match="at the end of epoch"):
+        part(at(epoch, len(part), len(part)))
+
+
+def test_a_limited_epoch_is_one_to_the_step_through_workers_and_from_a_dataloader():
+    data = TensorDataset(torch.arange(40.0))
+    plain = make_loader(data, batch_size=4, limit=3)
+    through = make_loader(data, batch_size=4, limit=3, num_workers=1)
+    taken = make_loader(DataLoader(data, batch_size=4, shuffle=True), limit=3)
+    state = at(1, 0, 3)
+    expected = [x for (x,) in plain(state)]
+    for loader in (through, taken):
+        assert all(map(torch.equal, [x for (x,) in loader(state)], expected))
+        assert len(loader) == 3
+    assert not torch.equal(expected[0], next(plain(at(2)))[0])
+    without = without_samples(plain, [int(expected[1][0])])
+    assert [len(x) for (x,) in without(state)] == [4, 3, 4]
+    with pytest.raises(ValueError, match="epoch_length is 10, but this loader has 3 batches"):
+        plain(at(0, 3, 10))
+
+
+def test_a_batch_sampler_without_an_end_is_read_to_the_limit():
+    def endless(epoch, generator):
+        while True:
+            yield torch.randint(0, 5, (3,), generator=generator)
+
+    loader = make_loader(range(5), batch_sampler=endless, limit=4)
+    assert len(loader) == len(batches_of(loader)) == 4
+    assert batches_of(loader, 0, 2) == batches_of(loader)[2:]
+
+
+# The samples of a batch by their numbers, and loaders without some of them
+
+
+ORDERS = {
+    "shuffled": lambda count: {"batch_size": 4},
+    "in order": lambda count: {"batch_size": 4, "shuffle": False},
+    "drop last": lambda count: {"batch_size": 4, "drop_last": True},
+    "weights": lambda count: {"batch_size": 4, "weights": [1.0 + i for i in range(count)]},
+    "lengths": lambda count: {"batch_size": 4, "lengths": [1 + i % 5 for i in range(count)]},
+    "batch sampler": lambda count: {
+        "batch_sampler": lambda epoch, g: torch.randperm(count, generator=g).split([3, count - 3])
+    },
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_indices_are_those_of_the_rows_that_come(order):
+    data = Augmented(17)
+    loader = make_loader(data, seed=3, **ORDERS[order](17))
+    for epoch in range(2):
+        for k in range(len(loader)):
+            state = at(epoch, k, len(loader))
+            data.read.clear()
+            indices = loader.indices(state)
+            assert data.read == []
+            assert next(loader(state))[:, 0].tolist() == indices.tolist()
+    with pytest.raises(ValueError, match="stands at the end of epoch"):
+        loader.indices(at(0, len(loader)))
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_indices_are_of_the_ranks_own_rows(rank, monkeypatch):
+    monkeypatch.setattr("looplib._core.ranks.rank", lambda: rank)
+    monkeypatch.setattr("looplib._core.ranks.world_size", lambda: 3)
+    for divide in (True, False):
+        loader = make_loader(Augmented(17), batch_size=7, seed=3, drop_last=True, divide=divide)
+        for part in (loader, without_samples(loader, [4, 11])):
+            found = [part.indices(at(0, k)).tolist() for k in range(2)]
+            assert found == [batch[:, 0].tolist() for batch in part(at())]
+    batches = make_loader([torch.arange(3), torch.arange(5)], shuffle=False)
+    assert batches.indices(at(0, 1)).tolist() == [1]
+
+
+def test_indices_of_keys_of_batches_and_of_streams():
+    named = {"a": 1, "b": 2, "c": 3}
+    loader = make_loader(named, batch_size=2, sampler=["c", "a", "b"], collate_fn=list)
+    assert [loader.indices(at(0, k)) for k in (0, 1)] == [["c", "a"], ["b"]]
+    assert batches_of(without_samples(loader, ["a"])) == [[3], [2]]
+    batches = [torch.arange(3), torch.arange(5)]
+    assert make_loader(batches, shuffle=False).indices(at(0, 1)).tolist() == [1]
+    stream = make_loader(AugmentedStream(5), batch_size=2)
+    assert stream.indices(at()) is None
+    with pytest.raises(TypeError, match=r"a stream \(AugmentedStream\) has no numbered rows"):
+        without_samples(stream, [1])
+
+
+@given(st.sampled_from(sorted(ORDERS)), st.sets(st.integers(0, 22), max_size=8), st.integers(0, 5), st.data())
+@settings(deadline=None, max_examples=60)
+def test_without_some_rows_all_others_come_where_and_as_they_did(order, rows, epoch, data):
+    whole = make_loader(Augmented(23), seed=7, **ORDERS[order](23))
+    first = data.draw(st.integers(0, len(whole) - 1))
+    state = at(epoch, first, len(whole))
+    expected = [[row for row in batch if row[0].item() not in rows] for batch in whole(at(epoch, 0, len(whole)))]
+    read = Augmented(23)
+    part = without_samples(make_loader(read, seed=7, **ORDERS[order](23)), rows)
+    assert len(part) == len(whole)
+    if sum(map(len, expected)) < len(expected):
+        with pytest.raises(ValueError, match=f"epoch {epoch} has 2 batches and only 1 samples without"):
+            part(state)
+        return
+    if all(expected):
+        for batch, left in zip(part(state), expected[first:], strict=True):
+            assert torch.equal(batch, torch.stack(left))  # with the draws of each
+    else:
+        found = list(part(at(epoch, 0, len(whole))))
+        assert torch.equal(torch.cat(found), torch.stack(list(itertools.chain(*expected))))
+        assert sum(abs(len(batch) - len(left)) for batch, left in zip(found, expected, strict=True)) <= 2 * sum(
+            not left for left in expected
+        )
+    assert rows.isdisjoint(read.read)
+    some = set(list(rows)[::2])
+    twice = without_samples(without_samples(whole, some), torch.tensor(sorted(rows - some), dtype=torch.int64))
+    assert all(torch.equal(a, b) for a, b in zip(twice(state), part(state), strict=True))
+    assert part.indices(state).tolist() == next(part(state))[:, 0].long().tolist()
+
+
+def test_without_rows_through_workers_and_from_tensors():
+    rows = [0, 5, 11, 12]
+    expected = batches_of(without_samples(make_loader(Augmented(14), batch_size=4, seed=2), rows), 1)
+    loader = make_loader(Augmented(14), batch_size=4, seed=2, num_workers=2)
+    assert batches_of(without_samples(loader, rows), 1) == expected
+    data = TensorDataset(torch.arange(14))
+    found = [x.tolist() for (x,) in without_samples(make_loader(data, batch_size=4, seed=2), rows)(at(1))]
+    assert found == [[int(row[0]) for row in batch] for batch in expected]
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.data())
+@settings(deadline=None)
+def test_no_batch_is_left_empty_while_there_are_samples_for_all(count, batch_size, data):
+    whole = make_loader(Augmented(count), batch_size=batch_size, shuffle=False)
+    rows = data.draw(st.sets(st.integers(0, count - 1)))
+    left = [row for row in range(count) if row not in rows]
+    part = without_samples(whole, rows)
+    if len(left) < len(whole):
+        with pytest.raises(ValueError, match=f"has {len(whole)} batches and only {len(left)} samples"):
+            part(at())
+        return
+    found = [[int(row[0]) for row in batch] for batch in part(at())]
+    assert (list(itertools.chain(*found)), len(found)) == (left, len(whole))
+    assert all(found)
+    assert max(map(len, found)) <= batch_size
+
+
+def test_rows_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="rows -1, 14 are not in the dataset, whose 14 rows are numbered from 0"):
+        without_samples(make_loader(Augmented(14), batch_size=4), [3, 14, -1])

@@ -1,0 +1,447 @@
+"""What each of several ranks is given."""
+
+import itertools
+import multiprocessing
+import random
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import launch
+from torch import distributed
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    get_worker_info,
+)
+
+from looplib._core import ranks as _ranks
+from looplib._core.random import mix
+from looplib.data import make_loader
+from looplib.data._orders import COLLATE
+from looplib.state import end_epoch
+from looplib.types import TrainState
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+]
+
+
+@contextmanager
+def as_rank(rank, ranks):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_ranks, "rank", lambda: rank)
+        patch.setattr(_ranks, "world_size", lambda: ranks)
+        yield
+
+
+def read(loader, ranks, state=None, how="__call__"):
+    """For each rank what it is given."""
+    found = []
+    for rank in range(ranks):
+        with as_rank(rank, ranks):
+            found.append(list(getattr(loader, how)(state or at())))
+    return found
+
+
+def at(epoch=0, batch=0, epoch_length=None):
+    return TrainState(epoch=epoch, batch=batch, epoch_length=epoch_length)
+
+
+def draws():
+    numbers = [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+class Augmented(Dataset):
+    """A number for each index, and what it drew from the three global streams."""
+
+    def __init__(self, count):
+        self.count, self.read = count, []
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return torch.cat([torch.tensor([index], dtype=torch.float64), draws()])
+
+
+class AugmentedStream(IterableDataset):
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        for number in range(first, self.count, step):
+            yield torch.cat([torch.tensor([number], dtype=torch.float64), draws()])
+
+
+def stack(items):
+    """A collate_fn of the user's, of which nobody knows that it draws nothing."""
+    return torch.stack(items)
+
+
+def with_draws(items):
+    return torch.stack([torch.cat([item, draws()]) for item in items])
+
+
+ORDERS = {
+    "shuffled": lambda count, size: {"batch_size": size},
+    "in order": lambda count, size: {"batch_size": size, "shuffle": False},
+    "weights": lambda count, size: {"batch_size": size, "weights": [i + 1 for i in range(count)]},
+    "lengths": lambda count, size: {"batch_size": size, "lengths": [i % 7 + 1 for i in range(count)]},
+    "pools": lambda count, size: {"batch_size": size, "lengths": [i % 7 + 1 for i in range(count)], "pool": 2},
+    "limited": lambda count, size: {"batch_size": size, "limit": 3},
+    "sampler": lambda count, size: {"batch_size": size, "sampler": [*range(count - 1, -1, -1)]},
+    "batch_sampler": lambda count, size: {
+        "batch_sampler": [[*range(i, min(count, i + 1 + i % size))] for i in range(0, count, size)]
+    },
+}
+
+
+@given(
+    count=st.integers(1, 40),
+    ranks=st.integers(1, 6),
+    size=st.integers(1, 12),
+    drop_last=st.booleans(),
+    epoch=st.integers(0, 2),
+    start=st.integers(0, 40),
+    order=st.sampled_from([*ORDERS]),
+    kind=st.sampled_from(["items", "tensors", "stream"]),
+)
+@settings(deadline=None)
+def test_the_parts_of_all_ranks_are_the_whole_in_order(count, ranks, size, drop_last, epoch, start, order, kind):
+    options = {"batch_size": size} if kind == "stream" else ORDERS[order](count, size)
+    if drop_last and "batch_size" in options:
+        if count < size:
+            return
+        options["drop_last"] = True
+    numbers = torch.arange(count, dtype=torch.float64)
+    data = {"items": Augmented(count), "tensors": TensorDataset(numbers), "stream": AugmentedStream(count)}[kind]
+    loader = make_loader(data, seed=4, **options)
+
+    def tensors(batches):
+        return [batch[0] if isinstance(batch, list) else batch for batch in batches]
+
+    whole = tensors(loader(at(epoch)))
+    start %= len(whole)
+    state, whole = at(epoch, start), whole[start:]
+
+    # Evaluation: each sample counts once, and all ranks make as many steps.
+    pairs = read(loader, ranks, state, "parts")
+    assert {len(found) for found in pairs} == {len(whole)}
+    for k, batch in enumerate(whole):
+        expected = torch.tensor_split(batch, ranks)
+        for rank in range(ranks):
+            part, counts = pairs[rank][k]
+            (part,) = tensors([part])
+            assert counts == bool(len(expected[rank]))
+            assert torch.equal(part, expected[rank] if counts else batch[:1])
+
+    # Training: the same, where each rank has something in each batch.
+    if min(map(len, whole)) < ranks:
+        for rank in range(ranks):
+            with (
+                as_rank(rank, ranks),
+                pytest.raises(ValueError, match=rf"batch \d+ of epoch {epoch} has \d+ samples"),
+            ):
+                list(loader(state))
+        return
+    for batch, *parts in zip(whole, *map(tensors, read(loader, ranks, state)), strict=True):
+        assert torch.equal(torch.cat(parts), batch)
+        sizes = [len(part) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes == sorted(sizes, reverse=True)
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), ranks=st.integers(1, 5), stream=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_items_that_are_batches_are_divided_by_rows(sizes, ranks, stream):
+    items = [
+        {"x": torch.arange(100 * k, 100 * k + size), "names": [f"{k} {i}" for i in range(size)], "scale": 0.5}
+        for k, size in enumerate(sizes)
+    ]
+    loader = make_loader(dict(enumerate(items)).values()) if stream else make_loader(items, shuffle=False)
+    pairs = read(loader, ranks, how="parts")
+    for k, item in enumerate(items):
+        own = [pairs[rank][k][0] for rank in range(ranks) if pairs[rank][k][1]]
+        assert torch.equal(torch.cat([part["x"] for part in own]), item["x"])
+        assert [name for part in own for name in part["names"]] == item["names"]
+        assert all(part["scale"] == 0.5 for part in own)
+        stand_ins = [pairs[rank][k][0] for rank in range(ranks) if not pairs[rank][k][1]]
+        assert len(own) == min(ranks, len(item["x"]))
+        assert all(part["x"].tolist() == [100 * k] and part["names"] == [f"{k} 0"] for part in stand_ins)
+    if min(sizes) < ranks:
+        with as_rank(ranks - 1, ranks), pytest.raises(ValueError, match=rf"has \d samples for {ranks} ranks"):
+            list(loader(at()))
+    else:
+        for batches, found in zip(read(loader, ranks), pairs, strict=True):
+            assert [batch["x"].tolist() for batch in batches] == [pair[0]["x"].tolist() for pair in found]
+
+
+def test_an_item_without_rows_is_not_divided():
+    for data in (range(4), {0: 1, 1: 2}.keys()):
+        loader = make_loader(data)
+        assert len(list(loader(at()))) == len(data)
+        with (
+            as_rank(1, 2),
+            pytest.raises(TypeError, match=r"a int has no rows to divide among 2 ranks; .*divide=False"),
+        ):
+            list(loader(at()))
+
+
+def test_a_rank_reads_its_own_rows_only():
+    data = Augmented(20)
+    loader = make_loader(data, batch_size=8)
+    with as_rank(2, 3):
+        (first, *_) = loader(at())
+    assert len(first) == 2
+    assert len(data.read) == 2 + 2 + 1
+
+
+def test_one_rank_alone_is_asked_nothing_more():
+    loader = make_loader(Augmented(7), batch_size=3)
+    whole = list(loader(at()))
+    pairs = list(loader.parts(at()))
+    assert [counts for _, counts in pairs] == [True] * 3
+    assert all(torch.equal(batch, part) for batch, (part, _) in zip(whole, pairs, strict=True))
+
+
+@pytest.mark.parametrize("data", [Augmented(7), AugmentedStream(7), TensorDataset(torch.arange(7))])
+def test_undivided_batches_are_whole_on_each_rank(data):
+    loader = make_loader(data, batch_size=3, divide=False, collate_fn=None)
+    whole = list(loader(at()))
+    for found in read(loader, 2):
+        assert all(map(torch.equal, map(_tensor, found), map(_tensor, whole)))
+    for found in read(loader, 5, how="parts"):
+        assert all(counts for _, counts in found)
+        assert all(map(torch.equal, (_tensor(part) for part, _ in found), map(_tensor, whole)))
+    assert not loader.divide
+
+
+def _tensor(batch):
+    return batch[0] if isinstance(batch, list) else batch
+
+
+# What is drawn
+
+
+@pytest.mark.parametrize("make", [Augmented, AugmentedStream])
+def test_ranks_draw_their_own_numbers_in_collate_fn_and_the_same_ones_in_the_items(make):
+    plain = make_loader(make(12), batch_size=6, shuffle=False)
+    loader = make_loader(make(12), batch_size=6, shuffle=False, collate_fn=with_draws)
+    random.seed(0), torch.manual_seed(0), np.random.seed(0)  # noqa: NPY002
+    parts = read(loader, 3)
+    again = read(loader, 3)
+    for k, batch in enumerate(plain(at())):
+        rows = torch.cat([found[k] for found in parts])
+        assert torch.equal(rows[:, :4], batch)
+        assert torch.equal(rows, torch.cat([found[k] for found in again]))
+    drawn = torch.cat([found[k][:, 4:] for found in parts for k in range(2)])
+    assert drawn.unique().numel() == drawn.numel()
+    assert not torch.isin(torch.cat(list(plain(at(1))))[:, 1:], drawn).any()
+
+
+def test_the_first_ranks_collate_fn_draws_what_one_process_does():
+    loader = make_loader(Augmented(12), batch_size=6, collate_fn=with_draws)
+    first, _ = read(loader, 2)
+    for k, (part, batch) in enumerate(zip(first, loader(at()), strict=True)):
+        assert torch.equal(part, batch[:3])
+        # The rank is no part of its seed: runs of one process keep the bits that they had.
+        drawn = torch.rand((), generator=torch.Generator().manual_seed(mix(COLLATE, 0, 0, k)))
+        assert part[0, 4].item() == drawn.item()
+
+
+def test_a_sample_that_comes_again_is_augmented_anew_on_whichever_rank():
+    loader = make_loader(Augmented(3), batch_size=12, weights=[1, 1, 1], num_samples=60)
+    found = read(loader, 4)
+    whole = torch.cat([part for parts in zip(*found, strict=True) for part in parts])
+    assert torch.equal(whole, torch.cat(list(loader(at()))))
+    assert len(whole[:, 1].unique()) == 60
+
+
+def test_a_batch_that_an_item_is_is_the_same_whoever_has_its_rows():
+    data = [torch.zeros(4, 2, dtype=torch.float64) for _ in range(3)]
+    for items in (data, dict(enumerate(data)).values()):
+        loader = make_loader(items, collate_fn=with_draws)
+        whole = list(loader(at()))
+        for k, parts in enumerate(zip(*read(loader, 3), strict=True)):
+            assert torch.equal(torch.cat(parts), whole[k])
+
+
+# Workers
+
+
+@pytest.mark.parametrize("make", [Augmented, AugmentedStream])
+def test_workers_that_live_on_learn_of_another_rank(make):
+    loader = make_loader(
+        make(24), batch_size=6, shuffle=False, collate_fn=stack, num_workers=2, persistent_workers=True
+    )
+    whole = list(loader(at(1)))
+    for ranks in (2, 3):
+        for k, parts in enumerate(zip(*read(loader, ranks, at(1, 1)), strict=True)):
+            assert torch.equal(torch.cat(parts), whole[k + 1])
+    del loader
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
+@pytest.mark.parametrize("make", [Augmented, AugmentedStream])
+def test_parts_move_to_a_device(make):
+    for pin_memory in (False, True):
+        loader = make_loader(make(5), batch_size=3, device="meta", pin_memory=pin_memory)
+        with as_rank(2, 3):
+            assert [(part.is_meta, len(part), counts) for part, counts in loader.parts(at())] == [
+                (True, 1, True),
+                (True, 1, False),
+            ]
+
+
+# Too few
+
+
+def test_a_batch_of_fewer_samples_than_ranks_is_refused_before_anything_is_read():
+    data = Augmented(10)
+    loader = make_loader(data, batch_size=4)
+    with as_rank(0, 3), pytest.raises(ValueError, match=r"batch 2 of epoch 5 has 2 samples for 3 ranks, .*drop_last"):
+        loader(at(5))
+    assert not data.read
+    with as_rank(1, 5), pytest.raises(ValueError, match=r"has \d samples for 5 ranks, .*another batch_size"):
+        loader(at())
+    with as_rank(0, 2):
+        assert len(list(loader(at()))) == 3
+    parts = make_loader(range(6), batch_sampler=[[1], [2, 3, 4, 5]])
+    with as_rank(0, 2):
+        with pytest.raises(ValueError, match="batch 0 of epoch 0 has 1 samples for 2 ranks"):
+            parts(at())
+        assert [batch.tolist() for batch in parts(at(batch=1))] == [[2, 3]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_streams_short_batch_is_refused_when_it_comes(num_workers):
+    loader = make_loader(AugmentedStream(10), batch_size=4, num_workers=num_workers)
+    for rank in range(3):
+        with as_rank(rank, 3):
+            batches = loader(at())
+            assert len(list(itertools.islice(batches, 2))) == 2
+            with pytest.raises(ValueError, match=r"batch 2 of epoch 0 has 2 samples for 3 ranks") as error:
+                next(batches)
+        assert error.traceback
+        assert not multiprocessing.active_children()  # though the traceback still holds the iterator
+
+
+# What divides by itself
+
+
+class Shard(IterableDataset):
+    """As accelerate's and transformers' IterableDatasetShard."""
+
+    def __init__(self):
+        self.process_index = 1
+
+    def __iter__(self):
+        return iter([4, 5, 6, 7])
+
+
+def test_what_divides_by_itself_is_refused():
+    from accelerate.data_loader import BatchSamplerShard
+
+    sampler = DistributedSampler(range(12), num_replicas=2, rank=1)
+    for make in (
+        lambda **options: make_loader(range(12), batch_size=3, sampler=sampler, **options),
+        lambda **options: make_loader(range(12), batch_sampler=BatchSampler(sampler, 3, False), **options),
+        lambda **options: make_loader(DataLoader(range(12), batch_size=3, sampler=sampler), **options),
+    ):
+        with pytest.raises(
+            ValueError, match=r"sampler is or holds a DistributedSampler.* plain dataset .*divide=False"
+        ):
+            make()
+        whole = make(divide=False)
+        with as_rank(1, 2):
+            assert [len(batch) for batch in whole(at())] == [3, 3]
+    shard = BatchSamplerShard(BatchSampler(range(12), 3, False), 2, 1)
+    with pytest.raises(ValueError, match="batch_sampler is or holds a BatchSamplerShard"):
+        make_loader(range(12), batch_sampler=shard)
+    with pytest.raises(ValueError, match="dataset is or holds a Shard"):
+        make_loader(Shard(), batch_size=2)
+    with as_rank(1, 2):
+        assert [b.tolist() for b in make_loader(Shard(), batch_size=2, divide=False)(at())] == [[4, 5], [6, 7]]
+
+
+# Real processes
+
+
+SETS = [
+    (kind, workers, options)
+    for kind, options in (
+        (Augmented, {}),
+        (Augmented, {"lengths": range(23)}),
+        (AugmentedStream, {"collate_fn": stack}),
+    )
+    for workers in (0, 2)
+]
+
+
+# From which epoch and batch to which: the three go on where the two have stopped.
+PLACES = {1: ((0, 0), (2, 0)), 2: ((0, 0), (1, 2)), 3: ((1, 2), (2, 0)), 4: ((0, 0), (2, 0))}
+
+
+def read_as_everybody_does(kind, workers, options, begin, end):
+    loader = make_loader(kind(23), batch_size=6, seed=1, num_workers=workers, **options)
+    state, found = at(*begin), []
+    while state.epoch < 2:
+        for batch in loader(state):
+            if (state.epoch, state.batch) == end:
+                return found
+            found.append(batch)
+            state = state.replace(batch=state.batch + 1)
+        state = end_epoch(state)
+    return found
+
+
+def write_batches(path, *numbers):
+    """The global batches, put together again, for so many ranks each: all processes, or the first ones of them."""
+    distributed.init_process_group("gloo")
+    whole = {}
+    for ranks in numbers:
+        group = distributed.new_group(range(ranks))
+        if distributed.get_rank() < ranks:
+            _ranks.use(None if ranks == distributed.get_world_size() else group)
+            own = [read_as_everybody_does(*which, *PLACES[ranks]) for which in SETS]
+            everybodys = [None] * ranks
+            distributed.all_gather_object(everybodys, own, group)
+            whole[ranks] = [
+                [torch.cat(parts) for parts in zip(*batches, strict=True)]
+                for batches in zip(*everybodys, strict=True)
+            ]
+    if distributed.get_rank() == 0:
+        torch.save(whole, path)
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "launches", [[(4, 2, 3, 4)], pytest.param([(2, 2), (3, 3), (4, 4)], marks=pytest.mark.large)]
+)
+def test_global_batches_are_the_same_for_any_number_of_ranks(tmp_path, launches):
+    found = {}
+    for processes, *numbers in launches:
+        launch(processes, write_batches, tmp_path / "found", *numbers)
+        found |= torch.load(tmp_path / "found")
+    one = [read_as_everybody_does(*which, *PLACES[1]) for which in SETS]
+    for k, whole in enumerate(one):
+        assert sorted(torch.cat(whole)[:, 0].tolist()) == sorted([*range(23)] * 2)
+        for others in (found[4][k], found[2][k] + found[3][k]):
+            assert len(others) == len(whole) == 8
+            assert all(map(torch.equal, others, whole))
+    for here, in_workers in zip(one[:4:2], one[1:4:2], strict=True):
+        assert all(map(torch.equal, here, in_workers))

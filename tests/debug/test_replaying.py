@@ -1,0 +1,773 @@
+"""Steps had again are those of the run, bit by bit, and a change made at a known step is found at that step."""
+
+import hashlib
+import itertools
+import math
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+import looplib as ll
+from looplib.data import without_samples
+from looplib.debug import (
+    Run,
+    differences,
+    fingerprint,
+    first_difference,
+    keep,
+    nbytes,
+    read_fingerprints,
+    replay,
+    saved_states,
+    worst_samples,
+)
+
+both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+DIGITS = load_digits()
+ROWS, LENGTH = 70, 5  # of 16 rows, the last batch of 6
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Digits with noise that is drawn anew, from all three global streams, each time one is read."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, i):
+        noise = torch.randn(64) + np.random.rand() + random.random()  # noqa: NPY002
+        return torch.tensor(DIGITS.data[i], dtype=torch.float32) / 16 + 0.1 * noise, int(DIGITS.target[i])
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        source = Noisy()
+        return (source[i] for i in range(ROWS))
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+class Case:
+    """A small training with dropout, batch norm, noise in the data and an epoch whose last batch is not full."""
+
+    def __init__(self, *, donate=False, bound=False, stream=False, seed=0, optimizer=None, wrap=lambda model: model):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 10))
+        self.optimizer = optimizer or ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(0.01, warmup=3, total=40))
+        self.grad_fn = ll.make_grad_fn(wrap(self.model), loss_fn)
+        self.step = ll.make_train_step(self.grad_fn, self.optimizer, donate=donate)
+        self.loader = ll.make_loader(Stream() if stream else Noisy(), batch_size=16, seed=2)
+        length = None if stream else LENGTH
+        self.state = ll.init_state(self.model, self.optimizer, seed=5, epoch_length=length, extra={"note": None})
+        self.state = self.state if bound else ll.copy_state(self.state)
+
+    def run(self, **options):
+        return Run(self.step, self.state, self.loader, **options)
+
+    def train(self, steps, see=lambda state, batch, metrics, after: None):
+        """A loop as anyone writes it."""
+        state = self.state
+        while True:
+            for batch in self.loader(state):
+                if state.step == steps:
+                    return state
+                before = ll.copy_state(state)
+                state, metrics = self.step(state, batch)
+                see(before, batch, metrics, ll.copy_state(state))
+            if state.epoch_length is None:
+                state = ll.end_epoch(state)
+
+
+def bits(tree):
+    return fingerprint(tree)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["dataset", "stream"])
+@both_states
+@both_steps
+def test_every_step_again_from_any_kept_state_is_the_runs_own(donate, bound, stream):
+    case = Case(donate=donate, bound=bound, stream=stream)
+    seen = []
+    case.train(13, lambda *step: seen.append(step))
+    assert [state.epoch for state, *_ in seen] == [step // LENGTH for step in range(13)]
+    again = Case(donate=donate, bound=bound, stream=stream)
+    for start, step in [(0, 0), (0, 12), (3, 3), (3, 4), (4, 5), (4, 9), (7, 11), (12, 12)]:
+        kept = seen[start][0]
+        was, module = bits(kept), bits(dict(again.model.state_dict()))
+        streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()  # noqa: NPY002
+        found = replay(again.step, kept, again.loader, step, grad_fn=again.grad_fn)
+        state, batch, metrics, after = seen[step]
+        for mine, its in [(state, found.state), (batch, found.batch), (metrics, found.metrics), (after, found.after)]:
+            assert bits(mine) == bits(its)
+        assert bits(case.grad_fn(state, batch).grads) == bits(found.grads)
+        assert bits(kept) == was
+        assert bits(dict(again.model.state_dict())) == module
+        assert torch.equal(streams[0], torch.get_rng_state())
+        assert streams[1:] == (random.getstate(), np.random.get_state()[1].tobytes())  # noqa: NPY002
+        sizes = [nbytes([tree]) for tree in (kept, found.state, found.after)]
+        assert nbytes([kept, found.state, found.after]) == sum(sizes)
+
+
+@both_steps
+def test_the_gradients_are_those_that_made_the_update(donate):
+    case = Case(donate=donate, optimizer=ll.optimizer(torch.optim.SGD, lr=0.25, foreach=False, fused=False))
+    found = replay(case.step, case.state, case.loader, 8, grad_fn=case.grad_fn)
+    assert (found.state.step, found.state.epoch, found.state.batch, found.after.step) == (8, 1, 3, 9)
+    for name, before in found.state.params.items():
+        assert torch.equal(found.after.params[name], before.detach().add(found.grads[name], alpha=-0.25))
+    assert repr(found) == f"Replayed(step=8, epoch=1, batch=3, loss={ll.compute(found.metrics)['loss']:.6g})"
+    assert replay(case.step, case.state, case.loader, 8).grads is None
+
+
+def test_a_bound_state_and_its_module_stay_as_they_are_and_the_run_goes_on():
+    case = Case(donate=True, bound=True)
+    end = bits(Case(donate=True, bound=True).train(9))
+    state = case.state
+    for batch in case.loader(state):
+        state, _ = case.step(state, batch)
+    weights = bits(dict(case.model.state_dict()))
+    found = replay(case.step, state, case.loader, 9)
+    assert bits(dict(case.model.state_dict())) == weights
+    assert bits(found.state) == end
+    assert state.params["0.weight"] is case.model[0].weight
+    case.state = state
+    assert bits(case.train(9)) == end
+    assert bits(found.state) == end  # which the run has not spent
+
+
+def test_a_state_that_may_be_spent_is_run_on_from_itself():
+    case = Case(donate=True, bound=True)
+    expected = replay(case.step, case.state, case.loader, 4)
+    found = replay(case.step, case.state, case.loader, 4, donate=True)
+    assert bits(found) == bits(expected)
+    assert found.after.params["0.weight"] is case.model[0].weight
+    with pytest.raises(ll.DonatedStateError):
+        _ = case.state.params
+
+
+def test_the_nearest_of_the_kept_states_is_where_it_begins(tmp_path):
+    case = Case(donate=True, bound=True)
+    ckpt, kept, seen = ll.checkpoint_io(tmp_path), {}, []
+
+    def see(state, batch, metrics, after):
+        nonlocal kept
+        seen.append(bits(state))
+        if state.step % 4 == 0:
+            ckpt.save(state)
+            kept = keep(kept, state)
+
+    case.train(11, see)
+    begun = []
+
+    def loader(state):
+        begun.append(state.step)
+        return case.loader(state)
+
+    weights = bits(dict(case.model.state_dict()))
+    saved = saved_states(ckpt, Case(bound=True).state)
+    for states in (kept, saved):
+        assert list(states) == [0, 4, 8]
+        assert len(states) == 3
+        assert (4 in states, 5 in states) == (True, False)
+        for step, nearest in [(0, 0), (3, 0), (4, 4), (10, 8)]:
+            begun.clear()
+            assert bits(replay(case.step, states, loader, step).state) == seen[step]
+            assert begun[0] == nearest
+    assert bits(dict(case.model.state_dict())) == weights
+    with pytest.raises(KeyError):
+        saved[5]
+
+
+def test_saved_states_write_into_no_module(tmp_path):
+    case = Case(bound=True)
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(Case(bound=True, seed=1).state.replace(step=3))
+    before = bits(case.state)
+    states = saved_states(ckpt, case.state)
+    assert states[3].step == 3
+    assert bits(states[3].params) != bits(case.state.params)
+    assert bits(case.state) == before
+
+
+def test_a_wrapped_module_is_replayed_on_its_own_tensors(tmp_path):
+    alone = Case(donate=True, bound=True)
+    expected = replay(alone.step, alone.state, alone.loader, 7)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        case = Case(donate=True, bound=True, wrap=nn.parallel.DistributedDataParallel)
+        with pytest.raises(RuntimeError, match="DistributedDataParallel works on the module's own parameters"):
+            replay(case.step, case.state, case.loader, 7)
+        found = replay(case.step, case.state, case.loader, 7, donate=True)
+        assert bits((found.batch, found.after)) == bits((expected.batch, expected.after))
+        assert found.after.params["0.weight"] is case.model[0].weight
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@both_steps
+def test_a_skipped_batch_is_had_again_and_the_one_after_it_at_the_same_step(donate):
+    model = nn.Linear(1, 1)
+    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.Adam, lr=0.1), max_consecutive=3)
+    step = ll.make_train_step(
+        ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer, donate=donate
+    )
+    data = torch.arange(8.0).reshape(8, 1)
+    data[4] = math.nan
+    loader = ll.make_loader(data, batch_size=2, shuffle=False)
+    state = ll.init_state(model, optimizer, epoch_length=4)
+    found = replay(step, state, loader, 2)
+    assert (found.after.skipped, found.state.step, found.after.step, found.batch[0].isnan().item()) == (
+        True,
+        2,
+        2,
+        True,
+    )
+    following = replay(step, found.after, loader, 2)
+    assert (following.after.skipped, following.after.step, following.batch.tolist()) == (False, 3, [[6.0], [7.0]])
+
+
+def test_the_rows_of_the_batch_are_told_where_the_loader_can():
+    case = Case()
+
+    class Told:
+        def __call__(self, state):
+            return case.loader(state)
+
+        def indices(self, state):
+            return [state.epoch, state.batch]
+
+    assert replay(case.step, case.state, Told(), 7).indices == [1, 2]
+    assert replay(case.step, case.state, lambda state: case.loader(state), 7).indices is None
+
+
+def test_what_cannot_be_replayed_is_said():
+    case = Case()
+    later = case.state.replace(step=6)
+    with pytest.raises(ValueError, match=r"no state at or before step 5, .* those given are at 6; give one that"):
+        replay(case.step, later, case.loader, 5)
+    with pytest.raises(ValueError, match="those given are at 6, 8;"):
+        replay(case.step, {8: later.replace(step=8), 6: later}, case.loader, 5)
+    with pytest.raises(ValueError, match="those given are at no step at all"):
+        replay(case.step, {}, case.loader, 5)
+    for wrong in (True, 2.0, None):
+        with pytest.raises(TypeError, match=f"step is {wrong!r}; give a whole number"):
+            replay(case.step, case.state, case.loader, wrong)
+    with pytest.raises(TypeError, match="state is a list; give a TrainState, or a mapping"):
+        replay(case.step, [case.state], case.loader, 5)
+    with pytest.raises(ValueError, match=r"the loader gave no batch for TrainState\(step=0"):
+        replay(case.step, case.state, lambda state: [], 5)
+
+    def twice(state, batch):
+        for _ in range(2):
+            state, metrics = case.step(state, batch)
+        return state.replace(batch=0, epoch=0, epoch_length=None), metrics
+
+    assert replay(twice, case.state, lambda state: list(case.loader(case.state)), 4).after.step == 6
+    with pytest.raises(ValueError, match="no batch begins at step 5: one begins before it and ends at step 6"):
+        replay(twice, case.state, lambda state: list(case.loader(case.state)), 5)
+
+
+@both_states
+@both_steps
+def test_kept_states_are_those_of_the_run_and_share_what_stays(donate, bound):
+    case = Case(donate=donate, bound=bound)
+    frozen = case.model[0].weight.requires_grad_(False)
+    case.grad_fn = ll.make_grad_fn(case.model, loss_fn)
+    case.step = ll.make_train_step(case.grad_fn, case.optimizer, donate=donate)
+    state = ll.init_state(case.model, case.optimizer, seed=5, epoch_length=LENGTH)
+    state = state if bound else ll.copy_state(state)
+    kept, seen = {}, {}
+    for batch in case.loader(state):
+        was = dict(kept)
+        more = keep(kept, state)
+        assert kept == was  # the same records: what was given is left as it is
+        kept, seen[state.step] = more, bits(state)
+        state, _ = case.step(state, batch)
+    assert {step: bits(found) for step, found in kept.items()} == seen
+    assert len({found.params["0.weight"].data_ptr() for found in kept.values()}) == 1
+    if bound:
+        assert kept[0].params["0.weight"] is not frozen
+    # Leaf by leaf, what is not as in the one before; moments begin as zeros, a buffer for each parameter.
+    expected, before = 0, None
+    for found in kept.values():
+        leaves = [*found.params.values(), *found.buffers.values(), *torch.utils._pytree.tree_leaves(found.opt_state)]
+        arrays = [leaf.detach().numpy() for leaf in leaves]
+        changed = [
+            before is None or array.tobytes() != old for array, old in zip(arrays, before or arrays, strict=True)
+        ]
+        expected += sum(array.nbytes for array, new in zip(arrays, changed, strict=True) if new)
+        before = [array.tobytes() for array in arrays]
+    assert nbytes(list(kept.values())) == expected
+    assert expected < 0.8 * sum(nbytes(found) for found in kept.values())
+    replayed = replay(case.step, kept, case.loader, 3)  # which spends none of them
+    assert bits(replayed.state) == seen[3]
+    assert {step: bits(found) for step, found in kept.items()} == seen
+
+
+def test_equal_numbers_of_other_bits_or_strides_are_not_shared():
+    def state(step, tensor):
+        return ll.TrainState(step=step, params={"w": tensor})
+
+    for one, other in [
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (torch.ones(2, 3), torch.ones(3, 2).T),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        (torch.ones(2), torch.ones(2, requires_grad=True)),
+    ]:
+        kept = keep(keep({}, state(0, one)), state(1, other))
+        assert kept[1].params["w"] is not kept[0].params["w"]
+        assert (kept[1].params["w"].stride(), kept[1].params["w"].dtype) == (other.stride(), other.dtype)
+    nans = torch.full((2,), math.nan)
+    kept = keep(keep({}, state(0, nans)), state(1, nans.clone()))
+    assert kept[1].params["w"] is kept[0].params["w"]
+
+
+def test_a_tensor_that_stands_twice_is_kept_once():
+    tied = torch.ones(5)
+    model = nn.Module()
+    model.one = model.other = nn.Parameter(tied)
+    state = ll.init_state(model, extra={"again": model.one})
+    kept = keep({}, state)
+    assert kept[0].params["one"] is kept[0].extra["again"]
+    assert kept[0].params["one"] is not model.one
+    assert nbytes(kept[0]) == 20
+
+
+def test_what_a_donated_run_spends_is_never_shared():
+    case = Case(donate=True)
+    raw = {0: case.state}  # put there as it is, so that the run may spend it
+    kept = keep(raw, case.state.replace(step=1))
+    was = bits(kept[1])
+    _ = case.step(case.state, next(iter(case.loader(case.state))))
+    assert bits(kept[1]) == was
+    with pytest.raises(ll.DonatedStateError):
+        keep({}, case.state)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(2, 9))
+@settings(deadline=None)
+def test_the_first_and_the_last_stay_however_few(gaps, at_most):
+    kept, step = {}, 0
+    for gap in gaps:
+        kept = keep(kept, ll.TrainState(step=step), at_most=at_most)
+        assert next(iter(kept)) == 0
+        assert list(kept)[-1] == step
+        assert list(kept) == sorted(kept)
+        assert len(kept) <= at_most
+        assert all(state.step == at for at, state in kept.items())
+        step += gap
+    assert len(kept) == min(at_most, len(gaps))
+
+
+def test_a_replay_goes_about_as_far_as_the_step_lies_back():
+    kept, last = {}, 2000
+    for step in range(last + 1):
+        kept = keep(kept, ll.TrainState(step=step), at_most=16)
+    steps = sorted(kept)
+    # To any step, from the nearest before it: never much further than the step is old.
+    for before, after in itertools.pairwise(steps):
+        assert after - before <= 2 * max(last - after, 1), steps
+    assert steps[-3] >= last - 4
+
+
+def test_states_out_of_order_are_refused():
+    kept = keep({}, ll.TrainState(step=7))
+    with pytest.raises(ValueError, match="the state is at step 5, and the last one kept at step 7"):
+        keep(kept, ll.TrainState(step=5))
+    with pytest.raises(ValueError, match="at_most is 1; give 2 or more"):
+        keep(kept, ll.TrainState(step=9), at_most=1)
+    newer = ll.TrainState(step=7, batch=3)
+    assert keep(kept, newer)[7].batch == 3
+
+
+def test_a_fingerprint_is_a_hash_of_dtype_shape_and_bytes():
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    expected = hashlib.blake2b(b"(torch.float32, (2, 3))" + array.tobytes(), digest_size=8).hexdigest()
+    assert fingerprint({"w": torch.from_numpy(array)}) == {"/w": expected}
+    assert fingerprint({"w": torch.from_numpy(np.asfortranarray(array))}) == {"/w": expected}
+    assert fingerprint(torch.from_numpy(array)) == {"/": expected}
+    apart = torch.from_numpy(np.repeat(array.ravel(), 2))[::2]
+    assert fingerprint(apart) == fingerprint(torch.from_numpy(array.ravel()))
+    assert fingerprint({"w": torch.from_numpy(array.reshape(3, 2))}) != {"/w": expected}
+    assert fingerprint({"w": torch.from_numpy(array.view(np.int32))}) != {"/w": expected}
+    found = fingerprint({"a/b": [1, 2.5, None, "x", True], "m": ll.Mean(torch.tensor(3), 2), "n": array})
+    assert list(found) == [*(f"/a~1b/{i}" for i in range(5)), "/m", "/n"]
+    assert list(found.values())[:5] == ["1", "2.5", "None", "'x'", "True"]
+    with pytest.raises(TypeError, match="/batch/0 is a object, which has no bytes"):
+        fingerprint({"batch": [object()]})
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=40)
+def test_any_flipped_bit_changes_the_fingerprint_of_its_leaf_alone(data):
+    kinds = [
+        torch.float32,
+        torch.bfloat16,
+        torch.float64,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+    ]
+    tree = {
+        f"{i}": torch.arange(data.draw(st.integers(1, 5))).to(data.draw(st.sampled_from(kinds))) for i in range(3)
+    }
+    before = fingerprint(tree)
+    name = data.draw(st.sampled_from(sorted(tree)))
+    assert differences(tree, {**tree, name: tree[name].clone()}) == []
+    flipped = tree[name].clone()
+    flipped.view(torch.uint8)[data.draw(st.integers(0, flipped.nbytes - 1))] ^= 1
+    after = fingerprint({**tree, name: flipped})
+    assert {place for place in before if before[place] != after[place]} == {f"/{name}"}
+    (found,) = differences(tree, {**tree, name: flipped})
+    assert (found.place, found.differing, found.numel) == (f"/{name}", 1, tree[name].numel())
+
+
+def test_another_process_finds_the_same_fingerprint():
+    code = (
+        "import torch, looplib as ll; from looplib.replaying import fingerprint; torch.manual_seed(3);"
+        "m = torch.nn.Linear(3, 2); o = ll.optimizer(torch.optim.AdamW, lr=0.1);"
+        "print(fingerprint(ll.init_state(m, o, seed=2**62)))"
+    )
+    found = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout] * 2
+    torch.manual_seed(3)
+    model = nn.Linear(3, 2)
+    assert (
+        found == [f"{fingerprint(ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=0.1), seed=2**62))}\n"] * 2
+    )
+
+
+def test_fingerprints_come_back_from_a_log_with_other_rows_and_a_run_that_went_back(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = ll.jsonl(path)
+    states = [ll.TrainState(step=step, params={"w": torch.tensor([float(step)])}) for step in range(6)]
+    for state in states:
+        log(state, fingerprint(state))
+        log(state, {"train/loss": 0.5})
+    assert read_fingerprints(path) == {state.step: fingerprint(state) for state in states}
+    other = states[3].replace(seed=9)
+    log(other, fingerprint(other))
+    assert read_fingerprints(path) == {
+        **{step: fingerprint(states[step]) for step in range(3)},
+        3: fingerprint(other),
+    }
+
+
+values = st.sampled_from([0.0, -0.0, 1.0, 1.0 + 1e-6, 1.1, -1.0, math.nan, math.inf, -math.inf, 1e300])
+
+
+@given(st.lists(st.tuples(values, values), min_size=1, max_size=6), st.sampled_from([1e-12, 1e-5, 0.2]))
+@settings(deadline=None)
+def test_within_a_tolerance_is_what_torch_calls_close(pairs, tolerance):
+    one, other = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
+    close = torch.isclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+    found = differences(one, other, rtol=tolerance, atol=tolerance)
+    assert sum(leaf.differing for leaf in found) == int((~close).sum())
+    if found:
+        gaps = [
+            math.inf if math.isnan(a - b) else abs(a - b) for a, b in zip(one[~close], other[~close], strict=True)
+        ]
+        assert found[0].largest == max(map(float, gaps))
+    assert bool(differences(one, other)) == (one.numpy().tobytes() != other.numpy().tobytes())
+
+
+def test_differences_say_where_and_what():
+    one = {"x": torch.ones(3), "n": 1, "gone": 2.0, "text": "a"}
+    other = {"x": torch.ones(2), "n": 4, "text": "b", "new": None}
+    found = differences(one, other)
+    assert list(map(repr, found)) == [
+        "/x: float32 (3,) against float32 (2,)",
+        "/n: 1 against 4",
+        "/gone: is in the first alone",
+        "/text: 'a' against 'b'",
+        "/new: is in the second alone",
+    ]
+    assert found[1].largest == 3
+    assert math.isnan(found[0].largest)
+    assert repr(differences(torch.ones(2), torch.ones(2).double())[0]) == "/: float32 (2,) against float64 (2,)"
+    assert differences(torch.ones(2), torch.ones(2).double(), atol=1e-9) == []
+    assert differences(np.float32(1), np.float32(2))[0].largest == 1
+    assert repr(differences(fingerprint(one), {**one, "n": 4})[0]) == "/n: '1' against '4'"
+    many = [{0: fingerprint({f"{i}": i + run for i in range(12)})} for run in range(2)]
+    lines = repr(first_difference(*many)).splitlines()
+    assert lines[0] == "the runs differ at step 0, from the first on:"
+    assert lines[-2:] == ["  /9: '9' against '10'", "  and 2 more"]
+
+
+def changed_at(step, at, name):
+    """The same step, but that one number of one parameter is the next float after it when step `at` is done."""
+
+    def other(state, batch):
+        after, metrics = step(state, batch)
+        if state.step == at:
+            tensor = after.params[name].detach().clone()
+            first = tensor.view(-1)[:1]
+            first.copy_(torch.nextafter(first, torch.tensor(math.inf)))
+            after = after.replace(params={**after.params, name: tensor})
+        return after, metrics
+
+    return other
+
+
+@given(st.integers(0, 14), st.sampled_from(["0.weight", "0.bias", "1.weight", "4.weight"]), st.booleans())
+@settings(deadline=None, max_examples=15)
+def test_one_number_moved_by_one_ulp_is_found_at_its_step(at, name, donate):
+    case, other = Case(donate=donate), Case(donate=donate)
+    was = bits(case.state)
+    one = case.run(grad_fn=case.grad_fn)
+    two = Run(changed_at(other.step, at, name), other.state, other.loader, other.grad_fn)
+    found = first_difference(one, two, stop=15)
+    assert (found.equal, found.different) == (at, at + 1)
+    # Batch, metrics and gradients are the same, and of all that the step made one number is not.
+    assert [(leaf.place, leaf.differing) for leaf in found.leaves] == [(f"/after/params/{name}", 1)]
+    mine, its = found.replayed
+    first = mine.after.params[name].view(-1)[0].detach()
+    assert torch.nextafter(first, torch.tensor(math.inf)) == its.after.params[name].view(-1)[0]
+    assert found.leaves[0].largest == float(its.after.params[name].detach().view(-1)[0].double() - first.double())
+    expected = replay(case.step, case.state, case.loader, at, grad_fn=case.grad_fn)
+    assert bits(mine) == bits(expected)
+    assert bits(case.state) == was
+    assert first_difference(one, two, stop=at) is None
+    assert first_difference(one, one, stop=15) is None
+
+
+@both_steps
+def test_kept_states_narrow_down_where_to_look(donate):
+    case = Case(donate=donate)
+    at, kept = 10, ({}, {})
+    steps = case.step, changed_at(case.step, at, "4.weight")
+    for place, step in enumerate(steps):
+        state = ll.copy_state(case.state)
+        while state.step < 15:
+            for batch in case.loader(state):
+                if state.step % 4 == 0:
+                    kept[place].update(keep(kept[place], state))
+                state, _ = step(state, batch)
+    asked = []
+
+    def loader(state):
+        asked.append(state.step)
+        return case.loader(state)
+
+    found = first_difference(*kept)
+    assert (found.equal, found.different, found.replayed) == (8, 12, None)
+    assert repr(found).startswith("the runs differ at step 12, and were the same at step 8:\n  /params/")
+    found = first_difference(*(Run(step, states, loader) for step, states in zip(steps, kept, strict=True)))
+    assert (found.equal, found.different) == (10, 11)
+    assert min(asked) == 8
+    # The states of a run that changed, replayed by a step that does not: nothing here parts them.
+    found = first_difference(Run(case.step, kept[0], loader), Run(case.step, kept[1], loader))
+    assert (found.equal, found.different, found.replayed) == (8, 12, None)
+    # Those before it, and no further.
+    early = [{step: state for step, state in states.items() if step <= 8} for states in kept]
+    runs = [Run(step, states, loader) for step, states in zip(steps, early, strict=True)]
+    assert first_difference(*early) is None
+    assert first_difference(*runs) is None
+    assert first_difference(*runs, stop=13).equal == 10
+    parted = [{step: state for step, state in states.items() if step >= 12} for states in kept]
+    found = first_difference(*(Run(step, states, loader) for step, states in zip(steps, parted, strict=True)))
+    assert (found.equal, found.different) == (None, 12)
+    assert repr(found).startswith("the runs differ at step 12, from the first on:")
+
+
+def test_two_logs_and_a_log_against_states_tell_the_step(tmp_path):
+    at, paths, kept = 6, [], {}
+    for name in ("a", "b"):
+        case = Case()
+        log = ll.jsonl(tmp_path / name)
+        case.step = case.step if name == "a" else changed_at(case.step, at, "0.weight")
+        case.train(10, lambda state, batch, metrics, after, log=log: log(state, fingerprint(state)))
+        paths.append(tmp_path / name)
+    case = Case()
+    case.train(10, lambda state, *_: kept.update(keep(kept, state)))
+    first, second = map(read_fingerprints, paths)
+    for found in (first_difference(first, second), first_difference(kept, second), first_difference(second, kept)):
+        assert (found.equal, found.different) == (6, 7)
+        assert [leaf.place for leaf in found.leaves] == ["/params/0.weight"]
+    assert first_difference(kept, first) is None
+
+
+def test_folders_of_checkpoints_are_bisected(tmp_path, monkeypatch):
+    ckpts = [ll.checkpoint_io(tmp_path / name) for name in ("a", "b")]
+    state = ll.TrainState(params={"w": torch.zeros(2)})
+    for step in range(40):
+        ckpts[0].save(state.replace(step=step))
+        ckpts[1].save(state.replace(step=step, params={"w": torch.full((2,), float(step > 23))}))
+    saved = [saved_states(ckpt, state) for ckpt in ckpts]
+    read = []
+    original = type(saved[0]).__getitem__
+    monkeypatch.setattr(type(saved[0]), "__getitem__", lambda self, step: read.append(step) or original(self, step))
+    found = first_difference(*saved)
+    assert (found.equal, found.different) == (23, 24)
+    assert len(set(read)) <= math.ceil(math.log2(40)) + 1
+    assert first_difference(saved[0], saved[0]) is None
+
+
+def test_what_parts_first_is_named_first():
+    case = Case()
+    run = case.run(grad_fn=case.grad_fn)
+
+    def poisoned(state):
+        for k, (x, y) in enumerate(case.loader(state), state.batch):
+            yield (x.roll(1, 0) if (state.epoch, k) == (1, 1) else x), y
+
+    found = first_difference(run, Run(case.step, case.state, poisoned, case.grad_fn), stop=20)
+    assert (found.equal, found.leaves[0].place, found.leaves[1].place[:9]) == (6, "/batch/0", "/metrics/")
+    assert found.leaves[0].differing == 16 * 64
+    assert any(leaf.place == "/grads/0.weight" for leaf in found.leaves)
+
+    class Told:
+        def __call__(self, state):
+            return case.loader(state)
+
+        def indices(self, state):
+            return torch.tensor([state.batch])
+
+    flat = ll.optimizer(torch.optim.AdamW, lr=0.01)
+    found = first_difference(
+        Run(case.step, case.state, Told()), Run(ll.make_train_step(case.grad_fn, flat), case.state, Told()), stop=9
+    )
+    assert [replayed.indices.item() for replayed in found.replayed] == [0, 0]
+    untold = Run(changed_at(case.step, 3, "0.bias"), case.state, poisoned)
+    found = first_difference(Run(case.step, case.state, Told()), untold, stop=9)
+    assert [leaf.place for leaf in found.leaves] == ["/after/params/0.bias"]
+
+    def scaled(state, batch, *part):
+        out = case.grad_fn(state, batch, *part)
+        return out._replace(grads={n: g * 2 if state.step == 4 else g for n, g in out.grads.items()})
+
+    found = first_difference(
+        run, Run(ll.make_train_step(scaled, case.optimizer), case.state, case.loader, scaled), stop=9
+    )
+    assert (found.equal, found.leaves[0].place) == (4, "/grads/0.weight")
+
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=lambda step: 0.01 * (1 + (step == 3)))
+    runs = [
+        Run(ll.make_train_step(case.grad_fn, each), case.state, case.loader, case.grad_fn)
+        for each in (flat, optimizer)
+    ]
+    found = first_difference(*runs, stop=9)
+    assert (found.equal, found.leaves[0].place) == (3, "/after/params/0.weight")
+
+
+@both_steps
+def test_another_way_to_the_same_numbers_parts_in_bits_and_not_beyond_a_tolerance(donate):
+    def case(microbatches):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10))
+        optimizer = ll.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
+        grad_fn = ll.make_grad_fn(model, loss_fn)
+        grad_fn = ll.accumulate(grad_fn, microbatches) if microbatches > 1 else grad_fn
+        step = ll.make_train_step(grad_fn, optimizer, donate=donate)
+        loader = ll.make_loader(Noisy(), batch_size=16)
+        return Run(step, ll.init_state(model, optimizer, epoch_length=LENGTH), loader, grad_fn)
+
+    runs = case(1), case(4)
+    # The pieces' sums are rounded elsewhere: in the last bits of float32, from the first steps on.
+    found = first_difference(*runs, stop=10)
+    assert found.equal <= 1
+    assert found.leaves[0].place.startswith(("/grads/", "/metrics/"))
+    assert first_difference(*runs, stop=10, rtol=1e-4, atol=1e-5) is None
+
+    def slower(state, batch):
+        after, metrics = runs[1].train_step(state, batch)
+        if state.step == 7:
+            after = after.replace(params={name: tensor * 0.9 for name, tensor in after.params.items()})
+        return after, metrics
+
+    other = Run(slower, runs[1].states, runs[1].loader, runs[1].grad_fn)
+    found = first_difference(runs[0], other, stop=10, rtol=1e-4, atol=1e-4)
+    assert (found.equal, found.different) == (7, 8)
+    assert {leaf.place.split("/")[2] for leaf in found.leaves} == {"params"}
+
+
+def test_runs_that_cannot_be_compared_are_refused():
+    case = Case()
+    with pytest.raises(TypeError, match="one of these is a Run and the other is not"):
+        first_difference(case.run(), {0: case.state})
+    with pytest.raises(ValueError, match="no step in common: one has steps 0 to 0, the other steps 3 to 5;"):
+        first_difference({0: case.state}, {3: case.state, 5: case.state})
+    with pytest.raises(ValueError, match="the other none;"):
+        first_difference({0: case.state}, {})
+    with pytest.raises(ValueError, match="one state in common, at step 0; give stop="):
+        first_difference(case.run(), case.run())
+
+
+@given(st.integers(2, 12), st.integers(0, 10**6))
+@settings(deadline=None, max_examples=25)
+def test_rows_are_ranked_by_their_own_gradients(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(count, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    model = nn.Linear(3, 3, bias=False).double()
+    loss = lambda model, batch: F.mse_loss(model(batch[0]), batch[1])  # noqa: E731
+    state, indices = ll.init_state(model), torch.randperm(100, generator=generator)[:count]
+    found = worst_samples(ll.make_grad_fn(model, loss), state, (x, y), indices)
+    with torch.no_grad():
+        error = x @ model.weight.T - y
+        norms = 2 / 3 * error.norm(dim=1) * x.norm(dim=1)  # of an outer product
+    assert [row.row for row in found] == norms.argsort(descending=True).tolist()
+    assert [row.index for row in found] == indices[norms.argsort(descending=True)].tolist()
+    for row in found:
+        torch.testing.assert_close(row.grad_norm, norms[row.row].item(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(row.loss, error[row.row].square().mean().item(), rtol=1e-12, atol=1e-12)
+    per_sample = worst_samples(ll.contrib.make_per_sample_grad_fn(model, loss), state, (x, y))
+    assert [(row.row, row.index) for row in per_sample] == [(row.row, None) for row in found]
+
+
+def test_rows_that_are_not_finite_come_first_and_indices_must_fit():
+    model = nn.Linear(1, 1, bias=False)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    batch = torch.tensor([[1.0], [math.nan], [3.0], [math.inf]])
+    found = worst_samples(grad_fn, ll.init_state(model), batch, [10, 11, 12, 13])
+    assert [row.index for row in found] == [11, 13, 12, 10]
+    with pytest.raises(ValueError, match="3 indices for a batch of 4 rows"):
+        worst_samples(grad_fn, ll.init_state(model), batch, [10, 11, 12])
+
+
+def test_the_row_that_made_a_spike_is_found_from_a_kept_state():
+    """From the first look at the log to the row of the dataset."""
+    x = torch.tensor(DIGITS.data[:ROWS], dtype=torch.float32) / 16
+    x[41] *= 300
+    data = torch.utils.data.TensorDataset(x, torch.tensor(DIGITS.target[:ROWS]), torch.arange(ROWS))
+    loader = ll.make_loader(data, batch_size=16, seed=1)
+    model = nn.Linear(64, 10)
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+    step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    state, kept, losses = ll.init_state(model, optimizer, epoch_length=len(loader)), {}, []
+    for batch in loader(state):
+        kept = keep(kept, state)
+        state, metrics = step(state, batch)
+        losses.append(ll.compute(metrics)["loss"])
+    spike = losses.index(max(losses))
+    found = replay(step, kept[0], loader, spike)
+    assert ll.compute(found.metrics)["loss"] == max(losses)
+    worst = worst_samples(grad_fn, found.state, found.batch, found.batch[2])
+    assert worst[0].index == 41
+    assert worst[0].grad_norm > 10 * worst[1].grad_norm
+    assert torch.equal(found.indices, found.batch[2])
+    # Rolled back before it, the run goes on without the row, as one that never had it.
+    rest = without_samples(loader, [worst[0].index])
+    goes_on, batches = ll.copy_state(kept[spike - 1]), []
+    for batch in itertools.islice(rest(goes_on), LENGTH):
+        goes_on, metrics = step(goes_on, batch)
+        batches.append(batch[2].tolist())
+        assert ll.compute(metrics)["loss"] < max(losses) / 3
+    never = ll.copy_state(kept[0])
+    for batch in rest(never):
+        never, _ = step(never, batch)
+    assert bits(goes_on) == bits(never)
+    assert (goes_on.epoch, goes_on.batch, goes_on.samples) == (1, 0, ROWS - 1)
+    assert 41 not in itertools.chain(*batches)

@@ -1,0 +1,903 @@
+"""Many processes against one: real ranks by torchrun and gloo, and the same global batches."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from ranks import launch as fork
+from ranks import run_script
+
+import looplib as ll
+
+TRAIN = """
+import sys, torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(11, 6), nn.Linear(6, 7), nn.Linear(7, 11)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.inner(self.embed(tokens))))
+
+
+def wrap(model, engine):
+    if engine == "ddp":
+        return DistributedDataParallel(model)
+    if engine == "ddp-options":
+        return DistributedDataParallel(
+            model, static_graph=True, bucket_cap_mb=0.001, gradient_as_bucket_view=True
+        )
+    if engine == "ddp-unused":
+        return DistributedDataParallel(model, find_unused_parameters=True)
+    if engine == "ddp-hook":
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    if engine.startswith("fsdp"):
+        options = {"mesh": init_device_mesh("cpu", (world,))}
+        if engine == "fsdp-copies":
+            options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+        if engine == "fsdp-options":
+            options |= {"offload_policy": CPUOffloadPolicy(pin_memory=False), "reshard_after_forward": False}
+            options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+        for part in (model.inner, model.head):
+            fully_shard(part, **options)
+        fully_shard(model, **options)
+    return model
+
+
+def token_loss(model, batch):  # ragged: what counts differs from row to row, and is nothing in some
+    tokens, counts = batch
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten(), reduction="none")
+    return ll.Mean((loss * counts.flatten()).sum(), counts.sum())
+
+
+def mean_loss(model, batch):
+    tokens, counts = batch
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def counted_loss(model, batch):
+    total, weight, _ = token_loss(model, batch)
+    return ll.Mean(total / 2, weight.item() / 2, 2)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def same_bits_whatever_ran_before():  # a weight goes with the count of the examples once there has been one
+    model = wrap(Model(), "ddp")
+    part = ll.types.Part(donate=True, scale=torch.tensor(3.0))
+    used, state = ll.make_grad_fn(model, token_loss), ll.init_state(model)
+    batch = torch.randint(0, 11, (rank + 2, 5)), torch.randint(0, 3, (rank + 2, 5)).float()
+    used(state, batch, part)  # after which DDP builds its buckets anew, and so adds in another order
+    for _ in range(10):
+        found, expected = [f(state, batch, part).grads for f in (used, ll.make_grad_fn(model, token_loss))]
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        batch = torch.randint(0, 11, (rank + 2, 5)), torch.randint(0, 3, (rank + 2, 5)).float()
+
+
+def train(engine, ways):
+    torch.manual_seed(0)
+    model = wrap(Model().double(), engine)
+    kinds, log = [counted_loss, token_loss, mean_loss, mean_loss, token_loss], []
+
+    def loss_fn(model, batch):
+        kind = kinds[len(log) % 5] if "changing" in ways else mean_loss if "mean" in ways else token_loss
+        return kind(model, batch)
+
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    if "pieces" in ways:
+        grad_fn = ll.accumulate(grad_fn, size=2)
+    if "wrapped" in ways:
+        inner = grad_fn
+        grad_fn = ll.accumulate(lambda *call: inner(*call), microbatches=2)
+    if engine == "reduce":
+        grad_fn = ll.grads.reduce_gradients(grad_fn)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-1, warmup=2, total=20), weight_decay=0.1)
+    if "all" in ways:
+        grad_fn = ll.clip_by_global_norm(ll.grads.scale_loss(grad_fn), 0.3)
+        optimizer = ll.optim.dynamic_loss_scale(ll.ema(ll.optim.apply_if_finite(optimizer, 5), 0.9), growth_interval=3)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=engine != "reduce")
+    state = ll.init_state(model, optimizer)
+    generator = torch.Generator().manual_seed(1)
+    for rows in (8, 11, 7, 8, 5, 9, 8, 4):
+        tokens = torch.randint(0, 11, (rows, 5), generator=generator)
+        counts = torch.randint(0, 2, (rows, 5), generator=generator).double()
+        counts[0] = 0
+        part = [column.tensor_split(world)[rank] for column in (tokens, counts)]
+        state, metrics = train_step(state, part)
+        log.append({**ll.compute(ll.distributed.reduce(metrics)), "samples": state.samples, "step": state.step})
+    return log, torch.utils._pytree.tree_map_only(torch.Tensor, whole, (state.params, state.opt_state))
+
+
+with ll.distributed.setup(required=False):
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    found = {case: train(*case.split(":")) for case in sys.argv[2:]}
+    if world > 1:
+        same_bits_whatever_ran_before()
+    if ll.distributed.is_rank_zero():
+        torch.save(found, sys.argv[1])
+"""
+
+
+def launch(folder, ranks, code, *arguments, check=True, options=(), timeout=300):
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(code))
+    if ranks and check and not options:  # the others are about torchrun itself, or how a process ends
+        printed = fork(ranks, run_script, str(script), *map(str, arguments))
+        return subprocess.CompletedProcess([script], 0, printed, printed)
+    command = [sys.executable]
+    if ranks:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
+    run = subprocess.run(
+        [*command, str(script), *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert not check or run.returncode == 0, run.stderr
+    return run
+
+
+WAYS = ["mean", "tokens", "changing", "tokens in pieces with all", "mean in pieces with all"]
+ENGINES = ["ddp", "ddp-options", "ddp-unused", "ddp-hook", "fsdp", "fsdp-options", "reduce"]
+
+
+def trained(folder, ranks, cases):
+    launch(folder, ranks, TRAIN, folder / f"{ranks}.pt", *cases)
+    return torch.load(folder / f"{ranks}.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    found = trained(tmp_path_factory.mktemp("alone"), 0, [f"none:{way}" for way in [*WAYS, "tokens wrapped"]])
+    assert all(log[-1]["samples"] == 60 for log, _ in found.values())
+    return {case.partition(":")[2]: value for case, value in found.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_train_as_one_process_does(tmp_path, alone, ranks):
+    engines = [*ENGINES, "fsdp-copies"] if ranks == 4 else ENGINES
+    cases = [f"{engine}:{way}" for engine in engines for way in WAYS]
+    cases += [
+        "ddp:tokens wrapped",
+        *(["fsdp:tokens wrapped"] if ranks == 2 else []),
+    ]  # where ranks' pieces are as many
+    for case, (log, found) in trained(tmp_path, ranks, cases).items():
+        expected_log, expected = alone[case.partition(":")[2]]
+        for one, other in zip(expected_log, log, strict=True):
+            assert other == pytest.approx(one, rel=1e-12), case
+        # Sums over other parts, so not the same bits; Adam's quotients are worst where gradients are small.
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13, msg=case)
+
+
+EVALUATE = """
+import sys, torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+folder, engine = sys.argv[1:]
+with ll.distributed.setup(required=False, output_dir=folder + "/ranks"):
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    if engine == "ddp":
+        model = DistributedDataParallel(model)
+    elif engine == "fsdp":
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    data = torch.randn(101, 3, dtype=torch.float64)
+    labels, users = (data.sum(1) > 0), torch.arange(101) % 7
+
+    def metric_fn(model, batch):
+        x, y, user = batch
+        scores = model(x).squeeze(1)
+        by_user = ll.metrics.GroupedAUC.of(scores, y, user)
+        return {
+            "count": ll.metrics.Reading(by_user, lambda record: sum(map(len, record.scores))),
+            "loss": nn.functional.binary_cross_entropy_with_logits(scores, y.double()),
+            "auc": ll.metrics.AUC.of(scores, y),
+            "user_auc": by_user,
+            "left_out": ll.metrics.Reading(by_user, lambda record: record.left_out() + 0.0),
+            "first": ll.metrics.Reading(ll.metrics.AUC.of(scores, y), lambda record: record.scores[0][0]),
+        }
+
+    eval_step = ll.make_eval_step(model, metric_fn)
+    predict_step = ll.make_predict_step(model, lambda model, batch: {"score": model(batch[0]), "user": batch[2]})
+    state = ll.init_state(model)
+    plain = torch.utils.data.TensorDataset(data, labels, users)
+    own = [[column[n : n + 1] for column in (data, labels, users)] for n in range(rank, 101, world)]
+    sets = {
+        "loader": ll.make_loader(plain, batch_size=7, shuffle=False),
+        "small": ll.make_loader(torch.utils.data.Subset(plain, range(3)), batch_size=2, shuffle=False),
+        "list": list(zip(data.split(9), labels.split(9), users.split(9))),
+        "torch": torch.utils.data.DataLoader(plain, batch_size=10),
+    }
+    found = {}
+    for name, batches in sets.items():
+        found |= ll.evaluate(eval_step, state, batches, prefix=f"{name}/", rates=True)
+        outputs = list(ll.predict(predict_step, state, batches))
+        found[f"{name}/batches"] = len(outputs)
+        found[f"{name}/outputs"] = {key: torch.cat([output[key] for output in outputs]) for key in ("score", "user")}
+    found |= ll.evaluate(eval_step, state, own, prefix="own/", divide=False)
+    found |= ll.evaluate(eval_step, state, sets["loader"], prefix="limited/", limit=3)
+    ll.predict_to(f"{folder}/predictions", predict_step, state, sets["loader"])
+    state = state.replace(step=1)
+    log = ll.tee(ll.jsonl(f"{folder}/log.jsonl"), ll.console())
+    mean = ll.distributed.reduce({"rank": ll.Mean(rank + 1.0, 1), "weighed": ll.Mean(rank * 2.0, rank)})
+    log(state, ll.compute(mean))
+    print("rank", rank, "printed")
+    once = []
+    ll.distributed.rank_zero_only(once.append)(1)
+    assert len(once) == (rank == 0)
+    torch.save(found, f"{folder}/found-{rank}.pt")
+"""
+
+
+def evaluated(folder, ranks, engine):
+    folder.mkdir()
+    run = launch(folder, ranks, EVALUATE, folder, engine)
+    return run, [torch.load(folder / f"found-{rank}.pt") for rank in range(ranks or 1)]
+
+
+@pytest.mark.parametrize(("ranks", "engine"), [(4, "fsdp"), (3, "ddp")])
+def test_each_sample_is_evaluated_and_predicted_once_and_in_order(tmp_path, ranks, engine):
+    _, (expected,) = evaluated(tmp_path / "one", 0, "none")
+    run, found = evaluated(tmp_path / "many", ranks, engine)
+    times = {name for name in expected if name.endswith("second") or name.endswith("seconds")}
+    assert len(times) == 12
+    for rank in range(ranks):
+        for name in expected.keys() - times:
+            torch.testing.assert_close(
+                found[rank][name], expected[name], rtol=1e-12, atol=1e-14, equal_nan=True, msg=name
+            )
+        assert all(found[rank][name] == found[0][name] > 0 for name in times)
+    assert [expected[f"{name}/count"] for name in ("loader", "small", "limited")] == [101, 3, 21]
+    assert expected["own/auc"] == expected["loader/auc"] == expected["list/auc"]
+    one, many = (ll.evaluation.read_predictions(tmp_path / name / "predictions") for name in ("one", "many"))
+    torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-14)
+    assert many["user"].tolist() == [n % 7 for n in range(101)]
+    (row,) = ll.read_jsonl(tmp_path / "many" / "log.jsonl")
+    assert row["rank"] == (ranks + 1) / 2
+    assert row["weighed"] == 2.0
+    assert run.stdout.count("weighed") == run.stdout.count("printed") == 1
+    kept = [(tmp_path / "many/ranks" / f"rank-{rank}.log").read_text() for rank in range(1, ranks)]
+    assert [text.split("\n")[-2] for text in kept] == [f"rank {rank} printed" for rank in range(1, ranks)]
+
+
+WRAPPERS = """
+import sys, torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+adamw = ll.optimizer(torch.optim.AdamW, lr=1e-2)
+CASES = {
+    "adaptive_grad_clip": (ll.contrib.adaptive_grad_clip, adamw),
+    "clip_by_value": (lambda grad_fn: ll.grads.clip_by_value(grad_fn, 0.01), adamw),
+    "norm 1": (lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.1, 1.0), adamw),
+    "skip_spikes": (None, ll.optim.skip_spikes(adamw, window=4, sigmas=3.0)),
+    "lookahead": (None, ll.contrib.lookahead(adamw, 2, 0.5)),
+    "swa": (None, ll.optim.swa(adamw, start=1)),
+    "ema": (None, ll.ema(adamw, 0.5)),
+    "freeze": (None, ll.optim.freeze(adamw, lambda name, tensor: name.startswith("0"))),
+    "sgd": (None, ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "rmsprop": (None, ll.optimizer(torch.optim.RMSprop, lr=0.01)),
+    "foreach": (None, ll.optimizer(torch.optim.AdamW, lr=1e-2, foreach=True)),
+    "groups": (None, ll.optimizer(torch.optim.AdamW, lr=1e-2, groups=[(lambda n, t: t.ndim < 2, {"lr": 0.1})])),
+}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def trained(engine, grad_wrapper, optimizer):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3)).double()
+    wrap = {"ddp": DistributedDataParallel, "fsdp": lambda model: fully_shard(model, mesh=mesh)}.get(engine)
+    model = wrap(model) if wrap else model
+    masks = []
+    model.register_forward_hook(lambda module, args, out: masks.append(out.detach().sum().item()))
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
+    if engine == "reduce":
+        grad_fn = ll.grads.reduce_gradients(grad_fn)
+    step = ll.make_train_step(grad_wrapper(grad_fn) if grad_wrapper else grad_fn, optimizer, donate=True)
+    state, generator = ll.init_state(model, optimizer), torch.Generator().manual_seed(1)
+    eval_step = ll.make_eval_step(model, lambda model, batch: {"out": model(batch[0]).square().sum()})
+    for _ in range(5):
+        x = torch.randn(9, 6, generator=generator).double()
+        y = torch.randint(0, 3, (9,), generator=generator)
+        evaluated = ll.evaluate(eval_step, state, [(x, y)])
+        state, metrics = step(state, (x.tensor_split(world)[rank], y.tensor_split(world)[rank]))
+    metrics = ll.compute(ll.distributed.reduce(metrics)) | evaluated
+    state = ll.bind(model, ll.copy_state(state))
+    state, _ = step(state, (x, y))
+    averaged = ll.eval_state(optimizer, state)
+    return {name: whole(tensor) for name, tensor in averaged.params.items()} | metrics, masks
+
+
+with ll.distributed.setup():
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    for name, case in CASES.items():
+        (expected, drawn), *others = [trained(engine, *case) for engine in ("ddp", "fsdp", "reduce")]
+        for found, masks in others:
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-14, msg=name)
+            torch.testing.assert_close(masks, drawn, rtol=1e-11, atol=1e-14, msg=name)
+    sums = [torch.zeros(1) for _ in range(world)]
+    torch.distributed.all_gather(sums, torch.tensor([drawn[1]]))
+    if rank == 0:
+        print(len(CASES), "alike;", len({value.item() for value in sums}), "masks")
+"""
+
+
+def test_every_wrapper_gives_the_same_with_each_engine(tmp_path):
+    assert launch(tmp_path, 2, WRAPPERS).stdout == "12 alike; 2 masks\n"
+
+
+BATCHNORM = """
+import sys, torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+with ll.distributed.setup(required=False):
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    torch.manual_seed(0)
+    alone = nn.BatchNorm1d(3).double()
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    model = DistributedDataParallel(model) if world > 1 else model
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    grad_fn = grad_fn if world > 1 else ll.accumulate(grad_fn, size=4)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    state, generator = ll.init_state(model, optimizer), torch.Generator().manual_seed(1)
+    for _ in range(5):
+        x = torch.randn(8, 3, generator=generator).double()
+        alone(x[:4])
+        state, _ = train_step(state, x.tensor_split(world)[rank])
+    eval_step = ll.make_eval_step(model, lambda model, x: {"out": model(x).square().mean()})
+    found = ll.evaluate(eval_step, state, [x] * 3)  # all ranks, with the statistics of the first
+    if rank == 0:
+        statistics = {name.partition(".")[2]: tensor for name, tensor in state.buffers.items()}
+        torch.save((dict(state.params), statistics, dict(alone.named_buffers()), found), sys.argv[1])
+"""
+
+
+def test_batch_norm_normalises_each_part_and_keeps_the_statistics_of_the_first(tmp_path):
+    for ranks in (0, 2):
+        launch(tmp_path, ranks, BATCHNORM, tmp_path / str(ranks))
+    (pieces, _, alone, _), (parts, statistics, _, found) = (torch.load(tmp_path / str(ranks)) for ranks in (0, 2))
+    torch.testing.assert_close(parts, pieces, rtol=1e-12, atol=1e-14)
+    assert statistics.keys() == alone.keys()
+    assert all(torch.equal(statistics[name], alone[name]) for name in alone)
+    generator = torch.Generator().manual_seed(1)
+    x = [torch.randn(8, 3, generator=generator).double() for _ in range(5)][-1]
+    shown = (x - alone["running_mean"]) / (alone["running_var"] + 1e-5).sqrt() * parts["0.weight"] + parts["0.bias"]
+    out = (shown @ parts["1.weight"].T + parts["1.bias"]).square().mean()
+    assert found["out"] == pytest.approx(out.item(), rel=1e-12)
+
+
+TENSOR = """
+import sys, torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+import looplib as ll
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+with ll.distributed.setup(required=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), nn.LayerNorm(4)).double()
+    if ll.distributed.launched():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        ll.distributed.set_data_parallel_group(mesh["data"])
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["data"])
+        assert (ll.distributed.rank(), ll.distributed.world_size()) == (mesh.get_local_rank("data"), 2)
+    data = torch.utils.data.TensorDataset(torch.randn(30, 6).double(), torch.randint(0, 4, (30,)))
+    optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=1e-2), 0.9)
+
+    def loss_fn(model, batch):
+        return ll.Mean(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), batch[1].sum())
+
+    grad_fn = ll.clip_by_global_norm(ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches=2), 0.5)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    loader = ll.make_loader(data, batch_size=7, drop_last=True)
+    state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    log = ll.jsonl(sys.argv[1])
+    while state.epoch < 2:
+        for batch in loader(state):
+            state, metrics = train_step(state, batch)
+            log(state, ll.compute(ll.distributed.reduce(metrics)))
+    eval_step = ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})
+    scores = ll.evaluate(eval_step, ll.eval_state(optimizer, state), loader)
+    weights = {name: whole(tensor).sum().item() for name, tensor in state.params.items()}
+    log(state, scores | weights)
+"""
+
+
+def test_tensor_parallel_models_train_as_one_process_does(tmp_path):
+    launch(tmp_path, 0, TENSOR, tmp_path / "one")
+    launch(tmp_path, 4, TENSOR, tmp_path / "many")
+    one, many = ll.read_jsonl(tmp_path / "one"), ll.read_jsonl(tmp_path / "many")
+    assert len(one) == len(many) == 9
+    assert one[-1]["samples"] == 56
+    for expected, found in zip(one, many, strict=True):
+        assert found == pytest.approx(expected, rel=1e-11, abs=1e-13)
+
+
+FAIL = """
+import os, signal, sys, time, torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+how, folder = sys.argv[1:]
+with ll.distributed.setup(output_dir=folder, timeout=600):
+    rank = ll.distributed.rank()
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 1)
+    model = plain if how == "plain" else DistributedDataParallel(plain)
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+
+    def loss_fn(model, batch):
+        if how == "error" and rank == 1 and len(seen) == 3:
+            raise ArithmeticError("the fourth batch of this rank is bad")
+        return model(batch[0]).square().mean()
+
+    seen = []
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    loader = ll.make_loader(torch.utils.data.TensorDataset(torch.randn(40, 3)), batch_size=4)
+    state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    stop, late = ll.after_signal(signal.SIGUSR1), ll.predicates.after_seconds(0.5 + 1000 * rank)
+    now = ll.predicates.every_seconds(0.01 if rank else 1000)
+    asked = [now(state)]
+    time.sleep(0.02)
+    asked.append(now(state))
+    done = ll.after_epochs(2000) | stop
+    while not done(state):
+        for batch in loader(state):
+            state, _ = train_step(state, batch)
+            seen.append(state.step)
+            if state.step == 7 and rank == 1 and how == "signal":
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if stop(state):
+                break
+    while not late(state):
+        time.sleep(0.01)
+    open(f"{folder}/end-{rank}", "w").write(f"{state.step} {asked}")
+"""
+
+
+def test_a_rank_that_fails_ends_all_with_its_own_traceback(tmp_path):
+    began = time.monotonic()
+    run = launch(tmp_path, 3, FAIL, "error", tmp_path, check=False)
+    assert run.returncode != 0
+    assert time.monotonic() - began < 120  # not the 600 seconds of a timeout
+    cause = run.stderr[run.stderr.index("Root Cause") :]
+    assert "the fourth batch of this rank is bad" in cause
+    assert "rank      : 1" in cause
+    assert "in loss_fn" in cause
+    assert "the fourth batch of this rank is bad" in (tmp_path / "rank-1.log").read_text()
+
+
+def test_what_the_world_decides_for_one_rank_it_decides_for_all(tmp_path):
+    launch(tmp_path, 2, FAIL, "signal", tmp_path)
+    assert [(tmp_path / f"end-{rank}").read_text() for rank in range(2)] == ["7 [False, True]"] * 2
+
+
+def test_what_would_be_wrong_on_several_ranks_is_told(tmp_path):
+    strict = "import warnings; warnings.simplefilter('error', RuntimeWarning)\n"
+    run = launch(tmp_path, 2, strict + FAIL, "plain", tmp_path, check=False)
+    assert "there are 2 ranks and the model is in no engine that reduces its gradients" in run.stderr
+
+
+def test_a_script_that_torchrun_did_not_start_is_told_how(monkeypatch):
+    missing = r"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not in the environment.*torchrun"
+    with pytest.raises(RuntimeError, match=missing), ll.distributed.setup():
+        pass
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    missing = r"^LOCAL_RANK, MASTER_ADDR, MASTER_PORT not in the environment"
+    with pytest.raises(RuntimeError, match=missing), ll.distributed.setup(required=False):
+        pass
+
+
+def test_what_acts_on_whole_gradients_stands_around_their_reduction():
+    grad_fn = ll.make_grad_fn(torch.nn.Linear(2, 1), lambda model, x: model(x).mean())
+    with pytest.raises(
+        ValueError, match=r"clip_by_global_norm within reduce_gradients would act on each rank's part"
+    ):
+        ll.grads.reduce_gradients(ll.clip_by_global_norm(grad_fn, 1.0))
+
+
+MEMORY = """
+import sys, warnings, torch
+import looplib as ll
+
+with ll.distributed.setup(required=False):
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1).double()
+
+    def loss_fn(model, x):
+        if rank == 1 and len(x) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return model(x).square().mean()
+
+    grad_fn = ll.grads.reduce_gradients(ll.grads.retry_on_oom(ll.make_grad_fn(model, loss_fn)))
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    train_step = ll.make_train_step(grad_fn, optimizer)  # pure: earlier states stay
+    states, x = [ll.init_state(model, optimizer)], torch.randn(10, 3).double()
+    for _ in range(3):
+        state, metrics = train_step(states[-1], x.tensor_split(world)[rank])
+        states.append(state)
+    pieces = ll.compute(metrics)["microbatch_size"]
+    torch.save(([dict(state.params) for state in states], state.samples, pieces), f"{sys.argv[1]}-{world}-{rank}")
+"""
+
+
+def test_a_rank_whose_memory_runs_out_cuts_its_own_part(tmp_path):
+    for ranks in (0, 2):
+        launch(tmp_path, ranks, MEMORY, tmp_path / "out")
+    (whole, samples, _), first, second = (torch.load(tmp_path / f"out-{name}") for name in ("1-0", "2-0", "2-1"))
+    torch.testing.assert_close(first[0], whole, rtol=1e-12, atol=1e-15)
+    assert all(
+        torch.equal(one[name], other[name]) for one, other in zip(first[0], second[0], strict=True) for name in one
+    )
+    assert (first[1], second[1], samples) == (30, 30, 30)
+    assert (first[2], second[2]) == (5, 2)
+
+
+RETRY = """
+import itertools, sys, warnings, torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+
+class Model(nn.Module):
+    def __init__(self, branch=False, norm=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 5).double(), nn.Linear(5, 2).double()
+        self.branch = nn.Linear(3, 5).double() if branch else None
+        self.norm = nn.BatchNorm1d(5).double() if norm else nn.Identity()
+
+    def forward(self, x):
+        h = torch.tanh(self.norm(self.first(x)))
+        chosen = x[:, 0] > 0
+        if self.branch is not None and chosen.any():  # of which there are none on the first rank
+            h = h + chosen[:, None] * self.branch(x)
+        find_room("forward", x)
+        if where == "backward":
+            h.register_hook(lambda grad: find_room("backward", x))
+        return self.last(h)
+
+
+def find_room(place, x):
+    if crowded and place == where and len(x) > room:
+        raise torch.OutOfMemoryError("no room for so many")
+
+
+def mean_loss(model, batch):
+    x, y, _ = batch
+    seen.append(len(x))
+    find_room("before", x)
+    if where == "wrong" and rank == 1:
+        raise ArithmeticError("this rank's batch is bad")
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def weighed_loss(model, batch):
+    x, y, weights = batch
+    return ll.Mean((nn.functional.cross_entropy(model(x), y, reduction="none") * weights).sum(), weights.sum())
+
+
+def counted_loss(model, batch):
+    total, weight, _ = weighed_loss(model, batch)
+    return ll.Mean(total, int(weight))
+
+
+def batches_of(rows):
+    generator = torch.Generator().manual_seed(1)
+    for n in rows:
+        x, y = torch.randn(n, 3, generator=generator).double(), torch.randint(0, 2, (n,), generator=generator)
+        x[:, 0] = torch.linspace(-1, 0.4, n)
+        yield x, y, torch.randint(0, 3, (n,), generator=generator).double()
+
+
+def own(batch):
+    return [column.tensor_split(ll.distributed.world_size())[ll.distributed.rank()] for column in batch]
+
+
+def raw(loss_fn, rows, **kind):  # one process, which is given the global batches
+    model, losses = Model(**kind), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in batches_of(rows):
+        loss = loss_fn(model, batch)
+        loss = loss.total / loss.weight if isinstance(loss, ll.Mean) else loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, dict(model.named_parameters())
+
+
+def raw_norm(rows):  # pieces of two rows normalise themselves, and the statistics are those of the first rank's
+    model = Model(norm=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in batches_of(rows):
+        optimizer.zero_grad()
+        before = [tensor.clone() for tensor in model.buffers()]
+        for part in reversed(range(world)):
+            for tensor, value in zip(model.buffers(), before):
+                tensor.copy_(value)
+            for x, y, _ in zip(*[column.tensor_split(world)[part].split(2) for column in batch]):
+                (nn.functional.cross_entropy(model(x), y, reduction="sum") / len(batch[0])).backward()
+        optimizer.step()
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def trained(loss_fn, rows, kind, inner=lambda grad_fn: grad_fn, plain=0, **options):
+    model = DistributedDataParallel(Model(**kind), **options)
+    grad_fn, optimizer = ll.make_grad_fn(model, loss_fn), ll.optimizer(torch.optim.SGD, lr=0.5)
+    retrying = ll.make_train_step(ll.grads.retry_on_oom(inner(grad_fn)), optimizer, donate=True)
+    usual = ll.make_train_step(grad_fn, optimizer, donate=True)
+    state, log = ll.init_state(model, optimizer), []
+    for n, batch in enumerate(batches_of(rows)):
+        state, metrics = (usual if n < plain else retrying)(state, own(batch))
+        size = ll.compute(metrics).get("microbatch_size")
+        log.append((ll.compute(ll.distributed.reduce(metrics))["loss"], size, state.samples))
+    return state, zip(*log)
+
+
+def compare(name, sizes, loss_fn=mean_loss, rows=(11, 11, 6), kind={}, **options):
+    global crowded
+    state, (losses, found, samples) = trained(loss_fn, rows, kind, **options)
+    crowded = False
+    expected, params = raw(loss_fn, rows, **kind)
+    crowded = rank == 1
+    torch.testing.assert_close(list(losses), expected, rtol=1e-12, atol=0, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(dict(state.params), params, rtol=1e-12, atol=1e-15, msg=lambda text: f"{name}: {text}")
+    assert list(samples) == list(itertools.accumulate(rows)), (name, samples)
+    assert list(found) == sizes, (name, found)
+
+
+def raised(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def asked(model, around=ll.grads.retry_on_oom, lower=0.0, **part):
+    batch = own(next(batches_of([4])))
+    batch[0] -= lower
+    grad_fn, state = around(ll.make_grad_fn(model, mean_loss)), ll.init_state(model)
+    return raised(lambda: grad_fn(state, batch, ll.types.Part(donate=True, **part)))
+
+
+def hooked(model):
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    return model
+
+
+with ll.distributed.setup(timeout=60), warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    crowded, room, where, seen = rank == 1, 2, "forward", []
+    wrap = DistributedDataParallel
+
+    trained(mean_loss, (11, 11), {})
+    found = {"seen": list(seen), "warnings": [str(one.message) for one in caught]}
+    compare("mean", [2, 2, 2])
+    compare("weighed", [2, 2, 2], weighed_loss)
+    compare("weighed by numbers", [2, 2, 2], counted_loss)
+    compare("views", [2, 2, 2], weighed_loss, gradient_as_bucket_view=True, bucket_cap_mb=1e-5)
+    compare("branch", [2, 2, 2], weighed_loss, kind={"branch": True}, find_unused_parameters=True)
+    compare("around accumulate", [6, 6, 3], weighed_loss, inner=lambda inner: ll.accumulate(inner, size=2))
+    compare("halves of halves", [3, 3, 3], inner=lambda inner: ll.accumulate(inner, microbatches=2))
+    compare("wide", [3, 3, 3], inner=lambda inner: ll.accumulate(inner, 2, dtype=torch.float64))
+    compare("wrapped", [2, 2, 2], weighed_loss, inner=lambda inner: lambda *call: inner(*call))
+    where = "backward"
+    compare("backward", [2, 2, 2])
+    where, room = "before", 5  # DDP's second forward pass, which agrees on the buckets: this rank does not come to it
+    compare("before", [None, 3, 3], rows=(10, 12, 6), plain=1)
+
+    where, room = "forward", 2
+    state, _ = trained(mean_loss, (8, 8, 8), {"norm": True})
+    crowded = False
+    expected = raw_norm((8, 8, 8))
+    crowded = rank == 1
+    torch.testing.assert_close({**state.params, **state.buffers}, expected, rtol=1e-12, atol=1e-15)
+
+    group = [torch.distributed.new_group([n]) for n in range(world)][rank]
+    ll.distributed.set_data_parallel_group(group)
+    crowded, where = True, "backward"  # a reduction that has begun would stand in the way of the next
+    trained(mean_loss, (4, 4), {}, process_group=group)
+    ll.distributed.set_data_parallel_group(None)
+
+    crowded, where, room = rank == 1, "forward", 0
+    model = wrap(Model())
+    found["one example"] = asked(model)
+    where = "wrong"
+    found["another error"] = asked(model)
+    crowded, where = False, "nowhere"
+    batch = next(batches_of([5]))
+    grads = ll.make_grad_fn(model, mean_loss)(ll.init_state(model), own(batch), ll.types.Part(donate=True)).grads
+    reference = Model()
+    mean_loss(reference, batch).backward()
+    expected = {name: tensor.grad for name, tensor in reference.named_parameters()}
+    torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-15)
+
+    if rank == 1:  # alone with a model of its own, so it asks no other rank
+        reference.zero_grad()
+        total, weight, _ = weighed_loss(reference, batch)
+        (total / weight).backward()
+        expected = {name: tensor.grad for name, tensor in reference.named_parameters()}
+        crowded, where, room = True, "forward", 1
+        grad_fn = ll.grads.retry_on_oom(ll.make_grad_fn(reference, weighed_loss))
+        grads = grad_fn(ll.init_state(reference), batch).grads
+        torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-15)
+        crowded, where = False, "nowhere"
+
+    found["part"] = asked(model, sums=True)
+    found["unused"] = asked(wrap(Model(branch=True)), lower=1.0)
+    found["twice"] = asked(model, lambda grad_fn: ll.grads.reduce_gradients(ll.grads.retry_on_oom(grad_fn)))
+    found["static"] = asked(wrap(Model(), static_graph=True))
+    found["hook"] = asked(hooked(wrap(Model())))
+    found["batch norm"] = asked(nn.Sequential(wrap(Model()), nn.SyncBatchNorm(2).double()))
+    found["fsdp"] = asked(fully_shard(Model(), mesh=init_device_mesh("cpu", (world,))))
+    torch.save(found, f"{sys.argv[1]}-{rank}")
+"""
+
+
+def test_ranks_in_ddp_cut_alike_when_memory_runs_out_on_one(tmp_path):
+    # The script compares losses and parameters with those of a raw loop over the global batches.
+    launch(tmp_path, 2, RETRY, tmp_path / "out")
+    first, second = (torch.load(tmp_path / f"out-{rank}") for rank in range(2))
+    assert first.pop("seen") == [6, 3, 3, 2, 2, 2, 2, 2, 2]  # it had room for more, and goes on with what both have
+    assert second.pop("seen") == [5, 3, 2, 2, 1, 2, 2, 1]
+    for rows, found in ((6, first), (5, second)):
+        cut = f"out of memory on a batch of {rows}: from now on in pieces of "
+        assert found.pop("warnings") == [cut + "3", cut + "2"]
+    assert first == second
+    expected = {
+        "one example": "OutOfMemoryError: rank 1: no room for so many",
+        "another error": "ArithmeticError: rank 1: this rank's batch is bad",
+        "part": "ValueError: retry_on_oom of a model in DistributedDataParallel gives the gradient of a whole step",
+        "unused": "ValueError: no gradient reached branch.weight, branch.bias",
+        "twice": "RuntimeError: reduce_gradients around a model in DistributedDataParallel, which reduces",
+        "static": "RuntimeError: retry_on_oom cannot give up a pass of this model on one rank alone: "
+        "DistributedDataParallel(static_graph=True) learns the graph",
+        "hook": "its communication hook allreduce_hook acts in the backward pass",
+        "batch norm": "SyncBatchNorm waits for other ranks in each forward pass",
+        "fsdp": "FSDPModel gathers its shards in each forward pass, on all ranks together",
+    }
+    assert first.keys() == expected.keys()
+    for name, message in expected.items():
+        assert message in first[name], name
+
+
+ELASTIC = """
+import os, random, signal, sys, threading, time, torch
+from pathlib import Path
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+import looplib as ll
+
+folder, engine, until, kills = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+
+
+def kill_once(number, rank):
+    # At a random moment, of which many are within a save; each number once, whichever rank comes first.
+    time.sleep(random.Random(number).uniform(0.0, 0.6))
+    try:
+        (folder / f"kill-{number}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+with ll.distributed.setup(required=False):
+    rank, world = ll.distributed.rank(), ll.distributed.world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    if world > 1:
+        mesh = init_device_mesh("cpu", (world,))
+        model = DistributedDataParallel(model) if engine == "ddp" else fully_shard(model, mesh=mesh)
+    data = torch.utils.data.TensorDataset(torch.randn(50, 5).double(), torch.randint(0, 3, (50,)))
+    optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-2, warmup=3, total=600)), 0.9)
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
+    train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 0.5), optimizer, donate=True)
+    loader = ll.make_loader(data, batch_size=8, drop_last=True)
+    ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=2, asynchronous=engine == "fsdp")
+    state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader)))
+    log, done, save_now = ll.jsonl(folder / "log.jsonl"), ll.after_steps(until), ll.every_n_steps(3)
+    killed = len(list(folder.glob("kill-*")))
+    if killed < kills and random.Random(killed).randrange(world) == rank:
+        threading.Thread(target=kill_once, args=(killed, rank), daemon=True).start()
+    while not done(state):
+        for batch in loader(state):
+            state, metrics = train_step(state, batch)
+            log(state, ll.compute(ll.distributed.reduce(metrics)))
+            if save_now(state) or done(state):
+                ckpt.save(state)
+            if done(state):
+                break
+            if kills:
+                time.sleep(0.01)
+    ckpt.wait()
+"""
+
+
+def losses(folder):
+    columns = ll.log.read_columns(folder / "log.jsonl")
+    assert columns["step"] == list(range(1, len(columns["step"]) + 1))
+    return columns
+
+
+def same_run(found, expected):
+    for name in ("samples", "epoch", "batch"):
+        assert found[name] == expected[name]
+    for name in ("loss", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-11)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_run_of_four_ranks_goes_on_with_two_and_then_one(tmp_path, engine):
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    launch(tmp_path, 0, ELASTIC, tmp_path / "whole", engine, 30, 0)
+    for ranks, until in ((4, 10), (2, 20), (0, 30)):
+        launch(tmp_path, ranks, ELASTIC, tmp_path / "parts", engine, until, 0)
+    same_run(losses(tmp_path / "parts"), losses(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "kills"),
+    [("ddp", 2), ("fsdp", 2), *(pytest.param(e, 25, marks=pytest.mark.large) for e in ("ddp", "fsdp"))],
+)
+@pytest.mark.timeout(3600)
+def test_ranks_that_are_killed_come_back_and_the_run_ends_where_it_should(tmp_path, engine, kills):
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    steps = 20 + 20 * kills  # so that none ends before it is killed
+    launch(tmp_path, 0, ELASTIC, tmp_path / "whole", engine, steps, 0)
+    options = ["--max-restarts", str(kills), "--monitor-interval", "0.1"]
+    launch(tmp_path, 2, ELASTIC, tmp_path / "killed", engine, steps, kills, options=options, timeout=100 + 30 * kills)
+    assert len(list((tmp_path / "killed").glob("kill-*"))) == kills
+    same_run(losses(tmp_path / "killed"), losses(tmp_path / "whole"))

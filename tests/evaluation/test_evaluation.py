@@ -1,0 +1,186 @@
+"""Evaluation and prediction: what is merged, in which order, what is written, and that training does not notice."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import looplib as ll
+from looplib.evaluation import measure
+
+
+def parts():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    return model, optimizer, ll.init_state(model, optimizer)
+
+
+def metric_fn(model, x):
+    out = model(x)
+    return {"mean": ll.Mean(out.double().sum(), out.numel()), "mse": out.square().mean()}
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=80))
+@settings(max_examples=25, deadline=None)
+def test_any_split_gives_the_whole(sizes):
+    model, _, state = parts()
+    x = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(1))
+    eval_step = ll.make_eval_step(model, metric_fn)
+    whole, split = (ll.evaluate(eval_step, state, batches) for batches in ([x], x.split(sizes)))
+    assert split["mean"] == pytest.approx(whole["mean"], rel=1e-5, abs=1e-7)  # the matmuls are in float32
+    assert split["mse"] == pytest.approx(whole["mse"], rel=1e-5)
+
+
+class Rows:
+    """A metric that is no Mean."""
+
+    alive = most = 0
+
+    def __init__(self, n):
+        self.n = n
+        Rows.alive += 1
+        Rows.most = max(Rows.most, Rows.alive)
+
+    def __del__(self):
+        Rows.alive -= 1
+
+    def merge(self, other):
+        return Rows(self.n + other.n)
+
+    def compute(self):
+        return self.n
+
+
+def test_of_a_large_metric_few_are_held():
+    model, _, state = parts()
+    eval_step = ll.make_eval_step(model, lambda model, x: {"rows": Rows(len(x))})
+    assert ll.evaluate(eval_step, state, torch.zeros(100, 3).split(1)) == {"rows": 100}
+    assert Rows.most <= 4
+
+
+def test_several_sets_each_with_metrics_of_its_own():
+    model, _, state = parts()
+    plain = ll.make_eval_step(model, metric_fn)
+    count = ll.make_eval_step(model, lambda model, x: {"count": ll.Mean(len(x))})
+    sets = {"a": [torch.ones(2, 3)], "b": [torch.zeros(5, 3)]}
+    found = ll.evaluate(plain, state, sets, prefix="eval/")
+    assert list(found) == ["eval/a/mean", "eval/a/mse", "eval/b/mean", "eval/b/mse"]
+    assert found["eval/b/mean"] == ll.evaluate(plain, state, sets["b"])["mean"]
+    assert list(ll.evaluate({"a": plain, "b": count}, state, sets)) == ["a/mean", "a/mse", "b/count"]
+    with pytest.raises(ValueError, match="no eval_step for the set 'b': there are those of a"):
+        ll.evaluate({"a": plain}, state, sets)
+    with pytest.raises(ValueError, match="give a dict of sets too"):
+        ll.evaluate({"a": plain}, state, sets["a"])
+
+
+def test_the_first_batches_rates_and_a_bar_that_goes_away(capfd):
+    model, _, state = parts()
+    eval_step = ll.make_eval_step(model, lambda model, x: {"count": ll.Mean(len(x))})
+    batches = torch.zeros(9, 3).split(2)
+    assert ll.evaluate(eval_step, state, batches, limit=2)["count"] == 2
+    with pytest.raises(ValueError, match="limit is 0"):
+        ll.evaluate(eval_step, state, batches, limit=0)
+    found = ll.evaluate(eval_step, state, batches, "e/", tokens=lambda x: x.numel(), progress=True)
+    assert list(found) == [
+        "e/count",
+        *(f"e/{name}_per_second" for name in ("samples", "steps", "tokens")),
+        "e/seconds",
+    ]
+    assert found["e/samples_per_second"] * found["e/seconds"] == pytest.approx(9)
+    assert found["e/tokens_per_second"] * found["e/seconds"] == pytest.approx(27)
+    assert found["e/steps_per_second"] * found["e/seconds"] == pytest.approx(5)
+    shown = capfd.readouterr().err
+    assert "e:" in shown
+    assert shown.endswith("\r")  # the bar's line is blank again
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_training_with_an_evaluation_at_every_step_has_the_bits_of_training_with_none(donate):
+    def run(evaluated):
+        model, optimizer, state = parts()
+        step = ll.make_train_step(
+            ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer, donate=donate
+        )
+
+        def noisy(model, x):  # a metric that draws, writes into a buffer, and changes the mode
+            torch.rand(3)
+            model.train()
+            model[1].running_mean.add_(1)
+            return metric_fn(model, x)
+
+        loader = ll.make_loader(torch.utils.data.TensorDataset(torch.randn(12, 3)), batch_size=4, seed=1)
+        for (batch,) in loader(state):
+            state, _ = step(state, batch)
+            if evaluated:
+                ll.evaluate(ll.make_eval_step(model, noisy), state, torch.randn(6, 3).split(2))
+                list(ll.predict(ll.make_predict_step(model, noisy), state, torch.zeros(4, 3).split(2)))
+        return state
+
+    one, other = run(False), run(True)
+    for tree in ("params", "buffers"):
+        for name, tensor in getattr(one, tree).items():
+            assert torch.equal(tensor, getattr(other, tree)[name]), name
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=20), limit=st.none() | st.integers(1, 20))
+@settings(max_examples=15, deadline=None)
+def test_measure_gives_the_records_that_evaluate_computes(sizes, limit):
+    model, _, state = parts()
+    x = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(2))
+    rows = x if limit is None else x[: sum(sizes[:limit])]
+
+    def with_matrix(model, x):
+        matrix = ll.metrics.ConfusionMatrix.of(model(x).argmax(1), (x[:, 0] > 0).long(), classes=2)
+        return {**metric_fn(model, x), "matrix": matrix}
+
+    eval_step = ll.make_eval_step(model, with_matrix)
+    found = measure(eval_step, state, x.split(sizes), limit=limit)
+    assert ll.compute(found) == ll.evaluate(eval_step, state, x.split(sizes), limit=limit)
+    expected = torch.zeros(2, 2, dtype=torch.long)
+    torch.nn.Module.eval(model)
+    for row in rows:
+        expected[int(row[0] > 0), model(row[None]).argmax()] += 1
+    assert torch.equal(found["matrix"].matrix, expected)
+
+
+def test_measuring_leaves_the_random_stream_and_takes_one_set(capfd):
+    model, _, state = parts()
+    before = torch.get_rng_state()
+
+    def drawn():
+        for _ in range(3):
+            yield torch.rand(2, 3)
+
+    assert measure(ll.make_eval_step(model, metric_fn), state, drawn(), progress=True)["mean"].weight == 12
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "evaluation:" in capfd.readouterr().err
+    eval_step = ll.make_eval_step(model, metric_fn)
+    with pytest.raises(ValueError, match="measure takes one set, and batches has a, b: call it for each of them"):
+        measure(eval_step, state, {"a": [torch.zeros(2, 3)], "b": [torch.zeros(2, 3)]})
+    with pytest.raises(ValueError, match="measure takes one set, and eval_step has a: call it"):
+        measure({"a": eval_step}, state, [torch.zeros(2, 3)])
+    with pytest.raises(ValueError, match="measure got no batches"):
+        measure(eval_step, state, [])
+
+
+def test_arguments_in_another_order_and_a_batch_for_batches_are_named(tmp_path):
+    model, _, state = parts()
+    step, batches = ll.make_eval_step(model, metric_fn), [torch.zeros(2, 3)]
+    for name, call in {
+        "evaluate": lambda: ll.evaluate(state, step, batches),
+        "measure": lambda: measure(state, step, batches),
+        "predict": lambda: next(ll.predict(state, step, batches)),
+    }.items():
+        message = (
+            rf"{name} takes a step and then a state, and found a TrainState and then a function: write {name}\(step"
+        )
+        with pytest.raises(TypeError, match=message):
+            call()
+    with pytest.raises(TypeError, match=r"write predict_to\(path, step, state, batches\)"):
+        ll.predict_to(tmp_path / "out", state, step, batches)
+    assert not list(tmp_path.iterdir())
+    for call in (ll.evaluate, measure):
+        with pytest.raises(ValueError, match=r"a dict of tensors \(x, y\), as one batch is.*such as \[batch\]"):
+            call(step, state, {"x": torch.zeros(2, 3), "y": torch.zeros(2)})

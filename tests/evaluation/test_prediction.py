@@ -1,0 +1,245 @@
+"""Predictions in the order of the data, on disk to the byte, whatever kills the process."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import orjson
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import looplib as ll
+
+
+def parts():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    return model, optimizer, ll.init_state(model, optimizer)
+
+
+def metric_fn(model, x):
+    out = model(x)
+    return {"mean": ll.Mean(out.double().sum(), out.numel()), "mse": out.square().mean()}
+
+
+def predict_fn(model, x):
+    out = model(x)
+    return {"out": out, "half": (out[:, 0].bfloat16(), out.argmax(1) > 0)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_outputs_come_in_the_order_of_the_data(workers):
+    model, _, state = parts()
+    x = torch.arange(33.0).view(11, 3)
+    loader = ll.make_loader(torch.utils.data.TensorDataset(x), batch_size=4, shuffle=False, num_workers=workers)
+    step = ll.make_predict_step(model, lambda model, batch: batch[0])
+    assert torch.equal(torch.cat(list(ll.predict(step, state, loader))), x)
+    assert torch.equal(torch.cat(list(ll.predict(step, state, loader, start=1, limit=1))), x[4:8])
+    shuffled = ll.make_loader(torch.utils.data.TensorDataset(x), batch_size=4)
+    theirs = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), shuffle=True)
+    for wrong in (shuffled, theirs):
+        with pytest.raises(ValueError, match="shuffled order, and nothing says which is whose"):
+            next(ll.predict(step, state, wrong))
+
+
+def test_outputs_on_disk_are_those_in_memory(tmp_path):
+    model, _, state = parts()
+    batches = torch.randn(11, 3).split(4)
+    step = ll.make_predict_step(model, predict_fn)
+    outputs = list(ll.predict(step, state, batches))
+    found = ll.evaluation.read_predictions(ll.predict_to(tmp_path / "a/b", step, state, batches))
+    assert list(found) == ["out", "half/0", "half/1"]
+    assert torch.equal(found["out"], torch.cat([o["out"] for o in outputs]))
+    for i in range(2):
+        assert torch.equal(found[f"half/{i}"], torch.cat([o["half"][i] for o in outputs]))
+    lines = ll.predict_to(tmp_path / "lines.jsonl", step, state, batches).read_bytes().splitlines()
+    assert len(lines) == 11
+    assert orjson.loads(lines[5])["out"] == outputs[1]["out"][1].tolist()
+    assert orjson.loads(lines[5])["half/1"] is bool(outputs[1]["half"][1][1])
+
+
+@given(stop=st.integers(0, 5), torn=st.integers(0, 30))
+@settings(max_examples=30, deadline=None)
+def test_stopped_and_torn_it_goes_on_to_the_same_bytes(stop, torn, tmp_path_factory):
+    model, _, state = parts()
+    batches = torch.randn(11, 3, generator=torch.Generator().manual_seed(0)).split(2)
+    step, calls = ll.make_predict_step(model, predict_fn), []
+
+    def stopping(state, batch):
+        calls.append(len(batch))
+        if len(calls) == stop + 1:
+            raise KeyboardInterrupt
+        return step(state, batch)
+
+    folder = tmp_path_factory.mktemp("predictions")
+    for name in ("arrays", "lines.jsonl"):
+        whole, parted = folder / "whole" / name, folder / "parted" / name
+        ll.predict_to(whole, step, state, batches)
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            ll.predict_to(parted, stopping, state, batches)
+        for file in [parted] if parted.is_file() else parted.glob("*.bin"):
+            with open(file, "ab") as out:
+                out.write(b"x" * torn)  # as a process that was killed within a write leaves it
+        calls.clear()
+        ll.predict_to(parted, step, state, batches)
+        for file in (folder / "whole").rglob("*"):
+            if file.is_file():
+                assert (folder / "parted" / file.relative_to(folder / "whole")).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+@pytest.mark.parametrize(
+    "batches_of",
+    [
+        lambda x, size: ll.make_loader(x, batch_size=size, shuffle=False),
+        lambda x, size: ll.make_loader(Stream(x), batch_size=size),
+        lambda x, size: torch.utils.data.DataLoader(x, batch_size=size),
+        lambda x, size: x.split(size),
+    ],
+    ids=["loader", "stream", "DataLoader", "tuple"],
+)
+def test_a_run_that_is_finished_is_left_alone_and_other_batches_are_refused(tmp_path, name, batches_of):
+    model, _, state = parts()
+    x = torch.randn(10, 3)
+    step = ll.make_predict_step(model, predict_fn)
+    path = ll.predict_to(tmp_path / name, step, state, batches_of(x, 4))
+
+    def contents():
+        return {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    before = contents()
+    assert ll.predict_to(path, step, state, batches_of(x, 4), progress=True) == path
+    assert contents() == before
+    assert list(ll.predict(step, state, batches_of(x, 4), start=7)) == []
+    for size in (2, 5, 10):
+        with pytest.raises(ValueError, match=r"holds .*: give the same.*, or delete it to begin anew"):
+            ll.predict_to(path, step, state, batches_of(x, size))
+        assert contents() == before
+    index = tmp_path / ("lines.jsonl.index" if path.is_file() else "arrays/index.jsonl")
+    index.write_bytes(b"".join(index.read_bytes().splitlines(True)[:2]))  # stopped after the first
+    with pytest.raises(ValueError, match=rf"{name} holds .*(batch_size=4, .*batch_size=2|of 4 examples, .* have 2):"):
+        ll.predict_to(path, step, state, batches_of(x, 2))
+    ll.predict_to(path, step, state, batches_of(x, 4))
+    assert contents() == before
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, x):
+        self.x = x
+
+    def __iter__(self):
+        return iter(self.x)
+
+
+def test_outputs_of_any_number_of_rows_go_on(tmp_path):
+    """What is compared is the examples of a batch, and not the rows of its output."""
+    _, _, state = parts()
+    batches = torch.arange(9.0).split(3)
+    calls = []
+
+    def stopping(state, x):
+        calls.append(x)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return x.repeat(2)
+
+    for form in (list(batches), ll.make_loader(torch.arange(9.0), batch_size=3, shuffle=False)):
+        path = tmp_path / type(form).__name__
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            ll.predict_to(path, stopping, state, form)
+        ll.predict_to(path, stopping, state, form)
+        assert (
+            ll.evaluation.read_predictions(path)["output"].tolist()
+            == torch.cat([x.repeat(2) for x in batches]).tolist()
+        )
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+def test_reading_before_all_is_written(tmp_path, name):
+    _, _, state = parts()
+    path = tmp_path / name
+    index = tmp_path / "lines.jsonl.index" if path.suffix else path / "index.jsonl"
+    with pytest.raises(FileNotFoundError, match=rf"{name} holds no predictions: .* is not there; give the path"):
+        ll.evaluation.read_predictions(path)
+    ll.predict_to(path, lambda state, x: x, state, torch.arange(6.0).split(2))
+    whole = index.read_bytes()
+    for torn in range(len(whole)):
+        index.write_bytes(whole[:torn])
+        lines = whole[:torn].count(b"\n")
+        if lines:
+            assert ll.evaluation.read_predictions(path)["output"].tolist() == list(range(2 * (lines - 1)))
+        else:
+            with pytest.raises(FileNotFoundError, match=rf"{name} holds no predictions: .* is empty; give the path"):
+                ll.evaluation.read_predictions(path)
+
+
+def test_lines_are_read_as_the_arrays_are(tmp_path):
+    _, _, state = parts()
+    batches = torch.randn(7, 3).split(2)
+
+    def predict_step(state, x):
+        strange = torch.where(x > 1, torch.nan, x)
+        about = [x.bfloat16(), x[:, 0] > 0, (x * 100).long()[:, None]]
+        return {"chance": x[:, 0], "deep": {"x": about, "null": strange}}
+
+    arrays, lines = (
+        ll.evaluation.read_predictions(ll.predict_to(tmp_path / name, predict_step, state, batches))
+        for name in ("arrays", "lines.jsonl")
+    )
+    assert list(arrays) == list(lines) == ["chance", "deep/x/0", "deep/x/1", "deep/x/2", "deep/null"]
+    for name, tensor in arrays.items():
+        assert tensor.dtype == lines[name].dtype
+        torch.testing.assert_close(lines[name], tensor, rtol=0, atol=0, equal_nan=True)
+
+
+KILLED = """
+    import sys, torch, looplib as ll
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    step = ll.make_predict_step(model, lambda model, x: model(x))
+    x = torch.arange(30000.0).view(-1, 3)
+    print("ready", flush=True)
+    ll.predict_to(sys.argv[1], step, ll.init_state(model), x.split(2))
+"""
+
+
+def test_killed_processes_lose_nothing(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "out")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    index = tmp_path / "out/index.jsonl"
+    for kills in (1, 2):
+        run = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
+        run.stdout.readline()
+        while not (index.exists() and index.read_bytes().count(b"\n") > 200 * kills):
+            assert run.poll() is None
+        run.send_signal(signal.SIGKILL)
+        run.communicate()
+    subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    x = torch.arange(30000.0).view(-1, 3)
+    expected = torch.cat([model(part) for part in x.split(2)]).detach()
+    assert torch.equal(ll.evaluation.read_predictions(tmp_path / "out")["output"], expected)
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    model, _, state = parts()
+    batches = torch.zeros(4, 3).split(2)
+    step = ll.make_predict_step(model, lambda model, x: model(x))
+    ll.predict_to(tmp_path / "a", step, state, batches)
+    with pytest.raises(ValueError, match=r"holds predictions of another state .*'step': 0.*delete it, or give"):
+        ll.predict_to(tmp_path / "a", step, state.replace(step=3), batches)
+    with pytest.raises(TypeError, match="the output's '0' is a str"):
+        ll.predict_to(tmp_path / "b", lambda state, x: ["text"], state, batches)
+    with pytest.raises(ValueError, match=r"differ in their number of rows: '0' \(2, 3\), '1' \(5,\)"):
+        ll.predict_to(tmp_path / "c", lambda state, x: (x, torch.zeros(5)), state, batches)
+    with pytest.raises(ValueError, match="the outputs of batch 1 are"):
+        ll.predict_to(tmp_path / "d", lambda state, x: x, state, [torch.zeros(2, 3), torch.zeros(2, 4)])

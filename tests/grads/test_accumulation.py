@@ -1,0 +1,496 @@
+"""Pieces against the whole: in float64, by a raw loop of backward calls, and by an allocator that refuses."""
+
+import collections
+import dataclasses
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import BatchEncoding
+
+import looplib as ll
+from looplib._core.random import mix
+from looplib._core.trees import split
+
+
+def mlp(dtype=torch.double):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+
+
+def mean_loss(model, batch):
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def token_loss(model, batch):
+    """Labels of -100 count nothing; a batch may have none that count."""
+    x, y = batch
+    total = nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten(), ignore_index=-100, reduction="sum")
+    return ll.Mean(total, (y != -100).sum())
+
+
+def close(found, expected):
+    # A sum of at most some hundred terms in another order: 1e-13 of the largest, in float64.
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-13)
+
+
+@given(
+    n=st.integers(1, 24),
+    cut=st.integers(1, 26),
+    by=st.sampled_from(["microbatches", "size"]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_pieces_of_examples_give_the_gradient_of_the_whole(n, cut, by, seed):
+    model, generator = mlp(), torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 5, generator=generator, dtype=torch.double)
+    y = torch.randint(0, 3, (n,), generator=generator)
+    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, mean_loss)
+    whole = grad_fn(state, (x, y))
+    pieces = ll.accumulate(grad_fn, **{by: cut})(state, (x, y))
+    close(pieces.grads, whole.grads)
+    assert pieces.samples == n
+    assert pieces.weight is None
+    assert ll.compute(pieces.metrics)["loss"] == pytest.approx(ll.compute(whole.metrics)["loss"], rel=1e-14)
+
+
+@given(data=st.data(), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_ragged_pieces_weigh_by_their_tokens(data, seed):
+    model, generator = mlp(), torch.Generator().manual_seed(seed)
+    shapes = data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=6))
+    pieces = []
+    for index, (rows, length) in enumerate(shapes):
+        x = torch.randn(rows, length, 5, generator=generator, dtype=torch.double)
+        y = torch.randint(0, 3, (rows, length), generator=generator)
+        share = data.draw(st.sampled_from([0.0, 0.3, 0.9, 1.1])) if index else 0.3  # the first one has a token
+        y[torch.rand(rows, length, generator=generator) < share] = -100
+        if not index:
+            y[0, 0] = 1
+        pieces.append((x, y))
+    flat = torch.cat([x.flatten(0, 1) for x, _ in pieces]), torch.cat([y.flatten() for _, y in pieces])
+    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, token_loss)
+    whole = grad_fn(state, flat)
+    found = ll.accumulate(grad_fn)(state, pieces)
+    close(found.grads, whole.grads)
+    assert ll.compute(found.metrics)["loss"] == pytest.approx(ll.compute(whole.metrics)["loss"], rel=1e-14)
+    assert found.samples == sum(len(x) for x, _ in pieces)
+    nested = ll.accumulate(ll.accumulate(grad_fn, size=2))(state, pieces)
+    close(nested.grads, whole.grads)
+
+
+def test_a_mean_of_means_would_differ():
+    model = mlp()
+    x, y = torch.randn(2, 6, 5, dtype=torch.double), torch.randint(0, 3, (2, 6))
+    y[0, 1:] = -100
+    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, token_loss)
+    pieces = [(x[:1], y[:1]), (x[1:], y[1:])]
+    right = ll.accumulate(grad_fn)(state, pieces).grads["0.weight"]
+    naive = sum(grad_fn(state, piece).grads["0.weight"] for piece in pieces) / 2
+    assert (right - naive).abs().max() > 1e-2
+
+
+def test_a_piece_without_a_token_comes_first_and_a_batch_may_be_without_any():
+    model = mlp()
+    x, y = torch.randn(3, 4, 5, dtype=torch.double), torch.randint(0, 3, (3, 4))
+    y[0] = -100
+    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, token_loss)
+    found = ll.accumulate(grad_fn, microbatches=3)(state, (x, y))
+    close(found.grads, grad_fn(state, (x, y)).grads)
+    nothing = torch.full_like(y, -100)
+    for fn in (grad_fn, ll.accumulate(grad_fn, microbatches=3)):  # the mean of nothing, in pieces or not
+        out = fn(state, (x, nothing))
+        assert not out.grads["0.weight"].any()
+        assert ll.compute(out.metrics)["loss"] != ll.compute(out.metrics)["loss"]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.last(self.dropout(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("bound", [False, True])
+def test_batch_norm_and_dropout_are_those_of_a_raw_loop_over_the_pieces(donate, bound):
+    torch.manual_seed(0)
+    model, raw = Net(), Net()
+    raw.load_state_dict(model.state_dict())
+    raw_optimizer = torch.optim.SGD(raw.parameters(), lr=0.1, momentum=0.9, fused=True)
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    train_step = ll.make_train_step(
+        ll.accumulate(ll.make_grad_fn(model, mean_loss), microbatches=3), optimizer, donate=donate
+    )
+    state = ll.init_state(model, optimizer, seed=3)
+    state = state if bound else ll.copy_state(state)
+    for step in range(5):
+        x, y = torch.randn(8, 5), torch.randint(0, 3, (8,))
+        for index, (piece, labels) in enumerate(zip(x.split(3), y.split(3), strict=True)):
+            torch.manual_seed(mix(3, step, 0, index))
+            (mean_loss(raw, (piece, labels)) * (len(piece) / 8)).backward()
+        raw_optimizer.step()
+        raw_optimizer.zero_grad()
+        state, _ = train_step(state, (x, y))
+    for name, tensor in raw.named_parameters():
+        assert torch.equal(state.params[name], tensor), name
+    for name, tensor in raw.named_buffers():
+        assert torch.equal(state.buffers[name], tensor), name
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_pieces_in_one_call_have_the_bits_of_a_call_for_each(donate):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: (mean_loss(model, batch), {"rows": Count(len(batch[0]))}))
+
+    def plain(state, batch, part):
+        return grad_fn(state, batch, part)
+
+    def run(grad_fn):
+        step, out = ll.make_train_step(grad_fn, optimizer, donate=donate), []
+        state = ll.copy_state(start)
+        for batch in batches:
+            state, metrics = step(state, batch)
+            out.append(ll.compute(metrics))
+        return state, out
+
+    start = ll.init_state(model, optimizer)
+    batches = [(torch.randn(n, 5), torch.randint(0, 3, (n,))) for n in (9, 9, 8)]
+    (one, logs), (other, others) = run(ll.accumulate(grad_fn, 3)), run(ll.accumulate(plain, 3))
+    assert logs == others
+    for tree in ("params", "buffers"):
+        for name, tensor in getattr(one, tree).items():
+            assert torch.equal(tensor, getattr(other, tree)[name]), name
+    (nested, _), (flat, _) = run(ll.accumulate(ll.accumulate(grad_fn, 2), 2)), run(ll.accumulate(plain, 4))
+    assert nested.step == flat.step
+
+
+def test_the_wrapped_function_is_called_once_for_each_piece_and_told_which():
+    model, parts = mlp(), []
+    grad_fn = ll.make_grad_fn(model, mean_loss)
+
+    def watched(state, batch, part=None):
+        parts.append((part.index, part.last, part.into is None, len(batch[0])))
+        return grad_fn(state, batch, part)
+
+    batch = torch.randn(10, 5, dtype=torch.double), torch.randint(0, 3, (10,))
+    ll.accumulate(watched, microbatches=4)(ll.init_state(model), batch)
+    assert parts == [(0, False, True, 3), (1, False, False, 3), (2, False, False, 2), (3, True, False, 2)]
+    parts.clear()
+    ll.accumulate(ll.accumulate(watched, size=2), size=4)(ll.init_state(model), batch)
+    assert [n for *_, n in parts] == [2, 2, 2, 2, 2]
+    assert len({index for index, *_ in parts}) == 5
+    assert [last for _, last, *_ in parts] == [False] * 4 + [True]
+
+
+def saved_at_most(function):
+    """The most bytes that autograd held for backward passes at one time."""
+    held = most = 0
+
+    class Held:
+        def __init__(self, tensor):
+            nonlocal held, most
+            self.tensor = tensor
+            held += tensor.nbytes
+            most = max(most, held)
+
+        def __del__(self):
+            nonlocal held
+            held -= self.tensor.nbytes
+
+    with torch.autograd.graph.saved_tensors_hooks(Held, lambda packed: packed.tensor):
+        function()
+    return most
+
+
+def test_memory_is_that_of_one_piece():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(10)])
+    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    x = torch.randn(8000, 8)
+    whole = saved_at_most(lambda: grad_fn(state, x))
+    pieces = saved_at_most(lambda: ll.accumulate(grad_fn, microbatches=8)(state, x))
+    assert pieces < whole / 8 + 10_000  # the weights are saved too
+
+
+class Count(collections.namedtuple("Count", "n")):
+    merged = 0
+
+    def merge(self, other):
+        Count.merged += 1
+        return Count(self.n + other.n)
+
+    def compute(self):
+        return self.n
+
+
+def test_metrics_of_all_kinds_merge():
+    model = mlp()
+
+    def loss_fn(model, batch):
+        x, y = batch
+        logits = model(x)
+        right = (logits.argmax(-1) == y).sum()
+        loss = nn.functional.cross_entropy(logits, y)
+        return loss, {"accuracy": ll.Mean(right, len(y)), "rows": Count(len(y)), "mean": x.mean(), "two": 2.0}
+
+    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, loss_fn)
+    batch = torch.randn(10, 5, dtype=torch.double), torch.randint(0, 3, (10,))
+    whole = ll.compute(grad_fn(state, batch).metrics)
+    pieces = ll.compute(ll.accumulate(grad_fn, size=3)(state, batch).metrics)
+    assert pieces == pytest.approx(whole, rel=1e-14)
+    assert pieces["rows"] == 10
+    assert pieces["accuracy"] == whole["accuracy"]
+
+
+def test_a_parameter_may_be_reached_by_some_pieces_alone():
+    model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
+
+    def loss_fn(model, batch):
+        return model["a" if batch[0, 0] > 0 else "b"](batch).mean()
+
+    state, grad_fn = ll.init_state(model), ll.accumulate(ll.make_grad_fn(model, loss_fn))
+    ones = torch.ones(3, 2)
+    assert grad_fn(state, [ones, -ones]).grads.keys() == state.params.keys()
+    with pytest.raises(ValueError, match=r"no gradient reached b.weight, b.bias"):
+        grad_fn(state, [ones, ones])
+    unused = ll.accumulate(ll.make_grad_fn(model, loss_fn, allow_unused=True))
+    assert unused(state, [ones, ones]).grads.keys() == {"a.weight", "a.bias"}
+
+
+def test_adding_up_in_float32_what_bfloat16_would_lose():
+    model = nn.Linear(4, 1).bfloat16()
+    state, grad_fn = ll.init_state(model), ll.make_grad_fn(model, lambda model, x: model(x).sum() / len(x))
+    x = torch.randn(512, 4).bfloat16() + 1
+    exact = x.double().mean(0)
+    wide = ll.accumulate(grad_fn, size=1, dtype=torch.float32)(state, x).grads["weight"]
+    narrow = ll.accumulate(grad_fn, size=1)(state, x).grads["weight"]
+    assert wide.dtype == torch.float32
+    assert (wide - exact).abs().max() < 1e-5 < (narrow - exact).abs().max()
+
+
+Fields = collections.namedtuple("Fields", "x names")
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+    scale: float
+
+
+def test_batches_of_every_form_are_cut():
+    x, names = torch.arange(5), list("abcde")
+    assert [p.tolist() for p in split(x, 5, 2)] == [[0, 1], [2, 3], [4]]
+    forms = [
+        ({"x": x, "names": names, "one": torch.tensor(7)}, lambda p: (p["x"], p["names"])),
+        (Fields(x, names), lambda p: (p.x, p.names)),
+        ([x, tuple(names)], lambda p: (p[0], list(p[1]))),
+        (BatchEncoding({"x": x, "names": names}), lambda p: (p["x"], p["names"])),
+        (collections.OrderedDict(x=x, names=np.array(names)), lambda p: (p["x"], p["names"].tolist())),
+    ]
+    for batch, read in forms:
+        pieces = split(batch, 5, 2)
+        assert [type(piece) for piece in pieces] == [type(batch)] * 3
+        assert [read(piece)[0].tolist() for piece in pieces] == [[0, 1], [2, 3], [4]]
+        assert [read(piece)[1] for piece in pieces] == [["a", "b"], ["c", "d"], ["e"]]
+    pieces = split(Record(x, 0.5), 5, 3, lambda record: len(record.x))
+    assert [piece.x.tolist() for piece in pieces] == [[0, 1, 2], [3, 4]]
+    assert pieces[1].scale == 0.5
+    targets = [{"boxes": torch.zeros(n, 4)} for n in range(1, 6)]  # one for each example
+    assert [len(piece[1]) for piece in split((x, targets), 5, 2)] == [2, 2, 1]
+    pair = split((torch.zeros(2, 3), torch.ones(2)), 2, 1)  # two fields, not two examples
+    assert [piece[0].shape for piece in pair] == [(1, 3), (1, 3)]
+    assert split((x, None, 3, "text"), 5, 3)[1][1:] == (None, 3, "text")
+
+
+class Opaque:
+    """A batch with a length, and nothing else that is known."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return len(self.x)
+
+
+def test_what_cannot_be_cut_is_named():
+    model = mlp()
+    grad_fn = ll.make_grad_fn(model, mean_loss)
+    state = ll.init_state(model)
+    batch = {"x": torch.zeros(8, 5), "edges": torch.zeros(2, 7)}
+    with pytest.raises(ValueError, match=r"batch\['edges'\] has shape \(2, 7\), and the batch 8 examples.*as a list"):
+        ll.accumulate(grad_fn, microbatches=2)(state, batch)
+    with pytest.raises(ValueError, match=r"batch\['rows'\] has shape \(3,\)"):
+        ll.accumulate(grad_fn, size=2)(state, {"x": torch.zeros(8, 5), "rows": np.zeros(3)})
+    for wrapped in (ll.accumulate(grad_fn, size=3), ll.accumulate(grad_fn, 2), ll.grads.retry_on_oom(grad_fn, 4)):
+        with pytest.raises(ValueError, match=r"a Opaque of 5 examples cannot be cut: its pieces would have 5, 5\."):
+            wrapped(state, Opaque(torch.zeros(5, 5)))
+    with pytest.raises(TypeError, match="takes a list of pieces; this batch is a Tensor"):
+        ll.accumulate(grad_fn)(state, torch.zeros(8, 5))
+    with pytest.raises(ValueError, match="empty list"):
+        ll.accumulate(grad_fn)(state, [])
+
+
+def test_arguments_and_orders_that_make_no_sense_are_refused():
+    model = mlp()
+    grad_fn = ll.make_grad_fn(model, mean_loss)
+    with pytest.raises(ValueError, match="give microbatches=2 or size=3, not both"):
+        ll.accumulate(grad_fn, 2, size=3)
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="whole number"):
+            ll.accumulate(grad_fn, wrong)
+        with pytest.raises(ValueError, match="whole number"):
+            ll.grads.retry_on_oom(grad_fn, size=wrong)
+    with pytest.raises(TypeError, match="accumulate got a Sequential; give a grad_fn"):
+        ll.accumulate(model, 2)
+    for wrapper in (ll.accumulate, ll.grads.retry_on_oom):
+        with pytest.raises(ValueError, match=rf"put it around, scale_loss\({wrapper.__name__}\(grad_fn"):
+            wrapper(ll.grads.scale_loss(grad_fn))
+
+    def deaf(state, batch, part=None):
+        return grad_fn(state, batch)
+
+    batch = torch.randn(4, 5, dtype=torch.double), torch.randint(0, 3, (4,))
+    with pytest.raises(TypeError, match=r"deaf gave no weight.*hands its `part` on"):
+        ll.accumulate(deaf, 2)(ll.init_state(model), batch)
+
+
+# retry_on_oom
+
+
+class Refusing(Net):
+    """Has room for so many examples, and finds out half-way through the forward pass, or in the backward pass."""
+
+    def __init__(self, room, where):
+        super().__init__()
+        self.room, self.where, self.calls = room, where, []
+
+    def forward(self, x):
+        self.calls.append(len(x))
+        out = self.norm(self.first(x))
+        if len(x) > self.room:
+            if self.where == "forward":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            out.register_hook(self.refuse)
+        return self.last(self.dropout(out))
+
+    def refuse(self, grad):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_running_out_of_memory_halves_the_pieces_and_loses_nothing(where, donate):
+    torch.manual_seed(0)
+    model = Refusing(4, where)
+    reference = Refusing(100, where)
+    reference.load_state_dict(model.state_dict())
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    batches = [(torch.randn(n, 5), torch.randint(0, 3, (n,))) for n in (14, 14, 3)]
+
+    retrying = ll.grads.retry_on_oom(ll.make_grad_fn(model, mean_loss))
+    step = ll.make_train_step(retrying, optimizer, donate=donate)
+    state = ll.init_state(model, optimizer)
+    metrics = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for batch in batches:
+            state, found = step(state, batch)
+            metrics.append(ll.compute(found))
+    assert [str(w.message) for w in warned] == [
+        f"out of memory on a batch of 14: from now on in pieces of {size}" for size in (7, 4)
+    ]
+    assert model.calls == [14, 7, 4, 4, 4, 2, 4, 4, 4, 2, 3]  # what fits is remembered
+
+    in_fours = ll.make_train_step(ll.accumulate(ll.make_grad_fn(reference, mean_loss), size=4), optimizer)
+    expected = ll.init_state(reference, optimizer)
+    for batch, found in zip(batches, metrics, strict=True):
+        expected, other = in_fours(expected, batch)
+        assert found["loss"] == ll.compute(other)["loss"]
+        assert found["microbatch_size"] == min(4, len(batch[0]))
+    for tree in ("params", "buffers"):
+        for name, tensor in getattr(expected, tree).items():
+            assert torch.equal(getattr(state, tree)[name], tensor), name
+    assert state.samples == 31
+
+
+def test_one_example_that_does_not_fit_and_other_errors_are_raised():
+    model = Refusing(0, "forward")
+    model.norm = nn.Identity()  # which takes one example
+    batch = torch.randn(4, 5), torch.randint(0, 3, (4,))
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"),
+        pytest.warns(UserWarning, match="pieces of [21]"),
+    ):
+        ll.grads.retry_on_oom(ll.make_grad_fn(model, mean_loss))(ll.init_state(model), batch)
+    assert model.calls == [4, 2, 1]
+    broken = ll.grads.retry_on_oom(ll.make_grad_fn(mlp(), mean_loss))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        broken(ll.init_state(mlp()), (torch.zeros(4, 6, dtype=torch.double), torch.zeros(4, dtype=torch.long)))
+
+
+def test_retry_goes_around_accumulate_and_not_into_it():
+    model = Refusing(2, "forward")
+    batch = torch.randn(8, 5), torch.randint(0, 3, (8,))
+    grad_fn = ll.make_grad_fn(model, mean_loss)
+    with pytest.warns(UserWarning, match="in pieces of 4"):
+        found = ll.grads.retry_on_oom(ll.accumulate(grad_fn, microbatches=2))(ll.init_state(model), batch)
+    assert found.samples == 8
+    with pytest.raises(ValueError, match=r"put it around, retry_on_oom\(accumulate"):
+        ll.accumulate(ll.grads.retry_on_oom(grad_fn), 2)
+
+
+LIMITED = """
+    import resource, sys, warnings
+    import torch
+    import looplib as ll
+
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)])
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.grads.retry_on_oom(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()))
+    step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    state = ll.init_state(model, optimizer)
+    state, _ = step(state, torch.randn(64, 64))
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    x = torch.randn(200_000, 64)  # 51 MB, and 1.6 GB of activations
+    resource.setrlimit(resource.RLIMIT_AS, (now + 400 * 2**20, -1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            state, metrics = step(state, x)
+    print(state.step, state.samples, len(caught), ll.compute(metrics)["microbatch_size"])
+"""
+
+
+def test_with_a_real_allocator_that_refuses():
+    assert resource.getrlimit(resource.RLIMIT_AS)  # what the process below is limited by
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LIMITED)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    step, samples, warned, size = done.stdout.split()
+    assert (step, samples) == ("3", "400064")
+    assert int(warned) >= 1
+    assert float(size) <= 100_000

@@ -1,0 +1,306 @@
+"""Gradients bounded by value and by unit, against torch's own functions and formulas written out."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import looplib as ll
+
+both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.GroupNorm(1, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
+    nn.init.zeros_(model[4].bias)  # a unit whose weights are below eps
+    return model.to(dtype)
+
+
+def batches(count, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(5, 2, 4, 4, generator=generator).to(dtype) for _ in range(count)]
+
+
+def loss_fn(model, x):
+    return (model(x) - 1).square().mean()
+
+
+def sgd():
+    return ll.optimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
+
+
+def equal(tensors, others):
+    others = dict(others)
+    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+def check_steps(wrap, clip, donate, bound, clips=True):
+    """A run with `wrap` has the bits, and the norms, of a raw loop that calls `clip(model)` before each step."""
+    model, own = net(), net()
+    raw = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=True)
+    optimizer = sgd()
+    step = ll.make_train_step(wrap(ll.make_grad_fn(own, loss_fn)), optimizer, donate=donate)
+    state = ll.init_state(own, optimizer)
+    state = state if bound else ll.copy_state(state)
+    clipped = 0
+    for x in batches(15):
+        raw.zero_grad()
+        loss_fn(model, x).backward()
+        before = {name: p.grad.clone() for name, p in model.named_parameters()}
+        reported = clip(model)
+        clipped += not equal(before, {name: p.grad for name, p in model.named_parameters()})
+        raw.step()
+        state, metrics = step(state, x)
+        if reported is not None:
+            assert ll.compute(metrics)["grad_norm"] == reported.item()
+    assert equal(state.params, model.named_parameters())
+    assert (clipped > 3) == clips
+
+
+@both_states
+@both_steps
+def test_clip_by_value_has_the_bits_of_torchs(donate, bound):
+    check_steps(
+        lambda grad_fn: ll.grads.clip_by_value(grad_fn, 0.05),
+        lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.05),
+        donate,
+        bound,
+    )
+
+
+@both_states
+@both_steps
+@pytest.mark.parametrize("norm_type", [math.inf, 1.0, 3.0])
+def test_clip_by_other_norms_has_the_bits_of_torchs(norm_type, donate, bound):
+    check_steps(
+        lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.1, norm_type),
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type),
+        donate,
+        bound,
+    )
+
+
+@given(
+    seed=st.integers(0, 1000),
+    scale=st.floats(1e-4, 1e4),
+    bound=st.floats(1e-3, 1e3),
+    norm_type=st.sampled_from([1.0, 2.0, 3.0, math.inf]),
+)
+@settings(max_examples=40, deadline=None)
+def test_gradients_of_any_size_have_the_bits_of_torchs(seed, scale, bound, norm_type):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3, bias=False))
+    x = torch.randn(4, 7) * scale
+    grad_fn, state = ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), ll.init_state(model)
+    by_value = ll.grads.clip_by_value(grad_fn, bound)(state, x)
+    by_norm = ll.clip_by_global_norm(grad_fn, bound, norm_type)(state, x)
+    assert by_value.metrics.keys() == {"loss"}
+    for out, clip in (
+        (by_value, lambda parameters: nn.utils.clip_grad_value_(parameters, bound)),
+        (by_norm, lambda parameters: nn.utils.clip_grad_norm_(parameters, bound, norm_type)),
+    ):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        norm = clip(model.parameters())
+        assert equal(out.grads, {name: p.grad for name, p in model.named_parameters()})
+        assert norm is None or ll.compute(out.metrics)["grad_norm"] == norm.item()
+
+
+@both_steps
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_without_a_bound_the_norm_is_reported_alone(norm_type, donate):
+    check_steps(
+        lambda grad_fn: ll.clip_by_global_norm(grad_fn, math.inf, norm_type),
+        lambda model: nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type),
+        donate,
+        bound=True,
+        clips=False,
+    )
+    # Also where the norm is infinite: what follows then sees the gradients as they are.
+    model = net()
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).sum() + (model[4].bias * torch.inf).sum())
+    out = ll.clip_by_global_norm(grad_fn, math.inf, norm_type)(ll.init_state(model), batches(1)[0])
+    assert ll.compute(out.metrics)["grad_norm"] == math.inf
+    assert out.grads["0.weight"].isfinite().all()
+
+
+def test_elements_that_are_not_numbers_stay_so():
+    model = nn.Linear(3, 1, bias=False)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).sum())
+    x = torch.tensor([[math.nan, math.inf, -math.inf]])
+    grad = ll.grads.clip_by_value(grad_fn, 0.5)(ll.init_state(model), x).grads["weight"]
+    model(x).sum().backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.5)
+    torch.testing.assert_close(grad, model.weight.grad, equal_nan=True, rtol=0, atol=0)
+    assert grad[0, 0].isnan()
+    assert grad[0, 1:].tolist() == [0.5, -0.5]
+
+
+# Adaptive clipping
+
+
+def timms(model, clip_factor=0.01, eps=1e-3, applies=lambda name, p: True):
+    """`timm.utils.agc`, as published."""
+
+    def unitwise_norm(x):
+        return x.norm(2.0) if x.ndim <= 1 else x.norm(2.0, dim=tuple(range(1, x.ndim)), keepdim=True)
+
+    for name, p in model.named_parameters():
+        if not applies(name, p):
+            continue
+        data, grad = p.detach(), p.grad.detach()
+        max_norm = unitwise_norm(data).clamp_(min=eps).mul_(clip_factor)
+        grad_norm = unitwise_norm(grad)
+        clipped = grad * (max_norm / grad_norm.clamp(min=1e-6))
+        grad.copy_(torch.where(grad_norm < max_norm, grad, clipped))
+
+
+def unit_by_unit(model, clipping, eps):
+    """The paper's formula, one unit after another."""
+    for p in model.parameters():
+        units = [(p, p.grad)] if p.ndim < 2 else list(zip(p, p.grad, strict=True))
+        for weights, grad in units:
+            most = clipping * max(math.sqrt(weights.detach().square().sum()), eps)
+            norm = math.sqrt(grad.square().sum())
+            if norm > most:
+                grad.mul_(most / norm)
+
+
+@both_states
+@both_steps
+def test_adaptive_clipping_has_the_bits_of_timms(donate, bound):
+    def applies(name, p):
+        return not name.startswith("4.weight")
+
+    check_steps(lambda g: ll.contrib.adaptive_grad_clip(g, 0.02), lambda model: timms(model, 0.02), donate, bound)
+    check_steps(
+        lambda grad_fn: ll.contrib.adaptive_grad_clip(grad_fn, 0.05, 0.1, applies=applies),
+        lambda model: timms(model, 0.05, 0.1, applies),
+        donate,
+        bound,
+    )
+
+
+@given(
+    seed=st.integers(0, 1000),
+    scale=st.floats(1e-3, 1e3),
+    clipping=st.floats(1e-3, 10),
+    eps=st.sampled_from([1e-3, 0.1, 1.0]),
+)
+@settings(max_examples=40, deadline=None)
+def test_adaptive_clipping_equals_the_formula_unit_by_unit(seed, scale, clipping, eps):
+    model = net(torch.float64)
+    torch.manual_seed(seed)
+    x = torch.randn(5, 2, 4, 4, dtype=torch.float64)
+
+    def scaled(model, x):
+        return loss_fn(model, x) * scale
+
+    grad_fn = ll.contrib.adaptive_grad_clip(ll.make_grad_fn(model, scaled), clipping, eps)
+    grads = grad_fn(ll.init_state(model), x).grads
+    scaled(model, x).backward()
+    unit_by_unit(model, clipping, eps)
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_applies_is_asked_with_names_and_parameters_of_the_state():
+    model, asked = net(), []
+    state = ll.copy_state(ll.init_state(model))
+    state = state.replace(params={name: (p * 2).detach().requires_grad_() for name, p in state.params.items()})
+
+    def applies(name, p):
+        asked.append(name)
+        assert p is state.params[name]
+        return name == "4.weight"
+
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    plain = grad_fn(state, batches(1)[0]).grads
+    grads = ll.contrib.adaptive_grad_clip(grad_fn, 1e-3, applies=applies)(state, batches(1)[0]).grads
+    assert asked == list(state.params)
+    assert {name for name in grads if not torch.equal(grads[name], plain[name])} == {"4.weight"}
+    ratio = grads["4.weight"].norm(dim=1) / state.params["4.weight"].detach().norm(dim=1)
+    torch.testing.assert_close(ratio, torch.full((2,), 1e-3))
+
+
+def test_all_zero_gradients_and_scalars_are_left():
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.tensor(0.0))
+    grads = ll.contrib.adaptive_grad_clip(ll.make_grad_fn(model, lambda model, x: model.scale * x.mean()))(
+        ll.init_state(model), torch.zeros(3)
+    ).grads
+    assert grads["scale"].item() == 0
+    grads = ll.contrib.adaptive_grad_clip(ll.make_grad_fn(model, lambda model, x: model.scale * x.mean()), 0.5, 0.2)(
+        ll.init_state(model), torch.full((3,), 7.0)
+    ).grads
+    torch.testing.assert_close(grads["scale"], torch.tensor(0.1))
+
+
+# Where they stand
+
+WRAPPERS = {
+    "clip_by_global_norm": lambda grad_fn: ll.clip_by_global_norm(grad_fn, 1.0),
+    "clip_by_value": lambda grad_fn: ll.grads.clip_by_value(grad_fn, 1.0),
+    "adaptive_grad_clip": lambda grad_fn: ll.contrib.adaptive_grad_clip(grad_fn),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_within_pieces_they_are_refused_when_made(name):
+    wrapped = WRAPPERS[name](ll.make_grad_fn(net(), loss_fn))
+    for outer in (ll.accumulate, ll.grads.retry_on_oom):
+        message = (
+            rf"{name} within {outer.__name__} would act on each piece alone: put it around, "
+            rf"{name}\({outer.__name__}\(grad_fn, \.\.\.\), \.\.\.\)"
+        )
+        with pytest.raises(ValueError, match=message):
+            outer(wrapped)
+    with pytest.raises(ValueError, match=rf"{name} within accumulate would act on each piece alone"):
+        wrapped(ll.init_state(net()), batches(1)[0], ll.types.Part(sums=True))
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_around_pieces_they_clip_the_whole(name):
+    grad_fn, state = ll.make_grad_fn(net(torch.float64), loss_fn), ll.init_state(net(torch.float64))
+    x = batches(1, torch.float64)[0]
+    whole = WRAPPERS[name](grad_fn)(state, x)
+    pieces = WRAPPERS[name](ll.grads.retry_on_oom(ll.accumulate(grad_fn, size=2)))(state, x)
+    torch.testing.assert_close(pieces.grads, whole.grads, rtol=1e-12, atol=1e-15)
+    assert pieces.samples == 5
+
+
+def test_arguments_out_of_range_are_named():
+    grad_fn = ll.make_grad_fn(net(), loss_fn)
+    for wrong in (0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=rf"max_value is {wrong}; give a magnitude above 0"):
+            ll.grads.clip_by_value(grad_fn, wrong)
+        with pytest.raises(ValueError, match=rf"clipping is {wrong} and eps 0.001; give numbers above 0"):
+            ll.contrib.adaptive_grad_clip(grad_fn, wrong)
+        with pytest.raises(ValueError, match=rf"clipping is 0.01 and eps {wrong}; give numbers above 0"):
+            ll.contrib.adaptive_grad_clip(grad_fn, eps=wrong)
+        with pytest.raises(ValueError, match=rf"max_norm is {wrong}; give a norm above 0"):
+            ll.clip_by_global_norm(grad_fn, wrong)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_norm_of_mixed_dtypes_has_the_bits_of_torchs(seed):
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32)
+    params = [nn.Parameter(torch.zeros(7, 5, dtype=dtype)) for dtype in dtypes]
+    for p in params:
+        p.grad = torch.randn(7, 5, generator=generator).to(p.dtype)
+    assert ll.grads.global_norm([p.grad for p in params]) == nn.utils.clip_grad_norm_(params, 0.5)
+
+
+@pytest.mark.parametrize("clip", [ll.clip_by_global_norm, ll.grads.clip_by_value, ll.contrib.adaptive_grad_clip])
+def test_clipping_of_scaled_gradients_is_refused(clip):
+    model = nn.Linear(2, 1)
+    optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
+    grad_fn = ll.grads.scale_loss(clip(ll.make_grad_fn(model, lambda model, x: model(x).mean()), 1.0))
+    with pytest.raises(ValueError, match=r"within scale_loss would act on scaled gradients: put it around"):
+        grad_fn(ll.init_state(model, optimizer), torch.ones(4, 2))

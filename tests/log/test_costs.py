@@ -1,0 +1,403 @@
+"""What costs are read, against sleeps, formulas and torch's own counters; and that reading them changes nothing."""
+
+import copy
+import gc
+import itertools
+import json
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import looplib as ll
+from looplib.log import flops, memory, meter, profiled, utilization
+
+PARTS = ["data_seconds", "gradients_seconds", "update_seconds", "rest_seconds"]
+
+
+def net(*sizes):
+    torch.manual_seed(0)
+    layers = [nn.Linear(i, o, bias=False) for i, o in itertools.pairwise(sizes)]
+    return nn.Sequential(*layers)
+
+
+def loss_fn(model, x):
+    return model(x).square().mean()
+
+
+def batches(count=4, size=4):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, 2, generator=generator) for _ in range(count)]
+
+
+def adamw():
+    return ll.optimizer(torch.optim.AdamW, lr=0.1)
+
+
+def train(state, train_step, given):
+    for x in given:
+        state, _ = train_step(state, x)
+    return state
+
+
+def _equal(a, b):
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def same(first, second):
+    trees = [torch.utils._pytree.tree_leaves((s.params, s.buffers, s.opt_state)) for s in (first, second)]
+    return len(trees[0]) == len(trees[1]) and all(map(_equal, *trees))
+
+
+def metered(cost, model, donate=False, pieces=None, inside=False):
+    grad_fn, optimizer = ll.make_grad_fn(model, loss_fn), adamw()
+    if inside:
+        grad_fn = cost.grad_fn(grad_fn)
+    if pieces:
+        grad_fn = ll.accumulate(grad_fn, pieces)
+    if not inside:
+        grad_fn = cost.grad_fn(grad_fn)
+    optimizer = cost.optimizer(optimizer)
+    return ll.init_state(model, optimizer), ll.make_train_step(grad_fn, optimizer, donate=donate)
+
+
+def slowly(things, seconds):
+    for thing in things:
+        time.sleep(seconds)
+        yield thing
+
+
+@pytest.mark.parametrize("slow", ["data", "gradients", "update", "rest"])
+def test_time_is_found_where_it_was_spent(slow):
+    def pause(part):
+        time.sleep(0.03 if part == slow else 0)
+
+    cost = meter(device="cpu")
+    model, inner = net(2, 3, 1), adamw()
+
+    def slow_loss(model, x):
+        pause("gradients")
+        return loss_fn(model, x)
+
+    def update(*args, **extra):
+        pause("update")
+        return inner.update(*args, **extra)
+
+    optimizer = cost.optimizer(ll.types.Optimizer(inner.init, update))
+    train_step = ll.make_train_step(cost.grad_fn(ll.make_grad_fn(model, slow_loss)), optimizer)
+    state = ll.init_state(model, optimizer)
+    for x in cost.data(slowly(batches(5), 0.03) if slow == "data" else batches(5)):
+        state, _ = train_step(state, x)
+        pause("rest")
+    costs = cost.read()
+    assert costs[f"{slow}_seconds"] >= 0.03
+    assert max(PARTS, key=costs.__getitem__) == f"{slow}_seconds"
+    assert sum(costs[part] for part in PARTS) == pytest.approx(costs["step_seconds"])
+    assert costs["samples_per_second"] == pytest.approx(4 / costs["step_seconds"])
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+@pytest.mark.parametrize("pieces", [None, 2])
+def test_a_meter_changes_no_bits_and_no_state(pieces, inside, donate):
+    given, model = batches(), net(2, 3, 1)
+    plain_fn = ll.make_grad_fn(own := copy.deepcopy(model), loss_fn)
+    plain = ll.make_train_step(ll.accumulate(plain_fn, pieces) if pieces else plain_fn, adamw())
+    expected = train(ll.init_state(own, adamw()), plain, given)
+    cost = meter(device="cpu", tokens=torch.numel)
+    state, train_step = metered(cost, model, donate, pieces, inside)
+    found = train(state, train_step, cost.data(given))
+    assert same(found, expected)
+    assert torch.utils._pytree.tree_structure(found) == torch.utils._pytree.tree_structure(expected)
+    costs = cost.read()
+    assert costs["tokens_per_second"] == pytest.approx(2 * costs["samples_per_second"])
+    assert costs["samples_per_second"] == pytest.approx(4 / costs["step_seconds"])
+
+
+def test_a_meter_keeps_the_refusals_of_what_it_wraps():
+    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(net(2, 1), loss_fn), 1.0)
+    with pytest.raises(ValueError, match="clip_by_global_norm within accumulate"):
+        ll.accumulate(meter().grad_fn(grad_fn), 2)
+
+
+def test_reading_begins_a_new_window():
+    cost = meter(device="cpu")
+    assert cost.read() == {}
+    state, train_step = metered(cost, net(2, 1))
+    state = train(state, train_step, batches())
+    time.sleep(0.4)
+    assert cost.read("costs/")["costs/rest_seconds"] >= 0.4 / 4
+    assert cost.read() == {}
+    train(state, train_step, batches())
+    assert cost.read()["rest_seconds"] < 0.4 / 4
+
+
+def test_steps_are_updates_or_else_gradients_or_else_batches():
+    given, model = batches(6), net(2, 1)
+    for wrapped, steps in (("all", 3), ("gradients", 6), ("data", 6)):
+        cost = meter(device="cpu")
+        grad_fn, optimizer = ll.make_grad_fn(model, loss_fn), adamw()
+        state, began = ll.init_state(model, optimizer), time.perf_counter()
+        grad_fn = grad_fn if wrapped == "data" else cost.grad_fn(grad_fn)
+        update = (cost.optimizer(optimizer) if wrapped == "all" else optimizer).update
+        for index, x in enumerate(cost.data(given)):
+            out = grad_fn(state, x)
+            if index % 2:  # an update for every two gradients
+                update(out.grads, state.opt_state, state.params, state.step)
+            time.sleep(0.002)
+        costs = cost.read()
+        assert 0.012 / steps <= costs["step_seconds"] <= (time.perf_counter() - began) / steps
+        assert ("samples_per_second" in costs) == (wrapped != "data")
+
+
+def test_a_tensor_of_tokens_is_read_only_with_the_costs():
+    class Unread(torch.Tensor):
+        read = False
+
+        def __float__(self):
+            Unread.read = True
+            return 10.0
+
+    cost = meter(device="cpu", tokens=lambda x: torch.tensor(5).as_subclass(Unread))
+    state, train_step = metered(cost, net(2, 1))
+    train(state, train_step, batches(2))
+    assert not Unread.read
+    costs = cost.read()
+    assert costs["tokens_per_second"] == pytest.approx(5 / costs["step_seconds"])
+
+
+class Queue:
+    """A device that works behind the host: an event passes when the work before it is done."""
+
+    def __init__(self):
+        self.busy_until = time.perf_counter()
+        self.made = self.waits = 0
+
+    def work(self, seconds):
+        self.busy_until = max(self.busy_until, time.perf_counter()) + seconds
+
+    def event(self, device, *, enable_timing):
+        assert enable_timing
+        return QueueEvent(self)
+
+    def synchronize(self, device):
+        self.waits += 1
+        time.sleep(max(0.0, self.busy_until - time.perf_counter()))
+
+
+class QueueEvent:
+    def __init__(self, queue):
+        self.queue = queue
+
+    def record(self):
+        self.at = max(self.queue.busy_until, time.perf_counter())
+
+    def query(self):
+        return self.at <= time.perf_counter()
+
+    def elapsed_time(self, end):
+        assert end.query()
+        return 1000 * (end.at - self.at)
+
+
+def test_an_accelerators_own_times_are_read_without_waiting_for_it(monkeypatch):
+    queue = Queue()
+    monkeypatch.setattr(torch, "Event", queue.event)
+    monkeypatch.setattr(torch.accelerator, "synchronize", queue.synchronize)
+
+    def launches(model, x):
+        queue.work(0.05)
+        return loss_fn(model, x)
+
+    cost, model = meter(device="cuda"), net(2, 1)
+    optimizer = cost.optimizer(adamw())
+    train_step = ll.make_train_step(cost.grad_fn(ll.make_grad_fn(model, launches)), optimizer)
+    train(ll.init_state(model, optimizer), train_step, cost.data(slowly(batches(5), 0.005)))
+    assert queue.waits == 0
+    costs = cost.read()
+    assert queue.waits == 1
+    assert costs["gradients_seconds"] >= 0.05
+    # The loader's 5 ms pass while the device is at work, but for those of the first batch.
+    assert costs["data_seconds"] < costs["gradients_seconds"]
+    assert sum(costs[part] for part in PARTS) == pytest.approx(costs["step_seconds"])
+    assert not cost._waiting
+
+
+def test_what_cannot_be_metered_is_refused():
+    with pytest.raises(TypeError, match=r"a function is not iterable; write meter.data\(loader\(state\)\)"):
+        meter().data(lambda state: [])
+    with pytest.raises(TypeError, match=r"meter.grad_fn got a Linear; give a grad_fn"):
+        meter().grad_fn(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=r"meter.optimizer got a AdamW; give what ll.optimizer returns"):
+        meter().optimizer(torch.optim.AdamW(net(2, 1).parameters()))
+
+
+def test_an_error_of_the_loader_comes_through():
+    def broken():
+        yield 1
+        raise OSError("no such shard")
+
+    given = meter(device="cpu").data(broken())
+    assert next(given) == 1
+    with pytest.raises(OSError, match="no such shard"):
+        next(given)
+
+
+def test_peak_memory_sees_what_was_allocated_and_forgets_it():
+    # The system counts pages by core and adds up now and then, so all bounds are loose.
+    memory(reset=True)
+    before = memory()["host_peak_bytes"]
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    peak = memory(reset=False)["host_peak_bytes"]
+    assert peak - before > 50 * 2**20
+    del block
+    gc.collect()
+    assert memory(reset=True, prefix="m/")["m/host_peak_bytes"] > peak - 10 * 2**20
+    if sys.platform == "linux":
+        assert memory()["host_peak_bytes"] < peak - 50 * 2**20
+    assert ("device_peak_bytes" in memory()) == torch.accelerator.is_available()
+
+
+def test_without_proc_peak_memory_is_the_systems_own(monkeypatch):
+    resource = pytest.importorskip("resource")
+    real = open
+
+    def missing(path, *args):
+        if str(path).startswith("/proc/"):
+            raise FileNotFoundError(path)
+        return real(path, *args)
+
+    monkeypatch.setattr("builtins.open", missing)
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert memory(reset=True)["host_peak_bytes"] == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=2, max_size=5), count=st.integers(1, 12), pieces=st.integers(1, 4))
+@settings(max_examples=15, deadline=None)
+def test_flops_of_an_mlp_are_those_of_the_formula(sizes, count, pieces):
+    model = net(*sizes)
+    state, x = ll.init_state(model), torch.ones(count, sizes[0])
+    numbers = [layer.weight.numel() for layer in model]
+    # 6 N B, but that no gradient goes back to the data itself
+    expected = 6 * sum(numbers) * count - 2 * numbers[0] * count
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    kept = ll.copy_state(state)
+    assert flops(grad_fn, state, x) == expected
+    assert flops(ll.accumulate(grad_fn, pieces), state, x) == expected
+    assert flops(ll.make_eval_step(model, lambda model, x: {"loss": loss_fn(model, x)}), state, x) == (
+        2 * sum(numbers) * count
+    )
+    assert same(state, kept)
+
+
+def test_flops_of_attention_are_counted_on_the_host_too():
+    q, k, v = (torch.ones(2, 3, n, 8, requires_grad=True) for n in (16, 32, 32))
+    forward = 2 * (2 * 2 * 3 * 16 * 32 * 8)  # queries with keys, weights with values
+    assert flops(nn.functional.scaled_dot_product_attention, q, k, v) == forward
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        assert flops(nn.functional.scaled_dot_product_attention, q, k, v) == forward
+
+    def both(q, k, v):
+        nn.functional.scaled_dot_product_attention(q, k, v).sum().backward()
+
+    assert flops(both, q, k, v) == forward * 3.5  # four products back, and the weights once more
+
+
+def test_utilization_is_the_share_of_the_peak():
+    assert utilization(6e12, 2.0, 12e12) == 0.25
+    with pytest.raises(ValueError, match="seconds is 0; give a number above 0"):
+        utilization(1, 0, 1)
+    with pytest.raises(ValueError, match="peak_flops is -1"):
+        utilization(1, 1, -1)
+
+
+def trace(path):
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def steps_in(path):
+    return sorted(e["name"] for e in trace(path) if e["name"].startswith("train_step") and e["ph"] == "X")
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_each_window_has_a_trace_and_the_bits_stay(tmp_path, donate):
+    model, own, given = net(2, 3, 1), net(2, 3, 1), batches(7)
+    plain = ll.make_train_step(ll.make_grad_fn(own, loss_fn), adamw())
+    expected = train(ll.init_state(own, adamw()), plain, given)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), adamw(), donate=donate)
+    when = ll.at_step(1) | (ll.after_steps(3) & ~ll.after_steps(5))
+    train_step = profiled(train_step, when, tmp_path / "new" / "traces", record_shapes=True)
+    assert same(train(ll.init_state(model, adamw()), train_step, given), expected)
+    files = sorted((tmp_path / "new" / "traces").iterdir())
+    assert [file.name for file in files] == ["trace-step1-rank0.json", "trace-step3-rank0.json"]
+    assert [steps_in(file) for file in files] == [["train_step 1"], ["train_step 3", "train_step 4"]]
+    for file in files:
+        names = [event["name"] for event in trace(file)]
+        assert {"aten::mm", "aten::square"} <= set(names)
+        assert any("adamw" in name for name in names)
+
+
+def test_a_trace_is_written_with_the_last_step_of_its_window(tmp_path):
+    model = net(2, 1)
+    step = profiled(ll.make_train_step(ll.make_grad_fn(model, loss_fn), adamw()), ~ll.after_steps(2), tmp_path)
+    state, _ = step(ll.init_state(model, adamw()), torch.ones(4, 2))
+    assert list(tmp_path.iterdir()) == []
+    step(state, torch.ones(4, 2))
+    assert not torch.autograd._profiler_enabled()
+    assert steps_in(tmp_path / "trace-step0-rank0.json") == ["train_step 0", "train_step 1"]
+
+
+def test_other_steps_meet_no_profiler(tmp_path):
+    def seen(model, x):
+        assert not torch.autograd._profiler_enabled()
+        return loss_fn(model, x)
+
+    model = net(2, 1)
+    step = profiled(ll.make_train_step(ll.make_grad_fn(model, seen), adamw()), ll.at_step(100), tmp_path)
+    train(ll.init_state(model, adamw()), step, batches())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_window_ends_with_a_step_that_fails(tmp_path):
+    model = net(2, 1)
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), adamw())
+    step = profiled(step, ll.after_steps(0), tmp_path)
+    state, _ = step(ll.init_state(model, adamw()), torch.ones(4, 2))
+    with pytest.raises(RuntimeError):
+        step(state, torch.ones(4, 3))
+    assert not torch.autograd._profiler_enabled()
+    assert steps_in(tmp_path / "trace-step0-rank0.json") == ["train_step 0", "train_step 1"]
+
+
+def test_a_window_that_is_open_when_the_step_is_let_go_is_written(tmp_path):
+    model = net(2, 1)
+    step = profiled(ll.make_train_step(ll.make_grad_fn(model, loss_fn), adamw()), ll.after_steps(1), tmp_path)
+    train(ll.init_state(model, adamw()), step, batches())
+    del step
+    gc.collect()
+    assert steps_in(tmp_path / "trace-step1-rank0.json") == [f"train_step {n}" for n in (1, 2, 3)]
+
+
+def test_a_window_that_is_open_when_the_program_ends_is_written(tmp_path):
+    code = f"""
+        import torch
+        import looplib as ll
+        from looplib.log import profiled
+        model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+        step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+        step = profiled(step, ll.after_steps(0), {str(tmp_path)!r})
+        step(ll.init_state(model, optimizer), torch.ones(4, 2))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+    assert steps_in(tmp_path / "trace-step0-rank0.json") == ["train_step 0"]
+
+
+def test_profiled_needs_a_predicate(tmp_path):
+    with pytest.raises(TypeError, match=r"profiled got a int to say when; give a predicate"):
+        profiled(lambda state, batch: (state, {}), 100, tmp_path)

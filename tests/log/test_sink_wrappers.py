@@ -1,0 +1,289 @@
+"""What stands before a sink: real processes that are killed, forked and hung, and full disks."""
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from shared import COUNTS, STATE, at, python
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from looplib.log import (
+    console,
+    csv_file,
+    every_rank,
+    in_background,
+    jsonl,
+    only,
+    read_columns,
+    read_jsonl,
+    rename,
+    safely,
+    tee,
+    tensorboard,
+)
+from looplib.state import init_state
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "log.csv"
+
+
+def test_rename_and_only_hand_on_what_they_say():
+    calls = []
+
+    def sink(state, values):
+        calls.append((state, values))
+
+    values = {"train/loss": 1.0, "eval/auc": 2.0}
+    rename(sink, {"eval/auc": "eval_auc"})(STATE, values)
+    rename(sink, lambda name: name.replace("/", "_"))(STATE, values)
+    only(sink, ["eval/auc"])(STATE, values)
+    only(sink, lambda name: name.startswith("train/"))(STATE, values)
+    only(sink, {"other"})(STATE, values)
+    assert calls == [
+        (STATE, {"train/loss": 1.0, "eval_auc": 2.0}),
+        (STATE, {"train_loss": 1.0, "eval_auc": 2.0}),
+        (STATE, {"eval/auc": 2.0}),
+        (STATE, {"train/loss": 1.0}),
+    ]
+    assert values == {"train/loss": 1.0, "eval/auc": 2.0}
+
+
+def test_two_values_of_one_name_and_a_single_name_are_refused():
+    with pytest.raises(ValueError, match="'a/x' and 'b/x' would both be named 'x'"):
+        rename(console(), lambda name: name[-1])(STATE, {"a/x": 1, "b/x": 2})
+    with pytest.raises(TypeError, match=r"found the str 'loss'; write \['loss'\]"):
+        only(console(), "loss")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_alone_writes_unless_each_is_to(tmp_path, rank):
+    makes = [jsonl, csv_file, lambda path: tensorboard(path.parent / path.name)]
+    quiet = [make(tmp_path / f"quiet{place}") for place, make in enumerate(makes)]
+    loud = [every_rank(make(tmp_path / f"loud{place}")) for place, make in enumerate(makes)]
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        tee(*quiet, *loud)(STATE, {"x": 1.0})
+    finally:
+        distributed.destroy_process_group()
+    there = {path.name for path in tmp_path.iterdir()}
+    assert there == {f"loud{place}" for place in range(3)} | {f"quiet{place}" for place in range(3) if rank == 0}
+
+
+def test_every_rank_takes_a_sink_that_writes():
+    with pytest.raises(TypeError, match=r"tee\(.*\) writes in each process as it is"):
+        every_rank(tee(console()))
+
+
+# safely and in_background
+
+
+def test_safely_tells_the_first_error_at_the_line_of_the_call_and_tries_again(tmp_path):
+    log = safely(jsonl(tmp_path / "log"))
+    (tmp_path / "log").mkdir()
+    with pytest.warns(RuntimeWarning, match=r"jsonl\(.*\) failed at step 7: IsADirectoryError.*goes on") as told:
+        log(STATE, {"x": 1})
+    log(STATE, {"x": 1})  # a second warning would be an error here
+    assert [os.path.basename(warning.filename) for warning in told] == [os.path.basename(__file__)]
+    (tmp_path / "log").rmdir()
+    log(STATE, {"x": 2})
+    assert read_jsonl(tmp_path / "log") == [{**COUNTS, "x": 2}]
+
+
+def test_an_interrupt_passes_safely():
+    def interrupted(state, values):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        safely(interrupted)(STATE, {})
+
+
+def test_calls_reach_the_inner_sink_in_order_and_by_another_thread():
+    got = []
+    log = in_background(lambda state, values: got.append((state.step, values, threading.get_ident())))
+    for step in range(500):
+        log(at(step), {"x": step})
+    log.flush()
+    assert [(step, values) for step, values, _ in got] == [(step, {"x": step}) for step in range(500)]
+    assert threading.get_ident() not in {thread for *_, thread in got}
+    log.close()
+    log(at(500), {})
+    log.close()
+    log.close()
+    assert len(got) == 501
+    assert not [thread for thread in threading.enumerate() if thread.name == repr(log)]
+
+
+def test_a_slow_sink_holds_nothing_up_and_what_does_not_fit_is_counted():
+    gate, got = threading.Event(), []
+
+    def slow(state, values):
+        gate.wait()
+        got.append(state.step)
+
+    log = in_background(slow, max_pending=3)
+    log(at(0), {})
+    while log._queue.qsize():
+        time.sleep(0.001)
+    for step in range(1, 4):
+        log(at(step), {})
+    with pytest.warns(RuntimeWarning, match=r"slow .* is behind by 3 calls; the one at step 4 is lost"):
+        log(at(4), {})
+    for step in range(5, 9):
+        log(at(step), {})
+    gate.set()
+    with pytest.warns(RuntimeWarning, match=r"lost 5 of 9 calls; 5 came while 3 waited"):
+        log.flush()
+    assert got == [0, 1, 2, 3]
+    log(at(9), {})
+    log.close()  # what is lost was told
+    assert got[-1] == 9
+
+
+def test_an_error_is_told_once_and_counted_and_later_calls_are_tried(tmp_path):
+    log = in_background(jsonl(tmp_path / "log"))
+    (tmp_path / "log").mkdir()
+    log(at(1), {"x": 1})
+    while not log._finished:
+        time.sleep(0.001)
+    with pytest.warns(RuntimeWarning, match="failed at step 1: IsADirectoryError.*goes on") as told:
+        log(at(2), {"x": 2})
+    log(at(3), {"x": 3})
+    assert [os.path.basename(warning.filename) for warning in told] == [os.path.basename(__file__)]
+    with pytest.warns(RuntimeWarning, match="lost 3 of 3 calls; 3 failed, the first at step 1: IsADirectoryError"):
+        log.flush()
+    (tmp_path / "log").rmdir()
+    log(at(4), {"x": 4})
+    log.close()
+    assert [row["step"] for row in read_jsonl(tmp_path / "log")] == [4]
+
+
+def test_the_values_of_the_call_are_written_and_no_parameter_is_kept():
+    gate, got = threading.Event(), []
+
+    def sink(state, values):
+        gate.wait()
+        got.append((state, values))
+
+    log = in_background(sink)
+    state = init_state(torch.nn.Linear(2, 2)).replace(step=3, samples=5)
+    held = weakref.ref(state.params["weight"])
+    vector, array, values = torch.ones(3), np.ones(3), {"x": 1.0}
+    log(state, {**values, "vector": vector, "array": array})
+    vector.zero_()
+    array[:] = 0
+    del state
+    gc.collect()
+    assert held() is None
+    gate.set()
+    log.close()
+    ((seen, values),) = got
+    assert (seen.step, seen.samples, dict(seen.params)) == (3, 5, {})
+    assert values["vector"].tolist() == values["array"].tolist() == [1, 1, 1]
+
+
+def test_a_hung_sink_does_not_hold_flush_beyond_its_patience():
+    gate = threading.Event()
+    log = in_background(lambda state, values: gate.wait(), patience=0.05)
+    log(at(1), {})
+    log(at(2), {})
+    with pytest.warns(RuntimeWarning, match=r"lost 2 of 2 calls; 2 wait still, and none was finished in 0.05 sec"):
+        log.close()
+    gate.set()
+    log.close()
+
+
+def test_max_pending_must_be_positive():
+    with pytest.raises(ValueError, match="max_pending is 0; at least one call"):
+        in_background(console(), 0)
+
+
+PROGRAM = """
+import itertools, os, resource, signal, sys, time
+import torch
+from looplib.log import jsonl
+from looplib.types import TrainState
+from looplib.log import in_background
+from looplib.log import safely
+from looplib.log import csv_file
+
+path, how = sys.argv[1:]
+done = jsonl(path)
+
+def slow(state, values):
+    time.sleep(0.01)
+    done(state, values)
+
+if how == "disk":
+    log = in_background(csv_file("/dev/full"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    limited, guarded = in_background(csv_file(path)), safely(csv_file(path + ".safely"))
+    for step in range(1000):
+        for each in (log, limited, guarded):
+            each(TrainState(step=step), {"x": step})
+    hung = in_background(lambda state, values: time.sleep(1000), patience=0.1)
+    hung(TrainState(step=1), {})
+    print("trained")
+else:
+    log = in_background(slow)
+    for step in range(30):
+        log(TrainState(step=step), {})
+    if how == "workers":
+        for step, _ in enumerate(torch.utils.data.DataLoader(range(40), num_workers=2, batch_size=2), 30):
+            log(TrainState(step=step), {})
+        raise SystemExit(3)
+    pid = os.fork()
+    if not pid:
+        log(TrainState(step=10**6), {})
+        sys.exit(0)  # which runs what is registered for the end
+    assert os.waitpid(pid, 0)[1] == 0
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    for step in itertools.count(30):
+        log(TrainState(step=step), {})
+        time.sleep(0.001)
+"""
+
+
+def test_all_is_written_when_a_process_with_workers_leaves(path):
+    result = python(PROGRAM, path, "workers")
+    assert result.returncode == 3, result.stderr
+    assert [row["step"] for row in read_jsonl(path)] == list(range(50))
+
+
+def test_all_is_written_after_an_interrupt_and_a_fork_writes_its_own_calls_alone(path):
+    result = python(PROGRAM, path, "interrupt")
+    assert result.returncode == -signal.SIGINT, result.stderr
+    steps = [row["step"] for row in read_jsonl(path)]
+    assert steps.count(10**6) == 1
+    steps.remove(10**6)
+    assert len(steps) >= 30
+    assert steps == list(range(len(steps)))
+
+
+def test_a_full_disk_and_a_hung_server_stop_no_training_nor_its_end_and_are_told(path):
+    result = python(PROGRAM, path, "disk")
+    assert (result.returncode, result.stdout) == (0, "trained\n"), result.stderr
+    told = [line for line in result.stderr.splitlines() if "RuntimeWarning" in line]
+    assert sum("csv_file('/dev/full') lost 1000 of 1000 calls; 1000 failed" in line for line in told) == 1
+    assert sum("No space left on device" in line and "goes on" in line for line in told) <= 1
+    assert sum(".safely') failed at step" in line and "File too large" in line for line in told) == 1
+    steps = read_columns(path)["step"]
+    assert 0 < len(steps) < 1000
+    assert steps == read_columns(f"{path}.safely")["step"] == list(range(len(steps)))
+    assert sum(f"lost {1000 - len(steps)} of 1000 calls" in line for line in told) == 1
+    assert sum("lost 1 of 1 calls; 1 wait still" in line for line in told) == 1
+
+
+def test_reprs_read_as_the_code_that_made_them(tmp_path):
+    inner = f"every_rank(jsonl({str(tmp_path / 'log.jsonl')!r}))"
+    code = f"in_background(safely(only(rename({inner}, {{'a': 'b'}}), ['b'])), max_pending=5)"
+    assert repr(eval(code)) == code

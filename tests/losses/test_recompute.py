@@ -1,0 +1,224 @@
+"""Recomputation against the same loss without it, to the bit, and against what torch's own checkpoint keeps."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
+
+import looplib as ll
+from looplib.contrib import neftune
+from looplib.losses import recompute
+
+
+class Block(nn.Module):
+    """Something of all that a second run could get wrong."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.norm, self.inner = nn.BatchNorm1d(width), nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Dropout(0.3))
+        self.out = spectral_norm(nn.Linear(12, width))  # its power iteration writes the buffers it reads
+        self.register_buffer("mask", torch.arange(width) > 0)
+        self.calls = 0
+
+    def forward(self, x, *, scale=None):
+        self.calls += 1
+        y = self.out(self.inner(self.norm(x))).masked_fill(~self.mask, 0.0)
+        return x + (y if scale is None else y * scale)
+
+
+class Stack(nn.Module):
+    """Four blocks, one of them called twice, and by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks, self.last = (
+            nn.Linear(3, 6),
+            nn.ModuleList(Block() for _ in range(3)),
+            nn.Linear(6, 1),
+        )
+
+    def forward(self, x):
+        x = self.first(x)
+        for i in (0, 1, 0, 2):
+            x = self.blocks[i](x, scale=x.mean() + 2)
+        return self.last(x)
+
+
+def loss_fn(model, x):
+    return model(x).square().mean()
+
+
+CHOICES = {
+    "a class": Block,
+    "classes": (nn.Linear, nn.BatchNorm1d),
+    "nested": (Block, nn.Sequential, nn.GELU),
+    "names": lambda name, module: name in ("blocks.0", "blocks.2"),
+    "the whole": lambda name, module: name == "",
+}
+
+
+# The same bits
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_run_has_the_bits_of_one_without(choice, donate, bound, microbatches):
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    states, losses = [], []
+    for loss in (loss_fn, recompute(loss_fn, CHOICES[choice])):
+        model = Stack()
+        optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+        grad_fn = ll.accumulate(ll.make_grad_fn(model, loss), microbatches)
+        step, state = ll.make_train_step(grad_fn, optimizer, donate=donate), ll.init_state(model, optimizer)
+        state = state if bound else ll.copy_state(state)
+        for _ in range(3):
+            state, metrics = step(state, x)
+            losses.append(ll.compute(metrics)["loss"])
+        states.append(state)
+    same(states[0].params, states[1].params)
+    same(states[0].buffers, states[1].buffers)
+    assert losses[:3] == losses[3:]
+
+
+def test_torchs_own_moves_the_statistics_twice_and_ours_once():
+    x, model = torch.randn(8, 6), nn.Sequential(nn.BatchNorm1d(6))
+    moved = []
+    for loss in (
+        lambda model, x: checkpoint(model[0], x, use_reentrant=False).square().mean(),
+        recompute(loss_fn, nn.BatchNorm1d),
+    ):
+        buffers = ll.make_grad_fn(model, loss)(ll.init_state(model), x).buffers
+        moved.append(buffers["0.num_batches_tracked"].item())
+    assert moved == [2, 1]
+
+
+def test_noise_of_neftune_is_in_the_second_run_too():
+    model = nn.Sequential(nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1))
+    state, tokens = ll.init_state(model), torch.arange(6).reshape(2, 3)
+    plain = ll.make_grad_fn(model, neftune(loss_fn, "0.0"))(state, tokens)
+    for loss in (
+        neftune(recompute(loss_fn, lambda name, module: name == "0"), "0.0"),
+        recompute(neftune(loss_fn, "0.0"), lambda name, module: name == "0"),
+    ):
+        same(ll.make_grad_fn(model, loss)(state, tokens).grads, plain.grads)
+
+
+def test_under_autocast_the_bits_are_the_same():
+    model, x = Stack(), torch.randn(8, 3)
+    state = ll.init_state(model)
+    plain = ll.make_grad_fn(model, ll.autocast(loss_fn))(state, x)
+    for loss in (ll.autocast(recompute(loss_fn, Block)), recompute(ll.autocast(loss_fn), Block)):
+        same(ll.make_grad_fn(model, loss)(state, x).grads, plain.grads)
+
+
+def test_the_graph_can_be_kept_and_run_again():
+    model, x = Stack(), torch.randn(8, 3)
+    loss, params = recompute(loss_fn, Block)(model, x), list(model.parameters())
+    first = torch.autograd.grad(loss, params, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, params), strict=True))
+
+
+# What is left behind
+
+
+def test_each_chosen_module_runs_twice_and_is_then_as_it_was():
+    model, x = Stack(), torch.randn(8, 3)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    state = ll.init_state(model)
+    ll.make_grad_fn(model, recompute(loss_fn, Block))(state, x)
+    assert [block.calls for block in model.blocks] == [4, 2, 2]
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    same(dict(model.named_parameters()), state.params)
+
+
+def test_a_forward_of_the_instances_own_comes_back_after_an_error():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].forward = own = lambda x: -x
+
+    def broken(model, x):
+        assert model[0].forward is not own
+        model(x)
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        recompute(broken, nn.Linear)(model, torch.zeros(1, 2))
+    assert model[0].forward is own
+    assert "forward" not in vars(model[1])
+
+
+def test_without_a_gradient_it_does_nothing():
+    model, x = Stack(), torch.randn(8, 3)
+
+    def metric_fn(model, x):
+        assert all("forward" not in vars(block) for block in model.blocks)
+        return {"loss": ll.Mean(loss_fn(model, x))}
+
+    found = [ll.make_eval_step(model, f)(ll.init_state(model), x) for f in (metric_fn, recompute(metric_fn, Block))]
+    assert torch.equal(found[0]["loss"].total, found[1]["loss"].total)
+
+
+# Memory
+
+
+class Live(TorchDispatchMode):
+    """Remembers the most bytes that tensors made under it had alive at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.now, self.peak = WeakIdKeyDictionary(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.storages[leaf.untyped_storage()] = None
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
+        return out
+
+
+def transformer(depth, width=32):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True) for _ in range(depth)])
+
+
+def peak(loss, depth):
+    model, x = transformer(depth), torch.randn(8, 32, 32)
+    gc.collect()
+    with Live() as live:
+        loss(model, x).backward()
+    return live.peak
+
+
+def test_a_transformer_more_needs_a_tenth_of_the_memory():
+    lean = recompute(loss_fn, nn.TransformerEncoderLayer)
+    few, many = ([peak(loss, depth) for loss in (loss_fn, lean)] for depth in (4, 8))
+    assert 0 < 10 * (many[1] - few[1]) < many[0] - few[0]  # of which half is the gradients of its weights
+    assert 4 * many[1] < many[0]
+
+
+# Errors
+
+
+def test_a_choice_of_nothing_names_the_classes_there_are():
+    with pytest.raises(ValueError, match=r"no module of this Stack.*classes BatchNorm1d, Block, Dropout, GELU"):
+        recompute(loss_fn, nn.Conv2d)(Stack(), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("modules", [nn.Linear(2, 2), "Block", (), (nn.Linear, "Block"), int])
+def test_another_kind_of_choice_is_refused(modules):
+    with pytest.raises(TypeError, match="give a class of modules, a tuple of classes, or a function"):
+        recompute(loss_fn, modules)

@@ -1,0 +1,116 @@
+"""Merging against exact fractions."""
+
+import math
+from fractions import Fraction
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import looplib as ll
+from looplib.evaluation import _evaluate as evaluation
+
+parts = st.lists(
+    st.tuples(st.integers(-(2**40), 2**40), st.integers(1, 2**20), st.integers(1, 64)), min_size=1, max_size=20
+)
+
+
+@given(parts=parts, data=st.data())
+def test_any_merge_order_gives_the_exact_mean(parts, data):
+    # Integers this small add without rounding in float64, so every order must give the same bits.
+    records = [{"loss": ll.Mean(torch.tensor(t, dtype=torch.float64), torch.tensor(w), n)} for t, w, n in parts]
+    while len(records) > 1:
+        i = data.draw(st.integers(0, len(records) - 2))
+        records[i : i + 2] = [ll.merge(records[i], records[i + 1])]
+    exact = Fraction(sum(t * n for t, _, n in parts), sum(w * n for _, w, n in parts))
+    assert ll.compute(records[0])["loss"] == float(exact)
+
+
+@given(st.floats(width=32), st.integers(1, 1000))
+def test_a_mean_that_is_alone_keeps_its_bits(value, count):
+    found = ll.compute({"loss": ll.Mean(torch.tensor(value), 1, count)})["loss"]
+    assert found == value or (found != found and value != value)
+
+
+def test_float32_totals_do_not_lose_what_is_added_late():
+    record = {"loss": ll.Mean(torch.tensor(2.0**24), 1)}
+    for _ in range(3):
+        record = ll.merge(record, {"loss": ll.Mean(torch.tensor(1.0), 1)})
+    assert ll.compute(record)["loss"] == (2**24 + 3) / 4
+
+
+def test_compute_prefixes_and_refuses():
+    assert ll.compute({"a": ll.Mean(1.0), "b": ll.Mean(torch.tensor(3), 2)}, prefix="eval/") == {
+        "eval/a": 1.0,
+        "eval/b": 1.5,
+    }
+    assert ll.compute({}) == {}
+    assert ll.compute({"empty": ll.Mean(torch.tensor(0.0), torch.tensor(0))})["empty"] != 0
+    with pytest.raises(TypeError, match=r"'logits' is a Tensor, not a metric"):
+        ll.compute({"logits": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"same names: found \['a'\] and \['b'\]"):
+        ll.merge({"a": ll.Mean(1.0)}, {"b": ll.Mean(1.0)})
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        (torch.zeros(5, 2), 5),
+        ((torch.zeros(5, 2), torch.zeros(3)), 5),
+        ({"scale": torch.tensor(1.0), "x": torch.zeros(4)}, 4),
+        ({"text": ["a", "b"], "x": {"ids": torch.zeros(2, 7)}}, 2),
+        (["a", "b", "c"], 3),
+        ([("a", torch.zeros(6))], 6),
+    ],
+)
+def test_examples_are_counted(batch, count):
+    assert ll.data.batch_size(batch) == count
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.integers(1, 2**40), st.booleans())
+def test_a_total_that_is_a_number_is_divided_in_float64(total, weight, on_device):
+    record = ll.Mean(total, torch.tensor(weight) if on_device else weight)
+    assert ll.compute({"mean": record})["mean"] == total / weight
+
+
+def test_without_any_weight_a_number_computes_to_nan_or_infinity():
+    assert math.isnan(ll.compute({"empty": ll.Mean(0.0, 0)})["empty"])
+    assert ll.compute({"empty": ll.Mean(-1, torch.tensor(0))})["empty"] == -math.inf
+
+
+class Collected(NamedTuple):
+    """Counts what its merges copy."""
+
+    items: tuple[int, ...]
+    copied = [0]  # noqa: RUF012
+
+    def merge(self, other):
+        self.copied[0] += len(self.items) + len(other.items)
+        return Collected(self.items + other.items)
+
+    def compute(self):
+        return sum(self.items)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 64, 1000, 1023, 1025])
+@pytest.mark.parametrize("how", ["merge", "evaluate"])
+def test_what_collects_is_copied_n_log_n_times(n, how):
+    records = [{"rows": Collected((i,)), "loss": ll.Mean(float(i), 1)} for i in range(n)]
+    Collected.copied[0] = 0
+    if how == "merge":
+        merged = ll.merge(*records)
+        assert merged["rows"].items == tuple(range(n))  # in the order of the batches
+        found = ll.compute(merged)
+    else:
+        found = ll.evaluate(lambda state, batch: batch, ll.init_state(torch.nn.Linear(1, 1)), records)
+    assert found == {"rows": sum(range(n)), "loss": pytest.approx((n - 1) / 2)}
+    assert Collected.copied[0] <= n * (math.log2(n) + 2)
+
+
+def test_of_n_batches_that_collect_log_n_are_held():
+    held = []
+    for i in range(1000):
+        evaluation._hold(held, {"rows": Collected((i,))})
+        assert len(held) <= math.log2(i + 1) + 1

@@ -1,0 +1,399 @@
+"""Scores against scikit-learn, and over every split against the whole."""
+
+import math
+import pickle
+import warnings
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import sklearn.metrics as reference
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import looplib as ll
+from looplib.metrics import _scores as S
+
+unit = st.floats(0, 1, width=32)
+weight = st.one_of(st.just(0.0), st.floats(0.125, 8, width=32))
+
+
+@st.composite
+def columns(draw, *kinds, min_size=1, max_size=24):
+    """So many columns of one length, and the ends of the parts to cut them into: empty ones too."""
+    rows = draw(st.lists(st.tuples(*kinds), min_size=min_size, max_size=max_size))
+    cuts = sorted(draw(st.lists(st.integers(0, len(rows)), max_size=4)))
+    tensors = [
+        torch.tensor([row[i] for row in rows], dtype=torch.float64 if isinstance(rows[0][i], float) else None)
+        for i in range(len(kinds))
+    ]
+    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
+    return tensors, sizes
+
+
+def number(metric):
+    return ll.compute({"score": metric})["score"]
+
+
+def split(of, tensors, sizes, data):
+    """The record of the parts, merged in an order that hypothesis draws."""
+    records = [of(*part) for part in zip(*[tensor.split(sizes) for tensor in tensors], strict=True)]
+    while len(records) > 1:
+        i = data.draw(st.integers(0, len(records) - 2))
+        records[i : i + 2] = [ll.merge({"score": records[i]}, {"score": records[i + 1]})["score"]]
+    return records[0]
+
+
+def same(found, expected, rel=1e-12):
+    assert found == pytest.approx(expected, rel=rel, abs=1e-12, nan_ok=True)
+
+
+def auc_of(labels, scores, weights=None):
+    """scikit-learn's, or NaN where it has none: a class that is missing or weighs nothing."""
+    weights = torch.ones(len(labels)) if weights is None else weights
+    if not (weights[labels > 0].sum() > 0 and weights[labels == 0].sum() > 0):
+        return math.nan
+    return reference.roc_auc_score(labels.numpy(), scores.numpy(), sample_weight=weights.numpy())
+
+
+# Classes
+
+
+@settings(max_examples=60, deadline=None)
+@given(columns(st.integers(0, 3), st.integers(0, 3), weight), st.data())
+def test_accuracy_of_classes(drawn, data):
+    (predicted, labels, weights), sizes = drawn
+    same(number(S.accuracy(predicted, labels)), reference.accuracy_score(labels, predicted))
+    assert number(split(S.accuracy, (predicted, labels), sizes, data)) == number(S.accuracy(predicted, labels))
+    valid = (labels != 2).double()
+    for kept, record in (
+        (valid, split(lambda p, y: S.accuracy(p, y, ignore_index=2), (predicted, labels), sizes, data)),
+        (weights, split(lambda p, y, w: S.accuracy(p, y, weights=w), (predicted, labels, weights), sizes, data)),
+        (
+            valid * weights,
+            split(
+                lambda p, y, w: S.accuracy(p, y, weights=w, ignore_index=2), (predicted, labels, weights), sizes, data
+            ),
+        ),
+    ):
+        expected = reference.accuracy_score(labels, predicted, sample_weight=kept) if kept.sum() else math.nan
+        same(number(record), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(columns(st.permutations(range(5)), st.integers(0, 4), min_size=2), st.integers(1, 5), st.data())
+def test_top_k_of_logits(drawn, k, data):
+    (logits, labels), sizes = drawn
+    record = split(lambda x, y: S.accuracy(x.bfloat16(), y, top_k=k), (logits, labels), sizes, data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that k classes of k are always right
+        expected = reference.top_k_accuracy_score(labels, logits, k=k, labels=range(5))
+    assert number(record) == expected
+    assert number(S.accuracy(logits, labels)) == (logits.argmax(1) == labels).double().mean()
+
+
+@settings(max_examples=60, deadline=None)
+@given(columns(st.lists(st.integers(0, 2), min_size=4, max_size=4), st.integers(0, 3)))
+def test_of_equal_logits_the_first_class_is_higher(drawn):
+    (logits, labels), _ = drawn
+    for k in (1, 2, 3, 4):
+        best = logits.argsort(descending=True, stable=True)[:, :k]
+        assert number(S.accuracy(logits, labels, top_k=k)) == (best == labels[:, None]).any(1).double().mean()
+
+
+def test_accuracy_of_tokens_and_of_a_model_that_broke():
+    logits, labels = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
+    labels[:, 3:] = -100
+    expected = (logits.argmax(-1) == labels)[:, :3].double().mean()
+    assert number(S.accuracy(logits, labels, ignore_index=-100)) == expected
+    same(number(S.accuracy(logits, labels, ignore_index=-100, weights=torch.full((3, 5), 0.3))), float(expected))
+    assert number(S.accuracy(torch.full((4, 3), torch.nan), torch.zeros(4, dtype=torch.long), top_k=3)) == 0
+    assert number(S.accuracy(torch.tensor([True, False]), torch.tensor([True, True]))) == 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(columns(st.integers(0, 3), st.integers(0, 3), weight), st.booleans(), st.data())
+def test_confusion_matrix(drawn, weighted, data):
+    (predicted, labels, weights), sizes = drawn
+    tensors = (predicted, labels, weights)[: 2 + weighted]
+    assume(not weighted or weights.sum() > 0)
+
+    def of(p, y, w=None):
+        return S.ConfusionMatrix.of(p, y, 4, weights=w)
+
+    record = S.ConfusionMatrix.empty(4).merge(split(of, tensors, sizes, data)).merge(S.ConfusionMatrix.empty(4))
+    w = weights.numpy() if weighted else None
+    y, p = labels.numpy(), predicted.numpy()
+    np.testing.assert_allclose(
+        record.matrix, reference.confusion_matrix(y, p, labels=range(4), sample_weight=w), rtol=1e-12
+    )
+    if not weighted:
+        assert torch.equal(record.matrix, of(*tensors).matrix)
+    same(number(record), reference.accuracy_score(y, p, sample_weight=w))
+    precision, recall, f1, _ = reference.precision_recall_fscore_support(
+        y, p, labels=range(4), sample_weight=w, zero_division=np.nan
+    )
+    np.testing.assert_allclose(record.precision(), precision, rtol=1e-12)
+    np.testing.assert_allclose(record.recall(), recall, rtol=1e-12)
+    np.testing.assert_allclose(record.f1(), f1, rtol=1e-12)
+    if not weighted:
+        same(number(S.Reading(record, S.ConfusionMatrix.macro_f1)), reference.f1_score(y, p, average="macro"))
+
+
+def test_a_confusion_matrix_of_logits_without_padding():
+    logits, labels = torch.eye(3)[[0, 2, 1, 1]].view(2, 2, 3), torch.tensor([[0, 1], [1, -100]])
+    record = S.ConfusionMatrix.of(logits, labels, 3, ignore_index=-100)
+    assert record.matrix.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 0]]
+    for bad in (-100, 3):
+        outside = S.ConfusionMatrix.of(torch.tensor([0, 0]), torch.tensor([0, bad]), 3)
+        with pytest.raises(ValueError, match=r"1 labels or predictions lie outside 0 to 2, for 3 classes"):
+            outside.compute()
+    with pytest.raises(ValueError, match=r"shapes \(3, 3\) and \(2, 2\)"):
+        record.merge(S.ConfusionMatrix.empty(2))
+    assert math.isnan(number(S.ConfusionMatrix.empty(2)))
+
+
+def test_perplexity_over_tokens():
+    logits, tokens = torch.randn(4, 9, 11), torch.randint(0, 11, (4, 9))
+    tokens[1, 3:] = -100
+    parts = [
+        S.perplexity(ll.next_token_loss(x.double(), y)) for x, y in zip(logits.split(1), tokens.split(1), strict=True)
+    ]
+    loss = nn.functional.cross_entropy(logits[:, :-1].double().transpose(1, 2), tokens[:, 1:])
+    same(number(parts[0].merge(parts[1]).merge(parts[2]).merge(parts[3])), math.exp(loss))
+
+
+# AUC
+
+
+@settings(max_examples=60, deadline=None)
+@given(columns(st.one_of(unit, st.sampled_from([0.0, 0.25, 0.5])), st.booleans(), weight), st.data())
+def test_auc(drawn, data):
+    (scores, labels, weights), sizes = drawn
+    whole = number(S.AUC.of(scores, labels))
+    same(whole, auc_of(labels, scores))
+    merged = S.AUC.empty().merge(split(S.AUC.of, (scores, labels), sizes, data)).merge(S.AUC.empty())
+    assert number(merged) == whole or math.isnan(whole)
+    same(number(split(S.AUC.of, (scores, labels, weights), sizes, data)), auc_of(labels, scores, weights))
+
+
+@settings(max_examples=60, deadline=None)
+@given(columns(st.one_of(unit, st.floats(-3, 3, width=16)), st.booleans(), weight), st.integers(1, 40), st.data())
+def test_the_exact_auc_lies_within_the_error_of_the_streaming_one(drawn, bins, data):
+    (scores, labels, weights), sizes = drawn
+    for tensors in ((scores, labels), (scores, labels, weights)):
+        whole = S.StreamingAUC.of(*tensors, bins=bins)
+        merged = split(lambda *part: S.StreamingAUC.of(*part, bins=bins), tensors, sizes, data)
+        merged = S.StreamingAUC.empty(bins=bins).merge(merged)
+        torch.testing.assert_close(merged.histogram, whole.histogram, rtol=1e-12, atol=0)
+        exact = auc_of(labels, scores, *tensors[2:])
+        found, error = number(merged), number(S.Reading(merged, S.StreamingAUC.error))
+        if math.isnan(exact):
+            assert math.isnan(found)
+            assert math.isnan(error)
+        else:
+            assert abs(found - exact) <= error + 1e-12
+            assert error <= 0.5
+    assert torch.equal(S.StreamingAUC.of(scores, labels, bins=bins).histogram.sum(1)[1], labels.sum())
+
+
+def test_the_streaming_auc_is_exact_where_bins_hold_one_score_each_and_takes_bounded_memory():
+    scores, labels = torch.randint(0, 100, (500,)) / 100, torch.rand(500) < 0.3
+    record = S.StreamingAUC.of(scores * 20 - 10, labels, bins=1000, low=-10, high=10)
+    same(number(record), auc_of(labels, scores))
+    assert record.merge(record).histogram.shape == (2, 1001)
+    tight = S.StreamingAUC.of(scores, labels)
+    assert number(S.Reading(tight, S.StreamingAUC.error)) < 0.01
+    assert number(S.Reading(S.StreamingAUC.of(scores, labels, bins=1), S.StreamingAUC.error)) == 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    columns(st.sampled_from([0.0, 0.1, 0.5, 0.9]), st.booleans(), st.integers(-2, 3), weight),
+    st.sampled_from(["examples", "groups"]),
+    st.data(),
+)
+def test_grouped_auc(drawn, average, data):
+    (scores, labels, groups, weights), sizes = drawn
+    for tensors in ((scores, labels, groups), (scores, labels, groups, weights)):
+        w = weights if len(tensors) == 4 else torch.ones(len(labels))
+        rows = [groups == group for group in groups.unique()]
+        found = [auc_of(labels[row], scores[row], w[row]) for row in rows]
+        kept = [(auc, w[row].sum().item()) for auc, row in zip(found, rows, strict=True) if not math.isnan(auc)]
+        shares = [share if average == "examples" else 1 for _, share in kept]
+        expected = np.average([auc for auc, _ in kept], weights=shares) if kept else math.nan
+        record = split(lambda *part: S.GroupedAUC.of(*part, average=average), tensors, sizes, data)
+        record = S.GroupedAUC.empty(average).merge(record)
+        same(number(record), expected)
+        assert number(S.Reading(record, S.GroupedAUC.left_out)) == len(rows) - len(kept)
+        assert number(S.Reading(record, S.GroupedAUC.number_of_groups)) == len(rows)
+        if len(tensors) == 3 and kept:
+            assert number(record) == number(S.GroupedAUC.of(*tensors, average=average))
+
+
+def test_scores_that_are_nan_are_not_ranked():
+    scores, labels = torch.tensor([0.1, torch.nan, 0.7, 0.2]), torch.tensor([0, 1, 1, 0])
+    for record in (
+        S.AUC.of(scores, labels),
+        S.StreamingAUC.of(scores, labels),
+        S.GroupedAUC.of(scores, labels, torch.zeros(4, dtype=torch.int32)),
+    ):
+        assert math.isnan(number(record))
+    for empty in (S.AUC.empty(), S.GroupedAUC.empty(), S.StreamingAUC.empty(), S.R2.empty()):
+        assert math.isnan(number(empty))
+        assert math.isnan(number(empty.merge(empty)))
+    assert S.GroupedAUC.empty().left_out() == S.GroupedAUC.empty().number_of_groups() == 0
+    infinite = torch.tensor([-torch.inf, torch.inf, 0.5, 0.2])
+    assert number(S.AUC.of(infinite, labels)) == number(S.StreamingAUC.of(infinite, labels)) == 1
+
+
+def test_dtypes_are_widened_and_mix():
+    scores, labels, users = torch.rand(64), torch.rand(64) < 0.5, torch.randint(0, 6, (64,))
+    first, last = slice(32), slice(32, 64)
+    low = scores.clone()
+    low[first] = scores[first].bfloat16()
+    for of, more in ((S.AUC.of, ()), (S.StreamingAUC.of, ()), (S.GroupedAUC.of, (users,)), (S.R2.of, ())):
+        mixed = of(scores[first].bfloat16(), labels[first].float(), *[x[first].int() for x in more]).merge(
+            of(scores[last].double(), labels[last].long(), *[x[last] for x in more])
+        )
+        same(number(mixed), number(of(low, labels, *more)), rel=1e-12)
+        assert number(torch.utils._pytree.tree_map(lambda leaf: leaf, mixed)) == number(mixed)
+        assert number(pickle.loads(pickle.dumps(mixed))) == number(mixed)
+    half = S.mae(low[first].bfloat16(), labels[first]).merge(S.mae(scores[last].double(), labels[last].half()))
+    same(number(half), number(S.mae(low, labels)))
+
+
+def test_a_record_holds_nothing_but_its_scores():
+    logits = torch.rand(8, 1000, requires_grad=True)
+    labels = torch.ones(8, 50)[:, 3]
+    record = S.GroupedAUC.of(logits[:, 1], labels, torch.arange(800).view(8, 100)[:, 0], labels)
+    for tensor in torch.utils._pytree.tree_leaves(record)[:-1]:
+        assert tensor.untyped_storage().nbytes() <= 8 * 8
+        assert not tensor.requires_grad
+    scores = torch.tensor([0.1, 0.9])
+    kept = S.AUC.of(scores, torch.tensor([0, 1]))
+    scores.zero_()
+    assert number(kept) == 1
+
+
+# Amounts
+
+
+@settings(max_examples=60, deadline=None)
+@given(columns(unit, st.booleans(), weight), st.data())
+def test_calibration(drawn, data):
+    (predicted, labels, weights), sizes = drawn
+    for tensors in ((predicted, labels), (predicted, labels, weights)):
+        w = (tensors[2] if len(tensors) == 3 else torch.ones(len(labels))).double()
+        expected = (w * predicted).sum() / (w * labels).sum()
+        same(number(split(S.calibration, tensors, sizes, data)), float(expected))
+
+
+amount = st.one_of(st.floats(-1e4, 1e4, width=32), st.sampled_from([0.0, 1.0, 1e6]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(columns(amount, amount, weight, min_size=2), st.booleans(), st.data())
+def test_regression(drawn, weighted, data):
+    tensors, sizes = drawn
+    p, y, w = (tensor.numpy() for tensor in tensors)
+    tensors, w = (tensors, w) if weighted else (tensors[:2], None)
+    assume(not weighted or w.sum() > 0)
+    for of, expected in (
+        (S.mae, reference.mean_absolute_error(y, p, sample_weight=w)),
+        (S.mse, reference.mean_squared_error(y, p, sample_weight=w)),
+        (S.rmse, reference.root_mean_squared_error(y, p, sample_weight=w)),
+    ):
+        same(number(split(of, tensors, sizes, data)), expected)
+    record = S.R2.empty().merge(split(S.R2.of, tensors, sizes, data)).merge(S.R2.empty())
+    exact = exact_r2(*tensors)
+    # 1 - x loses what x loses.
+    assert number(record) == pytest.approx(exact, rel=0, abs=1e-12 * (1 + abs(1 - exact)))
+    if len(set(y[w != 0] if weighted else y)) > 1:
+        loose = 1e-9 * (1 + abs(1 - exact))  # scikit-learn's own rounding
+        assert number(record) == pytest.approx(reference.r2_score(y, p, sample_weight=w), rel=0, abs=loose)
+
+
+def exact_r2(p, y, w=None):
+    p, y = ([Fraction(value) for value in column.tolist()] for column in (p, y))
+    w = [Fraction(value) for value in w.tolist()] if w is not None else [Fraction(1)] * len(y)
+    mean = sum(a * b for a, b in zip(w, y, strict=True)) / sum(w)
+    spread = sum(a * (b - mean) ** 2 for a, b in zip(w, y, strict=True))
+    residual = sum(a * (b - c) ** 2 for a, b, c in zip(w, y, p, strict=True))
+    return float(1 - residual / spread) if spread else float(residual == 0)
+
+
+def test_r2_far_from_zero_and_of_constant_targets():
+    y = 1e8 + torch.arange(1000, dtype=torch.float64) / 7
+    p = y + torch.randn(1000)
+    record = S.R2.empty()
+    for part in zip(p.split(7), y.split(7), strict=True):
+        record = record.merge(S.R2.of(*part))
+    same(1 - number(record), 1 - exact_r2(p, y), rel=1e-9)
+    constant = torch.full((3,), 0.1, dtype=torch.float64)
+    missed = S.R2.of(constant + 1, constant)
+    assert number(S.R2.of(constant, constant)) == 1
+    assert number(missed) == number(missed.merge(missed).merge(missed)) == 0
+    assert math.isnan(number(S.R2.of(constant[:1], constant[:1])))
+    assert math.isnan(number(S.R2.of(constant, constant, torch.zeros(3))))
+
+
+# Any record
+
+
+def test_several_scores_of_one_evaluation_equal_those_of_one_batch():
+    model = nn.Linear(4, 3)
+    data = {"x": torch.randn(50, 4), "y": torch.randint(0, 3, (50,)), "user": torch.randint(0, 5, (50,))}
+
+    def metric_fn(model, batch):
+        logits, y = model(batch["x"]), batch["y"]
+        matrix = S.ConfusionMatrix.of(logits, y, 3)
+        by_user = S.GroupedAUC.of(logits[:, 0], y == 0, batch["user"])
+        return {
+            "accuracy": S.accuracy(logits, y),
+            "f1": S.Reading(matrix, S.ConfusionMatrix.macro_f1),
+            "user_auc": by_user,
+            "left_out": S.Reading(by_user, S.GroupedAUC.left_out),
+        }
+
+    eval_step, state = ll.make_eval_step(model, metric_fn), ll.init_state(model)
+    parts = [{name: column[i : i + 7] for name, column in data.items()} for i in range(0, 50, 7)]
+    found, whole = ll.evaluate(eval_step, state, parts), ll.evaluate(eval_step, state, [data])
+    assert found == pytest.approx(whole, rel=1e-6)
+    assert found["accuracy"] == whole["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, y: S.AUC.of(x[:, None], y), r"scores have shape \(4, 1\) and labels \(4,\); give both the same"),
+        (lambda x, y: S.StreamingAUC.of(x, y, x[:2]), r"weights have shape \(2,\); labels need \(4,\)"),
+        (lambda x, y: S.GroupedAUC.of(x, y, y[:3]), r"groups have shape \(3,\) and labels \(4,\)"),
+        (lambda x, y: S.GroupedAUC.of(x, y, x), r"groups have shape \(4,\) and dtype torch.float32; give integers"),
+        (
+            lambda x, y: S.GroupedAUC.of(x, y, y, average="mean"),
+            r"average is 'mean'; give \"examples\" or \"groups\"",
+        ),
+        (lambda x, y: S.GroupedAUC.empty().merge(S.GroupedAUC.empty("groups")), "over 'examples' and 'groups'"),
+        (lambda x, y: S.StreamingAUC.of(x, y, bins=0), "0 bins from 0.0 to 1.0: give at least one bin"),
+        (lambda x, y: S.StreamingAUC.of(x, y, high=math.inf), "bins from 0.0 to inf"),
+        (
+            lambda x, y: S.StreamingAUC.empty(bins=3).merge(S.StreamingAUC.empty(bins=3, low=-1.0)),
+            r"found \(3, 0.0, 1.0\) and \(3, -1.0, 1.0\)",
+        ),
+        (lambda x, y: S.accuracy(x, y), r"predictions have shape \(4,\) and dtype torch.float32.*give classes as"),
+        (lambda x, y: S.accuracy(x, x), r"labels have shape \(4,\) and dtype torch.float32; give integers"),
+        (lambda x, y: S.accuracy(x.expand(3, 4), y), r"logits without their last dimension have shape \(3,\)"),
+        (lambda x, y: S.accuracy(x[:, None], y, top_k=2), r"top_k is 2; logits of shape \(4, 1\)"),
+        (lambda x, y: S.ConfusionMatrix.of(x.expand(4, 4), y, 3), r"logits have shape \(4, 4\); 3 classes need"),
+        (lambda x, y: S.ConfusionMatrix.of(x, y, 3), r"predicted classes have shape \(4,\) and dtype torch.float32"),
+        (lambda x, y: S.mse(x[:, None], x), r"predictions have shape \(4, 1\) and targets \(4,\)"),
+        (lambda x, y: S.R2.of(x, x, x[:1]), r"weights have shape \(1,\); targets need \(4,\)"),
+        (lambda x, y: S.calibration(x, y[:1]), r"predictions have shape \(4,\) and labels \(1,\)"),
+    ],
+)
+def test_what_does_not_fit_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.rand(4), torch.tensor([0, 1, 1, 0]))

@@ -1,0 +1,388 @@
+"""Metrics of torchmetrics, merged in any order, beside themselves updated in order."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torchmetrics
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchmetrics import aggregation, classification, image, regression, retrieval, segmentation, text, wrappers
+from torchmetrics.image.fid import FrechetInceptionDistance
+
+import looplib as ll
+
+
+def binary(rows, flat):
+    return torch.rand(rows), torch.zeros(rows).long() if flat else torch.randint(0, 2, (rows,))
+
+
+def multiclass(rows, flat):
+    return torch.rand(rows, 4).softmax(1), torch.zeros(rows).long() if flat else torch.randint(0, 4, (rows,))
+
+
+def multilabel(rows, flat):
+    return torch.rand(rows, 3), torch.ones(rows, 3).long() if flat else torch.randint(0, 2, (rows, 3))
+
+
+def numbers(rows, flat):
+    return torch.randn(rows), torch.ones(rows) if flat else torch.randn(rows)
+
+
+def columns(rows, flat):
+    return torch.randn(rows, 2), torch.ones(rows, 2) if flat else torch.randn(rows, 2)
+
+
+def queries(rows, flat):
+    return (
+        torch.rand(rows),
+        torch.zeros(rows).long() if flat else torch.randint(0, 2, (rows,)),
+        torch.arange(rows) % 3,
+    )
+
+
+def tokens(rows, flat):
+    target = torch.full((rows, 5), -100) if flat else torch.randint(0, 7, (rows, 5))
+    return torch.randn(rows, 5, 7), target
+
+
+def sentences(rows, flat):
+    words = ["a", "house", "the", "tree", "is"]
+    said = [" ".join(words[i] for i in torch.randint(0, 5, (4,))) for _ in range(rows)]
+    return said, said if flat else [" ".join(reversed(line.split())) for line in said]
+
+
+def values(rows, flat):
+    return (torch.zeros(rows) if flat else torch.randn(rows),)
+
+
+def masks(rows, flat):
+    return torch.randint(0, 2, (rows, 3, 4, 4)), torch.randint(0, 2, (rows, 3, 4, 4))
+
+
+def pictures(rows, flat):
+    return torch.rand(rows, 1, 12, 12), torch.zeros(rows, 1, 12, 12) if flat else torch.rand(rows, 1, 12, 12)
+
+
+# Of each: how to make it, its inputs, and whether the batches as one give the same.
+ALL_ONE, BY_BATCH = True, False
+METRICS = {
+    "accuracy": (classification.BinaryAccuracy, binary, ALL_ONE),
+    "f1": (classification.BinaryF1Score, binary, ALL_ONE),
+    "auroc": (classification.BinaryAUROC, binary, ALL_ONE),
+    "auroc of thresholds": (lambda: classification.BinaryAUROC(thresholds=20), binary, ALL_ONE),
+    "average precision": (classification.BinaryAveragePrecision, binary, ALL_ONE),
+    "calibration error": (lambda: classification.BinaryCalibrationError(n_bins=5), binary, ALL_ONE),
+    "roc": (lambda: classification.BinaryROC(thresholds=5), binary, ALL_ONE),
+    "macro accuracy": (lambda: classification.MulticlassAccuracy(4), multiclass, ALL_ONE),
+    "accuracy of each sample": (
+        lambda: classification.MulticlassAccuracy(4, multidim_average="samplewise", average="micro"),
+        lambda rows, flat: (torch.rand(rows, 4, 3), torch.randint(0, 4, (rows, 3))),
+        ALL_ONE,
+    ),
+    "f1 of each class": (lambda: classification.MulticlassF1Score(4, average=None), multiclass, ALL_ONE),
+    "multiclass auroc": (lambda: classification.MulticlassAUROC(4), multiclass, ALL_ONE),
+    "multiclass auroc of thresholds": (
+        lambda: classification.MulticlassAUROC(4, thresholds=20),
+        multiclass,
+        ALL_ONE,
+    ),
+    "confusion matrix": (lambda: classification.MulticlassConfusionMatrix(4, normalize="true"), multiclass, ALL_ONE),
+    "kappa": (lambda: classification.MulticlassCohenKappa(4), multiclass, ALL_ONE),
+    "multiclass calibration error": (lambda: classification.MulticlassCalibrationError(4), multiclass, ALL_ONE),
+    "multilabel f1": (lambda: classification.MultilabelF1Score(3), multilabel, ALL_ONE),
+    "multilabel auroc": (lambda: classification.MultilabelAUROC(3), multilabel, ALL_ONE),
+    "multilabel ranking loss": (lambda: classification.MultilabelRankingLoss(3), multilabel, BY_BATCH),
+    "multilabel average precision": (
+        lambda: classification.MultilabelAveragePrecision(3, thresholds=torch.linspace(0, 1, 5)),
+        multilabel,
+        ALL_ONE,
+    ),
+    "mse": (regression.MeanSquaredError, numbers, ALL_ONE),
+    "mse of each output": (lambda: regression.MeanSquaredError(num_outputs=2), columns, ALL_ONE),
+    "mape": (regression.MeanAbsolutePercentageError, numbers, ALL_ONE),
+    "pearson": (regression.PearsonCorrCoef, numbers, ALL_ONE),
+    "pearson of each output": (lambda: regression.PearsonCorrCoef(num_outputs=2), columns, ALL_ONE),
+    "concordance": (regression.ConcordanceCorrCoef, numbers, ALL_ONE),
+    "spearman": (regression.SpearmanCorrCoef, numbers, ALL_ONE),
+    "kendall": (regression.KendallRankCorrCoef, numbers, ALL_ONE),
+    "r2": (regression.R2Score, numbers, ALL_ONE),
+    "explained variance": (regression.ExplainedVariance, numbers, ALL_ONE),
+    "cosine": (regression.CosineSimilarity, columns, ALL_ONE),
+    "normalized rmse": (regression.NormalizedRootMeanSquaredError, numbers, ALL_ONE),
+    "retrieval map": (retrieval.RetrievalMAP, queries, ALL_ONE),
+    "retrieval ndcg": (lambda: retrieval.RetrievalNormalizedDCG(top_k=2), queries, ALL_ONE),
+    "retrieval recall": (lambda: retrieval.RetrievalRecall(empty_target_action="skip"), queries, ALL_ONE),
+    "perplexity": (lambda: text.Perplexity(ignore_index=-100), tokens, ALL_ONE),
+    "word error rate": (text.WordErrorRate, sentences, ALL_ONE),
+    "bleu": (
+        lambda: text.BLEUScore(n_gram=2),
+        lambda *a: (sentences(*a)[0], [[s] for s in sentences(*a)[1]]),
+        ALL_ONE,
+    ),
+    "chrf": (text.CHRFScore, lambda *a: (sentences(*a)[0], [[s] for s in sentences(*a)[1]]), ALL_ONE),
+    "edit distance": (text.EditDistance, sentences, ALL_ONE),
+    "mean": (aggregation.MeanMetric, values, ALL_ONE),
+    "sum": (aggregation.SumMetric, values, ALL_ONE),
+    "max": (aggregation.MaxMetric, values, ALL_ONE),
+    "min": (aggregation.MinMetric, values, ALL_ONE),
+    "cat": (aggregation.CatMetric, values, ALL_ONE),
+    "running mean": (lambda: aggregation.RunningMean(window=3), values, BY_BATCH),
+    "running f1": (lambda: wrappers.Running(classification.BinaryF1Score(), window=2), binary, BY_BATCH),
+    "iou": (lambda: segmentation.MeanIoU(num_classes=3), masks, BY_BATCH),
+    "iou of classes that are found": (segmentation.MeanIoU, masks, BY_BATCH),
+    "psnr": (lambda: image.PeakSignalNoiseRatio(data_range=1.0), pictures, ALL_ONE),
+    "ssim": (lambda: image.StructuralSimilarityIndexMeasure(data_range=1.0), pictures, ALL_ONE),
+    "extremes of an accuracy": (lambda: wrappers.MinMaxMetric(classification.BinaryAccuracy()), binary, ALL_ONE),
+    "classes by name": (
+        lambda: wrappers.ClasswiseWrapper(classification.MulticlassRecall(4, average=None)),
+        multiclass,
+        ALL_ONE,
+    ),
+    "outputs": (lambda: wrappers.MultioutputWrapper(regression.R2Score(), 2), columns, ALL_ONE),
+    "composition": (
+        lambda: 2 * classification.BinaryPrecision() / (1 + abs(classification.BinaryRecall())),
+        binary,
+        ALL_ONE,
+    ),
+    "composition of a metric without sums": (
+        lambda: regression.PearsonCorrCoef() + regression.MeanSquaredError(),
+        numbers,
+        ALL_ONE,
+    ),
+    "collection": (
+        lambda: torchmetrics.MetricCollection(
+            [
+                classification.MulticlassAccuracy(4),
+                classification.MulticlassAUROC(4),
+                wrappers.ClasswiseWrapper(classification.MulticlassF1Score(4, average=None)),
+            ],
+            prefix="eval/",
+        ),
+        multiclass,
+        ALL_ONE,
+    ),
+    "collection of metrics that collect the same": (
+        lambda: torchmetrics.MetricCollection(
+            [classification.BinaryAUROC(), classification.BinaryAveragePrecision()]
+        ),
+        binary,
+        ALL_ONE,
+    ),
+    "collection with a metric without sums": (
+        lambda: torchmetrics.MetricCollection(
+            {"r": regression.PearsonCorrCoef(), "mse": regression.MeanSquaredError()}
+        ),
+        numbers,
+        ALL_ONE,
+    ),
+}
+
+
+def assert_same(found, expected, record):
+    """To the rounding of float32 sums added in another order; of integers and what is collected, exactly."""
+    if isinstance(expected, str):
+        assert found == expected
+        return
+    kept = [] if record.states is None else record.states.values()
+    exact = kept and not any(isinstance(state, torch.Tensor) and state.is_floating_point() for state in kept)
+    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found, expected, equal_nan=True, **tolerance)
+
+
+def slices(inputs, sizes):
+    low = 0
+    for size in sizes:
+        yield tuple(column[low : low + size] for column in inputs)
+        low += size
+
+
+def merged(records, data):
+    """Neighbours are merged, which keeps the order of what is collected."""
+    records = list(records)
+    while len(records) > 1:
+        i = data.draw(st.integers(0, len(records) - 2))
+        records[i : i + 2] = [records[i].merge(records[i + 1])]
+    return records[0]
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 999), st.booleans(), st.data())
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torchmetrics' own on classes that are missing, and the like
+def test_it_merges_as_if_it_had_seen_every_batch(name, sizes, seed, flat, data):
+    make, draw, all_one = METRICS[name]
+    torch.manual_seed(seed)
+    inputs = draw(sum(sizes), flat)
+    batches = list(slices(inputs, sizes))
+    alone, whole, used = make(), make(), make()
+    for batch in batches:
+        alone.update(*batch)
+    whole.update(*inputs)
+    used.update(*inputs)
+    expected = outcome(alone.compute)
+    before = bits(states(used))
+
+    metric = ll.metrics.torchmetric(used)
+    lent = copy.deepcopy(batches)
+    records = [metric.of(*batch) for batch in lent]
+    for column in torch.utils._pytree.tree_leaves(lent):
+        if isinstance(column, torch.Tensor):
+            column.zero_()  # what a loader that reuses its memory does
+    record = metric.merge(merged(records, data)).merge(metric)
+    found = outcome(record.value)
+    assert_same(found, expected, record)
+    if all_one:
+        assert_same(found, outcome(whole.compute), record)
+    for again in (record, pickle.loads(pickle.dumps(record))):
+        assert bits(outcome(again.value)) == bits(found)
+    assert bits(states(used)) == before
+
+
+def bits(tree):
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return repr([leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+
+def states(metric):
+    return [
+        (part.metric_state, getattr(part, "update_count", 0))
+        for part in metric.modules()
+        if hasattr(part, "metric_state")
+    ]
+
+
+def outcome(compute):
+    """What it computes, or the error that torchmetrics raises on what is too little."""
+    try:
+        return compute()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ["f1", "auroc", "extremes of an accuracy", "collection"])
+def test_a_metric_that_was_given_no_batch_has_no_value(name):
+    metric = ll.metrics.torchmetric(METRICS[name][0]())
+    kind = type(METRICS[name][0]()).__name__
+    model = nn.Linear(2, 1)
+    step = ll.make_eval_step(model, lambda model, x: {"score": metric})
+    for compute in (metric.value, lambda: ll.evaluate(step, ll.init_state(model), [torch.zeros(3, 2)] * 2)):
+        with pytest.raises(
+            ValueError, match=rf"this {kind} was given no batch: return metric.of\(predictions, labels"
+        ):
+            compute()
+
+
+def test_metrics_that_agree_on_one_batch_are_kept_apart():
+    low, high = classification.BinaryAccuracy(threshold=0.2), classification.BinaryAccuracy(threshold=0.8)
+    metric = ll.metrics.torchmetric(torchmetrics.MetricCollection({"low": low, "high": high}))
+    same = metric.of(torch.tensor([0.1, 0.9]), torch.tensor([0, 1]))
+    other = metric.of(torch.tensor([0.5, 0.5]), torch.tensor([0, 0]))
+    assert same.merge(other).value() == {"low": 0.5, "high": 1.0}
+    assert other.merge(same).value() == {"low": 0.5, "high": 1.0}
+
+
+def test_a_collection_that_was_used_does_not_collect_twice():
+    used = torchmetrics.MetricCollection({"a": aggregation.CatMetric(), "b": aggregation.CatMetric()})
+    used.update(torch.tensor([9.0]))  # from here on, both share one list
+    value = ll.metrics.torchmetric(used).of(torch.tensor([1.0, 2.0])).value()
+    assert {name: tensor.tolist() for name, tensor in value.items()} == {"a": [1.0, 2.0], "b": [1.0, 2.0]}
+
+
+def test_a_value_does_not_depend_on_the_values_before_it():
+    metric = ll.metrics.torchmetric(wrappers.MinMaxMetric(classification.BinaryAccuracy()))
+    right, wrong = (metric.of(torch.tensor([0.9]), torch.tensor([label])) for label in (1, 0))
+    assert right.value() == {"raw": 1.0, "max": 1.0, "min": 1.0}
+    assert wrong.value() == {"raw": 0.0, "max": 0.0, "min": 0.0}
+
+
+class Pixels(nn.Module):
+    num_features = 4
+
+    def forward(self, x):
+        return x.double().flatten(1)[:, :4] / 255
+
+
+@pytest.mark.parametrize("reset_real_features", [True, False])
+def test_what_a_reset_keeps_counts_once(reset_real_features):
+    torch.manual_seed(0)
+    real, fake = (torch.randint(0, 255, (9, 3, 2, 2), dtype=torch.uint8) for _ in range(2))
+    distance = FrechetInceptionDistance(Pixels(), reset_real_features, input_img_size=(3, 2, 2))
+    distance.set_dtype(torch.float64)
+    metric = ll.metrics.torchmetric(distance)
+    records = [metric.of(part, real=x is real) for x in (real, fake) for part in x.split(4)]
+    for x in (real, fake):
+        distance.update(x, real=x is real)
+    whole = records[0].merge(records[1]).merge(records[2].merge(records[3])).merge(records[4].merge(records[5]))
+    torch.testing.assert_close(whole.value(), distance.compute())
+
+
+def test_a_collection_of_sums_holds_sums():
+    accuracy, f1 = classification.MulticlassAccuracy(4), classification.MulticlassF1Score(4)
+    metric = ll.metrics.torchmetric(torchmetrics.MetricCollection([accuracy, f1]))
+    record = metric.of(torch.rand(1000, 4), torch.randint(0, 4, (1000,)))
+    held = sum(leaf.numel() for leaf in torch.utils._pytree.tree_leaves((record.states, record.inputs)))
+    assert held == 2 * 4 * 4  # true and false, positives and negatives, of each class
+
+
+def test_in_an_evaluation():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    f1 = ll.metrics.torchmetric(classification.MulticlassF1Score(4))
+    both = ll.metrics.torchmetric(
+        torchmetrics.MetricCollection([classification.MulticlassAUROC(4), classification.MulticlassAccuracy(4)])
+    )
+    drawn = ll.metrics.torchmetric(wrappers.BootStrapper(classification.MulticlassAccuracy(4), num_bootstraps=3))
+
+    def metric_fn(model, batch):
+        x, y = batch
+        logits = model(x)
+        record = both.of(logits.softmax(1), y)
+        return {
+            "f1": f1.of(logits, y),
+            "auroc": ll.metrics.Reading(record, lambda record: record.value()["MulticlassAUROC"]),
+            "accuracy": ll.metrics.Reading(record, lambda record: record.value()["MulticlassAccuracy"]),
+            "spread": ll.metrics.Reading(drawn.of(logits, y), lambda record: record.value()["std"]),
+        }
+
+    x, y = torch.randn(50, 3), torch.randint(0, 4, (50,))
+    step, state = ll.make_eval_step(model, metric_fn), ll.init_state(model)
+    stream = torch.get_rng_state()
+    found = ll.evaluate(step, state, list(zip(x.split(7), y.split(7), strict=True)), prefix="eval/")
+    assert torch.equal(torch.get_rng_state(), stream)
+    logits = model(x).detach()
+    assert found["eval/f1"] == pytest.approx(classification.MulticlassF1Score(4)(logits, y).item())
+    assert found["eval/auroc"] == pytest.approx(classification.MulticlassAUROC(4)(logits.softmax(1), y).item())
+    assert found["eval/accuracy"] == pytest.approx(classification.MulticlassAccuracy(4)(logits, y).item())
+
+
+def test_the_ranks_are_added_up_by_merging_alone():
+    inner = classification.BinaryAccuracy()
+    for metric in (inner, wrappers.MinMaxMetric(inner), inner + 1, torchmetrics.MetricCollection([inner])):
+        host = ll.metrics.torchmetric(metric).host
+        assert not any(part.sync_on_compute or part._to_sync for part in host.modules() if hasattr(part, "_to_sync"))
+        assert inner.sync_on_compute
+
+
+def test_errors_say_what_to_give_and_leave_the_metric_whole():
+    metric = ll.metrics.torchmetric(classification.MulticlassAccuracy(3, average=None))
+    record = metric.of(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+    with pytest.raises(ValueError, match="same shape"):
+        metric.of(torch.tensor([0, 1]), torch.tensor([0]))
+    of_one = ll.metrics.Reading(record, lambda record: record.value()[1])
+    assert ll.compute({"of_one": of_one}) == {"of_one": 0.5}
+    with pytest.raises(
+        ValueError, match=r"MulticlassAccuracy computes a Tensor of shape \(3,\), not a number: read one"
+    ):
+        record.compute()
+    collection = ll.metrics.torchmetric(
+        torchmetrics.MetricCollection([aggregation.MaxMetric(), aggregation.MinMetric()])
+    )
+    with pytest.raises(ValueError, match=r"computes a dict with keys \['MaxMetric', 'MinMetric'\], not a number"):
+        collection.of(torch.tensor([1.0])).compute()
+    with pytest.raises(TypeError, match="found the class MaxMetric, not a metric of torchmetrics"):
+        ll.metrics.torchmetric(aggregation.MaxMetric)
+    with pytest.raises(TypeError, match="found a function, not a metric"):
+        ll.metrics.torchmetric(slices)

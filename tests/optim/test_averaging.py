@@ -1,0 +1,612 @@
+"""Averages against torch's AveragedModel, schedulefree's own classes, and loops written out."""
+
+import copy
+
+import pytest
+import schedulefree
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+import looplib as ll
+
+both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+
+
+def net(dtype=torch.float32, norm=nn.BatchNorm1d):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), norm(5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+
+
+def smooth():
+    """One without gradients that are rounding errors alone, as that of a bias before BatchNorm."""
+    return net(torch.float64, nn.LayerNorm)
+
+
+def batches(count, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 6, generator=generator).to(dtype) for _ in range(count)]
+
+
+def loss_fn(model, x):
+    return (model(x) - 1).square().mean()
+
+
+def adamw(**changes):
+    return ll.optimizer(torch.optim.AdamW, lr=1e-2, **changes)
+
+
+def begin(model, optimizer, bound, **arguments):
+    state = ll.init_state(model, optimizer, **arguments)
+    return state if bound else ll.copy_state(state)
+
+
+def run(model, optimizer, data, donate=False, bound=True):
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    state = begin(model, optimizer, bound)
+    for batch in data:
+        state, _ = step(state, batch)
+    return state
+
+
+def raw_loop(model, optimizer, data, after=lambda step: None):
+    for step, batch in enumerate(data, start=1):
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+        after(step)
+
+
+def raw_adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def equal(tensors, others):
+    others = dict(others)
+    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+def bits(tree):
+    leaves, spec = torch.utils._pytree.tree_flatten(tree)
+    return [
+        (t.dtype, tuple(t.shape), t.detach().numpy().tobytes()) if torch.is_tensor(t) else t for t in leaves
+    ], spec
+
+
+def loss_of(model):
+    return ll.make_eval_step(model, lambda model, x: {"loss": loss_fn(model, x)})
+
+
+# EMA and SWA
+
+
+@both_states
+@both_steps
+@pytest.mark.parametrize(("start", "every"), [(0, 1), (0, 3), (7, 1), (7, 4)])
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_averages_have_the_bits_of_torchs(kind, start, every, donate, bound):
+    if kind == "ema":
+        optimizer, fn = ll.ema(adamw(), 0.9, start=start, every=every), get_ema_multi_avg_fn(0.9)
+    else:
+        optimizer, fn = ll.optim.swa(adamw(), start=start, every=every), get_swa_multi_avg_fn()
+    model = net()
+    averaged = AveragedModel(model, multi_avg_fn=fn)
+
+    def after(step):
+        if step >= start and (step - start) % every == 0:
+            averaged.update_parameters(model)
+
+    after(0)
+    raw_loop(model, raw_adamw(model), batches(27), after)
+    pure = net()
+    state = run(pure, optimizer, batches(27), donate, bound)
+    assert equal(state.params, model.named_parameters())
+    assert equal(state.opt_state["average"]["params"], averaged.module.named_parameters())
+    assert state.opt_state["n_averaged"] == averaged.n_averaged
+    chosen = ll.eval_state(optimizer, state)
+    assert equal(chosen.params, averaged.module.named_parameters())
+    assert equal(chosen.buffers, model.named_buffers())
+    x = batches(28)[-1]
+    expected = loss_fn(averaged.module.eval(), x).item()
+    assert ll.compute(loss_of(pure)(chosen, x))["loss"] == expected
+    assert ll.compute(loss_of(pure)(state, x))["loss"] != expected
+
+
+@both_steps
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_float_buffers_are_averaged_too(kind, donate):
+    ours = {
+        "ema": lambda: ll.ema(adamw(), 0.9, start=3, buffers=True),
+        "swa": lambda: ll.optim.swa(adamw(), start=3, buffers=True),
+    }
+    fn = {"ema": get_ema_multi_avg_fn(0.9), "swa": get_swa_multi_avg_fn()}[kind]
+    optimizer, model = ours[kind](), net()
+    model[1].num_batches_tracked = None  # torch would average the integer as well
+    averaged = AveragedModel(model, multi_avg_fn=fn, use_buffers=True)
+    raw_loop(model, raw_adamw(model), batches(20), lambda step: step >= 3 and averaged.update_parameters(model))
+    pure = net()
+    state = run(pure, optimizer, batches(20), donate)
+    chosen = ll.eval_state(optimizer, state)
+    assert equal(chosen.params, averaged.module.named_parameters())
+    assert chosen.buffers["1.num_batches_tracked"] == 20
+    assert state.opt_state["average"]["buffers"].keys() == {"1.running_mean", "1.running_var"}
+    assert equal(state.opt_state["average"]["buffers"], averaged.module.named_buffers())
+    assert not torch.equal(chosen.buffers["1.running_mean"], state.buffers["1.running_mean"])
+    x = batches(21)[-1]
+    assert ll.compute(loss_of(pure)(chosen, x))["loss"] == loss_fn(averaged.module.eval(), x).item()
+
+
+@both_steps
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_half_precision_are_averaged_in_float32(dtype, donate):
+    optimizer, model = ll.ema(adamw(), 0.99), net(dtype)
+    wide = copy.deepcopy(model).float()
+    averaged = AveragedModel(wide, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    averaged.update_parameters(wide)
+
+    def after(step):
+        wide.load_state_dict(model.state_dict())
+        averaged.update_parameters(wide)
+
+    raw_loop(model, raw_adamw(model), batches(20, dtype), after)
+    state = run(net(dtype), optimizer, batches(20, dtype), donate)
+    assert equal(state.params, model.named_parameters())
+    assert equal(state.opt_state["average"]["params"], averaged.module.named_parameters())
+    assert equal(ll.eval_state(optimizer, state).params, averaged.module.to(dtype).named_parameters())
+
+
+def test_float64_averages_equal_the_mean_of_the_weights():
+    optimizer, model, kept = ll.optim.swa(adamw(), start=2, every=3), net(torch.float64), []
+
+    def after(step):
+        if step in (2, 5, 8, 11, 14, 17):
+            kept.append(copy.deepcopy(dict(model.named_parameters())))
+
+    raw_loop(model, raw_adamw(model), batches(19, torch.float64), after)
+    state = run(net(torch.float64), optimizer, batches(19, torch.float64))
+    for name, average in state.opt_state["average"]["params"].items():
+        expected = torch.stack([params[name] for params in kept]).mean(0)
+        torch.testing.assert_close(average, expected.detach(), rtol=1e-13, atol=1e-15)
+
+
+@both_steps
+def test_before_the_start_the_weights_themselves_are_evaluated(donate):
+    for optimizer in (ll.ema(adamw(), start=4), ll.optim.swa(adamw(), start=4, buffers=True)):
+        model = net()
+        step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+        state = ll.init_state(model, optimizer)
+        for at, batch in enumerate(batches(6)):
+            chosen = ll.eval_state(optimizer, state)
+            assert (chosen is state) == (at < 4)
+            if at == 4:
+                assert equal(chosen.params, state.params)
+            state, _ = step(state, batch)
+
+
+def test_ema_warmup_is_the_formula():
+    decay = ll.optim.ema_warmup(0.95)
+    assert [decay(n) for n in range(500)] == [min(0.95, (1 + n) / (10 + n)) for n in range(500)]
+
+
+@both_steps
+def test_a_decay_that_moves_is_asked_for_the_averages_so_far(donate):
+    optimizer, model = ll.ema(adamw(), ll.optim.ema_warmup(0.9), start=2, every=2), net()
+    average = {}
+
+    def after(step):
+        if step < 2 or step % 2:
+            return
+        n = (step - 2) // 2
+        for name, p in model.named_parameters():
+            decay = min(0.9, (1 + n) / (10 + n))
+            average[name] = average[name].lerp(p.detach(), 1 - decay) if n else p.detach().clone()
+
+    raw_loop(model, raw_adamw(model), batches(40), after)
+    assert equal(run(net(), optimizer, batches(40), donate).opt_state["average"]["params"], average)
+
+
+def test_eval_state_leaves_the_state_alone():
+    optimizer, model = ll.ema(adamw(), 0.5, buffers=True), net()
+    state = run(model, optimizer, batches(5))
+    before = bits(state)
+    chosen = ll.eval_state(optimizer, state)
+    ll.evaluate(loss_of(model), chosen, batches(2))
+    assert bits(state) == before
+    assert bits(chosen) != before
+    assert (chosen.step, chosen.samples, chosen.opt_state) == (state.step, state.samples, state.opt_state)
+
+
+@both_states
+def test_a_donated_step_spends_an_eval_state_that_shares_its_averages(bound):
+    for optimizer in (ll.ema(adamw()), ll.optim.swa(adamw(), start=1), ll.contrib.lookahead(adamw(), 2)):
+        model = net()
+        step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+        state = begin(model, optimizer, bound)
+        for batch in batches(4):
+            chosen = ll.eval_state(optimizer, state)
+            kept = ll.copy_state(chosen)
+            before = bits(kept)
+            state, _ = step(state, batch)
+            with pytest.raises(ll.DonatedStateError, match="has written over its tensors"):
+                _ = chosen.params
+            assert bits(kept) == before
+
+
+def wrapped(name):
+    return {
+        "ema": lambda: ll.ema(adamw(), ll.optim.ema_warmup(0.9), start=2, every=3, buffers=True),
+        "swa": lambda: ll.optim.swa(adamw(), start=4, every=2),
+        "lookahead": lambda: ll.contrib.lookahead(adamw(), 5),
+        "skipping": lambda: ll.optim.skip_spikes(ll.optim.apply_if_finite(ll.ema(adamw()), 3), window=4),
+        "partition": lambda: ll.optim.partition(
+            {
+                "first": ll.optim.freeze(ll.ema(adamw()), lambda name, step: step < 4),
+                "last": ll.contrib.lookahead(adamw(), 2),
+            },
+            lambda name, tensor: "first" if name[0] in "01" else "last",
+        ),
+    }[name]()
+
+
+@both_steps
+@pytest.mark.parametrize("name", ["ema", "swa", "lookahead", "skipping", "partition"])
+def test_a_saved_state_goes_on_to_the_bit(name, donate, tmp_path):
+    data = batches(24)
+    whole = run(net(), wrapped(name), data, donate)
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(run(net(), wrapped(name), data[:11], donate))
+    ckpt.wait()
+    optimizer, model = wrapped(name), net()
+    state = ckpt.restore(ll.init_state(model, optimizer))
+    assert state.step > 5
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    for batch in data[11:]:
+        state, _ = step(state, batch)
+    assert bits(state) == bits(whole)
+
+
+@pytest.mark.parametrize("name", ["ema", "swa", "lookahead", "skipping", "partition"])
+def test_a_pure_step_leaves_the_state_and_is_repeated_to_the_bit(name):
+    optimizer, model = wrapped(name), net()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+    state = ll.init_state(model, optimizer)
+    for batch in batches(9):
+        before = bits(state)
+        new, _ = step(state, batch)
+        assert bits(state) == before
+        assert bits(step(state, batch)[0]) == bits(new)
+        assert bits(state) == before
+        state = new
+
+
+@both_states
+@pytest.mark.parametrize("name", ["ema", "swa", "lookahead", "skipping", "partition"])
+def test_pure_and_donated_steps_may_take_turns(name, bound):
+    optimizer, model = wrapped(name), net()
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    pure, donated = (ll.make_train_step(grad_fn, optimizer, donate=donate) for donate in (False, True))
+    state = begin(model, optimizer, bound)
+    for at, batch in enumerate(batches(20)):
+        state, _ = (donated if at % 3 else pure)(state, batch)
+    assert bits(state) == bits(run(net(), wrapped(name), batches(20)))
+
+
+@both_steps
+@pytest.mark.parametrize("skip", ["apply_if_finite", "dynamic_loss_scale"])
+@pytest.mark.parametrize("outside", ["average", "skip"])
+@pytest.mark.parametrize("average", ["ema", "swa", "lookahead"])
+def test_skipped_steps_move_neither_average_nor_count(average, outside, skip, donate):
+    averaging = {
+        "ema": lambda inner: ll.ema(inner, 0.9, start=2, every=3, buffers=True),
+        "swa": lambda inner: ll.optim.swa(inner, start=3, every=2),
+        "lookahead": lambda inner: ll.contrib.lookahead(inner, 3),
+    }[average]
+    skipping = {
+        "apply_if_finite": lambda inner: ll.optim.apply_if_finite(inner, 5),
+        "dynamic_loss_scale": lambda inner: ll.optim.dynamic_loss_scale(inner),
+    }[skip]
+    optimizer = averaging(skipping(adamw())) if outside == "average" else skipping(averaging(adamw()))
+
+    def part(opt_state):
+        own = opt_state if outside == "average" else opt_state["inner_state"]
+        return {key: own[key] for key in ("average", "n_averaged", "slow", "updates") if key in own}
+
+    good, bad = batches(16), torch.full((8, 6), torch.inf)
+    data = [bad, *good[:2], bad, good[2], bad, bad, *good[3:], bad]
+    state = run(net(), optimizer, data, donate)
+    plain = averaging(adamw())
+    clean = run(net(), plain, good, donate)
+    assert (state.step, state.skipped) == (16, True)
+    assert bits((state.params, state.buffers)) == bits((clean.params, clean.buffers))
+    assert bits(part(state.opt_state)) == bits({key: clean.opt_state[key] for key in part(state.opt_state)})
+    assert bits(ll.eval_state(optimizer, state).params) == bits(ll.eval_state(plain, clean).params)
+
+
+@both_steps
+def test_averages_inside_master_weights_are_those_of_the_masters(donate):
+    data = batches(20, torch.bfloat16)
+    inside, around = ll.optim.master_weights(ll.ema(adamw(), 0.9)), ll.ema(ll.optim.master_weights(adamw()), 0.9)
+    ends = []
+    for optimizer in (inside, around):
+        model = net(torch.bfloat16)
+        step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+        state = ll.init_state(model, optimizer)
+        averages = {
+            key: {name: p.detach().float() for name, p in state.params.items()} for key in ("master", "rounded")
+        }
+        for batch in data:
+            state, _ = step(state, batch)
+            held = state.opt_state if optimizer is inside else state.opt_state["inner_state"]
+            for key, now in (("master", held["master"]), ("rounded", state.params)):
+                averages[key] = {
+                    name: a.lerp(now[name].detach().float(), 1 - 0.9) for name, a in averages[key].items()
+                }
+        held = state.opt_state["inner_state"] if optimizer is inside else state.opt_state
+        assert equal(held["average"]["params"], averages["master" if optimizer is inside else "rounded"])
+        assert not equal(averages["master"], averages["rounded"])
+        chosen = ll.eval_state(optimizer, state).params
+        assert equal(chosen, {name: a.bfloat16() for name, a in held["average"]["params"].items()})
+        ends.append(state.params)
+    assert equal(*ends)
+
+
+@both_steps
+def test_ema_on_one_group_only(donate):
+    optimizer = ll.optim.partition(
+        {"matrices": ll.ema(adamw(), 0.9), "rest": adamw()},
+        lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
+    )
+    model = net()
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averaged.update_parameters(model)
+    raw_loop(model, raw_adamw(model), batches(20), lambda step: averaged.update_parameters(model))
+    state = run(net(), optimizer, batches(20), donate)
+    own, average = dict(model.named_parameters()), dict(averaged.module.named_parameters())
+    expected = {name: average[name] if p.ndim == 2 else p for name, p in own.items()}
+    assert equal(ll.eval_state(optimizer, state).params, expected)
+
+
+def test_averages_count_the_updates_of_their_own_group():
+    # Two optimizers that take turns: each sees every other step, and its average is that of all its own weights.
+    optimizer = ll.optim.partition(
+        {"first": ll.optim.swa(adamw(), start=2, every=3), "last": ll.optim.swa(adamw(), start=2, every=3)},
+        lambda name, tensor: "first" if name[0] in "01" else "last",
+    )
+    model = net(torch.float64)
+    steps = {
+        digits: ll.make_train_step(
+            ll.make_grad_fn(model, loss_fn, trainable=lambda name, tensor, digits=digits: name[0] in digits),
+            optimizer,
+            same_batch=digits == "23",
+        )
+        for digits in ("01", "23")
+    }
+    state, kept = ll.init_state(model, optimizer), []
+    for at, batch in enumerate(batches(14, torch.float64), start=1):
+        for step in steps.values():
+            state, _ = step(state, batch)
+        if at in (2, 5, 8, 11, 14):
+            kept.append(state.params)
+    for name, average in ll.eval_state(optimizer, state).params.items():
+        expected = torch.stack([params[name].detach() for params in kept]).mean(0)
+        torch.testing.assert_close(average, expected, rtol=1e-13, atol=1e-15)
+
+
+def test_a_group_that_is_frozen_or_skips_where_its_average_would_begin():
+    # The average begins as weights of the group, whenever it begins.
+    optimizer = ll.optim.freeze(ll.optim.swa(adamw(), start=1), lambda name, step: step < 5)
+    model, kept = net(torch.float64), []
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+    state = ll.init_state(model, optimizer)
+    for at, batch in enumerate(batches(12, torch.float64)):
+        state, _ = step(state, batch)
+        if at >= 5:
+            kept.append(state.params)
+        else:
+            assert ll.eval_state(optimizer, state) is state
+    for name, average in ll.eval_state(optimizer, state).params.items():
+        torch.testing.assert_close(average, torch.stack([p[name].detach() for p in kept]).mean(0), rtol=1e-13, atol=0)
+
+
+def test_arguments_out_of_range_are_named():
+    for wrong in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=rf"decay is {wrong}; give a number from 0 to 1"):
+            ll.ema(adamw(), wrong)
+    with pytest.raises(ValueError, match=r"start is -1 and every 1; give a step of at least 0"):
+        ll.optim.swa(adamw(), start=-1)
+    with pytest.raises(ValueError, match=r"start is 0 and every 0"):
+        ll.ema(adamw(), every=0)
+    for period, part in ((0, 0.5), (3, 0.0), (3, 1.5), (3, float("nan"))):
+        with pytest.raises(ValueError, match=rf"sync_period is {period} and slow_step_size {part}; give at least 1"):
+            ll.contrib.lookahead(adamw(), period, part)
+    with pytest.raises(TypeError, match=r"wraps what ll.optimizer returns, and got a AdamW"):
+        ll.ema(raw_adamw(net()))
+    with pytest.raises(ValueError, match=r"put it inside, master_weights\(lookahead\(optimizer\)\)"):
+        ll.init_state(net(torch.bfloat16), ll.contrib.lookahead(ll.ema(ll.optim.master_weights(adamw()))))
+
+
+# Schedule-free
+
+
+@both_states
+@both_steps
+@pytest.mark.parametrize("cls", [schedulefree.AdamWScheduleFree, schedulefree.SGDScheduleFree])
+def test_schedule_free_evaluates_where_its_own_eval_does_and_goes_on(cls, donate, bound):
+    arguments = {"lr": 0.02, "weight_decay": 0.1, "warmup_steps": 5}
+    model, pure = net(), net()
+    raw = cls(model.parameters(), **arguments)
+    raw.train()
+    optimizer = ll.optimizer(cls, **arguments)
+    step = ll.make_train_step(ll.make_grad_fn(pure, loss_fn), optimizer, donate=donate)
+    state = begin(pure, optimizer, bound)
+    evaluate = loss_of(pure)
+    for part in range(4):
+        data = batches(40)[10 * part : 10 * part + 10]
+        fork = copy.deepcopy((model, raw))  # its own eval and train move the weights there and back, not to the bit
+        raw_loop(model, raw, data)
+        for batch in data:
+            state, _ = step(state, batch)
+        assert equal(state.params, model.named_parameters())
+        raw_loop(*fork, data)
+        fork[1].eval()
+        before = bits(state)
+        chosen = ll.eval_state(optimizer, state)
+        assert equal(chosen.params, fork[0].named_parameters())
+        assert not equal(chosen.params, state.params)
+        expected = loss_fn(fork[0].eval(), data[0]).item()
+        assert ll.compute(evaluate(chosen, data[0]))["loss"] == expected
+        assert bits(state) == before
+
+
+# Lookahead
+
+
+def lookahead_by_hand(model, raw, data, period, part):
+    slow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def after(step):
+        if step % period == 0:
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    if p.grad is not None:
+                        slow[name] += part * (p - slow[name])
+                        p.copy_(slow[name])
+
+    raw_loop(model, raw, data, after)
+    return slow
+
+
+@both_states
+@both_steps
+@pytest.mark.parametrize(("period", "part"), [(6, 0.5), (4, 0.8), (1, 0.3), (5, 1.0)])
+def test_lookahead_equals_the_loop_by_hand(period, part, donate, bound):
+    model, data = smooth(), batches(23, torch.float64)
+    slow = lookahead_by_hand(model, raw_adamw(model), data, period, part)
+    optimizer, pure = ll.contrib.lookahead(adamw(), period, part), smooth()
+    state = run(pure, optimizer, data, donate, bound)
+    close = {"rtol": 1e-12, "atol": 1e-14}
+    torch.testing.assert_close(dict(state.params), dict(model.named_parameters()), **close)
+    chosen = ll.eval_state(optimizer, state)
+    torch.testing.assert_close(dict(chosen.params), slow, **close)
+    assert chosen.buffers is state.buffers
+    assert (state.params["0.weight"] is pure[0].weight) == (donate and bound)
+
+
+@both_steps
+def test_lookahead_meets_at_the_period_alone(donate):
+    optimizer, model = ll.contrib.lookahead(adamw(), 4), net()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    state = ll.init_state(model, optimizer)
+    for at, batch in enumerate(batches(13), start=1):
+        state, _ = step(state, batch)
+        assert equal(ll.eval_state(optimizer, state).params, state.params) == (at % 4 == 0)
+        assert all(p.requires_grad for p in state.params.values())
+
+
+@both_steps
+def test_lookahead_leaves_what_has_no_gradient(donate):
+    model, pure = smooth(), smooth()
+    data = batches(20, torch.float64)
+    for m in (model, pure):
+        m[3].bias.requires_grad_(False)
+    optimizer = ll.contrib.lookahead(adamw(), 3)
+    slow = lookahead_by_hand(model, raw_adamw(model), data, 3, 0.5)
+    state = run(pure, optimizer, data, donate)
+    assert torch.equal(state.params["3.bias"], model[3].bias)
+    assert "3.bias" not in state.opt_state["slow"]
+    torch.testing.assert_close(dict(ll.eval_state(optimizer, state).params), slow, rtol=1e-12, atol=1e-14)
+
+    # Reached by the loss in every second step: gradients come and go.
+    def partly(model, batch):
+        x, whole = batch
+        return (model(x) if whole else model[:2](x)).square().mean()
+
+    model, pure = smooth(), smooth()
+    raw = raw_adamw(model)
+    slow = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step = ll.make_train_step(ll.make_grad_fn(pure, partly, allow_unused=True), optimizer, donate=donate)
+    state = ll.init_state(pure, optimizer)
+    for at, x in enumerate(data, start=1):
+        state, _ = step(state, (x, at % 2 == 0))
+        raw.zero_grad()
+        partly(model, (x, at % 2 == 0)).backward()
+        raw.step()
+        if at % 3 == 0:
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    if p.grad is not None:
+                        slow[name].lerp_(p, 0.5)
+                        p.copy_(slow[name])
+    torch.testing.assert_close(dict(state.params), dict(model.named_parameters()), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(dict(ll.eval_state(optimizer, state).params), slow, rtol=1e-12, atol=1e-14)
+
+
+def test_lookahead_around_freeze_is_pure_and_equals_the_donated():
+    # What the inner update leaves alone is the old state's own tensor, and is moved to the slow weights all the same.
+    ends = []
+    for donate in (False, True):
+        optimizer = ll.contrib.lookahead(
+            ll.optim.freeze(adamw(), lambda name, step: name == "0.weight" and step >= 4), 3
+        )
+        model = net()
+        step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+        state = ll.copy_state(ll.init_state(model, optimizer))
+        for batch in batches(9):
+            before = None if donate else (state, bits(state))
+            state, _ = step(state, batch)
+            assert before is None or bits(before[0]) == before[1]
+        ends.append(bits(state))
+    assert ends[0] == ends[1]
+
+
+@both_steps
+def test_lookahead_inside_master_weights_moves_the_masters(donate):
+    optimizer = ll.optim.master_weights(ll.contrib.lookahead(adamw(), 3))
+    state = run(net(torch.bfloat16), optimizer, batches(9, torch.bfloat16), donate)
+    assert equal(state.opt_state["master"], state.opt_state["inner_state"]["slow"])
+    assert equal(state.params, {name: p.bfloat16() for name, p in state.opt_state["master"].items()})
+
+
+@both_steps
+def test_lookahead_counts_the_updates_of_its_own_group(donate):
+    # Each of the two acts on every other step: their periods are counted in their own updates.
+    optimizer = ll.optim.partition(
+        {"first": ll.contrib.lookahead(adamw(), 2), "last": adamw()},
+        lambda name, tensor: "first" if name[0] in "01" else "last",
+    )
+    model = net()
+    first, last = (
+        ll.make_train_step(ll.make_grad_fn(model, loss_fn, trainable=chosen), optimizer, donate=donate)
+        for chosen in (lambda name, tensor: name[0] in "01", lambda name, tensor: name[0] not in "01")
+    )
+    state = ll.init_state(model, optimizer)
+    for at, batch in enumerate(batches(8), start=1):
+        state, _ = first(state, batch)
+        state, _ = last(state, batch)
+        assert equal(ll.eval_state(optimizer, state).params, state.params) == (at % 2 == 0)
+
+
+def test_without_averages_the_state_itself_is_evaluated():
+    for optimizer in (
+        adamw(),
+        ll.optim.apply_if_finite(adamw(), 2),
+        ll.optim.freeze(adamw(), lambda name, step: False),
+    ):
+        state = ll.init_state(net(), optimizer)
+        assert ll.eval_state(optimizer, state) is state
+
+
+def test_a_state_of_another_optimizer_is_named():
+    for wrong in (
+        ll.ema(adamw()),
+        ll.optim.swa(adamw(), start=1),
+        ll.contrib.lookahead(adamw()),
+        ll.ema(ll.optim.apply_if_finite(adamw(), 1)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"opt_state has state, and is not of this optimizer \('\w+'\): give the one"
+        ):
+            ll.eval_state(wrong, ll.init_state(net(), adamw()))
+        with pytest.raises(ValueError, match=r"opt_state is None, and is not of this optimizer"):
+            ll.eval_state(wrong, ll.init_state(net()))

@@ -1,0 +1,524 @@
+"""Several optimizers, layers that come and go, and two looks at the loss, against loops written out."""
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+from looplib._core.random import mix
+
+both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+
+
+def net(dtype=torch.float32, dropout=0.0):
+    torch.manual_seed(0)
+    parts = [nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(dropout), nn.Linear(5, 2)]
+    return nn.Sequential(*parts).to(dtype)
+
+
+def batches(count, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 6, generator=generator).to(dtype) for _ in range(count)]
+
+
+def loss_fn(model, x):
+    return (model(x) - 1).square().mean()
+
+
+def sgd(lr=0.1, **changes):
+    return ll.optimizer(torch.optim.SGD, lr=lr, momentum=0.9, **changes)
+
+
+def adamw(lr=1e-2, **changes):
+    return ll.optimizer(torch.optim.AdamW, lr=lr, **changes)
+
+
+def by_rank(name, tensor):
+    return "matrices" if tensor.ndim == 2 else "rest"
+
+
+def begin(model, optimizer, bound=True, **arguments):
+    state = ll.init_state(model, optimizer, **arguments)
+    return state if bound else ll.copy_state(state)
+
+
+def run(model, optimizer, data, donate=False, bound=True, wrap=lambda grad_fn: grad_fn):
+    step = ll.make_train_step(wrap(ll.make_grad_fn(model, loss_fn)), optimizer, donate=donate)
+    state = begin(model, optimizer, bound)
+    for batch in data:
+        state, _ = step(state, batch)
+    return state
+
+
+def equal(tensors, others):
+    others = dict(others)
+    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+def bits(tree):
+    leaves, spec = torch.utils._pytree.tree_flatten(tree)
+    return [
+        (t.dtype, tuple(t.shape), t.detach().numpy().tobytes()) if torch.is_tensor(t) else t for t in leaves
+    ], spec
+
+
+# partition
+
+
+@both_states
+@both_steps
+def test_two_optimizers_have_the_bits_of_two_raw_ones(donate, bound):
+    def lr(step):
+        return 0.1 / (1 + step)
+
+    model = net()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    one, two = (
+        torch.optim.SGD(matrices, lr=1.0, momentum=0.9, fused=True),
+        torch.optim.AdamW(rest, lr=1e-2, fused=True),
+    )
+    for at, x in enumerate(batches(30)):
+        one.param_groups[0]["lr"] = lr(at)
+        two.param_groups[0]["weight_decay"] = 0.01 * at
+        model.zero_grad()
+        loss_fn(model, x).backward()
+        one.step()
+        two.step()
+    optimizer = ll.optim.partition(
+        {"matrices": sgd(lr), "rest": adamw(weight_decay=lambda step: 0.01 * step)},
+        by_rank,
+    )
+    state = run(net(), optimizer, batches(30), donate, bound)
+    assert equal(state.params, model.named_parameters())
+    assert equal(state.buffers, model.named_buffers())
+    inner = state.opt_state["inner_states"]
+    for name, p in model.named_parameters():
+        kept, raw = (inner["matrices"], one) if p.ndim == 2 else (inner["rest"], two)
+        assert equal(kept["state"][name], raw.state[p])
+
+
+@both_steps
+def test_where_one_skips_the_others_go_on_and_where_all_do_the_step_is_skipped(donate):
+    # The gradients of the last layer's bias are made infinite, or those of the weights, or both.
+    def loss_fn(model, batch):
+        x, bad = batch
+        total = (model(x) - 1).square().mean()
+        for name, p in model.named_parameters():
+            if by_rank(name, p) in bad:
+                total = total + (p * torch.inf).sum().nan_to_num(0, 0, 0)
+        return total
+
+    optimizer = ll.optim.partition(
+        {"matrices": ll.optim.apply_if_finite(sgd(), 9), "rest": ll.optim.apply_if_finite(adamw(), 9)}, by_rank
+    )
+    model = net()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    state = ll.init_state(model, optimizer)
+    for x in batches(3):
+        state, _ = step(state, (x, ()))
+    for bad in (("matrices",), ("rest",), ("matrices", "rest")):
+        before = ll.copy_state(state)
+        state, _ = step(state, (x, bad))
+        skipped = len(bad) == 2
+        assert (state.step - before.step, state.batch - before.batch, state.skipped) == (not skipped, 1, skipped)
+        assert equal(state.buffers, before.buffers) == skipped
+        for name, p in state.params.items():
+            assert torch.equal(p, before.params[name]) == (by_rank(name, p) in bad)
+        for key, old in before.opt_state["inner_states"].items():
+            now = state.opt_state["inner_states"][key]
+            assert now["total_notfinite"] - old["total_notfinite"] == (key in bad)
+            assert (bits(now["inner_state"]) == bits(old["inner_state"])) == (key in bad)
+
+
+def test_labels_and_optimizers_that_do_not_fit_are_named():
+    model = net()
+    with pytest.raises(ValueError, match=r"0\.weight has the label 'matrices', and there are optimizers for rest, x"):
+        ll.init_state(model, ll.optim.partition({"rest": adamw(), "x": sgd()}, by_rank))
+    with pytest.raises(ValueError, match=r"no parameter has the label 'x', 'y': leave that optimizer out"):
+        ll.init_state(
+            model, ll.optim.partition({"matrices": sgd(), "x": sgd(), "rest": adamw(), "y": sgd()}, by_rank)
+        )
+    with pytest.raises(TypeError, match=r"partition got a AdamW for 'rest'; give what ll.optimizer returns"):
+        ll.optim.partition({"matrices": sgd(), "rest": torch.optim.AdamW(model.parameters())}, by_rank)
+
+
+@both_steps
+def test_a_gradient_without_an_optimizer_leaves_the_state_as_it_was(donate):
+    model = net()
+    optimizer = ll.optim.partition({"matrices": sgd()}, by_rank)
+    state = ll.init_state(model, optimizer, trainable=lambda name, tensor: tensor.ndim == 2)
+    before = bits(state)
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    with pytest.raises(ValueError, match=r"0\.bias has the label 'rest', and there are optimizers for matrices"):
+        step(state, batches(1)[0])
+    assert bits(state) == before
+    good = ll.make_grad_fn(model, loss_fn, trainable=lambda name, tensor: tensor.ndim == 2)
+    after, _ = ll.make_train_step(good, optimizer, donate=donate)(state, batches(1)[0])
+    assert after.step == 1
+
+
+def test_one_partition_serves_two_models_of_the_same_names():
+    optimizer = ll.optim.partition({"matrices": sgd(), "rest": adamw()}, by_rank)
+    one = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    other = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))
+    for model in (one, other):
+        inner = ll.init_state(model, optimizer).opt_state["inner_states"]
+        assert inner["matrices"]["state"].keys() == {n for n, p in model.named_parameters() if p.ndim == 2}
+
+
+class Gan(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        self.discriminator = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+
+
+def judge(model, batch):
+    real, noise = batch
+    fake = model.generator(noise).detach()
+    return (
+        nn.functional.softplus(-model.discriminator(real)).mean()
+        + nn.functional.softplus(model.discriminator(fake)).mean()
+    )
+
+
+def fool(model, batch):
+    return nn.functional.softplus(-model.discriminator(model.generator(batch[1]))).mean()
+
+
+@both_states
+@both_steps
+def test_a_gan_of_two_steps_has_the_bits_of_the_raw_loop(donate, bound):
+    torch.manual_seed(0)
+    data = [(torch.randn(8, 4) + 2, torch.randn(8, 3)) for _ in range(20)]
+    start = Gan().state_dict()
+    model, raw = Gan(), Gan()
+    for m in (model, raw):
+        m.load_state_dict(start)
+    arguments = {"lr": 2e-2, "betas": (0.5, 0.9)}
+    one = torch.optim.Adam(raw.discriminator.parameters(), fused=True, **arguments)
+    two = torch.optim.Adam(raw.generator.parameters(), fused=True, **arguments)
+    losses = []
+    for batch in data:
+        for turn, own in ((judge, one), (fool, two)):
+            raw.zero_grad()
+            loss = turn(raw, batch)
+            loss.backward()
+            own.step()
+            losses.append(loss.item())
+
+    optimizer = ll.optim.partition(
+        {
+            "generator": ll.optimizer(torch.optim.Adam, **arguments),
+            "discriminator": ll.optimizer(torch.optim.Adam, **arguments),
+        },
+        lambda name, tensor: name.split(".")[0],
+    )
+
+    def step_of(turn, part, **more):
+        grad_fn = ll.make_grad_fn(model, turn, trainable=lambda name, tensor: name.startswith(part))
+        return ll.make_train_step(grad_fn, optimizer, donate=donate, **more)
+
+    judge_step, fool_step = step_of(judge, "discriminator"), step_of(fool, "generator", same_batch=True)
+    state = begin(model, optimizer, bound, epoch_length=5)
+    at_end, every_four, ended, fired, ours = ll.at_epoch_end(), ll.every_n_epochs(2), [], [], []
+    for at, batch in enumerate(data, start=1):
+        idle = state.opt_state["inner_states"]["generator"]
+        state, metrics = judge_step(state, batch)
+        assert state.opt_state["inner_states"]["generator"] is idle  # without a gradient it is not asked
+        ours.append(ll.compute(metrics)["loss"])
+        state, metrics = fool_step(state, batch)
+        ours.append(ll.compute(metrics)["loss"])
+        assert (state.step, state.epoch, state.batch) == (2 * at, at // 5, at % 5)
+        assert (state.samples, state.batch_samples, state.skipped) == (8 * at, 8, False)
+        ended += [at] if at_end(state) else []
+        fired += [at] if every_four(state) else []
+    assert ours == losses
+    assert equal(state.params, raw.named_parameters())
+    assert equal(state.buffers, raw.named_buffers())
+    assert (ended, fired) == ([5, 10, 15, 20], [10, 20])
+
+
+@both_steps
+def test_a_second_update_on_the_same_batch_that_is_skipped_moves_the_record_alone(donate):
+    model = net()
+    optimizer = ll.optim.apply_if_finite(sgd(), 3)
+    first = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    second = ll.make_train_step(
+        ll.make_grad_fn(model, lambda model, x: loss_fn(model, x * torch.inf)),
+        optimizer,
+        donate=donate,
+        same_batch=True,
+    )
+    state, _ = first(ll.init_state(model, optimizer, epoch_length=3), batches(1)[0])
+    before = ll.copy_state(state)
+    state, _ = second(state, batches(1)[0])
+    assert (state.step, state.batch, state.epoch, state.samples, state.batch_samples) == (1, 1, 0, 8, 8)
+    assert (state.batch_steps, before.batch_steps) == (1, 1)
+    assert bits((state.params, state.buffers)) == bits((before.params, before.buffers))
+    assert state.opt_state["total_notfinite"] == 1
+
+
+# freeze
+
+
+@both_states
+@both_steps
+@pytest.mark.parametrize("make", ["adamw", "sgd"])
+def test_frozen_layers_keep_their_bits_and_thaw_as_with_a_gradient_of_none(make, donate, bound):
+    def frozen(name, step):
+        return name[0] in "01" and (step < 7 or 12 <= step < 15)
+
+    model = net()
+    if make == "adamw":
+        arguments = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
+    else:  # torch's fused SGD fails on momentum that some parameters have and others have not yet
+        arguments = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}
+    cls = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[make]
+    pure, raw = ll.optimizer(cls, **arguments), cls(model.parameters(), **arguments)
+    optimizer, own = ll.optim.freeze(pure, frozen), net()
+    step = ll.make_train_step(ll.make_grad_fn(own, loss_fn), optimizer, donate=donate)
+    state = begin(own, optimizer, bound)
+    for at, x in enumerate(batches(25)):
+        raw.zero_grad()
+        loss_fn(model, x).backward()
+        for name, p in model.named_parameters():
+            if frozen(name, at):
+                p.grad = None
+        raw.step()
+        before = ll.copy_state(state)
+        state, _ = step(state, x)
+        for name, p in model.named_parameters():
+            moments = [s.opt_state["inner_state"]["state"][name] for s in (before, state)]
+            assert torch.equal(state.params[name], p)
+            if frozen(name, at):
+                assert torch.equal(state.params[name], before.params[name])
+                assert bits(moments[0]) == bits(moments[1])
+    assert equal(state.buffers, model.named_buffers())
+    for name, p in model.named_parameters():
+        assert equal(state.opt_state["inner_state"]["state"][name], raw.state[p])
+
+
+@both_steps
+def test_a_step_at_which_all_is_frozen_counts(donate):
+    optimizer, model = ll.optim.freeze(adamw(), lambda name, step: step < 3), net()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    state = ll.init_state(model, optimizer)
+    first = ll.copy_state(state)
+    for at, x in enumerate(batches(5), start=1):
+        state, metrics = step(state, x)
+        assert (state.step, state.batch, state.samples, state.skipped) == (at, at, 8 * at, False)
+        assert equal(state.params, first.params) == (at <= 3)
+        assert (bits(state.opt_state) == bits(first.opt_state)) == (at <= 3)
+        assert state.buffers["1.num_batches_tracked"] == at
+        assert "loss" in metrics
+
+
+@both_steps
+def test_freeze_around_what_skips_is_skipped(donate):
+    optimizer = ll.optim.freeze(ll.optim.apply_if_finite(adamw(), 3), lambda name, step: name[0] == "0")
+    state = run(net(), optimizer, [batches(1)[0], torch.full((8, 6), torch.inf)], donate)
+    assert (state.step, state.batch, state.skipped) == (1, 2, True)
+    assert state.opt_state["inner_state"]["total_notfinite"] == 1
+
+
+# sam
+
+
+def sharp_pass(model, x, rho, adaptive, seed=None):
+    """Gradients in `.grad` at the worst point nearby, by the two passes of the paper; buffers of the first."""
+    draw = (lambda: None) if seed is None else (lambda: torch.manual_seed(seed))
+    model.zero_grad()
+    draw()
+    loss = loss_fn(model, x)
+    loss.backward()
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    with torch.no_grad():
+        weights = {p: p.clone() for p in model.parameters()}
+        units = {p: p.abs() if adaptive else torch.ones_like(p) for p in model.parameters()}
+        norm = torch.stack([(units[p] * p.grad).square().sum() for p in model.parameters()]).sum().sqrt()
+        for p in model.parameters():
+            p.add_(units[p].square() * p.grad, alpha=rho / norm.item())
+    model.zero_grad()
+    draw()
+    loss_fn(model, x).backward()
+    with torch.no_grad():
+        for p, weight in weights.items():
+            p.copy_(weight)
+        for name, b in model.named_buffers():
+            b.copy_(buffers[name])
+    return loss.item()
+
+
+@both_states
+@both_steps
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("rho", "adaptive"), [(0.05, False), (0.5, True)])
+def test_sam_equals_the_two_passes_by_hand(rho, adaptive, dtype, donate, bound):
+    model, own = net(dtype, dropout=0.3), net(dtype, dropout=0.3)
+    raw = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd()
+    step = ll.make_train_step(
+        ll.contrib.sam(ll.make_grad_fn(own, loss_fn), rho, adaptive=adaptive), optimizer, donate=donate
+    )
+    state = begin(own, optimizer, bound)
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-11}
+    for at, x in enumerate(batches(12, dtype)):
+        loss = sharp_pass(model, x, rho, adaptive, seed=mix(0, at, 0, 0))
+        raw.step()
+        state, metrics = step(state, x)
+        torch.testing.assert_close(ll.compute(metrics)["loss"], loss, **close)
+    torch.testing.assert_close(dict(state.params), dict(model.named_parameters()), **close)
+    torch.testing.assert_close(dict(state.buffers), dict(model.named_buffers()), **close)
+    assert state.buffers["1.num_batches_tracked"] == 12
+    plain = run(net(dtype, dropout=0.3), sgd(), batches(12, dtype))
+    assert not torch.allclose(plain.params["0.weight"], state.params["0.weight"], **close)
+
+
+@both_steps
+def test_both_passes_draw_the_same_mask_and_buffers_are_the_firsts(donate):
+    model, masks = net(dropout=0.5), []
+    model[3].register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    state = ll.init_state(model, sgd())
+    x = batches(1)[0]
+    plain = grad_fn(state, x)
+    out = ll.contrib.sam(grad_fn)(ll.copy_state(state), x, ll.types.Part(donate=donate))
+    first, one, two = masks
+    assert torch.equal(one, two)
+    assert torch.equal(first, one)
+    assert 0 < one.float().mean() < 1
+    assert bits(out.buffers) == bits(plain.buffers)
+    assert ll.compute(out.metrics) == ll.compute(plain.metrics)
+    assert not equal(out.grads, plain.grads)
+
+
+def test_sam_is_pure_and_leaves_the_module():
+    model = net(dropout=0.5)
+    state = ll.copy_state(ll.init_state(model, sgd()))
+    before, module = bits(state), bits(dict(model.state_dict()))
+    grad_fn = ll.contrib.sam(ll.make_grad_fn(model, loss_fn))
+    one, two = grad_fn(state, batches(1)[0]), grad_fn(state, batches(1)[0])
+    assert bits((one.grads, one.buffers)) == bits((two.grads, two.buffers))
+    assert (bits(state), bits(dict(model.state_dict()))) == (before, module)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@both_steps
+def test_sam_goes_around_accumulate_and_inside_clipping(donate):
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+    ends = [
+        run(model(), sgd(), batches(6, torch.float64), donate, wrap=wrap)
+        for wrap in (
+            lambda grad_fn: ll.clip_by_global_norm(ll.contrib.sam(ll.accumulate(grad_fn, 3)), 0.1),
+            lambda grad_fn: ll.clip_by_global_norm(ll.contrib.sam(grad_fn), 0.1),
+            lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.1),
+        )
+    ]
+    torch.testing.assert_close(ends[0].params, ends[1].params, rtol=1e-12, atol=1e-13)
+    assert not torch.allclose(ends[1].params["0.weight"], ends[2].params["0.weight"], rtol=1e-6)
+    # Under a loss scale the direction, and so the gradient, is the same: powers of two are exact.
+    scaled = ll.optim.dynamic_loss_scale(sgd())
+    state = run(
+        model(), scaled, batches(6, torch.float64), donate, wrap=lambda g: ll.grads.scale_loss(ll.contrib.sam(g))
+    )
+    plain = run(model(), sgd(), batches(6, torch.float64), donate, wrap=ll.contrib.sam)
+    torch.testing.assert_close(state.params, plain.params, rtol=1e-9, atol=1e-12)
+
+
+def test_sam_is_refused_within_accumulate_and_for_no_distance():
+    grad_fn = ll.make_grad_fn(net(), loss_fn)
+    for outer in (ll.accumulate, ll.grads.retry_on_oom):
+        with pytest.raises(
+            ValueError, match=rf"sam within {outer.__name__} would act on each piece alone: put it around"
+        ):
+            outer(ll.contrib.sam(grad_fn))
+    for wrong in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=rf"rho is {wrong}; give a distance above 0"):
+            ll.contrib.sam(grad_fn, wrong)
+
+
+def test_sam_refuses_a_module_in_ddp(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(net())
+        step = ll.make_train_step(ll.contrib.sam(ll.make_grad_fn(wrapped, loss_fn)), sgd(), donate=True)
+        with pytest.raises(RuntimeError, match="DistributedDataParallel works on the module's own parameters"):
+            step(ll.init_state(wrapped, sgd()), batches(1)[0])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# Optimizers that look at the loss several times, out of pure steps
+
+
+def test_a_backtracking_line_search_is_five_lines_of_pure_steps():
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+    x = batches(1, torch.float64)[0]
+
+    # Armijo's rule by hand.
+    raw, losses = model(), []
+    for _ in range(10):
+        raw.zero_grad()
+        loss = loss_fn(raw, x)
+        loss.backward()
+        slope, weights, lr = (
+            sum(p.grad.square().sum() for p in raw.parameters()),
+            [p.clone() for p in raw.parameters()],
+            8.0,
+        )
+        with torch.no_grad():
+            while True:
+                for p, w in zip(raw.parameters(), weights, strict=True):
+                    p.copy_(w - lr * p.grad)
+                if loss_fn(raw, x) <= loss - 0.5 * lr * slope:
+                    break
+                lr /= 2
+        losses.append(loss.item())
+
+    own = model()
+    optimizer = ll.optimizer(torch.optim.SGD, lr=1.0)  # the step is along -gradient, `lr` of the way
+    grad_fn = ll.make_grad_fn(own, loss_fn)
+    eval_step = ll.make_eval_step(own, lambda model, x: {"loss": loss_fn(model, x)})
+    steps = [ll.make_train_step(grad_fn, ll.optimizer(torch.optim.SGD, lr=8.0 * 0.5**k)) for k in range(20)]
+    state, found = ll.init_state(own, optimizer), []
+    for _ in range(10):
+        loss = ll.compute(grad_fn(state, x).metrics)["loss"]
+        slope = ll.grads.global_norm(grad_fn(state, x).grads.values()) ** 2
+        tries = ((step(state, x)[0], 8.0 * 0.5**k) for k, step in enumerate(steps))
+        state = next(new for new, lr in tries if ll.evaluate(eval_step, new, [x])["loss"] <= loss - 0.5 * lr * slope)
+        found.append(loss)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-12, atol=0)
+    torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()), rtol=1e-9, atol=1e-12)
+    assert found == sorted(found, reverse=True)
+    assert state.step == 10
+
+
+def test_a_donated_state_of_which_a_part_was_written_before_an_error_is_spent():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = ll.optim.partition(
+        {"0": sgd(), "1": ll.optim.apply_if_finite(sgd(), 0)}, lambda name, tensor: name[0]
+    )
+
+    def overflow(model, x):
+        return model[0](x).sum() + model[1](model[0](x).detach()).sum() * torch.inf
+
+    step = ll.make_train_step(ll.make_grad_fn(model, overflow), optimizer, donate=True)
+    state = ll.init_state(model, optimizer)
+    kept = ll.copy_state(state)
+    with pytest.raises(ll.optim.NonFiniteGradientsError, match=r"1\.weight"):
+        step(state, torch.ones(2, 3))
+    with pytest.raises(ll.DonatedStateError):
+        _ = state.params
+    pure = ll.make_train_step(ll.make_grad_fn(model, overflow), optimizer)
+    with pytest.raises(ll.optim.NonFiniteGradientsError):
+        pure(kept, torch.ones(2, 3))
+    assert kept.params["0.weight"].isfinite().all()

@@ -1,0 +1,343 @@
+"""Hyperparameters that stand in the state, against those given as numbers; and what a log is told of them all."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import looplib as ll
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def loss_fn(model, x):
+    return (model(x) - 1).square().mean()
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(5, 3, generator=generator).double() for _ in range(count)]
+
+
+def train(optimizer, count=4, change=None, **options):
+    step = ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer, **options)
+    state = ll.copy_state(ll.init_state(net, optimizer))
+    for x in batches(count):
+        if change is not None:
+            state = state.replace(opt_state=change(state.step, state.opt_state))
+        state, _ = step(state, x)
+    return state
+
+
+def same(one, other):
+    return all(torch.equal(one.params[name], other.params[name]) for name in one.params)
+
+
+def is_vector(name, tensor):
+    return tensor.ndim < 2
+
+
+OPTIONS = [{}, {"donate": True}, {"compile": {"backend": "eager"}}]
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize("options", OPTIONS, ids=["pure", "donated", "compiled"])
+def test_an_injected_number_is_the_number(cls, options):
+    injected = ll.optimizer(cls, lr=ll.optim.injected(0.03), weight_decay=ll.optim.injected(0.1))
+    found, expected = (train(one, **options) for one in (injected, ll.optimizer(cls, lr=0.03, weight_decay=0.1)))
+    if "compile" in options:  # a tensor, of which formulas are multiplied in another order
+        assert all(torch.allclose(found.params[name], expected.params[name], rtol=1e-12) for name in found.params)
+    else:
+        assert same(found, expected)
+    assert found.opt_state["hyperparameters"] == [{"lr": 0.03, "weight_decay": 0.1}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["pure", "donated", "compiled"])
+def test_training_may_change_it(options):
+    def halved(step, opt_state):
+        return {**opt_state, "hyperparameters": [{"lr": torch.tensor(0.1 * 0.5**step, dtype=torch.float64)}]}
+
+    found = train(ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(9.0)), change=halved, **options)
+    expected = train(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 * 0.5**step), **options)
+    assert same(found, expected)
+
+
+def test_groups_have_their_own():
+    groups = [(is_vector, {"lr": ll.optim.injected(0.2), "weight_decay": 0.0})]
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, weight_decay=ll.optim.injected(0.3), groups=groups)
+    plain_groups = [(is_vector, {"lr": 0.2, "weight_decay": 0.0})]
+    plain = ll.optimizer(torch.optim.SGD, lr=0.1, weight_decay=0.3, groups=plain_groups)
+    found = train(optimizer)
+    assert [sorted(numbers) for numbers in found.opt_state["hyperparameters"]] == [["lr"], ["weight_decay"]]
+    assert same(found, train(plain))
+
+
+def test_it_stands_beside_schedules_and_within_wrappers():
+    schedule = ll.warmup_cosine(0.1, warmup=2, total=9)
+    options = {"lr": schedule, "betas": (0.8, 0.9)}
+    found = train(ll.ema(ll.optimizer(torch.optim.Adam, eps=ll.optim.injected(1e-3), **options), 0.9))
+    assert same(found, train(ll.ema(ll.optimizer(torch.optim.Adam, eps=1e-3, **options), 0.9)))
+    assert found.opt_state["inner_state"]["hyperparameters"] == [{"eps": 1e-3}]
+
+
+def test_checkpoints_keep_it(tmp_path):
+    optimizer = ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1))
+    state = ll.init_state(model(), optimizer)
+    changed = {**state.opt_state, "hyperparameters": [{"lr": torch.tensor(0.7).double()}]}
+    ll.checkpoint_io(tmp_path).save(state.replace(opt_state=changed))
+    restored = ll.checkpoint_io(tmp_path).restore(ll.init_state(model(), optimizer))
+    assert restored.opt_state["hyperparameters"] == [{"lr": torch.tensor(0.7).double()}]
+
+
+def test_without_it_the_state_has_no_place_for_it():
+    state = ll.init_state(model(), ll.optimizer(torch.optim.SGD, lr=0.1))
+    assert "hyperparameters" not in state.opt_state
+
+
+@pytest.mark.parametrize("value", ["0.1", True, None, torch.tensor(0.1)])
+def test_what_is_no_number_is_refused(value):
+    with pytest.raises(TypeError, match=f"injected got a {type(value).__name__}; give a number"):
+        ll.optim.injected(value)
+
+
+def test_a_member_of_a_tuple_is_refused():
+    optimizer = ll.optimizer(torch.optim.Adam, lr=0.1, betas=(ll.optim.injected(0.9), 0.99))
+    with pytest.raises(TypeError, match=r"betas has an injected member: .* a hyperparameter as a whole"):
+        ll.init_state(model(), optimizer)
+
+
+def test_its_repr_is_the_code_that_made_it():
+    assert repr(ll.optim.injected(0.1)) == "injected(0.1)"
+    assert ll.optim.injected(3)(7) == 3.0
+
+
+# set_hyperparameters
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["pure", "donated", "compiled"])
+def test_values_that_are_set_are_those_that_a_schedule_gives(options):
+    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(9.0), momentum=0.9), 0)
+    step = ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer, **options)
+    state = ll.copy_state(ll.init_state(net, optimizer))
+    for x in batches(4):
+        state, _ = step(ll.optim.set_hyperparameters(state, lr=0.1 * 0.5**state.step), x)
+    expected = ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 * 0.5**step, momentum=0.9)
+    assert same(state, train(ll.optim.apply_if_finite(expected, 0), **options))
+
+
+def test_a_plateau_lowers_the_rates_of_all_groups_as_torchs_own_does():
+    optimizer = ll.optimizer(
+        torch.optim.SGD, lr=ll.optim.injected(0.1), groups=[(is_vector, {"lr": ll.optim.injected(0.02)})]
+    )
+    state = ll.init_state(net := model(), optimizer)
+    torchs = torch.optim.SGD([{"params": net[0].bias, "lr": 0.02}, {"params": net[0].weight}], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torchs, factor=0.3, patience=0)
+    best = float("inf")
+    for loss in (1.0, 2.0, 0.5, 0.7, 0.8):
+        if loss >= best:
+            state = ll.optim.set_hyperparameters(state, lr=lambda lr: lr * 0.3)
+        best = min(best, loss)
+        scheduler.step(loss)
+    vectors, rest = (group["lr"] for group in torchs.param_groups)
+    assert ll.optim.hyperparameters(optimizer, state) == {"lr": rest, "lr/0": vectors}
+
+
+def stood(opt_state):
+    return [{name: value.item() for name, value in numbers.items()} for numbers in opt_state["hyperparameters"]]
+
+
+def test_a_name_sets_all_groups_and_a_longer_one_its_own():
+    groups = [
+        (is_vector, {"weight_decay": 0.0}),
+        (lambda name, tensor: name == "2.weight", {"lr": ll.optim.injected(0.2)}),
+    ]
+
+    def options(number):
+        return {"lr": ll.optim.injected(0.1 * number), "weight_decay": ll.optim.injected(0.3)}
+
+    optimizer = ll.optimizer(torch.optim.SGD, groups=groups, **options(1))
+    before = ll.init_state(model(), optimizer)
+    state = ll.optim.set_hyperparameters(before, lr=1, **{"lr/1": 2.0, "weight_decay/1": lambda old: old * 2})
+    expected = [{"lr": 1.0}, {"lr": 2.0, "weight_decay": 0.6}, {"lr": 1.0, "weight_decay": 0.3}]
+    assert stood(state.opt_state) == expected
+    assert stood(before.opt_state)[1] == {"lr": 0.2, "weight_decay": 0.3}
+    assert all(state.params[name] is tensor for name, tensor in before.params.items())
+
+    one, two = (ll.optimizer(torch.optim.SGD, **options(number)) for number in (1, 2))
+    both = ll.ema(
+        ll.optim.partition({"one": ll.ema(one), "two": two}, lambda name, t: "one" if t.ndim < 2 else "two")
+    )
+    state = ll.optim.set_hyperparameters(ll.init_state(model(), both), weight_decay=0.7, **{"lr/two": 5})
+    inner = state.opt_state["inner_state"]["inner_states"]
+    assert stood(inner["one"]["inner_state"]) == [{"lr": 0.1, "weight_decay": 0.7}]
+    assert stood(inner["two"]) == [{"lr": 5.0, "weight_decay": 0.7}]
+    found = {"lr/one": 0.1, "weight_decay/one": 0.7, "lr/two": 5.0, "weight_decay/two": 0.7}
+    assert ll.optim.hyperparameters(both, state) == found
+
+
+def test_members_of_a_stack_have_one_value_each():
+    optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1), momentum=ll.optim.injected(0.5)))
+    step = ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer)
+    rates = [0.01, 0.1, 0.3]
+    stack = ll.transforms.stack_states([ll.init_state(net, optimizer, seed=seed) for seed in range(3)])
+    stack = ll.optim.set_hyperparameters(stack, lr=torch.tensor(rates), momentum=0.9)
+    for x in batches(3):
+        stack, _ = ll.vmap_step(step)(stack, x)
+    for rate, member in zip(torch.tensor(rates).double().tolist(), ll.transforms.unstack_states(stack), strict=True):
+        assert ll.optim.hyperparameters(optimizer, member) == {"lr": rate, "momentum": 0.9}
+        alone = train(ll.ema(ll.optimizer(torch.optim.SGD, lr=rate, momentum=0.9)), 3)
+        for name, tensor in alone.params.items():  # by other kernels
+            torch.testing.assert_close(member.params[name], tensor, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match=r"lr has shape \(2,\), and in this state \(3,\): .* one for each member"):
+        ll.optim.set_hyperparameters(stack, lr=torch.tensor([0.1, 0.2]))
+    with pytest.raises(
+        ValueError, match=r"a stack of 3 members.*ask for one of ll.transforms.unstack_states\(stack\)"
+    ):
+        ll.optim.hyperparameters(optimizer, stack)
+
+
+@pytest.mark.parametrize(
+    "value", [2, 2.0, torch.tensor(2), torch.tensor(2.0).bfloat16(), lambda old: old.float() * 20]
+)
+def test_dtype_and_place_stay_and_nothing_is_shared(value):
+    state = ll.init_state(model(), ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1)))
+    ((old,), (new,)) = (
+        one.opt_state["hyperparameters"][0].values() for one in (state, ll.optim.set_hyperparameters(state, lr=value))
+    )
+    assert (new.dtype, new.device, new.shape, new.requires_grad) == (torch.float64, old.device, (), False)
+    assert old.item() == 0.1
+    assert new.item() == pytest.approx(2.0)
+    assert new is not value
+
+
+@pytest.mark.parametrize("by", ["backward", "torch.func"])
+def test_a_learned_rate_gets_the_gradient_that_finite_differences_have(by):
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(9.0), weight_decay=ll.optim.injected(0.1))
+    step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer))
+    start, data = ll.init_state(net, optimizer), batches(3)
+
+    def loss(lr):
+        return ll.transforms.unroll(step, ll.optim.set_hyperparameters(start, lr=lr), data)[1][-1]["loss"].compute()
+
+    lr = torch.tensor(0.05).double()
+    if by == "backward":
+        loss(leaf := lr.clone().requires_grad_()).backward()
+        slope = leaf.grad
+    else:
+        slope = torch.func.grad(loss)(lr)
+    by_hand = (loss(lr + 1e-6) - loss(lr - 1e-6)) / 2e-6
+    torch.testing.assert_close(slope, by_hand.detach(), rtol=1e-6, atol=0)
+    rates = torch.tensor([0.05, 0.1]).double()
+    mapped, alone = torch.vmap(loss)(rates), torch.stack([loss(rate) for rate in rates])
+    torch.testing.assert_close(mapped, alone, rtol=1e-12, atol=0)  # by other kernels
+
+
+def test_what_cannot_be_set_is_named_with_what_can():
+    optimizer = ll.optimizer(
+        torch.optim.AdamW, lr=0.1, eps=ll.optim.injected(1e-8), weight_decay=ll.optim.injected(0.1)
+    )
+    state = ll.init_state(model(), ll.ema(optimizer))
+    with pytest.raises(
+        ValueError,
+        match=r"lr does not stand in this state, of which eps, weight_decay is injected: .* lr=ll.optim.injected\(...\)",
+    ):
+        ll.optim.set_hyperparameters(state, lr=0.2, eps=1e-6)
+    with pytest.raises(ValueError, match=r"eps/0 does not stand in this state"):
+        ll.optim.set_hyperparameters(state, **{"eps/0": 1.0})
+    for bare in (ll.init_state(model(), ll.optimizer(torch.optim.SGD, lr=0.1)), ll.init_state(model())):
+        with pytest.raises(ValueError, match=r"lr does not stand in this state, of which nothing is injected"):
+            ll.optim.set_hyperparameters(bare, lr=0.2)
+    for wrong in ("0.1", True, None, [0.1], lambda old: "0.1"):
+        with pytest.raises(TypeError, match=r"eps is a \w+; give a number, a tensor, or a function"):
+            ll.optim.set_hyperparameters(state, eps=wrong)
+    with pytest.raises(ValueError, match=r"eps has shape \(1,\), and in this state \(\): give one number"):
+        ll.optim.set_hyperparameters(state, eps=torch.ones(1))
+
+
+# hyperparameters
+
+
+@given(step=st.integers(0, 30))
+@settings(max_examples=20, deadline=None)
+def test_a_log_is_told_what_torchs_group_would_have(step):
+    lr, beta = ll.warmup_cosine(0.1, warmup=5, total=30), ll.schedules.linear(0.8, 0.95, total=20)
+    groups = [
+        (is_vector, {"weight_decay": 0.0}),
+        (lambda name, tensor: name == "2.weight", {"lr": ll.schedules.scaled(lr, 0.1), "betas": (0.5, beta)}),
+    ]
+    plain = ll.optimizer(
+        torch.optim.AdamW, lr=lr, betas=(beta, 0.99), weight_decay=ll.optim.injected(0.1), groups=groups
+    )
+    expected = {
+        "lr": lr(step),
+        "betas[0]": beta(step),
+        "weight_decay": 0.1,
+        "lr/1": 0.1 * lr(step),
+        "betas[1]/1": beta(step),
+        "weight_decay/1": 0.1,
+    }
+    for optimizer in (plain, ll.optim.apply_if_finite(ll.optim.freeze(ll.ema(plain), lambda name, step: False), 3)):
+        state = ll.init_state(model(), optimizer).replace(step=step)
+        found = ll.optim.hyperparameters(optimizer, state, prefix="train/")
+        assert found == pytest.approx({f"train/{name}": value for name, value in expected.items()})
+        assert {type(value) for value in found.values()} == {float}
+
+
+def test_where_updates_are_skipped_or_take_turns_it_is_told_what_is_taken():
+    """The rate that is logged before a step is the one that the step takes: seen in how far plain SGD goes."""
+    lr = ll.schedules.linear(1.0, 0.1, total=9)
+    sgd = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=lr), 9)
+    optimizer = ll.optim.partition({"all": ll.ema(sgd)}, lambda name, tensor: "all")
+    step = ll.make_train_step(ll.make_grad_fn(net := nn.Linear(1, 1), lambda net, x: net(x).sum()), optimizer)
+    state = ll.init_state(net, optimizer)
+    for x in (1.0, float("inf"), 1.0, 1.0, float("nan"), 1.0):
+        before, (state, _) = state, step(state, torch.tensor([[x]]))
+        moved = (before.params["bias"] - state.params["bias"]).item()
+        taken = ll.optim.hyperparameters(optimizer, before)
+        assert moved == pytest.approx(0.0 if state.skipped else taken["lr/all"], abs=1e-6)
+        assert taken.keys() == {"lr/all"}
+    assert state.step == 4
+
+
+def test_a_rate_that_the_class_itself_changes_is_told():
+    class Halving(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(group["lr"] * p.grad)
+                group["lr"] /= 2
+
+    optimizer = ll.optimizer(Halving, lr=0.8)
+    step = ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer)
+    state, found = ll.init_state(net, optimizer), []
+    for x in batches(3):
+        found.append(ll.optim.hyperparameters(optimizer, state)["lr"])
+        state, _ = step(state, x)
+    assert found == [0.8, 0.4, 0.2]
+
+
+def test_one_made_by_hand_tells_what_it_says():
+    plain = ll.optimizer(torch.optim.SGD, lr=0.1)
+    quiet = ll.types.Optimizer(plain.init, plain.update)
+    says = ll.types.Optimizer(plain.init, plain.update, hyperparameters=lambda opt_state, step: {"lr": 0.5 * step})
+    state = ll.init_state(model(), plain).replace(step=4)
+    assert [ll.optim.hyperparameters(one, state) for one in (quiet, says)] == [{}, {"lr": 2.0}]
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    plain = ll.optimizer(torch.optim.SGD, lr=0.1)
+    state = ll.init_state(model(), plain)
+    with pytest.raises(
+        ValueError, match=r"opt_state has state, and is not of this optimizer .*: give the one that made"
+    ):
+        ll.optim.hyperparameters(ll.ema(plain), state)
+    with pytest.raises(ValueError, match=r"opt_state is None, and is not of this optimizer"):
+        ll.optim.hyperparameters(ll.ema(plain), ll.init_state(model()))

@@ -1,0 +1,565 @@
+"""Optimizers against torch's own loops: groups, schedules, third parties, refusals."""
+
+import copy
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import looplib as ll
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 6, generator=generator) for _ in range(count)]
+
+
+def loss_fn(model, x):
+    return (model(x) - 1).square().mean()
+
+
+def train(pure, count, donate=False, model=None):
+    model = model or net()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), pure, donate=donate)
+    state = ll.init_state(model, pure)
+    for batch in batches(count):
+        state, _ = step(state, batch)
+    return state
+
+
+def same(state, model):
+    return all(torch.equal(state.params[name], p) for name, p in model.named_parameters())
+
+
+def is_vector(name, tensor):
+    return tensor.ndim < 2
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_groups_and_schedules_on_any_hyperparameter_equal_the_raw_loop(donate):
+    def lr(step):
+        return 1e-2 / (1 + step)
+
+    def beta(step):
+        return 0.8 + 0.01 * step
+
+    model = net()
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    head = [model[3].weight]
+    rest = [model[0].weight]
+    groups = [
+        {"params": head, "lr": 0.5, "weight_decay": 0.3},
+        {"params": vectors, "weight_decay": 0.0},
+        {"params": rest},
+    ]
+    raw = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.1, fused=True)
+    for step, batch in enumerate(batches(20)):
+        for group in raw.param_groups[1:]:
+            group["lr"] = lr(step)
+        raw.param_groups[0]["lr"] = 0.5
+        raw.param_groups[1]["eps"] = 10.0 ** -(3 + step)
+        for group in raw.param_groups:
+            group["betas"] = (beta(step), 0.99)
+        raw.zero_grad()
+        loss_fn(model, batch).backward()
+        raw.step()
+
+    pure = ll.optimizer(
+        torch.optim.AdamW,
+        lr=lr,
+        betas=(beta, 0.99),
+        weight_decay=0.1,
+        groups=[
+            (lambda name, tensor: name == "3.weight", {"lr": 0.5, "weight_decay": 0.3}),
+            (is_vector, {"weight_decay": 0.0, "eps": lambda step: 10.0 ** -(3 + step)}),
+        ],
+    )
+    assert same(train(pure, 20, donate), model)
+
+
+def test_update_is_pure_and_takes_gradients_of_a_part():
+    pure = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    params = dict(net().named_parameters())
+    opt_state = pure.init(params)
+    grads = {"0.weight": torch.ones(5, 6)}
+    before = copy.deepcopy((params, opt_state, grads))
+    one = pure.update(grads, opt_state, params, 0)
+    two = pure.update(grads, opt_state, params, 0)
+    after = (params, opt_state, grads)
+    for left, right in zip(
+        torch.utils._pytree.tree_leaves(before), torch.utils._pytree.tree_leaves(after), strict=True
+    ):
+        assert torch.equal(left, right)
+    for left, right in zip(torch.utils._pytree.tree_leaves(one), torch.utils._pytree.tree_leaves(two), strict=True):
+        assert torch.equal(left, right)
+    assert one[0]["3.bias"] is params["3.bias"]
+    assert not torch.equal(one[0]["0.weight"], params["0.weight"])
+    assert list(one[0]) == list(params)
+
+
+def test_the_engine_keeps_no_tensor():
+    import gc
+    import weakref
+
+    pure = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    state = train(pure, 2)
+    held = [weakref.ref(p) for p in state.params.values()]
+    del state
+    gc.collect()
+    assert all(ref() is None for ref in held)
+
+
+class Kernels(TorchDispatchMode):
+    """The optimizer's kernels that were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_fused_where_torch_has_it_unless_the_user_says():
+    def kernels(dtype=torch.float32, **hyperparameters):
+        params = {"w": torch.ones(2, dtype=dtype)}
+        pure = ll.optimizer(torch.optim.AdamW, lr=0.1, **hyperparameters)
+        opt_state = pure.init(params)
+        with Kernels() as found:
+            pure.update({"w": torch.ones(2, dtype=dtype)}, opt_state, params, 0)
+        return {name for name in found.names if "fused" in name or name in ("_foreach_lerp_", "lerp_")}
+
+    assert kernels() == {"_fused_adamw_"}
+    assert kernels(foreach=True) == {"_foreach_lerp_"}
+    assert kernels(fused=False) == {"lerp_"}
+    assert kernels(torch.complex64) == {"lerp_"}  # there is no fused kernel for it
+    assert kernels(fused=True) == {"_fused_adamw_"}
+
+
+def test_the_kernel_called_directly_equals_the_class(monkeypatch):
+    module = sys.modules["looplib.optim._optimizer"]
+    options = {"lr": lambda step: 0.1 / (1 + step), "groups": [(is_vector, {"weight_decay": 0.0, "maximize": True})]}
+    for cls in (torch.optim.Adam, torch.optim.AdamW):
+        for amsgrad in (False, True):
+            direct = train(ll.optimizer(cls, amsgrad=amsgrad, **options), 10)
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "_KERNELS", {})
+                through_class = train(ll.optimizer(cls, amsgrad=amsgrad, **options), 10)
+            leaves = [torch.utils._pytree.tree_leaves(state) for state in (direct, through_class)]
+            assert all(torch.equal(one, two) for one, two in zip(*leaves, strict=True))
+
+
+class Lion(torch.optim.Optimizer):
+    """As people copy it: state made in the step, and a count in the group."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99)):
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = p.clone()  # begins with a value that nobody can know beforehand
+                one, two = group["betas"]
+                p.add_((state["momentum"] * one + p.grad * (1 - one)).sign(), alpha=-group["lr"] / group["k"])
+                state["momentum"] = state["momentum"] * two + p.grad * (1 - two)  # a new tensor each time
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@pytest.mark.parametrize("name", ["Lion", "AdamWScheduleFree", "SGDScheduleFree"])
+def test_third_party_optimizers_equal_their_raw_loop(name, donate):
+    import schedulefree
+
+    cls = Lion if name == "Lion" else getattr(schedulefree, name)
+    options = {} if name == "Lion" else {"warmup_steps": 5, "foreach": False}
+    model = net()
+    raw = cls(model.parameters(), lr=1e-2, **options)
+    if name != "Lion":
+        raw.train()
+    for batch in batches(15):
+        raw.zero_grad()
+        loss_fn(model, batch).backward()
+        raw.step()
+    pure = ll.optimizer(cls, lr=1e-2, **options)
+    start = ll.init_state(net(), pure)
+    state = train(pure, 15, donate)
+    assert same(state, model)
+    structure = torch.utils._pytree.tree_structure
+    assert structure(state.opt_state) == structure(start.opt_state)
+    if name == "Lion":
+        assert [group["k"] for group in state.opt_state["groups"]] == [15]
+
+
+def test_a_donated_state_of_a_class_that_makes_new_tensors_is_still_spent():
+    pure = ll.optimizer(Lion, lr=1e-2)
+    model = net()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), pure, donate=True)
+    state, _ = step(ll.init_state(model, pure), batches(1)[0])
+    share = ll.TrainState(opt_state=state.opt_state)
+    step(state, batches(1)[0])
+    with pytest.raises(ll.DonatedStateError):
+        _ = share.opt_state
+
+
+class Projector:
+    """As GaLore's: an object of the class's own, with a tensor, a count and a name."""
+
+    def __init__(self, rank, kind):
+        self.rank, self.kind, self.basis, self.made = rank, kind, None, 0
+
+    def project(self, grad, refresh):
+        if self.basis is None or refresh:
+            basis = torch.linalg.svd(grad, full_matrices=False).Vh[: self.rank]
+            if self.basis is None:
+                self.basis = basis
+            else:
+                self.basis.copy_(basis)  # in place: so one state must not see the basis of another
+            self.made += 1
+        return grad @ self.basis.T
+
+
+class LowRank(torch.optim.Optimizer):
+    """As GaLore and APOLLO: keys of a group that the class does not take, and numbers from its constructor."""
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                self.state[p]["number"] = number + 1
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, grad = self.state[p], p.grad
+                state["step"] = state.get("step", 0) + 1
+                if "rank" in group:
+                    if "projector" not in state:
+                        state["projector"] = Projector(group["rank"], group["kind"])
+                    low = state["projector"].project(grad, state["step"] % group["every"] == 0)
+                    grad = low @ state["projector"].basis * group["scale"] / state["number"]
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(grad.sign() * grad.abs().sqrt() * group["lr"])
+
+
+GROUP = {"rank": 2, "every": 3, "scale": 0.5, "kind": "right", "weight_decay": 0.1}
+
+
+def is_matrix(name, tensor):
+    return tensor.ndim == 2
+
+
+def low_rank(model):
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    return LowRank([{"params": matrices, **GROUP}, {"params": vectors}], lr=1e-2)
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_a_third_partys_class_reads_keys_of_its_own_from_a_group(donate, tmp_path):
+    model = net()
+    raw = low_rank(model)
+    for batch in batches(10):
+        raw.zero_grad()
+        loss_fn(model, batch).backward()
+        raw.step()
+
+    def pure():
+        return ll.optimizer(LowRank, lr=1e-2, groups=[(is_matrix, GROUP)])
+
+    def step_of(optimizer):
+        return ll.make_train_step(ll.make_grad_fn(net(), loss_fn), optimizer, donate=donate)
+
+    first = pure()
+    step, state = step_of(first), ll.copy_state(ll.init_state(net(), first))
+    assert state.opt_state.keys() == {"state"}  # what is given and stays is none of the class's own numbers
+    for number, batch in enumerate(batches(10)):
+        if number == 4:
+            kept = ll.copy_state(state)
+            ll.checkpoint_io(tmp_path).save(state)
+        state, _ = step(state, batch)
+    assert same(state, model)
+    projector, theirs = state.opt_state["state"]["0.weight"]["projector"], raw.state[model[0].weight]["projector"]
+    assert torch.equal(projector.pop("basis"), theirs.basis)
+    assert projector == {"rank": 2, "kind": "right", "made": theirs.made}
+
+    # From a state that was kept, and from the disk by an optimizer that has made no state yet.
+    restored = ll.checkpoint_io(tmp_path).restore(ll.init_state(net(), pure()))
+    for again, own_step in ((kept, step), (restored, step_of(pure()))):
+        for batch in batches(10)[4:]:
+            again, _ = own_step(again, batch)
+        assert same(again, model)
+
+
+class Half:
+    def __init__(self, grad):
+        self.seen, self.factor = [torch.zeros_like(grad)], 0.5
+
+
+class Twice(Half):
+    def __init__(self, grad):
+        super().__init__(grad)
+        self.factor = 2.0
+
+
+class ByKind(torch.optim.Optimizer):
+    """Objects of two classes under one key, and for the last layer's bias none."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "kind" not in state:
+                    state["kind"] = None if p.shape == (3,) else (Half if p.ndim == 2 else Twice)(p.grad)
+                    state["plain"] = {"sum": torch.zeros_like(p)}
+                if state["kind"] is not None:
+                    state["kind"].seen[0].add_(p.grad)
+                    p.sub_(state["kind"].seen[0] * state["kind"].factor * group["lr"])
+                state["plain"]["sum"].add_(p.grad)
+                p.sub_(state["plain"]["sum"] * group["lr"])
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_each_parameter_has_the_objects_of_its_own_kind(donate):
+    model = net()
+    raw = ByKind(model.parameters(), lr=1e-2)
+    for batch in batches(4):
+        raw.zero_grad()
+        loss_fn(model, batch).backward()
+        raw.step()
+    pure = ll.optimizer(ByKind, lr=1e-2)
+    step, state = ll.make_train_step(ll.make_grad_fn(net(), loss_fn), pure, donate=donate), ll.init_state(net(), pure)
+    for number, batch in enumerate(batches(4)):
+        if number == 2:
+            kept = ll.copy_state(state)
+        state, _ = step(ll.copy_state(state) if donate else state, batch)
+    assert same(state, model)
+    for batch in batches(4)[2:]:
+        kept, _ = step(kept, batch)
+    assert same(kept, model)
+
+
+def test_an_update_leaves_the_objects_of_the_state_before_as_they_were():
+    pure = ll.optimizer(LowRank, lr=1e-2, groups=[(is_matrix, {**GROUP, "every": 1})])
+    step = ll.make_train_step(ll.make_grad_fn(net(), loss_fn), pure)
+    before, _ = step(ll.init_state(net(), pure), batches(1)[0])
+    copied = ll.copy_state(before)
+    step(before, batches(2)[1])
+    projectors = [state.opt_state["state"]["0.weight"]["projector"] for state in (before, copied)]
+    assert torch.equal(*[projector["basis"] for projector in projectors])
+    assert [projector["made"] for projector in projectors] == [1, 1]
+
+
+def test_a_key_of_a_group_may_be_a_schedule_or_stand_in_the_state():
+    def trained(scale):
+        return train(ll.optimizer(LowRank, lr=1e-2, groups=[(is_matrix, {**GROUP, "scale": scale})]), 5)
+
+    numbers, schedule, injected = trained(0.5), trained(lambda step: 0.5), trained(ll.optim.injected(0.5))
+    for other in (schedule, injected):
+        assert all(torch.equal(other.params[name], tensor) for name, tensor in numbers.params.items())
+    growing = trained(lambda step: 0.5 * (step + 1))
+    assert not torch.equal(growing.params["0.weight"], numbers.params["0.weight"])
+
+
+def test_a_compiled_step_refuses_objects():
+    pure = ll.optimizer(LowRank, lr=1e-2, groups=[(is_matrix, GROUP)])
+    step = ll.make_train_step(ll.make_grad_fn(model := net(), loss_fn), pure, compile={"backend": "eager"})
+    with pytest.raises(
+        ll.transforms.UntraceableError, match=r"LowRank keeps objects for its parameters, .* without compile="
+    ):
+        step(ll.init_state(model, pure), batches(1)[0])
+
+
+class Hidden(Lion):
+    def __init__(self, params, lr=1e-4):
+        super().__init__(params, lr)
+        self.calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        super().step()
+
+
+def test_state_out_of_reach_is_refused():
+    with pytest.raises(TypeError, match=r"Hidden keeps 'calls' on the optimizer itself"):
+        ll.init_state(net(), ll.optimizer(Hidden, lr=0.1))
+
+
+def test_a_class_may_note_that_it_has_begun():
+    class Begun(Lion):  # as those of bitsandbytes do
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
+            self.begun = False
+
+        def step(self, closure=None):
+            if not self.begun:
+                self.begun = True
+            super().step()
+
+    state = train(ll.optimizer(Begun, lr=0.1), 3)
+    plain = train(ll.optimizer(Lion, lr=0.1), 3)
+    assert all(torch.equal(state.params[name], tensor) for name, tensor in plain.params.items())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_sparse_gradients():
+    def embedding_loss(model, tokens):
+        return model(tokens).square().sum()
+
+    tokens = torch.tensor([[0, 2], [2, 5]])
+    for cls, flags in [(torch.optim.SparseAdam, {}), (torch.optim.SGD, {}), (torch.optim.Adagrad, {})]:
+        torch.manual_seed(0)
+        model = nn.Embedding(8, 3, sparse=True)
+        ours = copy.deepcopy(model)
+        raw = cls(model.parameters(), lr=0.1, **flags)
+        for _ in range(4):
+            raw.zero_grad()
+            embedding_loss(model, tokens).backward()
+            raw.step()
+        for donate in (False, True):
+            pure = ll.optimizer(cls, lr=0.1)
+            step = ll.make_train_step(ll.make_grad_fn(ours, embedding_loss), pure, donate=donate)
+            state = ll.copy_state(ll.init_state(ours, pure))
+            for _ in range(4):
+                state, _ = step(state, tokens)
+            assert same(state, model)
+
+    dense = nn.Embedding(8, 3)
+    for cls, model, message in [
+        (torch.optim.SparseAdam, dense, r"SparseAdam cannot take these gradients.*'weight': 'dense'"),
+        (torch.optim.Adam, ours, r"Adam cannot take these gradients.*'weight': 'sparse'"),
+    ]:
+        pure = ll.optimizer(cls, lr=0.1)
+        step, state = ll.make_train_step(ll.make_grad_fn(model, embedding_loss), pure), ll.init_state(model, pure)
+        with pytest.raises(ValueError, match=message):
+            step(state, tokens)
+
+
+def test_refusals_say_what_to_do():
+    with pytest.raises(
+        TypeError, match=r"needs the class, found an instance of AdamW: ll\.optimizer\(torch\.optim\.AdamW"
+    ):
+        ll.optimizer(torch.optim.AdamW(net().parameters()), lr=0.1)
+    with pytest.raises(TypeError, match=r"LBFGS evaluates the loss several times"):
+        ll.optimizer(torch.optim.LBFGS, lr=0.1)
+    with pytest.raises(TypeError, match=r"dict is no optimizer class"):
+        ll.optimizer(dict, lr=0.1)
+    with pytest.raises(TypeError, match=r"a group is \(predicate\(name, tensor\)"):
+        ll.optimizer(torch.optim.AdamW, lr=0.1, groups=[("bias", {"weight_decay": 0.0})])
+    with pytest.raises(ValueError, match=r"Invalid learning rate: -1"):
+        ll.init_state(net(), ll.optimizer(torch.optim.AdamW, lr=-1.0))
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'momentumm'"):
+        ll.optimizer(torch.optim.SGD, lr=0.1, momentumm=0.9)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'weight_decai'"):
+        ll.optimizer(torch.optim.SGD, lr=0.1, groups=[(is_vector, {"weight_decai": 0.9})])
+    with pytest.raises(TypeError, match=r"'weigth_decay', which is no parameter of LowRank: give 'weight_decay'"):
+        ll.optimizer(LowRank, lr=0.1, groups=[(is_matrix, {**GROUP, "weigth_decay": 0.9})])
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'rank'"):
+        ll.optimizer(LowRank, lr=0.1, rank=2)
+    pure = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    with pytest.raises(ValueError, match=r"nothing for \['other'\]: make the state with the same model"):
+        pure.update({"other": torch.ones(1)}, pure.init({"w": torch.ones(1)}), {"w": torch.ones(1)}, 0)
+
+
+# apply_if_finite
+
+
+def poisoned(count, bad):
+    return [batch * (math.inf if i in bad else 1.0) for i, batch in enumerate(batches(count))]
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@given(bad=st.sets(st.integers(0, 11), max_size=6))
+@settings(max_examples=20, deadline=None)
+def test_a_skipped_step_is_as_if_the_batch_had_not_been(donate, bad):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+    inner = ll.optimizer(torch.optim.AdamW, lr=ll.schedules.linear(0.1, total=20))
+    safe = ll.optim.apply_if_finite(inner, max_consecutive=12)
+    model, plain = build(), build()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), safe, donate=donate)
+    state = ll.init_state(model, safe, epoch_length=5)
+    plain_step = ll.make_train_step(ll.make_grad_fn(plain, loss_fn), inner)
+    reference = ll.init_state(plain, inner)
+    in_a_row = 0
+    for i, batch in enumerate(poisoned(12, bad)):
+        state, _ = step(state, batch)
+        in_a_row = in_a_row + 1 if i in bad else 0
+        if i not in bad:
+            reference, _ = plain_step(reference, batch)
+        assert state.skipped == (i in bad)
+        assert state.opt_state["notfinite_count"] == in_a_row
+    for one, other in [
+        (state.params, reference.params),
+        (state.buffers, reference.buffers),
+        (state.opt_state["inner_state"], reference.opt_state),
+    ]:
+        leaves = [torch.utils._pytree.tree_leaves(tree) for tree in (one, other)]
+        assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True))
+    assert state.step == reference.step == 12 - len(bad)
+    assert state.opt_state["total_notfinite"] == len(bad)
+    assert (state.epoch, state.batch, state.samples) == (2, 2, 12 * 8)
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_too_many_in_a_row_give_up_loudly_with_the_state_intact(donate):
+    safe = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), max_consecutive=2)
+    model = net()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), safe, donate=donate)
+    state = ll.init_state(model, safe)
+    good, bad = batches(1)[0], batches(1)[0] * math.nan
+    for batch in (bad, bad, good, bad, bad):
+        state, _ = step(state, batch)
+    before = copy.deepcopy(state)
+    with pytest.raises(
+        ll.optim.NonFiniteGradientsError, match=r"3 times in a row \(max_consecutive=2\), now at step 1 in 6"
+    ):
+        step(state, bad)
+    leaves = [torch.utils._pytree.tree_leaves(tree) for tree in (before, state)]
+    assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True))
+    state, _ = step(state, good)
+    assert state.step == 2
+
+
+def test_max_consecutive_is_checked():
+    for wrong in (-1, True, 1.5):
+        with pytest.raises(ValueError, match=r"max_consecutive is .*0 or more"):
+            ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), wrong)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_gradient_of_another_dtype_is_refused_before_anything_is_written(cls):
+    model = nn.Linear(2, 1).bfloat16()
+    optimizer = ll.optimizer(cls, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).float().sum())
+    step = ll.make_train_step(ll.accumulate(grad_fn, 2, dtype=torch.float32), optimizer, donate=True)
+    state = ll.init_state(model, optimizer)
+    kept = ll.copy_state(state)
+    with pytest.raises(
+        ValueError,
+        match=r"gradient of weight is torch.float32, the parameter torch.bfloat16: .*ll.optim.master_weights",
+    ):
+        step(state, torch.ones(4, 2).bfloat16())
+    torch.testing.assert_close(state.opt_state, kept.opt_state, rtol=0, atol=0)
+    assert torch.equal(state.params["weight"], kept.params["weight"])

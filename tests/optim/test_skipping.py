@@ -1,0 +1,340 @@
+"""Steps that are not made: against a plain-Python reference, and on two ranks that decide alike."""
+
+import math
+import os
+import statistics
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import looplib as ll
+
+both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 6, generator=generator) for _ in range(count)]
+
+
+def loss_fn(model, batch):
+    x, factor = batch
+    return (model(x) - 1).square().mean() * factor
+
+
+def adamw():
+    return ll.optimizer(torch.optim.AdamW, lr=1e-2)
+
+
+def bits(tree):
+    leaves, spec = torch.utils._pytree.tree_flatten(tree)
+    return [
+        (t.dtype, tuple(t.shape), t.detach().numpy().tobytes()) if torch.is_tensor(t) else t for t in leaves
+    ], spec
+
+
+# skip_spikes
+
+
+def reference(losses, window, sigmas, max_consecutive):
+    """For each loss: whether it is skipped, skips in a row and in all, and the window; "error" where it gives up."""
+    recent, row, total = [], 0, 0
+    for loss in losses:
+        finite = math.isfinite(loss)
+        spike = not finite
+        if finite and len(recent) >= max(2, window // 2):
+            limit = statistics.fmean(recent) + sigmas * statistics.stdev(recent)
+            assume(abs(loss - limit) > 1e-9 * max(1, abs(limit)) or loss == recent[0] == recent[-1] == limit)
+            spike = loss > limit
+        if not finite and row >= max_consecutive:
+            yield "error"
+            return
+        row, total = (row + 1, total + 1) if spike else (0, total)
+        recent = (recent + [loss] * finite)[-window:]
+        yield spike, row, total, sorted(recent)
+
+
+losses = st.lists(
+    st.one_of(
+        st.integers(0, 4).map(float),
+        st.floats(0.9, 1.1),
+        st.floats(-1e6, 1e6),
+        st.sampled_from([math.nan, math.inf, -math.inf]),
+    ),
+    max_size=40,
+)
+
+
+@example([0.0, 2.0, 2.2, 2.9], 4, 1.0, 0, False)  # a sample's deviation: 2.2 is below the limit, 2.9 above
+@given(losses, st.integers(2, 9), st.sampled_from([0.5, 1.0, 3.0, 6.0]), st.integers(0, 3), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_skip_spikes_equals_the_reference(losses, window, sigmas, max_consecutive, tensors):
+    optimizer = ll.optim.skip_spikes(
+        ll.optimizer(torch.optim.SGD, lr=1.0), window=window, sigmas=sigmas, max_consecutive=max_consecutive
+    )
+    params, step = {"w": torch.zeros(1)}, 0
+    opt_state = optimizer.init(params)
+    expected = list(reference(losses, window, sigmas, max_consecutive))
+    for loss, now in zip(losses, expected, strict=False):
+        record = ll.Mean(torch.tensor(loss * 2, dtype=torch.float64), 2, times=4) if tensors else ll.Mean(loss)
+        before = bits((params, opt_state))
+
+        def update(params=params, opt_state=opt_state, step=step, record=record):
+            return optimizer.update({"w": torch.ones(1)}, opt_state, params, step, metrics={"loss": record})
+
+        if now == "error":
+            with pytest.raises(
+                ll.optim.NonFiniteGradientsError, match=rf"'loss' was a spike .* is {loss} at step {step}"
+            ):
+                update()
+            assert bits((params, opt_state)) == before
+            return
+        new, record = update()
+        assert bits((params, opt_state)) == before
+        recent = record["recent"][~record["recent"].isnan()].sort().values.tolist()
+        row, total = record["spikes_in_a_row"].item(), record["total_spikes"].item()
+        assert (new is params, row, total, recent) == now
+        step += new is not params
+        params, opt_state = new, record
+    assert params["w"].item() == -step
+
+
+@both_states
+@both_steps
+@pytest.mark.parametrize("monitor", ["loss", "grad_norm"])
+def test_a_spike_changes_nothing_but_the_record(monitor, donate, bound):
+    optimizer = ll.optim.skip_spikes(ll.ema(adamw()), window=8, sigmas=4.0, monitor=monitor)
+    model = net()
+    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0)
+    step = ll.make_train_step(grad_fn, optimizer, donate=donate)
+    state = ll.init_state(model, optimizer, epoch_length=7, extra={"kept": torch.ones(2)})
+    clean = ll.copy_state(state)
+    state = state if bound else ll.copy_state(state)
+    pure = ll.make_train_step(grad_fn, ll.ema(adamw()))
+    clean = clean.replace(opt_state=clean.opt_state["inner_state"])
+    seen, recent, skips = 0, [], []
+    factors = {3: math.nan, 9: 1e4, 14: math.inf, 15: 1e5, 19: -math.inf}
+    for at, x in enumerate(batches(24)):
+        before = ll.copy_state(state)
+        state, metrics = step(state, (x, factors.get(at, 1.0)))
+        value = ll.compute(metrics)[monitor]
+        skips += [at] if state.skipped else []
+        if math.isfinite(value):
+            recent, seen = [*recent, value][-8:], seen + 1
+        now = state.opt_state
+        assert sorted(now["recent"][~now["recent"].isnan()].tolist()) == sorted(recent)
+        assert (now["seen"].item(), now["total_spikes"].item()) == (seen, len(skips))
+        assert (state.batch, state.epoch, state.samples) == ((at + 1) % 7, (at + 1) // 7, 8 * (at + 1))
+        assert bits(state.extra) == bits(before.extra)
+        if state.skipped:
+            assert state.step == before.step
+            assert bits((state.params, state.buffers)) == bits((before.params, before.buffers))
+            assert bits(now["inner_state"]) == bits(before.opt_state["inner_state"])
+        else:
+            clean, _ = pure(clean, (x, 1.0))
+    assert skips == sorted(factors)
+    assert bits((state.params, state.buffers)) == bits((clean.params, clean.buffers))
+    assert bits(state.opt_state["inner_state"]) == bits(clean.opt_state)
+
+
+def test_a_loss_that_has_changed_for_good_is_accepted_in_the_end():
+    optimizer = ll.optim.skip_spikes(ll.optimizer(torch.optim.SGD, lr=1.0), window=8, sigmas=3.0, max_consecutive=0)
+    params, skipped = {"w": torch.zeros(1)}, []
+    opt_state = optimizer.init(params)
+    for at in range(40):
+        loss = (1.0 if at < 20 else 10.0) + 0.01 * (at % 2)
+        new, opt_state = optimizer.update(
+            {"w": torch.ones(1)}, opt_state, params, at, metrics={"loss": ll.Mean(loss)}
+        )
+        skipped += [at] if new is params else []
+        params = new
+    assert skipped[0] == 20
+    assert 1 <= len(skipped) <= 4
+    assert skipped == list(range(20, 20 + len(skipped)))
+
+
+@given(st.floats(-1e3, 1e3, width=32), st.integers(2, 20))
+@settings(max_examples=30, deadline=None)
+def test_a_loss_that_stays_is_no_spike(loss, window):
+    optimizer = ll.optim.skip_spikes(ll.optimizer(torch.optim.SGD, lr=1.0), window=window)
+    params = {"w": torch.zeros(1)}
+    opt_state = optimizer.init(params)
+    for step in range(25):
+        params, opt_state = optimizer.update(
+            {"w": torch.ones(1)}, opt_state, params, step, metrics={"loss": ll.Mean(torch.tensor(loss))}
+        )
+    assert opt_state["total_spikes"] == 0
+
+
+def test_the_messages_of_skip_spikes():
+    for wrong in ({"window": 1}, {"sigmas": 0.0}, {"sigmas": math.nan}, {"max_consecutive": -1}):
+        with pytest.raises(ValueError, match=r"give a window of 2 or more batches, sigmas above 0 and a count of at"):
+            ll.optim.skip_spikes(adamw(), **wrong)
+    model = net()
+    optimizer = ll.optim.skip_spikes(adamw(), monitor="grad_norm", max_consecutive=1)
+    state = ll.init_state(model, optimizer)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    with pytest.raises(ValueError, match=r"watches 'grad_norm', which is not among the metrics of the step: loss\."):
+        ll.make_train_step(grad_fn, optimizer)(state, (batches(1)[0], 1.0))
+    with pytest.raises(ValueError, match=r"of the step: none\. Name one that is, and call the optimizer through a"):
+        optimizer.update({}, state.opt_state, state.params, 0)
+    for donate in (False, True):
+        step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=donate)
+        now, _ = step(ll.copy_state(state), (batches(1)[0], math.nan))
+        before = bits(now)
+        with pytest.raises(
+            ll.optim.NonFiniteGradientsError, match=r"'grad_norm' was a spike 2 times in a row \(max_consec"
+        ):
+            step(now, (batches(1)[0], math.nan))
+        assert bits(now) == before
+
+
+def test_another_metric_than_a_mean_can_be_watched():
+    class Last:
+        def __init__(self, value):
+            self.value = value
+
+        def merge(self, other):
+            return other
+
+        def compute(self):
+            return self.value
+
+    optimizer = ll.optim.skip_spikes(adamw(), window=4, monitor="last")
+    params = {"w": torch.zeros(1)}
+    opt_state, kept = optimizer.init(params), []
+    for value in (1.0, 1.1, 50.0, 1.0):
+        new, opt_state = optimizer.update({"w": torch.ones(1)}, opt_state, params, 0, metrics={"last": Last(value)})
+        kept.append(new is params)
+    assert kept == [False, False, True, False]
+
+
+# Several ranks
+
+RANKS = """
+import sys
+
+import torch
+
+import looplib as ll
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+
+def sgd():
+    return ll.optimizer(torch.optim.SGD, lr=0.01)
+
+
+def loss_fn(model, batch):
+    return (model(batch[0]) - 1).square().mean() * batch[1]
+
+
+class Last:
+    def __init__(self, value):
+        self.value = value
+
+    def merge(self, other):
+        return other
+
+    def compute(self):
+        return self.value
+
+
+def with_last(model, batch):
+    loss = loss_fn(model, batch)
+    return loss, {"last": Last(loss.detach())}
+
+
+def run(optimizer, wrap, factors, loss_fn=loss_fn):
+    torch.manual_seed(rank)  # models and batches of their own
+    model = torch.nn.Linear(3, 1)
+    grad_fn = wrap(ll.make_grad_fn(model, loss_fn))
+    state, skips, losses, error = ll.init_state(model, optimizer), [], [], None
+    for at in range(16):
+        batch = torch.randn(4 - 2 * rank, 3), factors.get((rank, at), 1.0)
+        step = ll.make_train_step(grad_fn, optimizer, donate=at % 2 == 0)
+        try:
+            state, metrics = step(state, batch)
+        except ll.optim.NonFiniteGradientsError as raised:
+            error = at, str(raised)
+            break
+        skips += [at] if state.skipped else []
+        losses.append(ll.compute(metrics)["loss"])
+    record = {key: value for key, value in state.opt_state.items() if key != "inner_state"}
+    return {"skips": skips, "step": state.step, "losses": losses, "record": record, "error": error}
+
+
+inf = float("inf")
+factors = {(0, 8): inf, (1, 10): 1e6, (1, 12): inf, (0, 14): float("nan")}
+same = lambda grad_fn: grad_fn
+norm = lambda grad_fn: ll.clip_by_global_norm(grad_fn, inf)
+ends = {
+    "apply_if_finite": run(ll.optim.apply_if_finite(sgd(), 3), same, factors),
+    "dynamic_loss_scale": run(ll.optim.dynamic_loss_scale(sgd(), 2.0**10), ll.grads.scale_loss, factors),
+    "skip_spikes": run(ll.optim.skip_spikes(sgd(), window=6, sigmas=20.0), same, factors),
+    "grad_norm": run(ll.optim.skip_spikes(sgd(), window=6, sigmas=20.0, monitor="grad_norm"), norm, factors),
+    "last": run(ll.optim.skip_spikes(sgd(), window=6, sigmas=20.0, monitor="last"), same, factors, with_last),
+    "gives_up": run(ll.optim.apply_if_finite(sgd(), 1), same, {(1, 5): inf, (0, 6): inf}),
+    "spikes_give_up": run(ll.optim.skip_spikes(sgd(), max_consecutive=1), same, {(1, 5): inf, (0, 6): inf}),
+}
+torch.save(ends, f"{folder}/{rank}.pt")
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_ranks_skip_together_what_one_of_them_has_to(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), tmp_path],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in started:
+            out, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, out
+    finally:
+        for process in started:
+            process.kill()
+    zero, one = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for name in ("apply_if_finite", "dynamic_loss_scale", "skip_spikes", "grad_norm", "last"):
+        expected = [8, 12, 14] if name in ("apply_if_finite", "dynamic_loss_scale") else [8, 10, 12, 14]
+        assert zero[name]["skips"] == one[name]["skips"] == expected, name
+        assert zero[name]["step"] == one[name]["step"] == 16 - len(expected)
+        assert bits(zero[name]["record"]) == bits(one[name]["record"])
+        assert zero[name]["losses"] != one[name]["losses"]
+    assert zero["apply_if_finite"]["record"]["total_notfinite"] == 3
+    assert zero["dynamic_loss_scale"]["record"]["loss_scale"] == 2.0**7
+    # The loss watched is that of the examples of both: four on one rank, two on the other.
+    both = [
+        (4 * a + 2 * b) / 6 for a, b in zip(zero["skip_spikes"]["losses"], one["skip_spikes"]["losses"], strict=True)
+    ]
+    recent = zero["skip_spikes"]["record"]["recent"].sort().values
+    expected = sorted([loss for loss in both if math.isfinite(loss)][-6:])
+    torch.testing.assert_close(recent, torch.tensor(expected, dtype=torch.float64))
+    for rank, ends in enumerate((zero, one)):
+        assert ends["gives_up"]["skips"] == ends["spikes_give_up"]["skips"] == [5]
+        at, message = ends["gives_up"]["error"]
+        where = "in 2 of 2 parameters: weight, bias." if rank == 0 else "on another rank."
+        assert (at, where in message) == (6, True), message
+        assert ends["spikes_give_up"]["error"][0] == 6
+        assert "'loss' was a spike 2 times in a row (max_consecutive=1)" in ends["spikes_give_up"]["error"][1]

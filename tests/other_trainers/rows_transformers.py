@@ -1,0 +1,1785 @@
+"""What each field of transformers' `TrainingArguments` is in looplib."""
+
+# Snippets are printed as a user writes them: with metrics that nobody looks at, and a loop that goes on with `state`.
+# ruff: noqa: RUF059, B020
+
+import inspect
+import math
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from trainer_rows import Table, close, equal
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.trainer_pt_utils import LabelSmoother, LengthGroupedSampler
+
+import looplib as ll
+
+TABLE = Table(
+    "transformers",
+    "recipes/FROM_TRANSFORMERS.md",
+    """
+    # Coming from transformers' Trainer
+
+    Every field of `TrainingArguments`, every parameter and method of `Trainer`, every event of `TrainerCallback`, and
+    what `TrainerState` and `TrainerControl` hold: here is the line for it, or why there is none. A name is answered
+    by a line of looplib, by one of torch (or of another library that you have anyway), or it has no meaning here. At
+    the end is an [index of all names](#all-names).
+
+    The snippets stand in a loop such as this one. There is no object that the settings go into: each is given to
+    the function that it is about, and what a callback does is a line in the loop.
+
+    ```py
+    import looplib as ll, torch
+
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.schedules.warmup_linear(5e-5, warmup=100, total=2000))
+    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    eval_step = ll.make_eval_step(model, metric_fn)
+    loader = ll.make_loader(train_set, batch_size=8, seed=42)
+    ckpt, log = ll.checkpoint_io("runs/small"), ll.jsonl("runs/small/log.jsonl")
+    log_now, eval_now, done = ll.every_n_steps(50), ll.at_epoch_end(), ll.after_epochs(3)
+
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=42, epoch_length=len(loader)))
+    while not done(state):
+        for batch in ll.progress(loader(state), state):
+            state, metrics = train_step(state, batch)
+            if log_now(state):
+                log(state, ll.compute(metrics, prefix="train/"))
+            if eval_now(state):
+                log(state, scores := ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
+                ckpt.save(state, scores)
+    ```
+
+    In the snippets `F` is `torch.nn.functional`, `gpt2` a transformers model, `tokens` a batch of texts for it with
+    the loss function `lm_loss`, and `train(state, steps)` stands for the loop: it gives the states after each step.
+    This page is made by `python tests/other_trainers/trainer_rows.py` from `tests/rows_transformers*.py`, where each snippet runs
+    and what it does is asserted; a test compares the names with those of the installed transformers.
+
+    ## A whole script, and the loop that it becomes
+
+    Accumulation, bfloat16, warmup, clipping, label smoothing, an evaluation and a checkpoint each 100 steps, the best
+    model at the end, early stopping, the last three checkpoints, TensorBoard, resume, and DDP under torchrun. This is
+    the Trainer's script, [original_transformers.py](../tests/original_transformers.py) without its data:
+
+    {{tests/original_transformers.py main compute_metrics}}
+
+    And this the loop, [from_transformers.py](from_transformers.py) without its data, with the settings' names:
+
+    {{recipes/from_transformers.py main metric_fn}}
+
+    A test trains both in float32, without dropout and in the same order of the examples: the losses, norms and
+    learning rates of each update and the scores of each evaluation agree to 1e-5, and the same checkpoints are kept,
+    of the same best step. What differs: the Trainer's own order of the examples is another; Ctrl-C ends it without a
+    checkpoint, and after SIGTERM it waits three seconds before it asks for one; `save_total_limit=3` counts the best
+    among the three, where here it is kept beside them. And the label -100 of each window's first byte, which nothing
+    predicts, is for the Trainer's average: it would count that byte otherwise, for a GPT2LMHeadModel.
+    """,
+)
+here, plain, nothing = TABLE.looplib, TABLE.torch, TABLE.none
+
+
+class Lion(torch.optim.Optimizer):
+    """A class as third parties write them, that torch does not have (Chen et al., 2023)."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            (fast, slow), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(state["exp_avg"].lerp(p.grad, 1 - fast).sign(), alpha=-lr)
+                state["exp_avg"].lerp_(p.grad, 1 - slow)
+
+
+class Lion8bit(Lion):
+    """The same with a momentum of 8 bits and a scale, as quantized optimizers keep theirs."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["quantized"], state["absmax"] = torch.zeros_like(p, dtype=torch.int8), p.new_zeros(())
+                wide = state["quantized"] * state["absmax"] / 127
+                p.add_(wide.lerp(p.grad, 1 - group["betas"][0]).sign(), alpha=-group["lr"])
+                wide.lerp_(p.grad, 1 - group["betas"][1])
+                state["absmax"].copy_(wide.abs().max().clamp(min=1e-12))
+                state["quantized"].copy_((wide / state["absmax"] * 127).round())
+
+
+class GaLoreProjector:
+    """The gradient of a matrix in the few directions that it goes in, found anew at times (Zhao et al., 2024)."""
+
+    def __init__(self, rank, update_proj_gap, scale):
+        self.rank, self.update_proj_gap, self.scale, self.ortho_matrix = rank, update_proj_gap, scale, None
+
+    def project(self, grad, step):
+        if self.ortho_matrix is None or step % self.update_proj_gap == 0:
+            self.ortho_matrix = torch.linalg.svd(grad, full_matrices=False).Vh[: self.rank]
+        return grad @ self.ortho_matrix.T
+
+    def project_back(self, low):
+        return low @ self.ortho_matrix * self.scale
+
+
+class GaLoreAdamW(torch.optim.Optimizer):
+    """As that of galore_torch: `rank` and others are read from a group, and a projector stands in the state."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, grad, (beta1, beta2) = self.state[p], p.grad, group["betas"]
+                state.setdefault("step", 0)
+                if "rank" in group:
+                    if "projector" not in state:
+                        options = (group["rank"], group["update_proj_gap"], group["scale"])
+                        state["projector"] = GaLoreProjector(*options)
+                    grad = state["projector"].project(grad, state["step"])
+                if "exp_avg" not in state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
+                state["step"] += 1
+                state["exp_avg"].lerp_(grad, 1 - beta1)
+                state["exp_avg_sq"].lerp_(grad.square(), 1 - beta2)
+                scale = math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
+                move = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"])
+                move = state["projector"].project_back(move) if "rank" in group else move
+                p.sub_(move, alpha=group["lr"] * scale)
+
+
+def raw_updates(model, loss_fn, batch, optimizer, updates=3):
+    """The parameters after some updates of a raw loop over one batch."""
+    for _ in range(updates):
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+
+def looplib_updates(model, loss_fn, batch, optimizer, updates=3):
+    state = ll.init_state(model, optimizer)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+    for _ in range(updates):
+        state, _ = train_step(state, batch)
+    return state.params
+
+
+def scheduled(name, peak, warmup, total, **kwargs):
+    """The learning rates that transformers' own scheduler of this name gives, from step 0 to `total`."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler = transformers.get_scheduler(name, optimizer, warmup, total, kwargs)
+    lrs = []
+    for _ in range(total + 1):
+        lrs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return lrs
+
+
+def same_rates(lr, lrs):
+    return lrs == pytest.approx([lr(step) for step in range(len(lrs))], rel=1e-9, abs=1e-12)
+
+
+TABLE.section("How long, and with which batches")
+
+
+@here("TrainingArguments.output_dir", text="Each thing that writes is told where.")
+def _(state):
+    ckpt = ll.checkpoint_io("runs/small/checkpoints")
+    log = ll.jsonl("runs/small/log.jsonl")
+    # shows
+    ckpt.save(state)
+    log(state, {"train/loss": 0.5})
+    assert sorted(path.name for path in Path("runs/small").iterdir()) == ["checkpoints", "log.jsonl"]
+
+
+@here(
+    "TrainingArguments.per_device_train_batch_size",
+    text="A loader has the size of the whole batch, which the ranks share, so that it is the same on any number of "
+    "them.",
+)
+def _(train_set, state):
+    loader = ll.make_loader(train_set, batch_size=8, seed=42)
+    # shows
+    assert [len(x) for x, y in loader(state)] == [8] * 5
+    assert len(loader) == 5
+
+
+@here(
+    "TrainingArguments.num_train_epochs",
+    text="A predicate of the state; for a part of an epoch count steps, `ll.after_steps(int(2.5 * len(loader)))`.",
+)
+def _(train_step, state, loader):
+    done = ll.after_epochs(3)
+    while not done(state):
+        for batch in loader(state):
+            state, metrics = train_step(state, batch)
+    # shows
+    assert (state.epoch, state.batch, state.step, state.samples) == (3, 0, 15, 120)
+
+
+@here(
+    "TrainingArguments.max_steps",
+    text="The loop is yours, so a `break` leaves the epoch; predicates combine by `|` and `&`.",
+)
+def _(train_step, state, loader):
+    done = ll.after_epochs(3) | ll.after_steps(12)
+    while not done(state):
+        for batch in loader(state):
+            state, metrics = train_step(state, batch)
+            if done(state):
+                break
+    # shows
+    assert (state.step, state.epoch, state.batch) == (12, 2, 2)
+
+
+@here(
+    "TrainingArguments.dataloader_drop_last",
+    "TrainingArguments.dataloader_num_workers",
+    "TrainingArguments.dataloader_persistent_workers",
+    "TrainingArguments.dataloader_prefetch_factor",
+    "TrainingArguments.dataloader_multiprocessing_context",
+    text="`make_loader` takes what a DataLoader takes.",
+)
+def _(train_set):
+    workers = {"num_workers": 1, "prefetch_factor": 2, "persistent_workers": True}
+    loader = ll.make_loader(train_set, batch_size=16, drop_last=True, multiprocessing_context="fork", **workers)
+    # shows
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process that has threads
+        batches = list(loader(ll.TrainState()))
+    assert [len(x) for x, y in batches] == [16, 16]
+    assert equal(batches, list(ll.make_loader(train_set, batch_size=16, drop_last=True)(ll.TrainState())))
+
+
+@here(
+    "TrainingArguments.dataloader_pin_memory",
+    text="As for a DataLoader; the copy to `device` is then not waited for.",
+)
+def _(train_set, state):
+    loader = ll.make_loader(train_set, batch_size=8, pin_memory=torch.cuda.is_available(), device="cpu")
+    # shows
+    assert next(iter(loader(state)))[0].device.type == "cpu"
+
+
+nothing(
+    "TrainingArguments.dataloader_in_order",
+    text="The order of the batches is a function of (seed, epoch), so that a run resumes by itself and goes on "
+    "with any number of workers; batches out of order would end that.",
+)
+
+
+@here(
+    "TrainingArguments.train_sampling_strategy",
+    "TrainingArguments.length_column_name",
+    text="Shuffled by default. `shuffle=False` is sequential, `lengths=` makes batches of similar lengths as "
+    '`"group_by_length"` does (`pool=50` is its mega-batch, and the default), and `batch_sampler=` any other, '
+    "balanced over ranks or not.",
+)
+def _():
+    lengths = torch.randint(1, 100, (400,))  # dataset["length"]
+    loader = ll.make_loader(range(400), batch_size=4, lengths=lengths)
+
+    # shows
+    def spread(batches):
+        return sum(int(lengths[rows].max() - lengths[rows].min()) for rows in batches)
+
+    start = ll.TrainState()
+    grouped, shuffled = list(loader(start)), list(ll.make_loader(range(400), batch_size=4)(start))
+    theirs = torch.tensor(list(LengthGroupedSampler(4, lengths=lengths.tolist()))).split(4)
+    assert spread(grouped) < spread(shuffled) / 4
+    assert spread(theirs) < spread(shuffled) / 4
+    assert sorted(torch.cat(grouped).tolist()) == list(range(400))
+    ordered = ll.make_loader(range(40), batch_size=4, shuffle=False)
+    assert torch.cat(list(ordered(start))).tolist() == list(range(40))
+    of_my_own = ll.make_loader(range(4), batch_sampler=lambda epoch, generator: [[3, 1], [0, 2]])
+    assert [rows.tolist() for rows in of_my_own(start)] == [[3, 1], [0, 2]]
+
+
+@here(
+    "TrainingArguments.remove_unused_columns",
+    "TrainingArguments.label_names",
+    text="No signature is looked at: the loss function is given the whole batch and takes what it needs.",
+)
+def _(gpt2, tokens):
+    def loss_fn(model, batch):
+        return ll.next_token_loss(model(input_ids=batch["input_ids"]).logits, batch["targets"])
+
+    # shows
+    batch = {"input_ids": tokens, "targets": tokens, "source": ["a", "b", "c"]}
+    found = ll.make_grad_fn(gpt2, loss_fn)(ll.init_state(gpt2), batch)
+    assert found.samples == 3
+    assert ll.compute(found.metrics)["loss"] == pytest.approx(gpt2(input_ids=tokens, labels=tokens).loss.item())
+
+
+TABLE.section("Learning rate")
+
+
+@here(
+    "TrainingArguments.learning_rate",
+    text="A number, or a schedule: a function of the step, of which the weights and moments know nothing.",
+)
+def _(model, loss_fn, batch):
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=5e-5, weight_decay=0.0)
+    # shows
+    ours = looplib_updates(model, loss_fn, batch, optimizer)
+    assert equal(ours, raw_updates(model, loss_fn, batch, adamw(model, lr=5e-5)))
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), **({"weight_decay": 0.0, "fused": True} | options))
+
+
+@here(
+    "TrainingArguments.lr_scheduler_type",
+    "TrainingArguments.lr_scheduler_kwargs",
+    "TrainingArguments.warmup_steps",
+    text="Schedules are functions from a step to a number, and so is any function of yours; what the Trainer's "
+    "names are is listed [below](#schedulertype-linear).",
+)
+def _():
+    lr = ll.warmup_cosine(5e-5, warmup=100, total=2000, final=5e-6)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=lr)
+    # shows
+    assert [lr(0), lr(50), lr(100), lr(2000)] == pytest.approx([0.0, 2.5e-5, 5e-5, 5e-6])
+    assert looplib_steps_follow(optimizer, lr)
+
+
+def looplib_steps_follow(optimizer, lr):
+    """Whether the first update, at a rate of 0, moves nothing, and the next one does."""
+    model = nn.Linear(2, 1)
+    state = ll.init_state(model, optimizer)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer)
+    first, _ = train_step(state, torch.ones(4, 2))
+    second, _ = train_step(first, torch.ones(4, 2))
+    return lr(0) == 0 and equal(first.params, state.params) and not equal(second.params, first.params)
+
+
+@here("TrainingArguments before 5.warmup_ratio", text="A part of the total is a multiplication.")
+def _():
+    total = 2000
+    lr = ll.schedules.warmup_linear(5e-5, warmup=math.ceil(0.06 * total), total=total)
+    # shows
+    args = arguments(warmup_steps=0.06)
+    assert same_rates(lr, scheduled("linear", 5e-5, args.get_warmup_steps(total), total))
+
+
+def arguments(**options):
+    return transformers.TrainingArguments("unused", use_cpu=True, report_to="none", **options)
+
+
+@here("SchedulerType.linear", text="Up, then down to zero.")
+def _():
+    lr = ll.schedules.warmup_linear(1e-3, warmup=10, total=100)
+    # shows
+    assert same_rates(lr, scheduled("linear", 1e-3, 10, 100))
+
+
+@here("SchedulerType.cosine", text="Up, then along half a cosine.")
+def _():
+    lr = ll.warmup_cosine(1e-3, warmup=10, total=100)
+    # shows
+    assert same_rates(lr, scheduled("cosine", 1e-3, 10, 100))
+
+
+@here("SchedulerType.cosine_with_restarts", text="`num_cycles` are `cycles`.")
+def _():
+    lr = ll.schedules.warmup(ll.schedules.cosine_restarts(1e-3, total=90, cycles=3), 10)
+    # shows
+    assert same_rates(lr, scheduled("cosine_with_restarts", 1e-3, 10, 100, num_cycles=3))
+
+
+@here("SchedulerType.cosine_with_min_lr", text="`min_lr` is `final`.")
+def _():
+    lr = ll.warmup_cosine(1e-3, warmup=10, total=100, final=1e-5)
+    # shows
+    assert same_rates(lr, scheduled("cosine_with_min_lr", 1e-3, 10, 100, min_lr=1e-5))
+
+
+@here(
+    "SchedulerType.cosine_warmup_with_min_lr",
+    text="The same one step ahead, so that the first update is not at zero; any function of the step will do.",
+)
+def _():
+    schedule = ll.warmup_cosine(1e-3, warmup=10, total=100, final=1e-5)
+
+    def lr(step):
+        return schedule(step + 1)
+
+    # shows
+    theirs = scheduled("cosine_warmup_with_min_lr", 1e-3, 10, 100, min_lr=1e-5)
+    assert same_rates(lr, theirs[:-1])  # their last value, after the last update, goes up again
+
+
+@here("SchedulerType.polynomial", text="`lr_end` is the second number.")
+def _():
+    lr = ll.schedules.warmup(ll.schedules.polynomial(1e-3, 1e-7, total=90, power=2.0), 10)
+    # shows
+    assert same_rates(lr, scheduled("polynomial", 1e-3, 10, 100, power=2.0, lr_end=1e-7))
+
+
+@here("SchedulerType.constant", text="A number; or a schedule, where one is combined with others.")
+def _():
+    lr = ll.schedules.constant(1e-3)
+    # shows
+    assert same_rates(lr, scheduled("constant", 1e-3, 10, 100))
+
+
+@here("SchedulerType.constant_with_warmup", text="`warmup` goes around any schedule.")
+def _():
+    lr = ll.schedules.warmup(ll.schedules.constant(1e-3), 10)
+    # shows
+    assert same_rates(lr, scheduled("constant_with_warmup", 1e-3, 10, 100))
+
+
+@here("SchedulerType.inverse_sqrt", text="Without a `timescale` the Trainer takes the warmup's steps for it.")
+def _():
+    lr = ll.schedules.warmup(ll.schedules.inverse_sqrt(1e-3, timescale=10), 10)
+    # shows
+    assert same_rates(lr, scheduled("inverse_sqrt", 1e-3, 10, 100))
+
+
+@here(
+    "SchedulerType.warmup_stable_decay",
+    text="`num_decay_steps` are `decay`; `min_lr_ratio` is `start` and `final`, as rates. `decay_type` is "
+    "`decay_shape`.",
+)
+def _():
+    lr = ll.schedules.warmup_stable_decay(1e-3, warmup=10, decay=30, total=100, start=1e-4, final=1e-4)
+    # shows
+    theirs = scheduled("warmup_stable_decay", 1e-3, 10, 100, num_decay_steps=30, min_lr_ratio=0.1)
+    assert same_rates(lr, theirs)
+
+
+@here(
+    "SchedulerType.reduce_lr_on_plateau",
+    "SchedulerType.greedy",
+    text="A rate that depends on what was measured stands in the state, and you put another one there: here a "
+    "tenth after each evaluation that is no better than the best.",
+)
+def _(model, grad_fn, batch):
+    optimizer = ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1))
+    state = ll.init_state(model, optimizer, extra={"best": ll.predicates.BestSoFar("eval/loss")})
+    for loss in (0.5, 0.4, 0.6):  # after each evaluation
+        state = ll.update_best(state, {"eval/loss": loss})
+        if state.extra["best"].waited:
+            state = ll.optim.set_hyperparameters(state, lr=lambda lr: lr / 10)
+    # shows
+    torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(torch_optimizer, patience=0, threshold=0.0)
+    for loss in (0.5, 0.4, 0.6):
+        theirs.step(loss)
+    rate = torch_optimizer.param_groups[0]["lr"]
+    assert ll.optim.hyperparameters(optimizer, state) == {"lr": pytest.approx(rate)} == {"lr": pytest.approx(0.01)}
+    moved, _ = ll.make_train_step(grad_fn, optimizer)(state, batch)
+    gradient = grad_fn(state, batch).grads["0.bias"]
+    torch.testing.assert_close(moved.params["0.bias"], state.params["0.bias"] - 0.01 * gradient)
+
+
+TABLE.section("Optimizer")
+
+
+@here(
+    "TrainingArguments.optim",
+    "OptimizerNames.adamw_torch",
+    "OptimizerNames.adamw_torch_fused",
+    text="The class itself, of torch or of anyone else; fused wherever torch has a fused kernel.",
+)
+def _(model, loss_fn, batch):
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=5e-5, weight_decay=0.0)
+    # shows
+    ours = looplib_updates(model, loss_fn, batch, optimizer)
+    assert equal(ours, raw_updates(model, loss_fn, batch, adamw(model, lr=5e-5, fused=True)))
+
+
+@here(
+    "TrainingArguments.adam_beta1",
+    "TrainingArguments.adam_beta2",
+    "TrainingArguments.adam_epsilon",
+    "TrainingArguments.optim_args",
+    text="Hyperparameters have the names of the class, and each may be a schedule.",
+)
+def _(model, loss_fn, batch):
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=5e-5, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
+    # shows
+    ours = looplib_updates(model, loss_fn, batch, optimizer)
+    assert equal(ours, raw_updates(model, loss_fn, batch, adamw(model, lr=5e-5, betas=(0.9, 0.95), eps=1e-6)))
+
+
+@here(
+    "TrainingArguments.weight_decay",
+    "Trainer.get_decay_parameter_names",
+    text="The Trainer decays no biases and no layer norms without being asked; here a predicate on names and "
+    "tensors says which. Those of fewer than two dimensions are just these, in GPT-2 as in most.",
+)
+def _(gpt2, tokens, lm_loss):
+    no_decay = (lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=5e-5, weight_decay=0.1, groups=[no_decay])
+    # shows
+    decayed = {name for name, tensor in gpt2.named_parameters(remove_duplicate=False) if tensor.ndim >= 2}
+    assert decayed == set(transformers.Trainer.get_decay_parameter_names(None, gpt2))
+    assert looplib_updates(gpt2, lm_loss, tokens, optimizer)
+    state = ll.init_state(gpt2, optimizer)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in state.params.items()}
+    decayed_only, _ = optimizer.update(zeros, state.opt_state, state.params, 0)
+    moved = {name for name, tensor in decayed_only.items() if not torch.equal(tensor, state.params[name])}
+    assert moved == decayed - {"lm_head.weight"}  # another name of the embedding
+
+
+@here(
+    "TrainingArguments.optim_target_modules",
+    text="Groups by a predicate on names and tensors have hyperparameters of their own; `ll.optim.partition` gives them "
+    "another class.",
+)
+def _(gpt2, tokens, lm_loss):
+    def label(name, tensor):
+        return "muon" if ".h." in name and tensor.ndim == 2 else "adamw"
+
+    muon, adamw = ll.optimizer(torch.optim.Muon, lr=0.02), ll.optimizer(torch.optim.AdamW, lr=3e-4)
+    optimizer = ll.optim.partition({"muon": muon, "adamw": adamw}, label)
+    # shows
+    inner = ll.init_state(gpt2, optimizer).opt_state["inner_states"]
+    assert all(name.endswith(".weight") and ".h." in name for name in inner["muon"]["state"])
+    assert len(inner["muon"]["state"]) == 8
+    assert looplib_updates(gpt2, lm_loss, tokens, optimizer)
+
+
+@here("OptimizerNames.sgd", text="torch's class.")
+def _(model, loss_fn, batch):
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
+    # shows
+    theirs = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, fused=True)
+    assert equal(looplib_updates(model, loss_fn, batch, optimizer), raw_updates(model, loss_fn, batch, theirs))
+
+
+@here("OptimizerNames.adagrad", text="torch's class.")
+def _(model, loss_fn, batch):
+    optimizer = ll.optimizer(torch.optim.Adagrad, lr=0.01)
+    # shows
+    theirs = torch.optim.Adagrad(model.parameters(), lr=0.01, fused=True)
+    assert equal(looplib_updates(model, loss_fn, batch, optimizer), raw_updates(model, loss_fn, batch, theirs))
+
+
+@here("OptimizerNames.rmsprop", text="torch's class.")
+def _(model, loss_fn, batch):
+    optimizer = ll.optimizer(torch.optim.RMSprop, lr=0.01, alpha=0.95, centered=True)
+    # shows
+    theirs = torch.optim.RMSprop(model.parameters(), lr=0.01, alpha=0.95, centered=True)
+    assert close(looplib_updates(model, loss_fn, batch, optimizer), raw_updates(model, loss_fn, batch, theirs))
+
+
+@here(
+    "OptimizerNames.adafactor",
+    text="transformers' own class, with what the Trainer gives it; torch has one too, `torch.optim.Adafactor`.",
+)
+def _(model, loss_fn, batch):
+    options = {"scale_parameter": False, "relative_step": False}
+    optimizer = ll.optimizer(transformers.Adafactor, lr=1e-3, **options)
+    # shows
+    theirs = transformers.Adafactor(model.parameters(), lr=1e-3, **options)
+    assert equal(looplib_updates(model, loss_fn, batch, optimizer), raw_updates(model, loss_fn, batch, theirs))
+    assert looplib_updates(model, loss_fn, batch, ll.optimizer(torch.optim.Adafactor, lr=1e-3))
+
+
+@here(
+    "OptimizerNames.lion_32bit",
+    "OptimizerNames.ademamix",
+    "OptimizerNames.stable_adamw",
+    "OptimizerNames.grokadamw",
+    "OptimizerNames.adamw_anyprecision",
+    "OptimizerNames.rmsprop_bnb",
+    "OptimizerNames.rmsprop_bnb_32bit",
+    text="Any class with torch's interface that keeps its state in `state` and `param_groups`: give the class of "
+    "its package (bitsandbytes, torch-optimi, grokadamw, ...), here a `Lion`. The tests run one written for them.",
+)
+def _(model, loss_fn, batch):
+    optimizer = ll.optimizer(Lion, lr=1e-4, betas=(0.95, 0.98), weight_decay=0.1)
+    # shows
+    theirs = Lion(model.parameters(), lr=1e-4, betas=(0.95, 0.98), weight_decay=0.1)
+    assert equal(looplib_updates(model, loss_fn, batch, optimizer), raw_updates(model, loss_fn, batch, theirs))
+
+
+@here(
+    "OptimizerNames.adamw_torch_4bit",
+    "OptimizerNames.adamw_torch_8bit",
+    "OptimizerNames.adamw_bnb_8bit",
+    "OptimizerNames.adamw_8bit",
+    "OptimizerNames.ademamix_8bit",
+    "OptimizerNames.lion_8bit",
+    "OptimizerNames.rmsprop_bnb_8bit",
+    text="State may have any dtype, so quantized classes are given as they are. The tests run a `Lion8bit` written "
+    "for them, with int8 moments, and not the classes of bitsandbytes or torchao.",
+)
+def _(model, loss_fn, batch):
+    optimizer = ll.optimizer(Lion8bit, lr=1e-4)
+    # shows
+    ours = looplib_updates(model, loss_fn, batch, optimizer)
+    assert equal(ours, raw_updates(model, loss_fn, batch, Lion8bit(model.parameters(), lr=1e-4)))
+
+
+@here(
+    "OptimizerNames.schedule_free_adamw",
+    "OptimizerNames.schedule_free_sgd",
+    "OptimizerNames.schedule_free_radam",
+    text="The classes of schedulefree. There is no `train()` and `eval()` to call: `eval_state` has the point to "
+    "evaluate at.",
+)
+def _(model, loss_fn, batch, metric_fn, test_batches):
+    import schedulefree
+
+    optimizer = ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.01, warmup_steps=2)
+    state = ll.init_state(model, optimizer)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+    # shows
+    for _ in range(3):
+        state, _ = train_step(state, batch)
+    theirs = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01, warmup_steps=2)
+    theirs.train()
+    trained = raw_updates(model, loss_fn, batch, theirs)
+    assert close(state.params, trained)
+    theirs.eval()
+    assert close(ll.eval_state(optimizer, state).params, {n: p.detach() for n, p in model.named_parameters()})
+    for cls in (schedulefree.SGDScheduleFree, schedulefree.RAdamScheduleFree):
+        assert looplib_updates(model, loss_fn, batch, ll.optimizer(cls, lr=0.01))
+
+
+@here(
+    "OptimizerNames.galore_adamw",
+    "OptimizerNames.galore_adafactor",
+    "OptimizerNames.apollo_adamw",
+    text="The classes of galore_torch and apollo_torch: what they read from a group stands in the group, whose "
+    "predicate takes the place of `optim_target_modules`. The tests run a class written like these.",
+)
+def _(model, loss_fn, batch):
+    galore = {"rank": 2, "update_proj_gap": 2, "scale": 0.25}
+    groups = [(lambda name, tensor: name in ("0.weight", "2.weight"), galore)]
+    optimizer = ll.optimizer(GaLoreAdamW, lr=1e-2, groups=groups)
+    # shows
+    ours = looplib_updates(model, loss_fn, batch, optimizer, updates=5)
+    biases = {"params": [model[0].bias, model[2].bias]}
+    theirs = GaLoreAdamW([{"params": [model[0].weight, model[2].weight], **galore}, biases], lr=1e-2)
+    assert equal(ours, raw_updates(model, loss_fn, batch, theirs, updates=5))
+    assert ll.init_state(model, optimizer).opt_state["state"]["0.weight"]["exp_avg"].shape == (8, 2)
+
+
+nothing(
+    "OptimizerNames.galore_adamw_8bit",
+    text="Its class puts other tensors into the parameters' `data` while it steps, and runs on GPUs alone, where it "
+    "was never tried here: take `galore_adamw` or `adamw_8bit`.",
+)
+nothing(
+    "OptimizerNames.galore_adamw_layerwise",
+    "OptimizerNames.galore_adamw_8bit_layerwise",
+    "OptimizerNames.galore_adafactor_layerwise",
+    "OptimizerNames.apollo_adamw_layerwise",
+    "OptimizerNames.lomo",
+    "OptimizerNames.adalomo",
+    text="These update each weight within the backward pass, so that there is no gradient to clip, to accumulate "
+    "or to look at, and a step could not be taken back. For the memory, `fully_shard` with a `CPUOffloadPolicy`.",
+)
+nothing(
+    "OptimizerNames.paged_adamw_32bit",
+    "OptimizerNames.paged_adamw_8bit",
+    "OptimizerNames.paged_ademamix_32bit",
+    "OptimizerNames.paged_ademamix_8bit",
+    "OptimizerNames.paged_lion_32bit",
+    "OptimizerNames.paged_lion_8bit",
+    text="Paged state lies in memory that bitsandbytes allocates by itself, and a state here is made of tensors "
+    "that can be copied, saved and forked; `fully_shard` with a `CPUOffloadPolicy` keeps state on the host.",
+)
+nothing(
+    "OptimizerNames.adamw_torch_xla",
+    "OptimizerNames.adamw_torch_npu_fused",
+    text="For torch_xla and torch_npu, on whose devices nothing here was ever run.",
+)
+
+
+TABLE.section("Gradients and loss")
+
+
+@here(
+    "TrainingArguments.gradient_accumulation_steps",
+    text="One call is one update over the whole batch, in pieces. The gradient is that of the whole, however it is "
+    "cut, and `state.step` counts updates.",
+)
+def _(model, loss_fn, state, batch):
+    grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches=5)
+    # shows
+    assert close(grad_fn(state, batch).grads, ll.make_grad_fn(model, loss_fn)(state, batch).grads)
+    state, _ = ll.make_train_step(grad_fn, ll.optimizer(torch.optim.AdamW, lr=1e-2))(state, batch)
+    assert state.step == 1
+
+
+@here(
+    "TrainingArguments.average_tokens_across_devices",
+    text="A loss that says its sum and its number of tokens is averaged over all tokens of the batch, whatever "
+    "piece or rank they are in.",
+)
+def _(gpt2, tokens):
+    def loss_fn(model, tokens):
+        logits, targets = model(input_ids=tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        return ll.Mean(F.cross_entropy(logits, targets, reduction="sum"), len(targets))
+
+    # shows
+    pieces = [tokens, tokens[:1, :4]]
+    found = ll.accumulate(ll.make_grad_fn(gpt2, loss_fn))(ll.init_state(gpt2), pieces)
+    sums = sum(loss_fn(gpt2, piece).total for piece in pieces) / (3 * 9 + 3)
+    sums.backward()
+    assert close(found.grads, {name: tensor.grad for name, tensor in gpt2.named_parameters()})
+    assert ll.compute(found.metrics)["loss"] == pytest.approx(sums.item())
+
+
+@here(
+    "TrainingArguments.max_grad_norm",
+    text="A wrapper around the gradient, which reports the norm as `grad_norm`; `math.inf` for the report alone.",
+)
+def _(model, loss_fn, state, batch):
+    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 0.1)
+    # shows
+    found = grad_fn(state, batch)
+    loss_fn(model, batch).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert equal(found.grads, {name: tensor.grad for name, tensor in model.named_parameters()})
+    assert ll.compute(found.metrics)["grad_norm"] == norm.item() > 0.1
+
+
+@here(
+    "TrainingArguments.label_smoothing_factor",
+    text="The loss is yours: `label_smoothing=` of torch's cross-entropy, or of `ll.next_token_loss`.",
+)
+def _(gpt2, tokens):
+    def loss_fn(model, tokens):
+        return ll.next_token_loss(model(input_ids=tokens).logits, tokens, label_smoothing=0.1)
+
+    # shows
+    theirs = LabelSmoother(0.1)({"logits": gpt2(input_ids=tokens).logits}, tokens, shift_labels=True)
+    ours = ll.make_grad_fn(gpt2, loss_fn)(ll.init_state(gpt2), tokens)
+    assert ll.compute(ours.metrics)["loss"] == pytest.approx(theirs.item(), rel=1e-6)
+
+
+@here("TrainingArguments.neftune_noise_alpha", text="A wrapper around the loss function; the model stays as it is.")
+def _(gpt2, lm_loss, tokens):
+    noisy_loss = ll.contrib.neftune(lm_loss, "transformer.wte", alpha=5.0)
+    # shows
+    state = ll.init_state(gpt2)
+    noisy, plain = ll.make_grad_fn(gpt2, noisy_loss)(state, tokens), ll.make_grad_fn(gpt2, lm_loss)(state, tokens)
+    assert not close(noisy.grads, plain.grads, atol=1e-4)
+    gpt2.eval()
+    assert equal(noisy_loss(gpt2, tokens).total, lm_loss(gpt2, tokens).total)
+
+
+@here(
+    "TrainingArguments.use_liger_kernel",
+    "TrainingArguments.liger_kernel_config",
+    text="What its fused linear cross-entropy saves, the logits of all tokens at once, `next_token_loss` saves "
+    "when it is given the head. Liger's other kernels change the model, before it comes here.",
+)
+def _(gpt2, lm_loss, tokens):
+    def loss_fn(model, tokens):
+        hidden = model.transformer(input_ids=tokens).last_hidden_state
+        return ll.next_token_loss(hidden, tokens, head=model.lm_head)
+
+    # shows
+    state = ll.init_state(gpt2)
+    ours, all_logits = ll.make_grad_fn(gpt2, loss_fn)(state, tokens), ll.make_grad_fn(gpt2, lm_loss)(state, tokens)
+    assert close(ours.grads, all_logits.grads)
+
+
+TABLE.section("Precision, memory and speed")
+
+
+@here("TrainingArguments.bf16", text="A wrapper around the loss function; weights and gradients stay in float32.")
+def _(gpt2, lm_loss, tokens):
+    grad_fn = ll.make_grad_fn(gpt2, ll.autocast(lm_loss, torch.bfloat16))
+    # shows
+    found = grad_fn(ll.init_state(gpt2), tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        lm_loss(gpt2, tokens).compute().backward()
+    assert close(found.grads, {name: tensor.grad for name, tensor in gpt2.named_parameters()}, atol=1e-5)
+    assert {tensor.dtype for tensor in found.grads.values()} == {torch.float32}
+
+
+@here(
+    "TrainingArguments.fp16",
+    text="float16 needs a loss scale besides: one wrapper multiplies and divides by it, one moves it and skips "
+    "what overflows, as torch's `GradScaler` does.",
+)
+def _(gpt2, lm_loss, tokens):
+    grad_fn = ll.grads.scale_loss(ll.make_grad_fn(gpt2, ll.autocast(lm_loss, torch.float16)))
+    optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.AdamW, lr=5e-5))
+    # shows
+    state = ll.init_state(gpt2, optimizer)
+    for _ in range(4):
+        state, metrics = ll.make_train_step(grad_fn, optimizer)(state, tokens)
+    assert state.step == 4
+    assert ll.compute(metrics)["loss_scale"] == 65536
+
+
+@here(
+    "TrainingArguments.bf16_full_eval",
+    "TrainingArguments.fp16_full_eval",
+    text="A state is a record of tensors, so evaluate one whose weights are of half precision. "
+    "(`ll.autocast(metric_fn, torch.bfloat16)` is the mixed form.)",
+)
+def _(gpt2, lm_loss, tokens):
+    state, eval_step = ll.init_state(gpt2), ll.make_eval_step(gpt2, lambda model, x: {"loss": lm_loss(model, x)})
+    scores = ll.evaluate(eval_step, ll.state.cast(state, torch.bfloat16), [tokens])
+    # shows
+    assert {tensor.dtype for tensor in gpt2.parameters()} == {torch.float32}
+    assert scores["loss"] != ll.evaluate(eval_step, state, [tokens])["loss"]
+    with torch.no_grad():
+        half = lm_loss(gpt2.to(torch.bfloat16).eval(), tokens).compute()  # as the Trainer does
+    assert scores["loss"] == half.item()
+
+
+@plain("TrainingArguments.tf32", text="A switch of torch's.")
+def _():
+    torch.set_float32_matmul_precision("high")
+    # shows
+    found = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    assert found == "high"
+
+
+@here(
+    "TrainingArguments.activation_checkpointing",
+    "TrainingArguments.gradient_checkpointing",
+    text="A wrapper around the loss function, for the modules of a class; the bits stay the same, dropout included.",
+)
+def _(gpt2, lm_loss, tokens):
+    grad_fn = ll.make_grad_fn(gpt2, ll.losses.recompute(lm_loss, GPT2Block))
+    # shows
+    state = ll.init_state(gpt2)
+    assert equal(grad_fn(state, tokens).grads, ll.make_grad_fn(gpt2, lm_loss)(state, tokens).grads)
+
+
+@here(
+    "TrainingArguments.activation_checkpointing_kwargs",
+    "TrainingArguments.gradient_checkpointing_kwargs",
+    text="Which modules is a predicate on names and modules: here `every_n_layers=2`. `offload` is torch's "
+    "`torch.autograd.graph.save_on_cpu`, a `with` in the loss function.",
+)
+def _(gpt2, lm_loss, tokens):
+    def every_other(name, module):
+        return isinstance(module, GPT2Block) and int(name.split(".")[-1]) % 2 == 0
+
+    lean_loss = ll.losses.recompute(lm_loss, every_other)
+    # shows
+    calls = []
+    for number, block in enumerate(gpt2.transformer.h):
+        block.ln_1.register_forward_hook(lambda *_, number=number: calls.append(number))
+    found = ll.make_grad_fn(gpt2, lean_loss)(ll.init_state(gpt2), tokens).grads
+    assert sorted(calls) == [0, 0, 1]
+
+    def offloaded(model, tokens):
+        with torch.autograd.graph.save_on_cpu():
+            return lm_loss(model, tokens)
+
+    assert equal(found, ll.make_grad_fn(gpt2, offloaded)(ll.init_state(gpt2), tokens).grads)
+
+
+@here(
+    "TrainingArguments.torch_compile",
+    "TrainingArguments.torch_compile_backend",
+    "TrainingArguments.torch_compile_mode",
+    text="The whole step in one graph: forward and backward pass, clipping, schedule and update. `compile=True`, "
+    "or torch.compile's options; `ll.transforms.compile_blocks` compiles a large model's blocks alone.",
+)
+def _(grad_fn, optimizer, state, batch, train_step):
+    compiled_step = ll.make_train_step(grad_fn, optimizer, compile={"backend": "eager"})
+    # shows
+    ours, eager = state, state
+    for _ in range(3):
+        (ours, _), (eager, _) = compiled_step(ours, batch), train_step(eager, batch)
+    assert close(ours.params, eager.params)
+
+
+@here(
+    "TrainingArguments.auto_find_batch_size",
+    text="When memory runs out, the same batch is taken again in smaller pieces, with the whole batch's gradient: "
+    "training does not begin anew.",
+)
+def _(model, loss_fn, state, batch):
+    grad_fn = ll.grads.retry_on_oom(ll.make_grad_fn(model, loss_fn))
+
+    # shows
+    def holds_four(_, inputs):
+        if len(inputs[0]) > 4:
+            raise torch.OutOfMemoryError("out of memory")
+
+    whole = ll.make_grad_fn(model, loss_fn)(state, batch)
+    model.register_forward_pre_hook(holds_four)
+    with pytest.warns(UserWarning, match="pieces"):
+        found = grad_fn(state, batch)
+    assert ll.compute(found.metrics)["microbatch_size"] == 3
+    assert close(found.grads, whole.grads)
+
+
+@plain("TrainingArguments.torch_empty_cache_steps", text="torch's function, where a predicate says so.")
+def _(state):
+    clear_now = ll.every_n_steps(100)
+    if clear_now(state):
+        torch.cuda.empty_cache()
+    # shows
+    assert [step for step in range(300) if clear_now(state.replace(step=step))] == [100, 200]
+
+
+@plain("TrainingArguments.use_cache", text="A setting of the model's.")
+def _(gpt2, tokens):
+    gpt2.config.use_cache = False
+    # shows
+    assert gpt2(input_ids=tokens).past_key_values is None
+    gpt2.config.use_cache = True
+    assert gpt2(input_ids=tokens).past_key_values is not None
+
+
+TABLE.section("Logs")
+
+
+@here(
+    "TrainingArguments.logging_strategy",
+    "TrainingArguments.logging_steps",
+    "TrainingArguments.logging_first_step",
+    text='Predicates of the state, combined at will: `ll.at_epoch_end()` is `"epoch"`, and a part of the whole is '
+    "a multiplication.",
+)
+def _(state):
+    log_now = ll.every_n_steps(50) | ll.at_step(1)
+    # shows
+    fired = [step for step in range(151) if log_now(state.replace(step=step, batch=1))]
+    assert fired == [1, 50, 100, 150]
+    assert ll.at_epoch_end()(state.replace(epoch=1, batch=0))
+
+
+@here(
+    "TrainingArguments.logging_nan_inf_filter",
+    text="What was measured is what is logged. A step that is not finite can be skipped, and what was skipped left "
+    "out of the mean since the last log.",
+)
+def _(grad_fn, model, batch):
+    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.AdamW, lr=1e-2), max_consecutive=5)
+    train_step, window = ll.make_train_step(grad_fn, optimizer), ll.Window()
+    state = ll.init_state(model, optimizer)
+    for inputs in (batch, (batch[0] * math.nan, batch[1]), batch):
+        state, metrics = train_step(state, inputs)
+        if not state.skipped:
+            window = window.add(metrics)
+    # shows
+    assert len(window) == state.step == 2
+    assert math.isfinite(ll.compute(window.metrics())["loss"])
+
+
+@here(
+    "TrainingArguments.include_num_input_tokens_seen",
+    text='A count of your own in the state, which checkpoints keep; `(tokens != pad).sum()` is `"non_padding"`.',
+)
+def _(gpt2, lm_loss, tokens):
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=5e-5)
+    train_step = ll.make_train_step(ll.make_grad_fn(gpt2, lm_loss), optimizer)
+    state = ll.init_state(gpt2, optimizer, extra={"tokens": torch.tensor(0)})
+    for batch in (tokens, tokens[:1]):
+        state, metrics = train_step(state, batch)
+        state = state.replace(extra={"tokens": state.extra["tokens"] + batch.numel()})
+    # shows
+    assert state.extra["tokens"].item() == 40
+
+
+@here(
+    "TrainingArguments.log_on_each_node",
+    text="The first rank writes; a sink in `every_rank` writes on each.",
+)
+def _(state):
+    log = ll.log.every_rank(ll.jsonl(f"runs/small/log-{ll.distributed.rank()}.jsonl"))
+    # shows
+    log(state, {"train/loss": 0.5})
+    assert ll.read_jsonl("runs/small/log-0.jsonl")[0]["train/loss"] == 0.5
+
+
+nothing(
+    "TrainingArguments.log_level",
+    "TrainingArguments.log_level_replica",
+    text="Nothing is said through `logging`: sinks write what you give them, what is amiss is a warning or an "
+    "error. What other ranks print goes to files by `ll.distributed.setup(output_dir=...)`.",
+)
+
+
+@here(
+    "TrainingArguments.disable_tqdm",
+    text="The bar is a function around the batches: leave it out, or `disable=None` for none unless in a terminal.",
+)
+def _(loader, state, train_step, terminal):
+    for batch in ll.progress(loader(state), state, disable=None):
+        state, metrics = train_step(state, batch)
+    # shows
+    assert state.epoch == 1
+    assert len(list(ll.progress(loader(state), state, disable=None, file=terminal))) == 5
+    assert terminal.getvalue() == ""
+    assert len(list(ll.progress(loader(state), state, file=terminal))) == 5
+    assert "epoch 2: 100%" in terminal.getvalue()
+
+
+@here(
+    "TrainingArguments.report_to",
+    "TrainingArguments.run_name",
+    "TrainingArguments.project",
+    text="Sinks, which compose.",
+)
+def _(state):
+    wandb = ll.log.wandb(project="huggingface", name="small", mode="disabled")
+    log = ll.tee(ll.jsonl("log.jsonl"), ll.log.tensorboard("runs/tb"), wandb)
+    # shows
+    log(state, {"train/loss": 0.5})
+    assert ll.read_jsonl("log.jsonl")[0]["train/loss"] == 0.5
+    assert list(Path("runs/tb").glob("events.*"))
+
+
+@here(
+    "TrainingArguments.trackio_space_id",
+    "TrainingArguments.trackio_bucket_id",
+    "TrainingArguments.trackio_static_space_id",
+    text="Any function of a state and a dict of numbers is a sink, so another tracker (trackio, MLflow, Comet, "
+    "...) is its own `init` and this; `ll.log.in_background` keeps it from holding up the loop.",
+)
+def _(state):
+    seen = []
+    trackio = types.SimpleNamespace(log=lambda values, step: seen.append((step, values)))
+    # given
+    log = ll.log.in_background(lambda state, values: trackio.log(values, step=state.step))
+    # shows
+    log(state.replace(step=7), {"train/loss": 0.5})
+    log.close()
+    assert seen == [(7, {"train/loss": 0.5})]
+
+
+TABLE.section("Evaluation")
+
+
+@here(
+    "TrainingArguments.eval_strategy",
+    "TrainingArguments.eval_steps",
+    text="A predicate, asked after the step.",
+)
+def _(train_step, state, loader, eval_step, test_batches, log, rows):
+    eval_now = ll.every_n_steps(2)  # or ll.at_epoch_end()
+    for batch in loader(state):
+        state, metrics = train_step(state, batch)
+        if eval_now(state):
+            log(state, ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
+    # shows
+    assert [row["step"] for row in rows] == [2, 4]
+    assert set(rows[0]) >= {"eval/loss", "eval/accuracy"}
+
+
+@here("TrainingArguments.eval_delay", text="Not before step 30.")
+def _(state):
+    eval_now = ll.every_n_steps(10) & ll.after_steps(30)
+    # shows
+    assert [step for step in range(51) if eval_now(state.replace(step=step))] == [30, 40, 50]
+
+
+@here(
+    "TrainingArguments.per_device_eval_batch_size",
+    text="Batches to evaluate on are any iterable; a loader is read from its beginning. The metrics are those of "
+    "the set, whatever the size.",
+)
+def _(test_set, eval_step, state, test_batches):
+    loader = ll.make_loader(test_set, batch_size=7, shuffle=False)
+    scores = ll.evaluate(eval_step, state, loader)
+    # shows
+    assert scores == pytest.approx(ll.evaluate(eval_step, state, [test_set[:]]), rel=1e-6)
+
+
+@here("TrainingArguments.prediction_loss_only", text="The metric function returns what it is to return.")
+def _(model, loss_fn, state, test_batches):
+    eval_step = ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})
+    # shows
+    assert list(ll.evaluate(eval_step, state, test_batches)) == ["loss"]
+
+
+@here("TrainingArguments.eval_on_start", text="A line before the loop; `limit` for a check on few batches.")
+def _(eval_step, state, test_batches):
+    scores = ll.evaluate(eval_step, state, test_batches, prefix="eval/", limit=2)
+    # shows
+    assert scores == ll.evaluate(eval_step, state, test_batches[:2], prefix="eval/")
+
+
+@here(
+    "TrainingArguments.eval_do_concat_batches",
+    "TrainingArguments.eval_accumulation_steps",
+    text="Evaluation keeps no outputs. Predictions come batch by batch, each on the host before the next is made; "
+    "concatenate them, or let `predict_to` write them to disk.",
+)
+def _(predict_step, state, test_batches, model):
+    outputs = ll.predict(predict_step, state, test_batches)
+    logits = torch.cat(list(outputs))
+    # shows
+    assert logits.shape == (25, 3)
+    assert close(logits, model(torch.cat([x for x, y in test_batches])).detach())
+    path = ll.predict_to("runs/predictions", predict_step, state, test_batches)
+    assert equal(ll.evaluation.read_predictions(path)["output"].clone(), logits)
+
+
+nothing(
+    "TrainingArguments.eval_use_gather_object",
+    text="Records of metrics and outputs of any structure are brought together as they are.",
+)
+
+
+@here(
+    "TrainingArguments.include_for_metrics",
+    text="The metric function is given the model and the batch, inputs and all.",
+)
+def _(model, state, test_batches):
+    def metric_fn(model, batch):
+        x, y = batch
+        losses, positive = F.cross_entropy(model(x), y, reduction="none"), x[:, 0] > 0
+        return {"loss": losses.mean(), "positive/loss": ll.Mean(losses[positive].sum(), positive.sum())}
+
+    # shows
+    scores = ll.evaluate(ll.make_eval_step(model, metric_fn), state, test_batches)
+    x, y = (torch.cat(parts) for parts in zip(*test_batches, strict=True))
+    positive = F.cross_entropy(model(x[x[:, 0] > 0]), y[x[:, 0] > 0])
+    assert scores["positive/loss"] == pytest.approx(positive.item(), rel=1e-6)
+
+
+@here(
+    "TrainingArguments.batch_eval_metrics",
+    text="Always: metrics are small records that merge exactly, so no logits are kept. Those of torchmetrics are "
+    "too, by `ll.metrics.torchmetric`.",
+)
+def _(model, state, test_batches):
+    def metric_fn(model, batch):
+        x, y = batch
+        matrix = ll.metrics.ConfusionMatrix.of(model(x).argmax(1), y, classes=3)
+        return {"accuracy": matrix, "macro_f1": ll.metrics.Reading(matrix, ll.metrics.ConfusionMatrix.macro_f1)}
+
+    # shows
+    from sklearn.metrics import f1_score
+
+    scores = ll.evaluate(ll.make_eval_step(model, metric_fn), state, test_batches)
+    x, y = (torch.cat(parts) for parts in zip(*test_batches, strict=True))
+    predicted = model(x).argmax(1)
+    assert scores["accuracy"] == pytest.approx((predicted == y).float().mean().item())
+    assert scores["macro_f1"] == pytest.approx(f1_score(y, predicted, average="macro"))
+
+
+@here(
+    "Seq2SeqTrainingArguments.predict_with_generate",
+    "Seq2SeqTrainingArguments.generation_max_length",
+    "Seq2SeqTrainingArguments.generation_num_beams",
+    "Seq2SeqTrainingArguments.generation_config",
+    text="A predict function may call whatever the model can do, `generate` with its arguments too; so may a "
+    "metric function.",
+)
+def _(gpt2, tokens):
+    def predict_fn(model, tokens):
+        mask = torch.ones_like(tokens)
+        return model.generate(
+            tokens, attention_mask=mask, max_length=14, num_beams=2, do_sample=False, pad_token_id=0
+        )
+
+    predict_step = ll.make_predict_step(gpt2, predict_fn)
+    # shows
+    gpt2.eval()
+    expected = predict_fn(gpt2, tokens)
+    found = predict_step(ll.init_state(gpt2), tokens)
+    assert equal(found, expected)
+    assert torch.equal(found[:, :10], tokens)
+
+
+@here(
+    "Seq2SeqTrainingArguments.sortish_sampler",
+    text="Batches of similar lengths, in an order that changes from epoch to epoch.",
+)
+def _():
+    lengths = torch.arange(100) % 10
+    loader = ll.make_loader(range(100), batch_size=5, lengths=lengths)
+    # shows
+    first, second = (torch.cat(list(loader(ll.TrainState(epoch=epoch)))) for epoch in (0, 1))
+    assert not torch.equal(first, second)
+    assert torch.equal(first.sort().values, second.sort().values)
+
+
+TABLE.section("Checkpoints")
+
+
+@here(
+    "TrainingArguments.save_strategy",
+    "TrainingArguments.save_steps",
+    text='A predicate says when; for `"best"` it is `ll.predicates.at_best()`, asked after `ll.update_best(state, scores)`.',
+)
+def _(ckpt, state, train):
+    save_now = ll.every_n_steps(2)  # or ll.predicates.at_best()
+    for state in train(state, 5):
+        if save_now(state):
+            ckpt.save(state)
+    # shows
+    assert [checkpoint.step for checkpoint in ckpt.steps()] == [2, 4]
+    state = state.replace(extra={"best": ll.predicates.BestSoFar("eval/loss")})
+    at_best, saved = ll.predicates.at_best(), []
+    for loss in (0.5, 0.6, 0.4):
+        state = ll.update_best(state, {"eval/loss": loss})
+        saved.append(at_best(state))
+    assert saved == [True, False, True]
+
+
+@here(
+    "TrainingArguments.save_total_limit",
+    text="The newest, the best, and any others that a policy wants; the latest and the best are never let go of.",
+)
+def _(state, train):
+    ckpt = ll.checkpoint_io("runs/small", keep_last=2, keep_best=1, monitor="eval/loss")
+    # shows
+    for state, loss in zip(train(state, 5), (0.5, 0.2, 0.4, 0.3, 0.6), strict=True):
+        ckpt.save(state, {"eval/loss": loss})
+    assert sorted(path.name for path in Path("runs/small").glob("step-*")) == [
+        "step-00000002",
+        "step-00000004",
+        "step-00000005",
+    ]
+
+
+@here(
+    "TrainingArguments.load_best_model_at_end",
+    "TrainingArguments.metric_for_best_model",
+    "TrainingArguments.greater_is_better",
+    text="Whose best it is, is said to the checkpoints; after the loop, restore it.",
+)
+def _(state, train):
+    ckpt = ll.checkpoint_io("runs/small", keep_best=1, monitor="eval/accuracy", mode="max")
+    for state, accuracy in zip(train(state, 3), (0.5, 0.8, 0.7), strict=True):
+        ckpt.save(state, {"eval/accuracy": accuracy})
+    best = ckpt.restore(state, which="best")
+    # shows
+    assert best.step == 2
+    assert equal(best, ckpt.restore(state, which=2))
+    assert not equal(best.params, state.params)
+
+
+@here(
+    "TrainingArguments.resume_from_checkpoint",
+    text="The state of a run goes on from its latest checkpoint, or begins where there is none; the loader gives "
+    "what is left of the epoch. The bits are those of a run that was never stopped.",
+)
+def _(ckpt, model, optimizer, loader, train, state):
+    straight = train(ll.copy_state(state), 8)[-1]
+    ckpt.save(train(state, 3)[-1])  # here the process ends; the next one makes the same model, optimizer and loader
+    # given
+    state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader)))
+    # shows
+    assert (state.step, state.batch) == (3, 3)
+    assert equal(train(state, 5)[-1], straight)
+
+
+@here(
+    "TrainingArguments.ignore_data_skip",
+    text="Nothing is read on the way to where the run was, so there is no time to be saved. To begin the epoch "
+    "anew all the same:",
+)
+def _(ckpt, state, train, loader):
+    ckpt.save(train(state, 3)[-1])
+    # given
+    state = ckpt.restore(state)
+    from_its_start = state.replace(batch=0)
+    # shows
+    assert (len(list(loader(state))), len(list(loader(from_its_start)))) == (2, 5)
+
+
+@here(
+    "TrainingArguments.restore_callback_states_from_checkpoint",
+    text="What is to be remembered stands in `state.extra`, and is saved and restored with the rest.",
+)
+def _(ckpt, model, optimizer):
+    state = ll.init_state(
+        model, optimizer, extra={"best": ll.predicates.BestSoFar("eval/loss"), "mine": torch.zeros(3)}
+    )
+    ckpt.save(ll.update_best(state, {"eval/loss": 0.3}))
+    state = ckpt.restore(state)
+    # shows
+    assert state.extra["best"].best == 0.3
+    assert equal(state.extra["mine"], torch.zeros(3))
+
+
+@here(
+    "TrainingArguments.save_only_model",
+    text="A state without the optimizer's, which is restored with `weights_only=True`, and which no run can go on "
+    "from. As others read them: `ll.checkpoint.save_pretrained(model, state, folder)`.",
+)
+def _(gpt2, tokens, ckpt):
+    state = ll.init_state(gpt2, ll.optimizer(torch.optim.AdamW, lr=1e-2)).replace(step=500)
+    # given
+    ckpt.save(state.replace(opt_state=None), {"eval/loss": 0.3})
+    ll.checkpoint.save_pretrained(gpt2, state, "runs/gpt2")
+    # shows
+    assert set(ckpt.latest().parts) == {"params"}
+    again = ckpt.restore(ll.copy_state(state).replace(step=0), weights_only=True)
+    assert equal(again.params, state.params)
+    assert again.step == 0
+    with pytest.raises(ValueError, match=r"opt_state.* is in the state, and not in the checkpoint"):
+        ckpt.restore(state)
+    again = transformers.GPT2LMHeadModel.from_pretrained("runs/gpt2")
+    assert torch.equal(again(input_ids=tokens).logits, gpt2(input_ids=tokens).logits)
+
+
+nothing(
+    "TrainingArguments.save_on_each_node",
+    text="A checkpoint is written once, into a directory that all ranks see; where none is shared, no node could "
+    "resume from its own alone.",
+)
+
+
+@here(
+    "TrainingArguments.enable_jit_checkpoint",
+    text="A signal is a predicate: the batch at hand is finished, and then the loop is left.",
+)
+def _(train_step, state, loader, ckpt):
+    import signal
+
+    with ll.after_signal(signal.SIGUSR1) as stop_now:  # SIGTERM, as a rule
+        for batch in loader(state):
+            state, metrics = train_step(state, batch)
+            if state.step == 2:
+                signal.raise_signal(signal.SIGUSR1)
+            if stop_now(state):
+                break
+    ckpt.save(state)
+    # shows
+    assert ckpt.latest().step == 2
+
+
+TABLE.section("Seeds and devices")
+
+
+@here(
+    "TrainingArguments.seed",
+    "TrainingArguments.data_seed",
+    text="The state's seed is for dropout and the like, the loader's for the order. The weights come from torch's "
+    "own, `torch.manual_seed`, when the model is made.",
+)
+def _(model, optimizer, train_set):
+    loader = ll.make_loader(train_set, batch_size=8, seed=42)
+    state = ll.init_state(model, optimizer, seed=42, epoch_length=len(loader))
+    # shows
+    again = ll.make_loader(train_set, batch_size=8, seed=42)
+    other = ll.make_loader(train_set, batch_size=8, seed=43)
+    assert equal(list(loader(state)), list(again(state)))
+    assert not equal(list(loader(state)), list(other(state)))
+    dropout = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+    grad_fn = ll.make_grad_fn(dropout, lambda model, batch: model(batch[0]).mean())
+    grads = [grad_fn(ll.init_state(dropout, seed=seed), train_set[:8]).grads for seed in (42, 42, 43)]
+    assert equal(grads[0], grads[1])
+    assert not equal(grads[0], grads[2])
+
+
+@plain(
+    "TrainingArguments.full_determinism",
+    text="Steps are functions of the state's seed and step already; for kernels that add up in any order, torch's "
+    "switch.",
+)
+def _():
+    torch.use_deterministic_algorithms(True)
+    # shows
+    found = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    assert found
+
+
+@plain(
+    "TrainingArguments.use_cpu",
+    "TrainingArguments before 5.no_cuda",
+    "TrainingArguments before 5.use_mps_device",
+    text="The model is where you put it, and the loader moves batches to `device`.",
+)
+def _(model, train_set, state):
+    model = model.to("cpu")
+    loader = ll.make_loader(train_set, batch_size=8, device="cpu")
+    # shows
+    assert {p.device.type for p in model.parameters()} == {x.device.type for x, y in loader(state)} == {"cpu"}
+
+
+TABLE.section("Many processes")
+
+
+@here(
+    "TrainingArguments.ddp_backend",
+    "TrainingArguments.ddp_timeout",
+    "TrainingArguments.local_rank",
+    text="One `with` joins what torchrun started, and gives this process's device.",
+)
+def _(torchrun):
+    with ll.distributed.setup(backend="gloo", timeout=1800) as device:
+        place = ll.distributed.rank(), ll.distributed.world_size(), torch.distributed.get_backend()
+    # shows
+    assert place == (0, 1, "gloo")
+    assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@plain(
+    "TrainingArguments.ddp_find_unused_parameters",
+    "TrainingArguments.ddp_bucket_cap_mb",
+    "TrainingArguments.ddp_broadcast_buffers",
+    "TrainingArguments.ddp_static_graph",
+    text="Arguments of torch's own wrapper; the loop stays as it is.",
+)
+def _(one_process, model, loss_fn, optimizer, batch):
+    wrapped = DistributedDataParallel(model, find_unused_parameters=False, bucket_cap_mb=25, static_graph=True)
+    train_step = ll.make_train_step(ll.make_grad_fn(wrapped, loss_fn), optimizer, donate=True)
+    # shows
+    plain = ll.copy_state(ll.init_state(model, optimizer))
+    state, _ = train_step(ll.init_state(wrapped, optimizer), batch)
+    expected, _ = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)(plain, batch)
+    assert equal(state.params, expected.params)
+    assert "broadcast_buffers" in inspect.signature(DistributedDataParallel).parameters
+
+
+@plain(
+    "TrainingArguments.fsdp",
+    "TrainingArguments.fsdp_config",
+    text="torch's `fully_shard`, for each block and then the whole; the keys of the config are its arguments "
+    "(`reshard_after_forward`, `offload_policy`), `ll.losses.recompute` is its `activation_checkpointing`, and "
+    '`ll.checkpoint.state_dict` gathers what `"FULL_STATE_DICT"` does.',
+)
+def _(one_process, gpt2, lm_loss, optimizer, tokens):
+    for block in gpt2.transformer.h:
+        fully_shard(block, reshard_after_forward=True)
+    fully_shard(gpt2)
+    train_step = ll.make_train_step(ll.make_grad_fn(gpt2, lm_loss), optimizer, donate=True)
+    # shows
+    state = ll.init_state(gpt2, optimizer)
+    before = {name: tensor.full_tensor().clone() for name, tensor in state.params.items()}
+    state, metrics = train_step(state, tokens)
+    assert math.isfinite(ll.compute(metrics)["loss"])
+    assert all(not torch.equal(tensor.full_tensor(), before[name]) for name, tensor in state.params.items())
+    assert ll.checkpoint.state_dict(gpt2, state)["transformer.wte.weight"].shape == (50, 16)
+    assert {"reshard_after_forward", "offload_policy"} <= set(inspect.signature(fully_shard).parameters)
+
+
+nothing(
+    "TrainingArguments.deepspeed",
+    text="DeepSpeed's engine is an optimizer, a loop and a state of its own. What ZeRO does torch's `fully_shard` "
+    "does, with `CPUOffloadPolicy` for its offloading.",
+)
+
+
+@here(
+    "TrainingArguments.parallelism_config",
+    text="torch's device mesh and its plans for tensor parallelism; looplib is told which ranks divide the data.",
+)
+def _(one_process):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    ll.distributed.set_data_parallel_group(mesh["data"])
+    # shows
+    place = ll.distributed.rank(), ll.distributed.world_size()
+    ll.distributed.set_data_parallel_group(None)
+    assert place == (0, 1)
+
+
+@here(
+    "TrainingArguments.accelerator_config",
+    "AcceleratorConfig.split_batches",
+    "AcceleratorConfig.dispatch_batches",
+    "AcceleratorConfig.even_batches",
+    "AcceleratorConfig.use_seedable_sampler",
+    text="These are about loaders that do not know of ranks. Here the global batches are planned from (seed, "
+    "epoch) and each rank reads its rows of them: nothing is sent, repeated or dropped.",
+)
+def _(test_set):
+    loader = ll.make_loader(test_set, batch_size=10, seed=42)
+    # shows
+    batches = list(loader(ll.TrainState()))
+    assert [len(x) for x, y in batches] == [10, 10, 5]
+    assert equal(torch.cat([x for x, y in batches]).sort(0).values, test_set[:][0].sort(0).values)
+    assert equal(batches, list(ll.make_loader(test_set, batch_size=10, seed=42)(ll.TrainState())))
+
+
+@here("AcceleratorConfig.non_blocking", text="With `pin_memory=True` the copy to the device is not waited for.")
+def _(train_set):
+    loader = ll.make_loader(train_set, batch_size=8, pin_memory=torch.cuda.is_available(), device="cpu")
+    # shows
+    assert next(iter(loader(ll.TrainState())))[0].device.type == "cpu"
+
+
+@here(
+    "AcceleratorConfig.gradient_accumulation_kwargs",
+    text="`num_steps` is `microbatches`, or a `size` of each; a window never reaches over the end of an epoch, and "
+    "what is sent is sent once.",
+)
+def _(grad_fn, state, batch):
+    accumulated = ll.accumulate(grad_fn, size=5)
+    # shows
+    assert close(accumulated(state, batch).grads, grad_fn(state, batch).grads)
+
+
+nothing("AcceleratorConfig.use_configured_state", text="There is no accelerator, and so no state of one.")
+
+
+TABLE.section("Hub, debugging, and flags of scripts")
+
+
+def upload_folder(**arguments):
+    """Stands for `huggingface_hub.upload_folder`, which needs a network: the arguments have to be among its own."""
+    from huggingface_hub import HfApi
+
+    inspect.signature(HfApi.upload_folder).bind(None, **arguments)
+    return arguments
+
+
+def create_repo(repo_id, **arguments):
+    from huggingface_hub import HfApi
+
+    inspect.signature(HfApi.create_repo).bind(None, repo_id, **arguments)
+    return repo_id
+
+
+@plain(
+    "TrainingArguments.push_to_hub",
+    "TrainingArguments.hub_model_id",
+    "TrainingArguments.hub_token",
+    "TrainingArguments.hub_private_repo",
+    "TrainingArguments.hub_revision",
+    "TrainingArguments.hub_strategy",
+    "TrainingArguments.hub_always_push",
+    text="huggingface_hub's own functions, after a save or after the loop, of the model or of a checkpoint's "
+    "folder; `run_as_future=True` does not wait. (The tests check the arguments, and send nothing.)",
+)
+def _(gpt2):
+    ll.checkpoint.save_pretrained(gpt2, ll.init_state(gpt2), "runs/gpt2")
+    repo = create_repo("user/gpt2-small", private=True, exist_ok=True)
+    upload_folder(repo_id=repo, folder_path="runs/gpt2", revision="main", token=None, run_as_future=True)
+    # shows
+    assert (Path("runs/gpt2") / "config.json").exists()
+    assert list(Path("runs/gpt2").glob("*.safetensors"))
+    with pytest.raises(TypeError):
+        upload_folder(repository="user/gpt2-small")
+
+
+@here(
+    "TrainingArguments.debug",
+    text='For `"underflow_overflow"`: gradients that are not finite raise an error which names the parameters.',
+)
+def _(model, batch):
+    def loss_fn(model, batch):
+        return model[2](model[0](batch[0]).detach()).mean() * math.inf
+
+    grad_fn = ll.make_grad_fn(model, loss_fn, allow_unused=True)
+    # given
+    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.AdamW, lr=1e-2), max_consecutive=0)
+    train_step = ll.make_train_step(grad_fn, optimizer)
+    # shows
+    with pytest.raises(ll.optim.NonFiniteGradientsError) as error:
+        train_step(ll.init_state(model, optimizer), batch)
+    assert "2.bias" in str(error.value)
+    assert "0.bias" not in str(error.value)
+
+
+@here(
+    "TrainingArguments.skip_memory_metrics",
+    text="Peaks of host and device, for a log; `reset=True` for those since the last.",
+)
+def _(log, rows, state):
+    log(state, ll.log.memory(prefix="memory/", reset=True))
+    # shows
+    assert rows[0]["memory/host_peak_bytes"] > 1e6
+
+
+nothing(
+    "TrainingArguments.do_train",
+    "TrainingArguments.do_eval",
+    "TrainingArguments.do_predict",
+    text="Flags of example scripts, which the Trainer does not read either: your script calls what it wants.",
+)
+
+
+TABLE.section("Names of before transformers 5")
+
+
+@here(
+    "TrainingArguments before 5.evaluation_strategy",
+    text="Now `eval_strategy`: a predicate.",
+)
+def _(state):
+    eval_now = ll.at_epoch_end()
+    # shows
+    assert eval_now(state.replace(epoch=1, batch=0))
+    assert not eval_now(state.replace(epoch=1, batch=1))
+
+
+@here("TrainingArguments before 5.logging_dir", text="Each sink is told where.")
+def _(state):
+    log = ll.log.tensorboard("runs/small/tensorboard")
+    # shows
+    log(state, {"train/loss": 0.5})
+    assert list(Path("runs/small/tensorboard").glob("events.*"))
+
+
+@here(
+    "TrainingArguments before 5.group_by_length",
+    text="Batches of similar lengths.",
+)
+def _(train_set):
+    loader = ll.make_loader(train_set, batch_size=4, lengths=[1, 9] * 20)
+    # shows
+    assert len(loader) == 10
+
+
+@here(
+    "TrainingArguments before 5.include_inputs_for_metrics",
+    text="The metric function is given the batch.",
+)
+def _(model, state, test_batches):
+    def metric_fn(model, batch):
+        x, y = batch
+        return {"mean_input": ll.Mean(x.sum(), x.numel())}
+
+    # shows
+    eval_step = ll.make_eval_step(model, metric_fn)
+    x = torch.cat([x for x, y in test_batches])
+    assert ll.evaluate(eval_step, state, test_batches)["mean_input"] == pytest.approx(x.mean().item(), rel=1e-5)
+
+
+@here(
+    "TrainingArguments before 5.include_tokens_per_second",
+    text="A meter says where a step's time goes, and how many tokens went through in a second.",
+)
+def _(gpt2, lm_loss, optimizer, tokens):
+    meter = ll.log.meter(tokens=lambda batch: batch.numel())
+    train_step = ll.make_train_step(meter.grad_fn(ll.make_grad_fn(gpt2, lm_loss)), meter.optimizer(optimizer))
+    # shows
+    state = ll.init_state(gpt2, optimizer)
+    for batch in meter.data([tokens] * 3):
+        state, _ = train_step(state, batch)
+    assert meter.read()["tokens_per_second"] > 0
+
+
+@here(
+    "TrainingArguments before 5.per_gpu_train_batch_size",
+    "TrainingArguments before 5.per_gpu_eval_batch_size",
+    "TrainingArguments before 5.split_batches",
+    "TrainingArguments before 5.dispatch_batches",
+    text="`batch_size` is that of all ranks together; each reads its own rows of it.",
+)
+def _(train_set):
+    loader = ll.make_loader(train_set, batch_size=16)
+    # shows
+    assert [len(x) for x, y in loader(ll.TrainState())] == [16, 16, 8]
+
+
+@here(
+    "TrainingArguments before 5.half_precision_backend",
+    "TrainingArguments before 5.fp16_backend",
+    "TrainingArguments before 5.fp16_opt_level",
+    text="torch's autocast; with weights of half precision, masters of them in float32 (apex's O2).",
+)
+def _(gpt2, lm_loss, tokens):
+    optimizer = ll.optim.master_weights(ll.optimizer(torch.optim.AdamW, lr=1e-3))
+    state = ll.init_state(gpt2.bfloat16(), optimizer)
+    # shows
+    state, _ = ll.make_train_step(ll.make_grad_fn(gpt2, lm_loss), optimizer)(state, tokens)
+    assert {tensor.dtype for tensor in state.params.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in state.opt_state["master"].values()} == {torch.float32}
+
+
+@here(
+    "TrainingArguments before 5.adafactor",
+    text="A class like any other.",
+)
+def _(model, loss_fn, batch):
+    optimizer = ll.optimizer(torch.optim.Adafactor, lr=1e-3)
+    # shows
+    theirs = torch.optim.Adafactor(model.parameters(), lr=1e-3)
+    assert close(looplib_updates(model, loss_fn, batch, optimizer), raw_updates(model, loss_fn, batch, theirs))
+
+
+@here(
+    "TrainingArguments before 5.torchdynamo",
+    text="A backend of the compiled step.",
+)
+def _(grad_fn, optimizer, state, batch):
+    train_step = ll.make_train_step(grad_fn, optimizer, compile={"backend": "eager"})
+    # shows
+    state, _ = train_step(state, batch)
+    assert state.step == 1
+
+
+@plain(
+    "TrainingArguments before 5.fsdp_min_num_params",
+    "TrainingArguments before 5.fsdp_transformer_layer_cls_to_wrap",
+    "TrainingArguments before 5.sharded_ddp",
+    text="Which modules are sharded by themselves is a loop over them.",
+)
+def _(one_process, gpt2):
+    for block in [module for module in gpt2.modules() if isinstance(module, GPT2Block)]:
+        fully_shard(block)
+    # shows
+    assert isinstance(gpt2.transformer.h[0].mlp.c_fc.weight, torch.distributed.tensor.DTensor)
+    assert not isinstance(gpt2.transformer.wte.weight, torch.distributed.tensor.DTensor)
+
+
+@plain(
+    "TrainingArguments before 5.push_to_hub_model_id",
+    "TrainingArguments before 5.push_to_hub_organization",
+    "TrainingArguments before 5.push_to_hub_token",
+    text="huggingface_hub's own function.",
+)
+def _():
+    sent = upload_folder(repo_id="organization/gpt2-small", folder_path="runs/gpt2", token=None)
+    # shows
+    assert sent["repo_id"] == "organization/gpt2-small"
+
+
+@here(
+    "TrainingArguments before 5.save_safetensors",
+    text="Weights go out as safetensors, or as a `state_dict` for `torch.save`.",
+)
+def _(model, state):
+    ll.checkpoint.save_safetensors(model, state, "model.safetensors")
+    torch.save(ll.checkpoint.state_dict(model, state), "model.pt")
+    # shows
+    assert equal(torch.load("model.pt"), dict(model.state_dict()))
+    assert equal(ll.checkpoint.load_state_dict(model, state, "model.safetensors").params, state.params)
+
+
+nothing(
+    "TrainingArguments before 5.overwrite_output_dir",
+    text="Nothing that was written is taken away: checkpoints and logs go on, and another run has another directory.",
+)
+nothing(
+    "TrainingArguments before 5.use_legacy_prediction_loop",
+    text="There is one way to evaluate, which keeps no outputs.",
+)
+nothing(
+    "TrainingArguments before 5.past_index",
+    text="A memory from one batch to the next is a tensor in `state.extra`, given to the model by a step of your "
+    "own.",
+)
+nothing(
+    "TrainingArguments before 5.jit_mode_eval",
+    "TrainingArguments before 5.use_ipex",
+    "TrainingArguments before 5.tpu_num_cores",
+    "TrainingArguments before 5.tpu_metrics_debug",
+    "TrainingArguments before 5.xpu_backend",
+    "TrainingArguments before 5.mp_parameters",
+    "TrainingArguments before 5.ray_scope",
+    text="About TorchScript, IPEX, TPUs, XPUs, SageMaker and Ray, none of which looplib knows of.",
+)

@@ -1,0 +1,407 @@
+"""Tables for those who come from another trainer: what each of its names is here.
+
+A row answers one name of the other library or a few that belong together. It is a function: the lines of its body up
+to the comment `# shows` are what the document prints, the lines after it assert what they do, and all of them run in
+the tests. Lines up to a comment `# given`, where there is one, come before and are not printed. The function's
+parameters are ready names such as `model` and `loader`, made anew for each row by the functions of `COMMON` below. A
+row without a meaning here has a reason in place of a function.
+
+A line `{{path name ...}}` in an introduction stands for the functions of these names in that file, as they are there.
+
+`python tests/other_trainers/trainer_rows.py` writes the documents of all modules `rows_*.py` beside this one.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import io
+import os
+import re
+import socket
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import looplib as ll
+
+ROOT = Path(__file__).parents[2]
+GIVEN, SHOWS = "# given", "# shows"
+ANSWERS = {"looplib": "looplib", "torch": "torch", "none": "no meaning here"}
+COMMON: dict[str, Callable[..., Any]] = {}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The answer to some names, `Owner.name` each.
+
+    Attributes:
+        names: the names.
+        answer: "looplib", "torch" or "none".
+        text: a sentence or two.
+        section: the heading that it stands under.
+        function: whose body is the snippet and its assertions; None where the answer is "none".
+    """
+
+    names: tuple[str, ...]
+    answer: str
+    text: str
+    section: str
+    function: Callable[..., None] | None = None
+
+    def __str__(self) -> str:
+        return self.names[0]
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """What the document prints, and what is asserted of it."""
+        assert self.function is not None
+        lines = textwrap.dedent(inspect.getsource(self.function)).splitlines()
+        first = next(number for number, line in enumerate(lines) if line.endswith(":") and line[0] in "d)") + 1
+        body = textwrap.dedent("\n".join(lines[first:])).splitlines()
+        if body.count(SHOWS) != 1:
+            raise ValueError(f"the row of {self} needs one line `{SHOWS}`, found {body.count(SHOWS)}")
+        place = body.index(SHOWS)
+        first = body.index(GIVEN) + 1 if GIVEN in body[:place] else 0
+        return "\n".join(body[first:place]).strip("\n"), "\n".join(body[place + 1 :])
+
+    def run(self) -> None:
+        """Run snippet and assertions, in the working directory, with ready names of its own."""
+        assert self.function is not None
+        torch.manual_seed(0)
+        with ExitStack() as stack:
+            call(self.function, {}, stack)
+
+
+@dataclass
+class Table:
+    """The rows of one library, and the document that is made of them.
+
+    Attributes:
+        system: the library, as it calls itself.
+        path: of the document, from the repository's root.
+        introduction: what the document begins with, a heading first; with scripts as `quoted` puts them in.
+        rows: in the order of the document.
+    """
+
+    system: str
+    path: str
+    introduction: str
+    rows: list[Row] = field(default_factory=list)
+    _section: str = ""
+
+    def section(self, heading: str) -> None:
+        """What follows stands under this heading."""
+        self._section = heading
+
+    def looplib(self, *names: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """A decorator: these names are answered by looplib, as the function shows."""
+        return self._row("looplib", names, text)
+
+    def torch(self, *names: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """A decorator: these names are answered by torch, or another library that is at hand anyway."""
+        return self._row("torch", names, text)
+
+    def none(self, *names: str, text: str) -> None:
+        """These names have no meaning here, for this reason."""
+        self._add(Row(names, "none", text, self._section))
+
+    def _row(self, answer: str, names: tuple[str, ...], text: str) -> Callable[..., Callable[..., None]]:
+        def register(function: Callable[..., None]) -> Callable[..., None]:
+            self._add(Row(names, answer, text, self._section, function))
+            return function
+
+        return register
+
+    def _add(self, row: Row) -> None:
+        twice = [name for name in row.names if name in self.names() or row.names.count(name) > 1]
+        if twice or not row.names or not all(name.count(".") for name in row.names):
+            raise ValueError(f"names are `Owner.name`, each in one row; given {row.names}, twice {twice}")
+        self.rows.append(row)
+
+    def names(self) -> list[str]:
+        return [name for row in self.rows for name in row.names]
+
+    def wrong(self, expected: Mapping[str, Iterable[str]]) -> list[str]:
+        """What is amiss between the rows and the names that the library has, by owner; empty if nothing is."""
+        there = {f"{owner}.{name}" for owner, names in expected.items() for name in names}
+        rows = set(self.names())
+        missing = [f"{name} of {self.system} has no row in {self.path}" for name in sorted(there - rows)]
+        return missing + [f"a row answers {name}, which {self.system} does not have" for name in sorted(rows - there)]
+
+    def count(self) -> Counter[str]:
+        """How many names have each answer."""
+        return Counter(row.answer for row in self.rows for _ in row.names)
+
+    def document(self) -> str:
+        """The document: the introduction, the rows under their headings, and an index of all names."""
+        lines = [quoted(textwrap.dedent(self.introduction).strip()), ""]
+        section = None
+        for row in self.rows:
+            if row.section != section:
+                section = row.section
+                lines += [f"## {section}", ""]
+            said = textwrap.wrap(f"{bold(row)}: {row.text}", 118, break_long_words=False, break_on_hyphens=False)
+            lines += [f'<a id="{anchor(row)}"></a>', *said, ""]
+            if row.function is not None:
+                lines += ["```py", row.parts[0], "```", ""]
+        lines += ["## All names", ""]
+        for owner in dict.fromkeys(name.partition(".")[0] for name in self.names()):
+            lines += [f"| {owner} | answer |", "| --- | --- |"]
+            found = {name: row for row in self.rows for name in row.names if name.partition(".")[0] == owner}
+            for name, row in sorted(found.items()):
+                lines.append(f"| [`{name.partition('.')[2]}`](#{anchor(row)}) | {ANSWERS[row.answer]} |")
+            lines.append("")
+        return "\n".join(lines)
+
+
+def quoted(text: str) -> str:
+    """The text with the functions that its lines `{{path name ...}}` ask for, by paths from the repository's root."""
+
+    def block(found: re.Match[str]) -> str:
+        path, *names = found[1].split()
+        source = (ROOT / path).read_text()
+        functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+        parts = [ast.get_source_segment(source, functions[name]) for name in names]
+        return "```py\n" + "\n\n\n".join(map(str, parts)) + "\n```"
+
+    return re.sub(r"^\{\{(.*)\}\}$", block, text, flags=re.MULTILINE)
+
+
+def anchor(row: Row) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", str(row).lower()).strip("-")
+
+
+def bold(row: Row) -> str:
+    """The names in bold, with the owner where it is another than that of the name before."""
+    owners = ["", *(name.partition(".")[0] for name in row.names)]
+    pairs = zip(row.names, owners[:-1], owners[1:], strict=True)
+    names = [f"`{name.partition('.')[2] if owner == before else name}`" for name, before, owner in pairs]
+    return f"**{', '.join(names)}**"
+
+
+def call(function: Callable[..., Any], made: dict[str, Any], stack: ExitStack) -> Any:
+    """Call the function with ready names, made when they are first asked for; the stack closes what yields."""
+    names = list(inspect.signature(function).parameters)
+    for name in names:
+        if name not in made:
+            if name not in COMMON:
+                raise NameError(f"{function.__name__} asks for {name!r}; ready names are {', '.join(COMMON)}")
+            made[name] = call(COMMON[name], made, stack)
+    arguments = [made[name] for name in names]
+    if inspect.isgeneratorfunction(function):
+        return stack.enter_context(contextmanager(function)(*arguments))
+    return function(*arguments)
+
+
+def common(function: Callable[..., Any]) -> Callable[..., Any]:
+    COMMON[function.__name__] = function
+    return function
+
+
+@common
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@common
+def loss_fn() -> Callable[..., Any]:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+
+    return loss_fn
+
+
+@common
+def metric_fn() -> Callable[..., Any]:
+    def metric_fn(model: nn.Module, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        logits = model(x)
+        return {"loss": F.cross_entropy(logits, y), "accuracy": ll.accuracy(logits, y)}
+
+    return metric_fn
+
+
+@common
+def train_set() -> Any:
+    """40 examples: four numbers, and which of the first three is largest."""
+    x = torch.randn(40, 4)
+    return torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+
+
+@common
+def test_set() -> Any:
+    x = torch.randn(25, 4)
+    return torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+
+
+@common
+def test_batches(test_set: Any) -> list[Any]:
+    """Batches of 10, 10 and 5."""
+    return [test_set[first : first + 10] for first in range(0, 25, 10)]
+
+
+@common
+def batch(train_set: Any) -> Any:
+    return train_set[:12]
+
+
+@common
+def grad_fn(model: nn.Module, loss_fn: Any) -> Any:
+    return ll.make_grad_fn(model, loss_fn)
+
+
+@common
+def optimizer() -> ll.types.Optimizer:
+    return ll.optimizer(torch.optim.AdamW, lr=1e-2)
+
+
+@common
+def train_step(grad_fn: Any, optimizer: ll.types.Optimizer) -> Any:
+    return ll.make_train_step(grad_fn, optimizer)
+
+
+@common
+def eval_step(model: nn.Module, metric_fn: Any) -> Any:
+    return ll.make_eval_step(model, metric_fn)
+
+
+@common
+def predict_step(model: nn.Module) -> Any:
+    return ll.make_predict_step(model, lambda model, batch: model(batch[0]))
+
+
+@common
+def loader(train_set: Any) -> ll.data.Loader:
+    """Five batches of eight in an epoch."""
+    return ll.make_loader(train_set, batch_size=8, seed=0)
+
+
+@common
+def state(model: nn.Module, optimizer: ll.types.Optimizer, loader: ll.data.Loader) -> ll.TrainState:
+    return ll.init_state(model, optimizer, seed=0, epoch_length=len(loader))
+
+
+@common
+def ckpt() -> ll.checkpoint.CheckpointIO:
+    return ll.checkpoint_io("runs/small")
+
+
+@common
+def rows() -> list[dict[str, Any]]:
+    """What `log` has been given."""
+    return []
+
+
+@common
+def log(rows: list[dict[str, Any]]) -> ll.types.Sink:
+    return ll.log.record(rows)
+
+
+@common
+def train(train_step: Any, loader: ll.data.Loader) -> Callable[..., list[ll.TrainState]]:
+    """`train(state, steps)`: the states after each of so many steps; with `train_step=`, by another step."""
+
+    def train(state: ll.TrainState, steps: int, train_step: Any = train_step) -> list[ll.TrainState]:
+        states: list[ll.TrainState] = []
+        while len(states) < steps:
+            for batch in loader(state):
+                state, _ = train_step(state, batch)
+                states.append(state)
+                if len(states) == steps:
+                    break
+        return states
+
+    return train
+
+
+@common
+def tokens() -> torch.Tensor:
+    """Three texts of ten tokens."""
+    return torch.randint(0, 50, (3, 10))
+
+
+@common
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0))  # type: ignore[arg-type]
+
+
+@common
+def lm_loss() -> Callable[..., Any]:
+    def lm_loss(model: nn.Module, tokens: torch.Tensor) -> ll.Mean:
+        return ll.next_token_loss(model(input_ids=tokens).logits, tokens)
+
+    return lm_loss
+
+
+@common
+def terminal() -> io.StringIO:
+    """A file that is no terminal."""
+    return io.StringIO()
+
+
+@common
+def one_process() -> Iterator[None]:
+    """A process group of this process alone, for torch's engines."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@common
+def torchrun() -> Iterator[None]:
+    """The environment that `torchrun --nproc-per-node 1` sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    yield
+    for name in names:
+        del os.environ[name]
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two states, dicts of tensors or other trees have the same bits."""
+    return not ll.debug.differences(one, other)
+
+
+def close(one: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-6) -> bool:
+    """Whether they differ by the rounding of float32 at most."""
+    return not ll.debug.differences(one, other, rtol=rtol, atol=atol)
+
+
+def tables() -> list[Table]:
+    """The tables of all modules of rows; several modules may fill one."""
+    found: dict[str, Table] = {}
+    for name in sorted(path.stem for path in Path(__file__).parent.glob("rows_*.py")):
+        table: Table = importlib.import_module(name).TABLE
+        found[table.path] = table
+    return list(found.values())
+
+
+def write() -> None:
+    """Write the documents of all tables."""
+    for table in tables():
+        (ROOT / table.path).write_text(table.document())
+        print(f"{table.path}: {len(table.names())} names, {dict(table.count())}")
+
+
+if __name__ == "__main__":
+    import trainer_rows  # as the rows know it, and not as __main__
+
+    trainer_rows.write()

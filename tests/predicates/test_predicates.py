@@ -1,0 +1,492 @@
+import itertools
+import math
+import pickle
+from dataclasses import FrozenInstanceError
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import looplib as ll
+from looplib.state import end_epoch
+from looplib.types import TrainState
+
+quick = settings(deadline=None, max_examples=200)
+
+
+def consume(state, batch_samples, skipped):
+    """What a train step does to the counts."""
+    batch = state.batch + 1
+    ends = batch == state.epoch_length
+    return state.replace(
+        step=state.step + (not skipped),
+        epoch=state.epoch + ends,
+        batch=0 if ends else batch,
+        samples=state.samples + batch_samples,
+        batch_samples=batch_samples,
+        batch_steps=int(not skipped),
+    )
+
+
+def answers(predicate, batches, epoch_length, resumes=()):
+    """A predicate's answers after every batch of a run that is stored and begun again at some of them."""
+    state = TrainState(epoch_length=epoch_length)
+    found = []
+    for index, batch in enumerate(batches):
+        if index in resumes:
+            predicate, state = pickle.loads(pickle.dumps((predicate, state)))
+        state = consume(state, *batch)
+        found.append(predicate(state))
+    return found
+
+
+class Counter:
+    """What the predicates must not be: it remembers the point that comes next, and counts on from there."""
+
+    def __init__(self, n, offset=0, window=(0, math.inf)):
+        self.n = n
+        self.next = offset or n
+        self.window = window
+
+    def __call__(self, now):
+        fired = False
+        while self.next <= now:
+            fired |= self.window[0] <= self.next <= self.window[1]
+            self.next += self.n
+        return fired
+
+
+def counted(unit, asked, batches, epoch_length):
+    """The answers of a function of the steps, samples or epochs so far, counted here batch by batch."""
+    counts = {"steps": 0, "samples": 0, "epochs": Fraction(0)}
+    found = []
+    for batch_samples, skipped in batches:
+        counts["steps"] += not skipped
+        counts["samples"] += batch_samples
+        counts["epochs"] += Fraction(1, epoch_length)
+        found.append(asked(counts[unit]))
+    return found
+
+
+def first_only(found):
+    return [fired and not any(found[:index]) for index, fired in enumerate(found)]
+
+
+some_batches = st.lists(st.tuples(st.integers(1, 9), st.sampled_from([False, False, False, True])), max_size=60)
+epoch_lengths = st.integers(1, 12)
+some_resumes = st.sets(st.integers(0, 60))
+
+
+@st.composite
+def windows(draw, numbers):
+    """None, or (first, last) in order, or (first, infinity)."""
+    ends = sorted(draw(st.lists(numbers, max_size=2)))
+    return None if not ends else (ends[0], math.inf) if len(ends) == 1 else tuple(ends)
+
+
+@pytest.mark.parametrize(
+    ("unit", "every"),
+    [("steps", ll.every_n_steps), ("samples", ll.predicates.every_n_samples), ("epochs", ll.every_n_epochs)],
+)
+@quick
+@given(st.data(), some_batches, epoch_lengths, some_resumes)
+def test_every_n_fires_where_a_counter_does_however_often_resumed(unit, every, data, batches, epoch_length, resumes):
+    n = data.draw(st.integers(1, 20))
+    offset = data.draw(st.integers(0, n - 1))
+    window = data.draw(windows(st.integers(0, 80)))
+    predicate = every(n, offset=offset) if window is None else every(n, offset=offset).between(*window)
+    expected = counted(unit, Counter(n, offset, window or (0, math.inf)), batches, epoch_length)
+    assert answers(predicate, batches, epoch_length) == expected
+    assert answers(predicate, batches, epoch_length, resumes) == expected
+    assert answers(predicate.once(), batches, epoch_length, resumes) == first_only(expected)
+
+
+parts_of_epochs = st.builds(Fraction, st.integers(1, 30), st.integers(1, 30))
+
+
+@quick
+@given(
+    some_batches, epoch_lengths, some_resumes, parts_of_epochs, st.none() | parts_of_epochs, windows(parts_of_epochs)
+)
+@example([(1, False)] * 30, 30, (), Fraction(1, 10), None, (Fraction(1, 10), Fraction(3, 10)))
+def test_fractions_of_epochs_are_exact(batches, epoch_length, resumes, n, offset, window):
+    offset = offset % n if offset else Fraction(0)
+    predicate = ll.every_n_epochs(float(n), offset=float(offset))
+    if window:
+        predicate = predicate.between(*map(float, window))
+    expected = counted("epochs", Counter(n, offset, window or (0, math.inf)), batches, epoch_length)
+    assert answers(predicate, batches, epoch_length, resumes) == expected
+    assert answers(predicate.once(), batches, epoch_length, resumes) == first_only(expected)
+
+
+def test_once_keeps_a_point_that_no_short_fraction_names():
+    n, offset = Fraction(1, 999_979), Fraction(1, 999_983)
+    once = ll.every_n_epochs(n, offset=offset).between(n).once()
+    assert once == ll.every_n_epochs(n, offset=offset).between(n + offset, n + offset)
+    assert answers(once, [(1, False)] * 30, 10) == [True] + [False] * 29
+
+
+@pytest.mark.parametrize(
+    ("unit", "after"),
+    [("steps", ll.after_steps), ("samples", ll.predicates.after_samples), ("epochs", ll.after_epochs)],
+)
+@quick
+@given(some_batches, epoch_lengths, some_resumes, st.integers(0, 40))
+def test_after_is_true_from_there_on(unit, after, batches, epoch_length, resumes, n):
+    expected = counted(unit, lambda now: now >= n, batches, epoch_length)
+    assert answers(after(n), batches, epoch_length, resumes) == expected
+    assert after(n)(TrainState()) == (n == 0)
+    if n:
+        assert answers(after(n).once(), batches, epoch_length, resumes) == first_only(expected)
+
+
+@quick
+@given(some_batches, epoch_lengths, some_resumes, st.sets(st.integers(1, 40), min_size=1))
+def test_at_step_fires_once_for_each(batches, epoch_length, resumes, steps):
+    updates = 0
+    expected = []
+    for _, skipped in batches:
+        updates += not skipped
+        expected.append(not skipped and updates in steps)
+    assert answers(ll.at_step(*steps), batches, epoch_length, resumes) == expected
+    assert answers(ll.at_step(*steps).once(), batches, epoch_length, resumes) == first_only(expected)
+
+
+@quick
+@given(some_batches, epoch_lengths, some_resumes)
+def test_at_epoch_end_fires_with_the_last_batch_even_if_skipped(batches, epoch_length, resumes):
+    expected = [(index + 1) % epoch_length == 0 for index in range(len(batches))]
+    assert answers(ll.at_epoch_end(), batches, epoch_length, resumes) == expected
+    assert answers(ll.at_epoch_end().once(), batches, epoch_length, resumes) == first_only(expected)
+    in_window = [fires and 2 * epoch_length <= index + 1 <= 3 * epoch_length for index, fires in enumerate(expected)]
+    assert answers(ll.at_epoch_end().between(2, 3), batches, epoch_length, resumes) == in_window
+
+
+@quick
+@given(st.lists(st.integers(1, 5), max_size=12), st.integers(1, 4))
+def test_epochs_of_a_stream_end_with_end_epoch(lengths, n):
+    state = TrainState()
+    for epoch, length in enumerate(lengths, 1):
+        for _ in range(length):
+            state = consume(state, 4, False)
+            assert not ll.at_epoch_end()(state)
+            assert not ll.every_n_epochs(n)(state)
+        state = end_epoch(state)
+        assert ll.at_epoch_end()(state)
+        assert ll.every_n_epochs(n)(state) == (epoch % n == 0)
+
+
+def test_a_fraction_of_a_streams_epoch_is_refused():
+    with pytest.raises(ValueError, match=r"every_n_epochs\(0.25\): a fraction of an epoch needs state.epoch_length"):
+        ll.every_n_epochs(0.25)(TrainState(batch=3))
+
+
+def test_nothing_fires_before_the_first_update():
+    fresh, skipped = (
+        TrainState(epoch_length=4),
+        TrainState(epoch_length=4, batch=1, samples=2, batch_samples=2, batch_steps=0),
+    )
+    fractions = ll.every_n_epochs(0.5)
+    for predicate in (
+        ll.every_n_steps(1),
+        ll.predicates.every_n_samples(1),
+        ll.every_n_epochs(1),
+        fractions,
+        ll.at_epoch_end(),
+    ):
+        assert predicate(fresh) is False
+    for predicate in (ll.every_n_steps(1), ll.at_step(1), ll.after_steps(1)):
+        assert predicate(skipped) is False
+
+
+# Algebra
+
+
+predicates = st.recursive(
+    st.one_of(
+        st.builds(ll.every_n_steps, st.integers(1, 6)),
+        st.builds(lambda n: ll.every_n_steps(n, offset=n - 1).between(3, 30), st.integers(1, 6)),
+        st.builds(ll.predicates.every_n_samples, st.integers(1, 30)),
+        st.builds(ll.every_n_epochs, st.sampled_from([0.25, 0.5, 1, 2])),
+        st.builds(ll.at_step, st.integers(1, 20), st.integers(1, 20)),
+        st.builds(ll.at_epoch_end),
+        st.builds(ll.after_steps, st.integers(0, 20)),
+        st.builds(ll.after_epochs, st.integers(0, 4)),
+        st.builds(ll.predicates.after_samples, st.integers(0, 60)),
+        st.just(ll.predicates.predicate(lambda state: state.batch_samples > 4)),
+    ),
+    lambda inner: st.one_of(
+        st.builds(lambda a, b: a & b, inner, inner),
+        st.builds(lambda a, b: a | b, inner, inner),
+        st.builds(lambda a: ~a, inner),
+    ),
+    max_leaves=6,
+)
+
+
+@st.composite
+def states(draw):
+    epoch_length = draw(epoch_lengths)
+    batch_samples = draw(st.integers(0, 9))
+    return TrainState(
+        step=draw(st.integers(0, 20)),
+        epoch=draw(st.integers(0, 4)),
+        batch=draw(st.integers(0, epoch_length - 1)),
+        epoch_length=epoch_length,
+        samples=batch_samples + draw(st.integers(0, 60)),
+        batch_samples=batch_samples,
+        batch_steps=draw(st.integers(0, 3)),
+    )
+
+
+@quick
+@given(predicates, predicates, predicates, states())
+def test_the_laws_of_algebra_hold(a, b, c, state):
+    laws = [
+        (a & b, b & a),
+        (a | b, b | a),
+        ((a & b) & c, a & (b & c)),
+        ((a | b) | c, a | (b | c)),
+        (a & (b | c), (a & b) | (a & c)),
+        (a | (b & c), (a | b) & (a | c)),
+        (~(a & b), ~a | ~b),
+        (~(a | b), ~a & ~b),
+        (~~a, a),
+        (a & (a | b), a),
+        (a | (a & b), a),
+        (a & a, a),
+        (a | a, a),
+    ]
+    for left, right in laws:
+        assert left(state) is right(state)
+    assert (a & b)(state) is (a(state) and b(state))
+    assert (a | b)(state) is (a(state) or b(state))
+    assert (~a)(state) is (not a(state))
+    assert (a & ~a)(state) is False
+    assert (a | ~a)(state) is True
+
+
+def test_the_right_side_is_asked_only_where_the_left_leaves_it_open():
+    asked = []
+    spy = ll.predicates.predicate(lambda state: asked.append(state.step) or True)
+    (ll.after_steps(5) & spy)(TrainState(step=1))
+    (ll.after_steps(5) | spy)(TrainState(step=6))
+    assert asked == []
+    (ll.after_steps(5) & spy)(TrainState(step=7))
+    (ll.after_steps(5) | spy)(TrainState(step=2))
+    assert asked == [7, 2]
+
+
+# Records
+
+
+@pytest.mark.parametrize(
+    ("predicate", "text"),
+    [
+        (ll.every_n_steps(5), "every_n_steps(5)"),
+        (ll.every_n_steps(5, 2), "every_n_steps(5, offset=2)"),
+        (ll.every_n_steps(5).between(8, 25), "every_n_steps(5).between(8, 25)"),
+        (ll.every_n_steps(5).between(8), "every_n_steps(5).between(8)"),
+        (ll.every_n_steps(5).between(0, 25), "every_n_steps(5).between(0, 25)"),
+        (ll.every_n_steps(5).between(8, 25).between(0, 12), "every_n_steps(5).between(8, 12)"),
+        (ll.every_n_steps(5).between(8, 25).once(), "every_n_steps(5).between(10, 10)"),
+        (ll.every_n_steps(5).between(11, 14).once(), "every_n_steps(5).between(11, 14)"),
+        (ll.predicates.every_n_samples(100, offset=50), "every_n_samples(100, offset=50)"),
+        (ll.every_n_epochs(0.25), "every_n_epochs(0.25)"),
+        (ll.every_n_epochs(0.25, offset=0.1).between(1.5), "every_n_epochs(0.25, offset=0.1).between(1.5)"),
+        (ll.every_n_epochs(0.25).once(), "every_n_epochs(0.25).between(0.25, 0.25)"),
+        (ll.at_step(100, 10), "at_step(10, 100)"),
+        (ll.at_epoch_end(), "at_epoch_end()"),
+        (ll.after_steps(10), "after_steps(10)"),
+        (ll.after_epochs(10), "after_epochs(10)"),
+        (ll.predicates.after_samples(10), "after_samples(10)"),
+        (ll.predicates.after_samples(10).once(), "every_n_samples(10).between(10, 10)"),
+        (ll.at_step(1) & ~ll.at_epoch_end() | ll.after_steps(3), "((at_step(1) & ~at_epoch_end()) | after_steps(3))"),
+    ],
+    ids=str,
+)
+def test_a_predicate_is_a_record_that_reads_as_its_code(predicate, text):
+    assert repr(predicate) == text
+    assert eval(text, vars(ll)) == predicate
+    copy = pickle.loads(pickle.dumps(predicate))
+    assert copy == predicate
+    assert hash(copy) == hash(predicate)
+    assert not hasattr(predicate, "__dict__")
+
+
+def test_a_record_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        ll.every_n_steps(5).n = 6
+
+
+def test_a_function_is_a_predicate_under_its_name():
+    @ll.predicates.predicate
+    def large_batch(state):
+        return torch.tensor(state.batch_samples > 4)
+
+    assert repr(large_batch & ll.at_step(1)).endswith("large_batch) & at_step(1))")
+    assert large_batch(TrainState(batch_samples=5)) is True
+    assert large_batch(TrainState(batch_samples=4)) is False
+    with pytest.raises(TypeError, match="predicate: expected a function of the state, got 5"):
+        ll.predicates.predicate(5)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ll.every_n_steps(0), r"every_n_steps\(0\): n must be an int of at least 1, got 0"),
+        (lambda: ll.every_n_steps(-5), r"every_n_steps\(-5\): n must be an int of at least 1, got -5"),
+        (lambda: ll.every_n_steps(True), r"every_n_steps\(True\): n must be an int of at least 1, got True"),
+        (lambda: ll.every_n_steps(2.5), r"every_n_steps\(2.5\): n must be an int of at least 1, got 2.5"),
+        (lambda: ll.every_n_steps("5"), r"every_n_steps\('5'\): n must be an int of at least 1, got '5'"),
+        (lambda: ll.predicates.every_n_samples(0), r"every_n_samples\(0\): n must be an int of at least 1, got 0"),
+        (lambda: ll.every_n_steps(5, offset=5), r"every_n_steps\(5, offset=5\): offset must be below n"),
+        (lambda: ll.every_n_steps(5, offset=-1), r"offset=-1\): offset must be an int of at least 0, got -1"),
+        (lambda: ll.every_n_steps(5).between(25, 8), r"\.between\(25, 8\): the window ends before it begins"),
+        (lambda: ll.every_n_steps(5).between(1, 8).between(9), "the window ends before it begins"),
+        (lambda: ll.every_n_steps(5).between(-1, 8), "first must be an int of at least 0, got -1"),
+        (lambda: ll.every_n_steps(5).between(1.5, 8), "first must be an int of at least 0, got 1.5"),
+        (lambda: ll.every_n_steps(5).between(1, math.nan), "last must be an int of at least 0, got nan"),
+        (lambda: ll.every_n_steps(5).between(None, 8), "first must be an int of at least 0, got None"),
+        (lambda: ll.every_n_epochs(0), r"every_n_epochs\(0\): n must be above 0"),
+        (lambda: ll.every_n_epochs(1e-9), r"every_n_epochs\(1e-09\): n must be above 0, and at least a millionth"),
+        (lambda: ll.every_n_epochs(-1), r"every_n_epochs\(-1\): expected numbers of epochs, .* got -1"),
+        (lambda: ll.every_n_epochs(True), r"every_n_epochs\(True\): expected numbers of epochs, .* got True"),
+        (lambda: ll.every_n_epochs(math.nan), r"every_n_epochs\(nan\): expected numbers of epochs, .* got nan"),
+        (lambda: ll.every_n_epochs(0.5, offset=0.5), r"every_n_epochs\(0.5, offset=0.5\): offset must be below n"),
+        (lambda: ll.every_n_epochs(1).between(3, 2), r"every_n_epochs\(1\).between\(3, 2\): the window ends before"),
+        (lambda: ll.at_step(), r"at_step\(\): expected one or more steps"),
+        (lambda: ll.at_step(0), r"at_step\(0,?\): expected one or more steps, ints of at least 1"),
+        (lambda: ll.at_step(1, 2.0), r"at_step\(1, 2.0\): expected one or more steps, ints of at least 1"),
+        (lambda: ll.after_steps(-1), r"after_steps\(-1\): n must be an int of at least 0"),
+        (lambda: ll.after_epochs(1.5), r"after_epochs\(1.5\): n must be an int of at least 0"),
+        (lambda: ll.predicates.after_samples(True), r"after_samples\(True\): n must be an int of at least 0"),
+        (lambda: ll.after_epochs(0).once(), r"after_epochs\(0\).once\(\): it is true before the first batch"),
+        (lambda: ll.predicates.every_seconds(0), r"every_seconds\(0\): expected a finite number of seconds above 0"),
+        (
+            lambda: ll.predicates.after_seconds(math.inf),
+            r"after_seconds\(inf\): expected a finite number of seconds above 0",
+        ),
+    ],
+)
+def test_a_bad_value_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+EVERY_KIND = [
+    ll.every_n_steps(5),
+    ll.predicates.every_n_samples(5),
+    ll.every_n_epochs(1),
+    ll.every_n_epochs(0.5),
+    ll.at_step(5),
+    ll.at_epoch_end(),
+    ll.after_steps(5),
+    ll.after_epochs(5),
+    ll.predicates.after_samples(5),
+    ll.predicates.predicate(lambda state: state.step > 5),
+    ll.at_step(5) & ll.at_epoch_end(),
+    ll.at_step(5) | ll.at_epoch_end(),
+    ~ll.at_step(5),
+]
+
+
+@pytest.mark.parametrize("predicate", EVERY_KIND, ids=repr)
+@pytest.mark.parametrize("found", [5, None, (TrainState(), {}), {"loss": 1.0}, torch.tensor(5), SimpleNamespace(n=5)])
+def test_what_is_no_state_is_named(predicate, found):
+    with pytest.raises(TypeError, match=f"was called with {type(found).__name__}, and needs the TrainState"):
+        predicate(found)
+
+
+def test_an_error_in_the_users_function_is_its_own():
+    typo = ll.predicates.predicate(lambda state: state.stepp > 5)
+    with pytest.raises(AttributeError, match="stepp"):
+        typo(TrainState())
+
+
+@pytest.mark.parametrize("predicate", [*EVERY_KIND, ll.predicates.every_seconds(60)], ids=repr)
+def test_a_predicate_has_no_truth_value(predicate):
+    for use in (bool, lambda p: p and True, lambda p: True and p and True, lambda p: p or True, lambda p: not p):
+        with pytest.raises(TypeError, match=r"call it with the state, `if predicate\(state\):`.* & \| ~, not with"):
+            use(predicate)
+
+
+@pytest.mark.parametrize("other", [True, None, len, lambda state: True])
+def test_only_predicates_combine(other):
+    for sign, combine in (("&", lambda p: p & other), (r"\|", lambda p: p | other)):
+        with pytest.raises(
+            TypeError, match=rf"at_step\(5\) {sign} .*both sides must be predicates.*ll.predicates.predicate"
+        ):
+            combine(ll.at_step(5))
+
+
+@pytest.mark.parametrize("predicate", [*EVERY_KIND[6:], ll.predicates.every_seconds(60)], ids=repr)
+def test_a_window_needs_a_unit(predicate):
+    with pytest.raises(TypeError, match=r"between\(8, 25\): a window of .* has no unit.*after_steps\(first\)"):
+        predicate.between(8, 25)
+
+
+@pytest.mark.parametrize("predicate", [*EVERY_KIND[9:], ll.predicates.every_seconds(60)], ids=repr)
+def test_once_needs_a_first_firing_that_is_known(predicate):
+    with pytest.raises(TypeError, match=r"once\(\): the first firing of .* Keep a flag in state.extra"):
+        predicate.once()
+
+
+# Clocks
+
+
+@quick
+@given(st.lists(st.floats(0.0, 50.0), max_size=30), st.floats(1.0, 60.0))
+def test_clocks_by_a_clock_of_our_own(waits, seconds):
+    times = [1000.0, *itertools.accumulate(waits, initial=1000.0)][1:]
+    now = iter([times[0], *times])
+    every = ll.predicates.every_seconds(seconds, clock=lambda: next(now))
+    assert next(now) == 1000.0
+    fired_at = [time for time in times[1:] if every(TrainState())]
+    last = times[0]
+    expected = []
+    for time in times[1:]:
+        if time >= last + seconds:
+            expected.append(time)
+            last = time
+    assert fired_at == expected
+
+    now = iter(times)
+    after = ll.predicates.after_seconds(seconds, clock=lambda: next(now))
+    assert [after(TrainState()) for _ in times[1:]] == [time >= times[0] + seconds for time in times[1:]]
+
+
+def test_a_clock_on_the_right_keeps_its_firing_for_a_left_side_that_says_no():
+    now = iter([0.0, 70.0])
+    save_now = ll.every_n_steps(10) & ll.predicates.every_seconds(60, clock=lambda: next(now))
+    assert [save_now(TrainState(step=step)) for step in (8, 9, 10)] == [False, False, True]
+
+
+def test_clocks_run_by_themselves():
+    assert not ll.predicates.every_seconds(1e6)(TrainState())
+    assert not ll.predicates.after_seconds(1e6)(TrainState())
+    assert repr(ll.predicates.every_seconds(60)) == "every_seconds(60)"
+
+
+@given(
+    made=st.lists(st.integers(0, 3), max_size=40),
+    n=st.integers(1, 7),
+    data=st.data(),
+)
+def test_steps_of_several_updates_a_batch_are_none_of_them_missed(made, n, data):
+    offset = data.draw(st.integers(0, n - 1))
+    predicate, at = ll.every_n_steps(n, offset=offset), ll.at_step(5, 11)
+    step = 0
+    for updates in made:
+        brought = range(step + 1, step + updates + 1)
+        step += updates
+        state = TrainState(step=step, batch_steps=updates)
+        assert predicate(state) == any(s % n == offset for s in brought)
+        assert at(state) == (5 in brought or 11 in brought)
+        assert state.skipped == (updates == 0)

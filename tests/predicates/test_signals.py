@@ -1,0 +1,545 @@
+"""Signals as predicates: real signals in real processes, and a plain model of who is told what."""
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import looplib as ll
+from looplib._core import interrupts as _interrupts
+from looplib.predicates import Stopped, after_signal, stop_when
+from looplib.predicates import _signals as signals
+
+ROOT = Path(__file__).parents[2]
+STATE = ll.TrainState()
+
+
+@pytest.fixture(autouse=True)
+def handlers_come_back():
+    def handlers():
+        return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+    _interrupts._uninstall()
+    before = handlers()
+    yield
+    gc.collect()
+    _interrupts._uninstall()  # which a donated step outside of a loop leaves to the next loop
+    assert handlers() == before
+    assert not any(signals._watches.values())
+
+
+@pytest.fixture
+def heard():
+    """What reaches a Python handler of SIGUSR1 that was there before."""
+    numbers = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
+
+
+def python(code, *args):
+    command = [sys.executable, "-u", "-c", textwrap.dedent(code), *map(str, args)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+
+
+def read_until(process, text):
+    for line in process.stdout:
+        if text in line:
+            return
+    pytest.fail(f"{text!r} never came; {process.stderr.read()}")
+
+
+# The predicate
+
+
+def test_it_is_true_from_the_signal_on_and_does_nothing_else(heard):
+    with after_signal(signal.SIGUSR1, signal.SIGTERM) as stop_now:
+        both = ll.after_steps(5) & stop_now
+        assert [stop_now(STATE), (ll.after_steps(5) | stop_now)(STATE), (~stop_now)(STATE)] == [False, False, True]
+        signal.raise_signal(signal.SIGUSR1)
+        assert [stop_now(STATE), (ll.after_steps(5) | stop_now)(STATE), (~stop_now)(STATE)] == [True, True, False]
+        assert [both(STATE), both(STATE.replace(step=5))] == [False, True]
+        assert stop_now(STATE)
+    assert heard == []
+    assert stop_now(STATE)  # closing does not forget
+
+
+def test_handlers_come_back_from_under_each_of_the_guards_of_a_loop():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    _interrupts.install()  # before SIGINT's handler, and anew where the predicate has put its own
+    stop_now = after_signal(signal.SIGTERM, signal.SIGINT)
+    _interrupts.install()
+    assert signal.getsignal(signal.SIGTERM) is not signal.getsignal(signal.SIGINT)
+    stop_now.close()
+    _interrupts._uninstall()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_its_repr_reads_as_its_code():
+    text = "after_signal(signal.SIGTERM, signal.SIGUSR1)"
+    with eval(text) as stop_now:
+        assert repr(stop_now) == text
+        assert repr(ll.after_epochs(3) | ~stop_now) == f"(after_epochs(3) | ~{text})"
+
+
+@pytest.mark.parametrize("end", ["close", "with", "garbage", "cycle", "error"])
+@pytest.mark.parametrize("previous", [signal.SIG_DFL, signal.SIG_IGN, print], ids=str)
+def test_the_handler_of_before_comes_back(end, previous):
+    before = signal.signal(signal.SIGUSR2, previous)
+    stop_now = after_signal(signal.SIGUSR2)
+    assert signal.getsignal(signal.SIGUSR2) != previous
+    if end == "close":
+        stop_now.close()
+        stop_now.close()
+    elif end == "with":
+        with stop_now:
+            pass
+    elif end == "garbage":
+        del stop_now
+    elif end == "cycle":
+        done = SimpleNamespace(predicate=ll.after_steps(5) | stop_now)
+        done.itself = done
+        del done, stop_now
+        gc.collect()
+    else:
+        with pytest.raises(RuntimeError), stop_now:
+            raise RuntimeError
+    assert signal.getsignal(signal.SIGUSR2) == previous
+    signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_predicate_within_another_one_keeps_listening():
+    done = ll.after_steps(5) | after_signal(signal.SIGUSR2)
+    gc.collect()
+    signal.raise_signal(signal.SIGUSR2)
+    assert done(STATE)
+
+
+steps = st.one_of(
+    st.just(("open",)),
+    st.just(("signal",)),
+    st.tuples(st.just("close"), st.integers(0, 5)),
+    st.tuples(st.just("wait"), st.sampled_from([1.0, 2.5, 5.0, 9.0])),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(steps, max_size=20))
+@example([("open",), ("open",), ("close", 0), ("signal",), ("close", 0), ("signal",)])
+@example([("open",), ("signal",), ("wait", 2.5), ("open",), ("signal",), ("wait", 2.5), ("signal",), ("signal",)])
+def test_any_number_of_them_in_any_order_are_told_and_the_rest_is_passed_on(steps):
+    passed, now, expected = [], 0.0, 0
+
+    def previous(number, frame):
+        passed.append(number)
+
+    before = signal.signal(signal.SIGUSR1, previous)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
+        made, opened = [], []  # pairs of a predicate and when it should have been told
+        for step, *value in steps:
+            if step == "open":
+                made.append([after_signal(signal.SIGUSR1), None])
+                opened.append(made[-1])
+            elif step == "close" and opened:
+                opened.pop(value[0] % len(opened))[0].close()
+            elif step == "wait":
+                now += value[0]
+            elif step == "signal":
+                signal.raise_signal(signal.SIGUSR1)
+                expected += all(told is not None and now - told >= 5 for _, told in opened)
+                for pair in opened:
+                    pair[1] = now if pair[1] is None else pair[1]
+            assert [stop_now(STATE) for stop_now, _ in made] == [told is not None for _, told in made]
+            assert len(passed) == expected
+            assert (signal.getsignal(signal.SIGUSR1) is previous) == (not opened)
+        for stop_now, _ in opened:
+            stop_now.close()
+    assert signal.signal(signal.SIGUSR1, before) is previous
+
+
+def test_each_kind_of_signal_has_its_own_first_time(heard, clock):
+    with after_signal(signal.SIGUSR1, signal.SIGUSR2) as stop_now:
+        signal.raise_signal(signal.SIGUSR2)
+        clock.seconds += 100
+        signal.raise_signal(signal.SIGUSR1)  # as Slurm: first a warning, then the end
+        assert heard == []
+        assert stop_now(STATE)
+
+
+def test_one_signal_sent_twice_is_one_and_a_later_one_raises_what_it_did_before(clock):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with after_signal(signal.SIGINT) as stop_now:
+        signal.raise_signal(signal.SIGINT)
+        clock.seconds += 4.5
+        signal.raise_signal(signal.SIGINT)
+        assert stop_now(STATE)
+        clock.seconds += 0.5
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("number", "previous"), [(signal.SIGUSR2, signal.SIG_IGN), (signal.SIGWINCH, signal.SIG_DFL)], ids=str
+)
+def test_it_goes_on_listening_after_a_second_signal_that_does_nothing(clock, number, previous):
+    before = signal.signal(number, previous)
+    with after_signal(number):
+        ours = signal.getsignal(number)
+        for _ in range(3):
+            signal.raise_signal(number)
+            clock.seconds += 5
+        assert signal.getsignal(number) is ours
+    assert signal.signal(number, before) == previous
+
+
+def test_a_handler_put_up_later_stays(heard):
+    before = signal.getsignal(signal.SIGUSR1)
+    with after_signal(signal.SIGUSR1):
+        signal.signal(signal.SIGUSR1, print)
+    assert signal.signal(signal.SIGUSR1, before) is print
+
+
+def test_a_handler_put_up_later_may_lead_back_to_ours(heard, clock):
+    first = after_signal(signal.SIGUSR1)
+    ours = signal.getsignal(signal.SIGUSR1)
+    theirs = []
+
+    def later(number, frame):
+        theirs.append(number)
+        ours(number, frame)
+
+    signal.signal(signal.SIGUSR1, later)
+    second = after_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
+    assert [first(STATE), second(STATE), theirs, heard] == [True, True, [], []]
+    clock.seconds += 5
+    signal.raise_signal(signal.SIGUSR1)
+    assert [theirs, heard] == [[signal.SIGUSR1]] * 2
+    first.close()
+    second.close()
+    assert signal.getsignal(signal.SIGUSR1) is later
+    signal.raise_signal(signal.SIGUSR1)
+    assert [theirs, heard] == [[signal.SIGUSR1] * 2] * 2
+    signal.signal(signal.SIGUSR1, ours.previous)
+
+
+# Threads and processes
+
+
+def in_a_thread(function):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()), name="helper")
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_it_is_made_in_the_main_thread_and_asked_in_any():
+    def make():
+        with pytest.raises(ValueError, match="was called in the thread helper, and Python lets only the main thread"):
+            after_signal(signal.SIGUSR1)
+
+    in_a_thread(make)
+    with after_signal(signal.SIGUSR1) as stop_now:
+        signal.raise_signal(signal.SIGUSR1)
+        assert in_a_thread(lambda: stop_now(STATE))
+
+
+def test_closed_in_another_thread_it_passes_all_on(heard):
+    stop_now = after_signal(signal.SIGUSR1)
+    in_a_thread(stop_now.close)
+    signal.raise_signal(signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
+    with after_signal(signal.SIGUSR1) as again:
+        signal.raise_signal(signal.SIGUSR1)
+    assert [stop_now(STATE), again(STATE), heard] == [False, True, [signal.SIGUSR1]]
+
+
+def test_forked_processes_end_as_they_did_before():
+    code = """
+        import multiprocessing, os, signal, sys, time
+        import looplib as ll
+        from looplib.predicates import after_signal
+
+        def sleep(started, own):
+            if own:
+                stop_now = after_signal(signal.SIGTERM)
+            started.set()
+            time.sleep(30) if not own else [time.sleep(0.01) for _ in range(3000) if not stop_now(ll.TrainState())]
+            sys.exit(3)
+
+        stop_now = after_signal(signal.SIGTERM)
+        fork = multiprocessing.get_context("fork")
+        for own in (False, True):
+            started = fork.Event()
+            process = fork.Process(target=sleep, args=(started, own))
+            process.start()
+            started.wait()
+            process.terminate()
+            process.join()
+            print(process.exitcode, stop_now(ll.TrainState()))
+    """
+    out, error = python(code).communicate(timeout=60)
+    assert out == "-15 False\n3 False\n", error
+
+
+def test_a_run_that_hangs_is_ended_by_a_second_signal():
+    code = """
+        import signal, time
+        import looplib as ll
+        from looplib.predicates import _signals as signals
+        from looplib.predicates import after_signal
+
+        signals._ONE_SIGNAL = 0.5
+        stop_now = after_signal(signal.SIGTERM)
+        print("ready")
+        while not stop_now(ll.TrainState()):
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)  # the same, sent twice
+        time.sleep(0.5)
+        print("hangs")
+        time.sleep(60)
+    """
+    process = python(code)
+    read_until(process, "ready")
+    process.send_signal(signal.SIGTERM)
+    read_until(process, "hangs")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM
+
+
+# In loops
+
+
+class Signalled(torch.optim.SGD):
+    """An update in which signals come."""
+
+    numbers = ()
+
+    def step(self, closure=None):
+        for number in self.numbers:
+            signal.raise_signal(number)
+        return super().step(closure)
+
+
+@pytest.fixture
+def parts():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = ll.optimizer(Signalled, lr=0.1)
+    train_step = ll.make_train_step(
+        ll.make_grad_fn(model, lambda model, batch: model(batch[0]).square().mean()), optimizer, donate=True
+    )
+    loader = ll.make_loader(torch.utils.data.TensorDataset(torch.randn(12, 2)), batch_size=2)
+    return SimpleNamespace(
+        train_step=train_step,
+        loader=loader,
+        state=ll.init_state(model, optimizer, epoch_length=len(loader)),
+        eval_step=ll.make_eval_step(model, lambda model, x: {"mean": model(x).mean()}),
+        predict_step=ll.make_predict_step(model, lambda model, x: model(x)),
+    )
+
+
+@pytest.mark.parametrize("made", ["before the loop", "in its body"])
+@pytest.mark.parametrize("closed", ["in its body", "after the loop"])
+@pytest.mark.parametrize("previous", [signal.SIG_DFL, print], ids=str)
+def test_loops_and_donated_steps_pass_signals_on(parts, monkeypatch, made, closed, previous):
+    before = signal.signal(signal.SIGUSR2, previous)
+    state, steps, stop_now = parts.state, 0, None
+    if made == "before the loop":
+        stop_now = after_signal(signal.SIGUSR2)
+    for batch in parts.loader(state):
+        if made == "in its body" and state.step == 2:
+            stop_now = after_signal(signal.SIGUSR2)
+        monkeypatch.setattr(Signalled, "numbers", [signal.SIGUSR2] if state.step == 3 else [])
+        state, _ = parts.train_step(state, batch)
+        steps += 1
+        if stop_now is not None and stop_now(state):
+            if closed == "in its body":
+                stop_now.close()
+                assert signal.getsignal(signal.SIGUSR2) in (previous, _interrupts._handle)
+            break
+    assert steps == state.step == 4
+    del batch
+    gc.collect()
+    stop_now.close()
+    assert signal.signal(signal.SIGUSR2, before) == previous
+
+
+def test_a_signal_between_two_steps_is_known_after_the_next_one(parts):
+    state = parts.state
+    with after_signal(signal.SIGTERM, signal.SIGUSR1) as stop_now:
+        for batch in parts.loader(state):
+            if state.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            state, _ = parts.train_step(state, batch)
+            if stop_now(state):
+                break
+    assert state.step == 4
+
+
+def test_ctrl_c_can_be_one_more_wish_to_stop(parts, capfd):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    state = parts.state
+    with after_signal(signal.SIGINT) as stop_now:
+        for batch in parts.loader(state):
+            if state.step == 2:
+                signal.raise_signal(signal.SIGINT)
+            state, _ = parts.train_step(state, batch)
+            if stop_now(state):
+                break
+    del batch
+    assert state.step in (3, 4)  # the loop's interrupts are taken at its next batch
+    gc.collect()
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def test_stop_when_leaves_an_evaluation_between_two_batches(parts):
+    with after_signal(signal.SIGUSR1) as stop_now:
+        eval_step, taken = stop_when(parts.eval_step, stop_now), []
+
+        def batches():
+            for index in range(10):
+                torch.rand(1)  # as a loader that shuffles would
+                if index == 4:
+                    signal.raise_signal(signal.SIGUSR1)
+                taken.append(index)
+                yield torch.ones(2, 2)
+
+        whole = ll.evaluate(eval_step, parts.state, [torch.ones(2, 2)])
+        assert whole == ll.evaluate(parts.eval_step, parts.state, [torch.ones(2, 2)])
+        stream = torch.get_rng_state()
+        with pytest.raises(Stopped, match=r"^after_signal\(signal.SIGUSR1\) is true at step 0 \(epoch 0, batch 0\)"):
+            ll.evaluate(eval_step, parts.state, batches())
+        assert taken == [0, 1, 2, 3, 4]
+        assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_stop_when_leaves_any_step_untaken(parts):
+    batch = (torch.ones(2, 2),)
+    train_step = stop_when(parts.train_step, ll.after_steps(2))
+    state, _ = train_step(parts.state, batch)
+    state, _ = train_step(state, batch)
+    with pytest.raises(Stopped, match=r"after_steps\(2\) is true at step 2 \(epoch 0, batch 2\), so the next batch"):
+        train_step(state, batch)
+    assert state.params  # not donated
+    with pytest.raises(Stopped):
+        stop_when(parts.predict_step, ll.after_steps(2))(state, batch[0])
+    assert stop_when(parts.predict_step, ll.after_steps(3))(state, batch[0]).shape == (2, 1)
+
+
+RUN = """
+    import signal, sys
+    import torch
+    import looplib as ll
+    from looplib.predicates import Stopped
+    from looplib.predicates import after_signal
+    from looplib.predicates import stop_when
+    from looplib.predicates import BestSoFar
+    from looplib.predicates import update_best
+
+    def main(folder, wait_at=None):
+        def at(place, number):
+            print(place, number)
+            if f"{place} {number}" == wait_at:
+                sys.stdin.readline()
+
+        def batches():
+            for index in range(5):
+                at("evaluating", index)
+                yield torch.full((2, 4), float(index))
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        loader = ll.make_loader(torch.utils.data.TensorDataset(torch.randn(40, 4)), batch_size=4)
+        optimizer = ll.optimizer(torch.optim.AdamW, lr=0.01)
+        loss_fn = lambda model, batch: model(batch[0]).square().mean()
+        train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+        stop_now = after_signal(signal.SIGTERM, signal.SIGUSR1)
+        eval_step = stop_when(ll.make_eval_step(model, lambda model, x: {"loss": model(x).square().mean()}), stop_now)
+        eval_now, done = ll.every_n_steps(10), ll.after_steps(30) | stop_now
+
+        ckpt = ll.checkpoint_io(folder)
+        extra = {"best": BestSoFar("loss")}
+        state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader), extra=extra))
+        print("from", state.step)
+        try:
+            while not done(state):
+                for batch in loader(state):
+                    at("training", state.step)
+                    state, _ = train_step(state, batch)
+                    if eval_now(state):
+                        state = update_best(state, ll.evaluate(eval_step, state, batches()))
+                    if done(state):
+                        break
+        except Stopped as stopped:
+            print(stopped)
+        ckpt.save(state)
+        print("left at", state.step, *[float(p.double().sum()).hex() for p in state.params.values()])
+
+    main(*sys.argv[1:3])
+    main(*sys.argv[3:]) if sys.argv[3:] else None
+"""
+
+
+def told_to_end(folder, place, number):
+    """What a process writes that gets a signal while it is there."""
+    process = python(RUN, folder, place)
+    read_until(process, place)
+    process.send_signal(number)
+    out, error = process.communicate("\n", timeout=60)
+    assert process.returncode == 0, error
+    return out
+
+
+def test_a_process_told_to_end_saves_and_goes_on_to_the_same_bits(tmp_path):
+    out = told_to_end(tmp_path / "told", "training 3", signal.SIGTERM)
+    assert out.startswith("left at 4 ")  # the batch at hand was finished, and no other begun
+
+    out = told_to_end(tmp_path / "told", "evaluating 1", signal.SIGUSR1)
+    assert out.startswith("after_signal(signal.SIGTERM, signal.SIGUSR1) is true at step 10 (epoch 1, batch 0)")
+    assert "\nleft at 10 " in out
+
+    out, error = python(RUN, tmp_path / "told", "", tmp_path / "whole").communicate(timeout=60)
+    resumed, whole = re.findall("^left at 30 .*$", out, re.MULTILINE)
+    assert out.startswith("from 10\n"), error
+    assert resumed == whole
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ((), r"\(\)"),
+        (("SIGTERM",), r"\('SIGTERM',\)"),
+        ((0,), r"\(0,\)"),
+        ((signal.SIGTERM, signal.SIGKILL), r"\(.*9.*\)"),
+    ],
+)
+def test_signals_that_cannot_be_caught_are_refused_and_nothing_is_installed(given, found):
+    with pytest.raises(ValueError, match=rf"after_signal{found}: expected one or more signals that can be caught"):
+        after_signal(*given)

@@ -1,0 +1,315 @@
+"""Best-so-far and early stopping against transformers' callback, torch's own bookkeeping and plain definitions."""
+
+import dataclasses
+import math
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
+from transformers.trainer import Trainer
+
+import looplib as ll
+from looplib.predicates import BestSoFar, at_best, early_stopping, update_best
+
+quick = settings(deadline=None, max_examples=200)
+modes = st.sampled_from(["min", "max"])
+# Eighths, so that differences are exact and equality with min_delta happens.
+eighths = st.integers(-40, 40).map(lambda n: n / 8)
+some_values = st.lists(eighths, max_size=40)
+some_deltas = st.integers(0, 8).map(lambda n: n / 8)
+
+
+def begin(record, step=0):
+    return ll.TrainState(step=step, extra={"best": record})
+
+
+def run(state, values, patience=None):
+    """The state after these evaluations, ten steps apart, or after the one at which it stops."""
+    for value in values:
+        state = update_best(state.replace(step=state.step + 10), {"eval_loss": value})
+        if patience is not None and early_stopping(patience)(state):
+            break
+    return state
+
+
+# Against others
+
+
+@quick
+@given(some_values, modes, st.integers(1, 5))
+def test_it_stops_where_transformers_does_with_the_same_best(values, mode, patience):
+    args = SimpleNamespace(metric_for_best_model="eval_loss", greater_is_better=mode == "max", save_strategy="steps")
+    theirs, control, callback = TrainerState(), TrainerControl(), EarlyStoppingCallback(patience)
+    stopped = []
+    state, stop = begin(BestSoFar("eval_loss", mode=mode)), early_stopping(patience)
+    for value in values:
+        theirs.global_step += 10
+        callback.on_evaluate(args, theirs, control, metrics={"eval_loss": value})
+        Trainer._determine_best_metric(SimpleNamespace(args=args, state=theirs), {"eval_loss": value}, None)
+        state = run(state, [value])
+        stopped.append((control.should_training_stop, stop(state)))
+        record = state.extra["best"]
+        assert (record.best, record.best_step) == (theirs.best_metric, theirs.best_global_step)
+        assert record.waited == callback.early_stopping_patience_counter
+        if control.should_training_stop:
+            break
+    assert all(a == b for a, b in stopped)
+
+
+@quick
+@given(some_values, modes, some_deltas, st.booleans())
+def test_the_best_is_saved_where_transformers_does(values, mode, delta, moving):
+    args = SimpleNamespace(metric_for_best_model="eval_loss", greater_is_better=mode == "max", save_strategy="best")
+    theirs = TrainerState()
+    state, save_now = begin(BestSoFar("eval_loss", mode=mode, min_delta=delta if moving else 0.0)), at_best()
+    assert not save_now(state)
+    for value in values:
+        theirs.global_step += 10 if moving else 0  # or several evaluations at one step
+        state = update_best(state.replace(step=theirs.global_step), {"eval_loss": value})
+        best = Trainer._determine_best_metric(SimpleNamespace(args=args, state=theirs), {"eval_loss": value}, None)
+        assert save_now(state) is best
+        assert not save_now(state.replace(step=state.step + 1))
+        assert (save_now & ~ll.at_step(state.step + 1) | ll.at_step(state.step + 2))(state) is best
+
+
+def test_at_best_survives_a_restore_and_a_second_evaluation_there_is_not_better():
+    state = run(begin(BestSoFar("eval_loss")), [0.5, 0.3])
+    assert at_best()(state)
+    assert at_best()(stored(state))
+    assert not at_best()(update_best(stored(state), {"eval_loss": 0.3}))
+    two = state.replace(extra={**state.extra, "accuracy": BestSoFar("accuracy", mode="max", best=1.0, best_step=3)})
+    assert not at_best(key="accuracy")(two)
+    assert at_best(key="accuracy")(update_best(two, {"accuracy": 1.5}, "accuracy"))
+
+
+@quick
+@given(some_values, modes, some_deltas)
+def test_it_waits_as_torchs_plateau_does(values, mode, delta):
+    sgd = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        sgd, mode=mode, threshold=delta, threshold_mode="abs", patience=len(values)
+    )
+    record = BestSoFar("eval_loss", mode=mode, min_delta=delta)
+    for step, value in enumerate(values):
+        plateau.step(value)
+        record = record.update(value, step)
+        assert (record.reference, record.waited) == (plateau.best, plateau.num_bad_epochs)
+
+
+@quick
+@given(some_values, some_deltas, st.integers(1, 5))
+def test_it_improves_by_more_than_transformers_threshold(values, delta, patience):
+    # Their counter compares with whatever best it is told; ours is the value at the last improvement.
+    args, callback = SimpleNamespace(greater_is_better=False), EarlyStoppingCallback(patience, delta)
+    record = BestSoFar("eval_loss", min_delta=delta)
+    for step, value in enumerate(values):
+        callback.check_metric_value(args, SimpleNamespace(best_metric=record.reference), None, value)
+        record = record.update(value, step)
+        assert record.waited == callback.early_stopping_patience_counter
+
+
+@quick
+@given(some_values.filter(len) | st.lists(st.floats(allow_nan=False), min_size=1), modes, some_deltas)
+def test_the_best_is_the_first_of_the_best_whatever_the_delta(values, mode, delta):
+    best = {"min": min, "max": max}[mode](values)
+    record = run(begin(BestSoFar("eval_loss", mode=mode, min_delta=delta)), values).extra["best"]
+    assert record.best == best
+    assert record.best_step == 10 * (values.index(best) + 1)
+
+
+@quick
+@given(some_values, some_deltas)
+def test_max_is_min_of_the_negative(values, delta):
+    low = run(begin(BestSoFar("eval_loss", min_delta=delta)), values).extra["best"]
+    high = run(begin(BestSoFar("eval_loss", mode="max", min_delta=delta)), [-value for value in values]).extra["best"]
+    assert (low.best_step, low.waited) == (high.best_step, high.waited)
+    assert not values or (low.best, low.reference) == (-high.best, -high.reference)
+
+
+def test_small_improvements_add_up():
+    record = BestSoFar("eval_loss", min_delta=0.25)
+    waited = []
+    for step, value in enumerate([1.0, 0.875, 0.75, 0.625, 0.5, 0.375]):
+        record = record.update(value, step)
+        waited.append(record.waited)
+    assert waited == [0, 1, 2, 0, 1, 2]  # 0.75 is 0.25 below 1.0, and not more
+    assert (record.best, record.best_step) == (0.375, 5)
+
+
+# Survival
+
+
+def stored(state):
+    return pickle.loads(pickle.dumps(state))
+
+
+def through_leaves(state):
+    """What a checkpoint does: the leaves, into the structure of a fresh state."""
+    leaves, _ = torch.utils._pytree.tree_flatten(state.extra)
+    assert all(type(leaf) in (int, float, type(None)) for leaf in leaves)
+    record = state.extra["best"]
+    fresh = {"best": BestSoFar(record.monitor, mode=record.mode, min_delta=record.min_delta)}
+    structure = torch.utils._pytree.tree_structure(fresh)
+    return state.replace(extra=torch.utils._pytree.tree_unflatten(leaves, structure))
+
+
+@quick
+@given(some_values, st.sets(st.integers(0, 40)), modes, some_deltas, st.integers(1, 5))
+def test_a_resumed_run_goes_on_as_the_uninterrupted(values, cuts, mode, delta, patience):
+    start = begin(BestSoFar("eval_loss", mode=mode, min_delta=delta))
+    expected = run(start, values, patience)
+    for resume in (stored, through_leaves, ll.copy_state):
+        state = start
+        for index, value in enumerate(values):
+            if index in cuts:
+                state = resume(state)
+            state = run(state, [value])
+            if early_stopping(patience)(state):
+                break
+        state = resume(state)
+        assert state.extra == expected.extra
+        assert state.step == expected.step
+        assert early_stopping(patience)(state) == early_stopping(patience)(expected)
+
+
+def test_a_checkpoint_holds_what_was_counted_and_the_settings_are_the_new_ones(tmp_path):
+    model = torch.nn.Linear(1, 1)
+    ckpt = ll.checkpoint_io(tmp_path, monitor="eval_loss")
+
+    def fresh(record):
+        return ll.init_state(model).replace(extra={"best": record})
+
+    state = run(fresh(BestSoFar("eval_loss")), [0.3, 0.1, 0.2])
+    ckpt.save(state, {"eval_loss": 0.2})
+    restored = ckpt.restore(fresh(BestSoFar("eval_loss", min_delta=0.5)))
+    expected = dataclasses.replace(state.extra["best"], min_delta=0.5)
+    assert restored.extra["best"] == expected
+    assert (expected.best, expected.best_step, expected.waited) == (0.1, 20, 1)
+    assert ckpt.restore(fresh(BestSoFar("eval_loss"))).extra == state.extra
+    for other in (BestSoFar("eval_accuracy"), BestSoFar("eval_loss", mode="max")):
+        with pytest.raises(ValueError, match=f"{other.mode} {other.monitor}"):
+            ckpt.restore(fresh(other))
+
+
+def test_a_larger_patience_lets_a_stopped_run_go_on():
+    state = run(begin(BestSoFar("eval_loss")), [1, 2, 3, 4])
+    assert early_stopping(3)(state)
+    assert not early_stopping(4)(state)
+
+
+def test_a_donated_step_and_the_record_leave_each_other_alone():
+    model = torch.nn.Linear(2, 1)
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    state = ll.init_state(model, optimizer, extra={"best": BestSoFar("loss", min_delta=0.5), "mine": torch.ones(1)})
+    done = ll.after_steps(50) | early_stopping(3)
+    losses = []
+    while not done(state):
+        state, metrics = train_step(state, torch.ones(4, 2))
+        losses.append(ll.compute(metrics)["loss"])
+        state = update_best(state, {"loss": losses[-1]})
+    assert state.step == len(losses) < 50
+    assert state.extra["best"].waited == 3
+    assert state.extra["best"].best == min(losses)
+    assert torch.equal(state.extra["mine"], torch.ones(1))
+
+
+# Records
+
+
+def test_records_do_not_change_and_states_keep_their_own():
+    before = begin(BestSoFar("eval_loss"))
+    after = update_best(before, {"eval_loss": 1.0})
+    assert before.extra["best"].best is None
+    assert after.extra["best"].best == 1.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        after.extra["best"].best = 2.0
+
+
+def test_several_records_stand_side_by_side():
+    extra = {"loss": BestSoFar("eval/loss"), "accuracy": BestSoFar("eval/accuracy", mode="max"), "mine": 7}
+    state = ll.TrainState(extra=extra)
+    for step, scores in enumerate([(0.5, 0.8), (0.4, 0.7), (0.6, 0.9)]):
+        scores = dict(zip(("eval/loss", "eval/accuracy"), scores, strict=True))
+        state = update_best(update_best(state.replace(step=step), scores, "loss"), scores, key="accuracy")
+    assert (state.extra["loss"].best_step, state.extra["accuracy"].best_step, state.extra["mine"]) == (1, 2, 7)
+    either = early_stopping(1, key="loss") | early_stopping(1, key="accuracy")
+    assert either(state)
+    assert not early_stopping(1, key="accuracy")(state)
+
+
+def test_values_may_be_tensors_and_are_kept_as_numbers():
+    record = BestSoFar("loss").update(torch.tensor(0.5), 3)
+    assert type(record.best) is type(record.reference) is float
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("early_stopping(patience=3)", "early_stopping(patience=3, key='loss')", "at_best()", "at_best(key='loss')"),
+        "BestSoFar(monitor='a', mode='max'",
+    ],
+)
+def test_records_read_as_the_code_that_made_them(text):
+    text += ", min_delta=0.5, best=1.0, best_step=2, reference=1.0, waited=0)" if text.startswith("Best") else ""
+    made = eval(text)
+    assert repr(made) == text
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert hash(made) == hash(eval(text))
+    assert not hasattr(made, "__dict__")
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BestSoFar("loss", mode="low"), r"""BestSoFar\('loss'\): mode is 'low'; give "min" or "max"$"""),
+        (lambda: BestSoFar("loss", min_delta=-0.1), r"min_delta is -0.1; give a finite number of at least 0"),
+        (lambda: BestSoFar("loss", min_delta=math.inf), r"min_delta is inf; give a finite number"),
+        (lambda: BestSoFar("loss", min_delta=math.nan), r"min_delta is nan; give a finite number"),
+        (lambda: early_stopping(0), r"early_stopping\(patience=0\): patience must be an int of at least 1"),
+        (lambda: early_stopping(2.5), r"early_stopping\(patience=2.5\): patience must be an int of at least 1"),
+        (lambda: early_stopping(True), r"early_stopping\(patience=True\): patience must be an int of at least 1"),
+        (
+            lambda: update_best(begin(BestSoFar("eval/loss")), {"loss": 0.5, "accuracy": 1.0}),
+            r"'eval/loss', the metric of state.extra\['best'\], is not among the scores, which have 'loss', 'acc",
+        ),
+        (lambda: update_best(begin(BestSoFar("eval/loss")), {}), r"is not among the scores, which have nothing$"),
+        (
+            lambda: update_best(begin(BestSoFar("loss", best=0.5), step=7), {"loss": math.nan}),
+            r"'loss' is NaN at step 7, neither better nor worse than 0.5: go back to an earlier state",
+        ),
+        (
+            lambda: early_stopping(1)(ll.TrainState()),
+            r"no BestSoFar in state.extra\['best'\]: state.extra is None; begin",
+        ),
+        (lambda: early_stopping(1)(ll.TrainState(extra=[1])), r"state.extra is a list; begin with"),
+        (lambda: at_best()(ll.TrainState(extra={})), r"state.extra has nothing; begin with"),
+        (
+            lambda: early_stopping(1, key="x")(begin(BestSoFar("a"))),
+            r"in state.extra\['x'\]: state.extra has 'best'; begin",
+        ),
+        (lambda: early_stopping(1)(ll.TrainState(extra={})), r"state.extra has nothing; begin with"),
+        (
+            lambda: update_best(begin(0.5), {}),
+            r"state.extra\['best'\] is a float; begin with ll.init_state\(\.\.\., extra=",
+        ),
+    ],
+)
+def test_errors_name_what_was_found(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@given(st.lists(eighths, max_size=5), modes)
+def test_infinity_is_a_value_like_others(values, mode):
+    worst, best = (math.inf, -math.inf) if mode == "min" else (-math.inf, math.inf)
+    record = run(begin(BestSoFar("eval_loss", mode=mode)), [worst, worst, *values, best, best]).extra["best"]
+    assert (record.best, record.best_step, record.waited) == (best, 10 * (len(values) + 3), 1)

@@ -1,0 +1,250 @@
+"""The recipe click_through: its scores against scikit-learn, what it draws, and that it goes on to the same bits."""
+
+import importlib.util
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import log_loss, roc_auc_score
+
+import looplib as ll
+
+RECIPE = Path(__file__).parents[2] / "recipes/click_through.py"
+SMALL = {"impressions": 30_000, "epochs": 2, "batch_size": 256, "eval_batch_size": 300, "lr": 0.02}
+SMALL |= {"dimension": 4, "width": 8, "log_every": 20, "eval_every": 50}  # 2 epochs of 93 steps
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("click_through", RECIPE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The recipe, its small run that nothing stopped, the folder and the scores of it."""
+    recipe, folder = load(), tmp_path_factory.mktemp("whole")
+    return recipe, folder, recipe.main(**SMALL, directory=str(folder))
+
+
+def held_out(recipe):
+    """The columns of the test: fields, clicked, true chance, click rate of the item."""
+    _, _, test = recipe.make_data(SMALL["impressions"], 10, 1000)
+    return {name: [torch.cat(columns) for columns in zip(*batches, strict=True)] for name, batches in test.items()}
+
+
+def predictions(folder):
+    (path,) = folder.glob("predictions-*")
+    return path, ll.evaluation.read_predictions(path)
+
+
+def files(folder):
+    path, _ = predictions(folder)
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def best(scores):
+    return max((row for row in scores if "eval/all/user_auc" in row), key=lambda row: row["eval/all/user_auc"])
+
+
+def sklearn_by_user(users, clicked, chances):
+    """The AUC of each user's impressions, weighed by their number, and how many users have none."""
+    found, left_out = [], 0
+    for user in np.unique(users):
+        own = users == user
+        if len(set(clicked[own])) == 1:
+            left_out += 1
+        else:
+            found.append((roc_auc_score(clicked[own], chances[own]), own.sum()))
+    aucs, counts = zip(*found, strict=True)
+    return np.average(aucs, weights=counts), left_out
+
+
+def test_scores_from_disk_are_those_of_the_evaluation_and_of_sklearn(whole):
+    recipe, folder, scores = whole
+    fields, clicked, truth, rate = (column.numpy() for column in held_out(recipe)["all"])
+    _, written = predictions(folder)
+    assert torch.equal(written["user"], torch.from_numpy(fields[:, 0]))
+    assert scores["disk"] == {name: scores["model"][name] for name in ("all/auc", "all/user_auc")}
+    for name, chances in {"model": written["chance"].numpy(), "truth": truth, "rate": rate}.items():
+        found = scores[name]
+        assert found["all/auc"] == pytest.approx(roc_auc_score(clicked, chances), abs=1e-12)
+        assert found["all/loss"] == pytest.approx(log_loss(clicked, chances.astype(np.float64)), rel=1e-5)
+        assert found["all/calibration"] == pytest.approx(chances.mean(dtype=np.float64) / clicked.mean(), rel=1e-6)
+    user_auc, left_out = sklearn_by_user(fields[:, 0], clicked, written["chance"].numpy())
+    assert scores["model"]["all/user_auc"] == pytest.approx(user_auc, abs=1e-12)
+    assert scores["model"]["all/users_left_out"] == left_out > 0
+
+
+def test_new_users_and_cold_items_are_those_seldom_seen_in_training(whole):
+    recipe, folder, scores = whole
+    train, dev, _ = recipe.make_data(SMALL["impressions"], 10, 1000)
+    sets, written = held_out(recipe), predictions(folder)[1]["chance"]
+    assert (len(train), sum(len(batch[1]) for batch in dev["all"]), len(sets["all"][1])) == (24_000, 2_000, 4_000)
+    for name, place in (("new_users", 0), ("cold_items", 1)):
+        ids, counts = np.unique(train.tensors[0][:, place].numpy(), return_counts=True)
+        known = ids[counts >= 10]
+        chosen = ~np.isin(sets["all"][0][:, place].numpy(), known)
+        assert 0 < chosen.sum() < len(chosen)
+        assert all(torch.equal(x[chosen], y) for x, y in zip(sets["all"], sets[name], strict=True))
+        expected = roc_auc_score(sets[name][1], written[chosen])
+        assert scores["model"][f"{name}/auc"] == pytest.approx(expected, abs=1e-12)
+    assert [name for name in scores["model"] if name.endswith("left_out")] == ["all/users_left_out"]
+
+
+def test_it_learns_and_logs_and_keeps_the_best(whole, capsys):
+    recipe, folder, _ = whole
+    rows = ll.read_jsonl(folder / "log.jsonl")
+    evaluated = [50, 100, 150, 186]
+    assert [row["step"] for row in rows if "eval/all/auc" in row] == evaluated
+    assert [row["step"] for row in rows if "train/loss" in row] == sorted({*range(20, 187, 20), *evaluated})
+    kept = {best(rows)["step"], 186}
+    assert {found.step for found in ll.checkpoint_io(folder / "checkpoints").steps()} == kept
+    assert predictions(folder)[0].name == f"predictions-{best(rows)['step']}"
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    log = (folder / "log.jsonl").read_bytes()
+    assert recipe.main(**SMALL, directory=str(folder)) == whole[2]  # a finished run is not trained again
+    assert (folder / "log.jsonl").read_bytes() == log
+    shown = capsys.readouterr().out
+    assert "step 186: AUC" in shown
+    assert "4,000 generated impressions" in shown
+    assert f"all/auc{whole[2]['model']['all/auc']:31.5g}{whole[2]['truth']['all/auc']:10.5g}" in shown
+
+
+def test_logged_losses_are_means_over_the_steps_since_the_last(whole, tmp_path):
+    recipe, folder, _ = whole
+    recipe.main(**SMALL | {"log_every": 1}, directory=str(tmp_path))
+    single = {row["step"]: row["train/loss"] for row in ll.read_jsonl(tmp_path / "log.jsonl") if "train/loss" in row}
+    last = 0
+    for row in ll.read_jsonl(folder / "log.jsonl"):
+        if "train/loss" in row:
+            losses = [single[step] for step in range(last + 1, row["step"] + 1)]
+            assert row["train/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-12)
+            last = row["step"]
+
+
+def test_the_model_is_between_the_click_rate_and_the_truth(whole):
+    model, truth, rate = (whole[2][name] for name in ("model", "truth", "rate"))
+    for name in ("all/auc", "all/user_auc", "new_users/auc", "cold_items/auc"):
+        assert rate[name] + 0.03 < model[name] < truth[name] - 0.03
+    assert truth["all/loss"] < model["all/loss"] < rate["all/loss"]
+    assert abs(model["all/calibration"] - 1) < 0.1
+
+
+def test_clicks_follow_their_chances_and_some_are_shown_much_more_than_others():
+    train, _, test = load().make_data(300_000, 10, 8192)
+    fields, clicked, chance, _ = train.tensors
+    chance = chance.double()
+    for low in torch.arange(0, 1, 0.1):
+        there = (chance >= low) & (chance < low + 0.1)
+        error = (clicked[there] - chance[there]).sum() / (chance * (1 - chance))[there].sum().sqrt()
+        assert there.sum() > 100
+        assert abs(error) < 4  # standard errors
+    for place in (0, 1):
+        counts = torch.bincount(fields[:, place])
+        counts = counts[counts > 0].sort(descending=True).values
+        assert counts[: len(counts) // 10].sum() > 0.3 * counts.sum()
+        assert counts[0] > 10 * counts.median()
+    again = load().make_data(300_000, 10, 8192)
+    assert all(torch.equal(x, y) for x, y in zip(train.tensors, again[0].tensors, strict=True))
+    assert [len(batch[1]) for batch in test["all"]] == 4 * [8192] + [40_000 - 4 * 8192]
+
+
+def test_the_model_has_the_products_of_all_pairs_of_fields():
+    recipe = load()
+    model = recipe.Model(3, 5)
+    fields = recipe.make_data(3_000, 10, 100)[2]["all"][0][0]
+    biases, vectors = model.table.weight[:, 0], model.table.weight[:, 1:]
+    expected = []
+    for row in fields:
+        pairs = sum(vectors[row[i]] @ vectors[row[j]] for i in range(6) for j in range(i))
+        expected.append(biases[row].sum() + pairs + model.deep(vectors[row].flatten())[0])
+    torch.testing.assert_close(model(fields), torch.stack(expected))
+    ends = torch.tensor([2000, 3000, 3008, 3028, 3052, 3056])  # no row is of two fields
+    assert (fields < ends).all()
+    assert (fields[:, 1:] >= ends[:-1]).all()
+    assert model.table.num_embeddings == 3056
+
+
+def test_a_run_killed_half_way_ends_with_the_same_numbers(whole, tmp_path):
+    _, folder, scores = whole
+    command = [sys.executable, str(RECIPE)]
+    command += [argument for name, value in SMALL.items() for argument in (f"--{name}", str(value))]
+    log = tmp_path / "runs/click_through/log.jsonl"
+    at = random.randrange(1, 8)  # of 14 rows
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        while run.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") >= at):
+            time.sleep(0.001)
+        run.send_signal(signal.SIGKILL)
+        run.communicate()
+    assert run.returncode == -signal.SIGKILL, f"killed after {at} rows"
+    assert load().main(**SMALL, directory=str(log.parent)) == scores, f"killed after {at} rows"
+    assert ll.log.read_columns(log) == ll.log.read_columns(folder / "log.jsonl")
+    assert files(log.parent) == files(folder)
+
+
+def test_predictions_go_on_where_they_were_stopped(whole, tmp_path, monkeypatch):
+    recipe, folder, scores = whole
+    expected = files(folder)
+    path, _ = predictions(folder)
+    assert len(expected["index.jsonl"].splitlines()) == 1 + 14  # 4,000 impressions in batches of 300
+    forwards = []
+
+    class Counted(recipe.Model):
+        def forward(self, fields):
+            forwards.append(len(fields))
+            return super().forward(fields)
+
+    monkeypatch.setattr(recipe, "Model", Counted)
+    assert recipe.main(**SMALL, directory=str(folder)) == scores
+    complete = len(forwards)
+    # What a process leaves that was stopped in the sixth batch: five lines of the index, and half a row more.
+    lines = expected["index.jsonl"].splitlines(keepends=True)
+    (path / "index.jsonl").write_bytes(b"".join(lines[:6]) + lines[6][:9])
+    (path / "chance.bin").write_bytes(expected["chance.bin"][: 4 * 5 * 300 + 123])
+    (path / "user.bin").write_bytes(expected["user.bin"][: 8 * 5 * 300])
+    forwards.clear()
+    assert recipe.main(**SMALL, directory=str(folder)) == scores
+    assert files(folder) == expected
+    assert len(forwards) == complete + 9
+
+
+def test_ctrl_c_stops_and_the_same_command_goes_on(whole, tmp_path, monkeypatch):
+    recipe, folder, scores = whole
+    steps, loss_fn = [], recipe.loss_fn
+
+    def pressed(model, batch):
+        steps.append(True)
+        if len(steps) == 130:
+            signal.raise_signal(signal.SIGINT)
+        return loss_fn(model, batch)
+
+    monkeypatch.setattr(recipe, "loss_fn", pressed)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            recipe.main(**SMALL, directory=str(tmp_path))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert recipe.main(**SMALL, directory=str(tmp_path)) == scores
+    assert len(steps) == 130 + 86  # from the evaluation after 100 steps
+    assert files(tmp_path) == files(folder)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("seed", range(3))
+def test_it_reaches_what_the_docstring_says(tmp_path, seed):
+    scores = load().main(seed=seed, directory=str(tmp_path))
+    assert scores["truth"]["all/auc"] == pytest.approx(0.822, abs=5e-4)
+    assert scores["model"]["all/auc"] == pytest.approx(0.772, abs=2e-3)
+    assert scores["model"]["all/user_auc"] == pytest.approx(0.757, abs=2e-3)
+    assert scores["rate"]["all/auc"] == pytest.approx(0.633, abs=5e-4)
+    assert scores["model"]["all/users_left_out"] == 454

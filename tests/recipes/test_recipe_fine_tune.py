@@ -1,0 +1,127 @@
+import itertools
+import re
+import shutil
+import sysconfig
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_recipes import load
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import looplib as ll
+
+# peft asks transformers for an attribute by its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+recipe = load("fine_tune_lora")
+
+
+@pytest.fixture(scope="module")
+def docstrings(tmp_path_factory):
+    """The packages, and a little of the rest: to read all of the standard library takes seconds."""
+    folder, source = tmp_path_factory.mktemp("library"), Path(sysconfig.get_paths()["stdlib"])
+    for name in (*recipe.PACKAGES, "json"):
+        shutil.copytree(source / name, folder / name, ignore=shutil.ignore_patterns("test*", "__pycache__"))
+    for name in ("argparse.py", "pathlib.py", "typing.py"):
+        if (source / name).is_file():
+            shutil.copy(source / name, folder)
+    with pytest.MonkeyPatch().context() as patched:
+        patched.setattr(recipe.sysconfig, "get_paths", lambda: {"stdlib": str(folder)})
+        return recipe.read_library()
+
+
+@pytest.fixture(scope="module")
+def run(docstrings, tmp_path_factory):
+    """A small run: what it returned, and of each fit the modes in its first step and the weights before and after."""
+    patch, folder, fits = pytest.MonkeyPatch(), tmp_path_factory.mktemp("run"), []
+
+    def fit(model, *given, fit=recipe.fit):
+        modes = []
+        hook = model.register_forward_pre_hook(lambda model, _: modes.append([m.training for m in model.modules()]))
+        before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+        trained = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
+        state = fit(model, *given)
+        hook.remove()
+        fits.append((modes[0], trained, before, ll.copy_state(state).params))
+        return state
+
+    with patch.context() as patched:
+        patched.setattr(recipe, "fit", fit)
+        patched.setattr(recipe, "read_library", lambda: docstrings)
+        scores = recipe.main(1, 128, rank=2, base_steps=2, base_width=24, directory=str(folder))
+    return folder, scores, fits
+
+
+def test_what_is_trained_changes_and_nothing_else(run):
+    folder, scores, fits = run
+    assert len(fits) == 4
+    for modes, trained, before, after in fits:
+        assert all(modes)
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert changed == trained
+    _, _, _, (_, trained, _, after) = fits
+    assert all(re.search(r"\.lora_(embedding_)?[AB]\.|^base_model\.model\.classifier\.", name) for name in trained)
+    base = load_file(folder / "base/model.safetensors")
+    kept = {name.replace("base_model.model.", "").replace(".base_layer", ""): after[name] for name in after}
+    kept = {name: tensor for name, tensor in kept.items() if name.startswith("model.")}
+    same = [name for name, tensor in kept.items() if name in base and torch.equal(tensor, base[name])]
+    assert sorted(same) == sorted(name for name in base if name.startswith("model."))  # bit for bit
+    assert all(0 <= scores[method] <= 1 for method in ("head", "lora", "full"))
+
+
+def test_the_files_are_the_model_of_the_loop(run):
+    folder, scores, _ = run
+    assert scores["served"] == 1
+    merged = AutoModelForSequenceClassification.from_pretrained(folder / "merged")
+    fresh = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=len(recipe.PACKAGES))
+    adapted = peft.PeftModel.from_pretrained(fresh, folder / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "merged")
+    batch = tokenizer(["Send a mail message.", "An event loop.", "Parse."], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        # A product of low rank, added to the weights or to the outputs.
+        torch.testing.assert_close(merged(**batch).logits, adapted(**batch).logits, rtol=1e-4, atol=1e-5)
+    assert merged.config.id2label == dict(enumerate(recipe.PACKAGES))
+    assert (folder / "adapter/adapter_model.safetensors").stat().st_size < 0.5 * (
+        folder / "merged/model.safetensors"
+    ).stat().st_size
+
+
+def test_fit_does_as_a_raw_loop(run):
+    folder, _, _ = run
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 200, (32, 12), generator=generator)
+    examples = [{"input_ids": row, "labels": row[0] % 9} for row in ids]
+    loader = ll.make_loader(examples, batch_size=8, seed=0)
+
+    def model():
+        torch.manual_seed(0)
+        base = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=9)
+        return peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear"))
+
+    ours, theirs = model(), model()
+    state = recipe.fit(ours, loader, 1e-2, 8, 0)
+    trained = [tensor for tensor in theirs.parameters() if tensor.requires_grad]
+    adamw, rate = torch.optim.AdamW(trained, lr=0.0, fused=True), ll.schedules.warmup_linear(1e-2, warmup=0, total=8)
+    theirs.train()
+    batches = itertools.chain.from_iterable(loader(ll.TrainState(epoch=epoch, epoch_length=4)) for epoch in (0, 1))
+    for step, batch in enumerate(batches):
+        adamw.param_groups[0]["lr"] = rate(step)
+        theirs(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        adamw.step()
+        adamw.zero_grad()
+    for name, tensor in theirs.named_parameters():
+        torch.testing.assert_close(state.params[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_held_out_docstrings_are_of_their_package_and_no_near_duplicates(docstrings):
+    packages, tables = dict(docstrings), recipe.make_tables(docstrings)
+    words = {name: [set(re.findall("[a-z]+", text.lower())) for text in tables[name]["text"]] for name in tables}
+    assert min(len(words["train"]), 3 * len(words["test"])) > 600
+    for name in tables:
+        for text, label in zip(tables[name]["text"], tables[name]["labels"], strict=True):
+            assert packages[text] == recipe.PACKAGES[label]
+    worst = max(len(a & b) / len(a | b) for a in words["test"] for b in words["train"])
+    assert 0.3 < worst <= 0.5

@@ -1,0 +1,155 @@
+import ast
+import importlib.util
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C works, in the processes started from here too: those started in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_there_is_a_recipe():
+    assert list(RECIPES.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.py")), ids=lambda path: path.stem)
+def test_a_recipe_is_short_and_opens_with_its_command(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 200
+    assert f"python recipes/{path.name}" in ast.get_docstring(ast.parse(text))
+
+
+# classify_digits
+
+DIGITS = {"epochs": 3, "batch_size": 128, "width": 4, "log_every": 2}
+
+
+def test_digits_are_learned_and_logged(tmp_path, capsys):
+    recipe = load("classify_digits")
+    scores = recipe.main(epochs=4, width=16, directory=str(tmp_path / "run"))
+    assert scores["accuracy"] > 0.9
+    rows = ll.read_jsonl(tmp_path / "run/log.jsonl")
+    assert [row["step"] for row in rows if "train/loss" in row] == list(range(10, 93, 10))
+    evaluated = [row for row in rows if "eval/loss" in row]
+    assert [row["epoch"] for row in evaluated] == [1, 2, 3, 4]
+    assert evaluated[-1]["eval/accuracy"] == scores["accuracy"]
+    assert (tmp_path / "run/curves.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == ["checkpoints", "curves.png", "log.jsonl"]
+    steps = ll.checkpoint_io(tmp_path / "run/checkpoints").steps()
+    best = min(evaluated, key=lambda row: row["eval/loss"])
+    assert [found.step for found in steps] == sorted({best["step"], 92})
+    assert f"{scores['accuracy']:.2%} of the 360 held-out digits" in capsys.readouterr().out
+
+
+def test_digits_are_held_out_by_class_and_shifted_by_a_pixel():
+    recipe = load("classify_digits")
+    train_set, test_set = recipe.load_data()
+    assert len(train_set) + len(test_set) == 1797
+    counts = torch.bincount(test_set.tensors[1])
+    assert counts.min() >= 34
+    assert counts.max() <= 38
+    seen = {tuple(picture.flatten().tolist()) for picture in train_set.tensors[0]}
+    assert sum(tuple(picture.flatten().tolist()) in seen for picture in test_set.tensors[0]) == 0
+
+    pictures = torch.rand(50, 1, 8, 8)
+    moves = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
+    zeros = nn.functional.pad(pictures, (1, 1, 1, 1))
+    found = set()
+    for before, after in zip(zeros, recipe.shift(pictures), strict=True):
+        (move,) = [move for move in moves if torch.equal(before.roll(move, (1, 2))[:, 1:-1, 1:-1], after)]
+        found.add(move)
+    assert len(found) > 5
+
+
+def run_digits(recipe, monkeypatch, directory, interrupts=()):
+    """The model after a run that was interrupted in these steps, counted from 1, and each time started again."""
+    models, calls = [], 0
+
+    def make_model(*settings, make=recipe.make_model):
+        models.append(make(*settings))
+        return models[-1]
+
+    def shift(pictures, shift=recipe.shift):
+        nonlocal calls
+        calls += 1
+        if calls in interrupts:
+            signal.raise_signal(signal.SIGINT)
+        return shift(pictures)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recipe, "make_model", make_model)
+        patched.setattr(recipe, "shift", shift)
+        for _ in interrupts:
+            with pytest.raises(KeyboardInterrupt):
+                recipe.main(**DIGITS, directory=str(directory))
+            assert list(directory.glob("checkpoints/step-*"))
+        recipe.main(**DIGITS, directory=str(directory))
+    assert len(models) == len(interrupts) + 1
+    return models[-1]
+
+
+def test_interrupted_digits_go_on_to_the_same_bits(tmp_path, monkeypatch, interruptible, capsys):
+    recipe = load("classify_digits")
+    expected = run_digits(recipe, monkeypatch, tmp_path / "whole").state_dict()
+    # 3 epochs of 12 batches: the first step, amid an epoch, at an epoch's end and begin, and in the last step
+    interrupts = (1, 6, 12, 13, 36)
+    found = run_digits(recipe, monkeypatch, tmp_path / "parts", interrupts).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert (tmp_path / "parts/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
+    assert (tmp_path / "parts/curves.png").exists()
+    shown = capsys.readouterr().out
+    for step in interrupts:
+        assert f"stopped at step {step} of 36; the same command goes on" in shown
+        assert f"going on from step {step} of 36" in shown
+
+    log = (tmp_path / "parts/log.jsonl").read_bytes()
+    again = recipe.main(**DIGITS, directory=str(tmp_path / "parts"))  # a finished run is not trained again
+    assert again["accuracy"] == ll.read_jsonl(tmp_path / "whole/log.jsonl")[-1]["eval/accuracy"]
+    assert (tmp_path / "parts/log.jsonl").read_bytes() == log
+
+
+def test_a_process_stopped_by_ctrl_c_goes_on_by_the_same_command(tmp_path, interruptible):
+    settings = {"epochs": 8, "batch_size": 32, "width": 8, "log_every": 1}
+    command = [sys.executable, str(RECIPES / "classify_digits.py")]
+    command += [argument for name, value in settings.items() for argument in (f"--{name}", str(value))]
+    expected = tmp_path / "expected"
+    load("classify_digits").main(**settings, directory=str(expected))
+    log = tmp_path / "runs/digits/log.jsonl"
+
+    at = random.randrange(20, 200)  # of 360 steps
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        while run.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") > at):
+            time.sleep(0.001)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate()
+    assert "the same command goes on from there" in out, f"interrupted at {at}: {out}\n{err}"
+    assert run.returncode == 130
+    assert "Traceback" not in err
+
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert "going on from step" in again.stdout
+    assert log.read_bytes() == (expected / "log.jsonl").read_bytes(), f"interrupted at {at}"

@@ -1,0 +1,153 @@
+"""The recipes out of a wheel, which is built from an sdist, which is built from what lies here."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from looplib import recipes
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = "looplib", "recipes"
+FOLDER = "testing_your_step"  # the one recipe that is not a file
+UNTRACKED = shutil.ignore_patterns("__pycache__", ".*", "runs")
+
+
+def run(*command, cwd, **environment):
+    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with the sdist, the wheel, and `tree`, the files that they were built from."""
+    folder = tmp_path_factory.mktemp("built")
+    tree = folder / "tree"
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tree / name, ignore=UNTRACKED)
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, tree)
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
+    run(sys.executable, "-c", build, cwd=tree)
+    (sdist,) = folder.glob("*.tar.gz")
+    pip = sys.executable, "-m", "pip", "--no-cache-dir"
+    run(*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", folder, sdist, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    run(*pip, "install", "--no-deps", "--no-index", "--target", folder / "installed", wheel, cwd=folder)
+    return folder
+
+
+def command(built, folder, *arguments):
+    return run(sys.executable, "-m", "looplib.recipes", *arguments, cwd=folder, PYTHONPATH=str(built / "installed"))
+
+
+def names_in(folder):
+    pages = {path.name for path in folder.glob("*.md")} - {"README.md"}
+    return {path.stem for path in folder.glob("*.py")} | pages | {FOLDER}
+
+
+def files_in(tree, folders):
+    paths = (path for folder in folders for path in (tree / folder).rglob("*"))
+    return {path.relative_to(tree).as_posix(): path.read_bytes() for path in paths if path.is_file()}
+
+
+def in_package(built):
+    files = files_in(built / "tree", ["looplib"])
+    return {name: text for name, text in files.items() if not name.endswith(".md")}
+
+
+def test_the_sdist_holds_looplib_and_its_recipes(built):
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as sdist:
+        found = {file.name.partition("/")[2]: sdist.extractfile(file).read() for file in sdist if file.isfile()}
+    expected = in_package(built) | files_in(built / "tree", ["recipes"])
+    expected |= {name: (built / "tree" / name).read_bytes() for name in ("pyproject.toml", "README.md", "LICENSE")}
+    assert len(expected) > 80
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_the_wheel_holds_looplib_and_its_recipes(built):
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        found = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
+    recipes = {f"looplib/_{name}": text for name, text in files_in(built / "tree", ["recipes"]).items()}
+    assert found == in_package(built) | recipes
+
+
+def test_a_recipe_is_copied_out_of_the_wheel_and_runs(built, tmp_path):
+    (built / "installed/looplib/_recipes/only_there.py").write_text('"""Not in the checkout."""')
+    listed = dict(line.split(maxsplit=1) for line in command(built, tmp_path, "list").splitlines())
+    assert listed["classify_digits"] == "Classify handwritten digits with a small convolutional network."
+    assert listed.pop("only_there") == "Not in the checkout."
+    assert set(listed) == names_in(built / "tree/recipes")
+
+    said = command(built, tmp_path, "copy", "classify_digits", "my scripts")
+    copied = tmp_path / "my scripts/classify_digits.py"
+    assert copied.read_bytes() == (ROOT / "recipes/classify_digits.py").read_bytes()
+    assert 'pip install "looplib[recipes]"' in said
+    assert "python 'my scripts/classify_digits.py'" in said
+    settings = "--epochs", "1", "--width", "4"
+    done = run(sys.executable, copied, *settings, cwd=tmp_path, PYTHONPATH=str(built / "installed"))
+    assert re.search(r"[\d.]+% of the 360 held-out digits right", done)
+    assert (tmp_path / "runs/digits/curves.png").exists()
+
+
+# What follows is of the checkout.
+
+
+def test_what_is_here_is_known():
+    assert set(recipes.names()) == names_in(ROOT / "recipes")
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_each_recipe_is_copied_with_its_command(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["recipes", "copy", name])
+    recipes._main()
+    (copied,) = tmp_path.iterdir()
+    source = ROOT / "recipes" / copied.name
+    said = capsys.readouterr().out
+    if source.is_dir():
+        files = {path.relative_to(source): path for path in source.rglob("*.py")}
+        assert {path.relative_to(copied) for path in copied.rglob("*.*")} == set(files)
+        assert all((copied / place).read_bytes() == path.read_bytes() for place, path in files.items())
+        assert f"    cd {name}\n    python " in said
+    else:
+        assert copied.read_bytes() == source.read_bytes()
+        assert source.suffix == ".md" or f"    python {copied.name}" in said
+    assert "recipes/" not in said
+    assert "not installed" not in said
+
+
+def test_what_is_there_is_never_overwritten(tmp_path):
+    for name, place in ("classify_digits", "classify_digits.py"), ("testing_your_step", "testing_your_step/train.py"):
+        copied = recipes.copy(name, tmp_path)
+        (tmp_path / place).write_text("mine")
+        with pytest.raises(FileExistsError, match=f"{re.escape(str(copied))} is there already, and is left as it is"):
+            recipes.copy(name, tmp_path)
+        assert (tmp_path / place).read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("classify_digit", "did you mean classify_digits[?]"), ("/etc", "there are .*click_through, .*sweep_lr")],
+)
+def test_an_unknown_name_is_answered_with_near_ones(name, hint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["recipes", "copy", name, str(tmp_path / "new")])
+    with pytest.raises(SystemExit, match=f"there is no recipe '{name}'; {hint}"):
+        recipes._main()
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_is_imported_and_not_installed_is_named(tmp_path):
+    script = tmp_path / "recipe.py"
+    script.write_text("import os, not_there.inner, torch.nn\n\ndef main():\n    from nor_this.one import x\n")
+    assert recipes._missing(script) == ["nor_this", "not_there"]

@@ -1,0 +1,1179 @@
+"""The compiled step against the eager one: every optimizer and wrapper, what is counted, what is refused.
+
+Dynamo has no part in a compiled step, so its counters of graph breaks stand still by construction: what cannot be
+written down raises. What is counted instead is how often a graph is handed to the backend.
+"""
+
+import collections
+import copy
+import dataclasses
+import functools
+import gc
+import io
+import math
+import os
+import signal
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch._inductor.compile_fx
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn, optim
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+import looplib as ll
+from looplib.transforms import _compile as compiling
+
+QUICK = {"backend": "eager"}  # the graph as it was written down, run operation by operation
+both = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+
+
+def net(norm=nn.BatchNorm1d, dtype=torch.float64):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6, bias=False), norm(6), nn.ReLU(), nn.Linear(6, 3)).to(dtype)
+
+
+def dropping():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 3))
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def batches(count, size=6, dtype=torch.float64, **scales):
+    """Some batches, of which `at_7=inf` multiplies the eighth by that."""
+    generator = torch.Generator().manual_seed(2)
+    found = []
+    for number in range(count):
+        x = torch.randn(size, 4, generator=generator, dtype=dtype) * scales.get(f"at_{number}", 1.0)
+        found.append((x, torch.randint(0, 3, (size,), generator=generator)))
+    return found
+
+
+def train(step, state, data):
+    """The last state, and the metrics of each step as numbers."""
+    found = []
+    for batch in data:
+        state, metrics = step(state, batch)
+        found.append(ll.compute(metrics))
+    return state, found
+
+
+def tensors(state):
+    return tree_leaves((state.params, state.buffers, state.opt_state))
+
+
+def counts(state):
+    return state.step, state.epoch, state.batch, state.samples, state.batch_samples, state.batch_steps, state.seed
+
+
+def same(one, other):
+    """Whether two states have the same bits."""
+    assert counts(one) == counts(other)
+    pairs = zip(tensors(one), tensors(other), strict=True)
+    return all(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) for a, b in pairs)
+
+
+def assert_close(one, other, rtol, atol):
+    assert counts(one) == counts(other)
+    for name in ("params", "buffers", "opt_state"):
+        expected, found = getattr(one, name), getattr(other, name)
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def ramp(first, last, steps=30):
+    return lambda step: first + (last - first) * min(step, steps) / steps
+
+
+LR = ll.warmup_cosine(1e-2, warmup=3, total=50)
+
+
+def adamw(**options):
+    return ll.optimizer(optim.AdamW, **{"lr": LR, **options})
+
+
+OPTIMIZERS = {
+    "SGD": lambda: ll.optimizer(optim.SGD, lr=LR),
+    "SGD maximize": lambda: ll.optimizer(optim.SGD, lr=1e-3, maximize=True, weight_decay=0.1),
+    "SGD momentum": lambda: ll.optimizer(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "SGD nesterov": lambda: ll.optimizer(optim.SGD, lr=LR, momentum=0.9, nesterov=True),
+    "SGD dampening": lambda: ll.optimizer(optim.SGD, lr=LR, momentum=0.9, dampening=0.5),
+    "SGD scheduled": lambda: ll.optimizer(optim.SGD, lr=LR, momentum=ramp(0.8, 0.95), weight_decay=ramp(0.1, 0.01)),
+    "Adam": lambda: ll.optimizer(optim.Adam, lr=LR),
+    "Adam amsgrad": lambda: ll.optimizer(optim.Adam, lr=LR, amsgrad=True, weight_decay=0.1),
+    "Adam betas": lambda: ll.optimizer(optim.Adam, lr=1e-2, betas=(ramp(0.8, 0.95), 0.99), maximize=True),
+    "AdamW": lambda: adamw(weight_decay=ramp(0.1, 0.01)),
+    "AdamW groups": lambda: adamw(groups=[(lambda name, t: t.ndim < 2, {"weight_decay": 0.0, "lr": 1e-3})]),
+    "AdamW injected": lambda: adamw(lr=ll.optim.injected(1e-2)),
+    "RMSprop": lambda: ll.optimizer(optim.RMSprop, lr=LR),
+    "RMSprop centered": lambda: ll.optimizer(optim.RMSprop, lr=LR, momentum=0.9, centered=True, weight_decay=0.1),
+    "Adadelta": lambda: ll.optimizer(optim.Adadelta, lr=LR, weight_decay=0.1),
+    "Adafactor": lambda: ll.optimizer(optim.Adafactor, lr=LR),
+    "Adagrad": lambda: ll.optimizer(optim.Adagrad, lr=LR, lr_decay=0.01, initial_accumulator_value=0.1),
+    "Adamax": lambda: ll.optimizer(optim.Adamax, lr=LR),
+    "ASGD": lambda: ll.optimizer(optim.ASGD, lr=LR, t0=20),
+    "NAdam": lambda: ll.optimizer(optim.NAdam, lr=LR, decoupled_weight_decay=True, weight_decay=0.1),
+    "RAdam": lambda: ll.optimizer(optim.RAdam, lr=LR),
+    "Rprop": lambda: ll.optimizer(optim.Rprop, lr=1e-2),
+    "Muon": lambda: ll.optim.partition(
+        {"matrices": ll.optimizer(optim.Muon, lr=LR), "rest": adamw()},
+        lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
+    ),
+}
+
+# How often a program is made of each: where a wrapper does another thing at some steps, it is one more.
+WRAPPERS = {
+    "ema": (lambda: ll.ema(adamw(), 0.9), 1),
+    "ema warmup": (lambda: ll.ema(adamw(), ll.optim.ema_warmup(0.99), every=2, start=1, buffers=True), 3),
+    "swa": (lambda: ll.optim.swa(adamw(), start=3, every=2), 3),
+    "lookahead": (lambda: ll.contrib.lookahead(adamw(), 3), 2),
+    "apply_if_finite": (lambda: ll.optim.apply_if_finite(adamw(), 3), 1),
+    "ema of finite": (lambda: ll.ema(ll.optim.apply_if_finite(adamw(), 3), 0.9), 1),
+    "lookahead of finite": (lambda: ll.contrib.lookahead(ll.optim.apply_if_finite(adamw(), 3), 3), 2),
+    "skip_spikes": (lambda: ll.optim.skip_spikes(adamw(), window=8, sigmas=3.0), 1),
+    "partition": (
+        lambda: ll.optim.partition(
+            {
+                "matrices": ll.optim.apply_if_finite(ll.optimizer(optim.SGD, lr=0.1, momentum=0.9), 3),
+                "rest": ll.ema(adamw()),
+            },
+            lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
+        ),
+        1,
+    ),
+    "freeze": (lambda: ll.optim.freeze(adamw(), lambda name, step: name.startswith("0.") and step < 20), 2),
+    "freeze all": (lambda: ll.optim.freeze(adamw(), lambda name, step: step < 20), 2),
+}
+
+
+def grads_by(wrap):
+    return lambda model: wrap(ll.make_grad_fn(model, loss_fn))
+
+
+def ragged(model, batch):
+    x, y = batch
+    counted = torch.arange(len(y)) % 3 > 0
+    return ll.Mean((F.cross_entropy(model(x), y, reduction="none") * counted).sum(), counted.sum())
+
+
+GRAD_FNS = {
+    "clip_by_global_norm": grads_by(lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.3)),
+    "clip_by_value": grads_by(lambda grad_fn: ll.grads.clip_by_value(grad_fn, 0.05)),
+    "adaptive_grad_clip": grads_by(lambda grad_fn: ll.contrib.adaptive_grad_clip(grad_fn, 0.05)),
+    "sam": grads_by(lambda grad_fn: ll.contrib.sam(grad_fn, 0.1)),
+    "accumulate": grads_by(lambda grad_fn: ll.accumulate(grad_fn, 4)),
+    "accumulate ragged": lambda model: ll.clip_by_global_norm(
+        ll.accumulate(ll.make_grad_fn(model, ragged), size=4), 0.5
+    ),
+}
+
+
+def compare(model, grad_fn, optimizer, data, donate, *, compile=QUICK, rtol=1e-10, atol=1e-12, seed=0):
+    """The eager step and the compiled one over the batches; returns the compiled step and both states."""
+    start = ll.init_state(model, optimizer, seed=seed, epoch_length=20)
+    kept = ll.copy_state(start)
+    eager = ll.make_train_step(grad_fn, optimizer)
+    step = ll.make_train_step(grad_fn, optimizer, donate=donate, compile=compile)
+    expected, numbers = train(eager, kept, data)
+    state, found = train(step, ll.copy_state(kept), data)
+    assert_close(expected, state, rtol, atol)
+    for one, other in zip(numbers, found, strict=True):
+        assert other == pytest.approx(one, rel=max(rtol, 1e-10), abs=1e-12, nan_ok=True)
+    assert same(kept, start)
+    return step, state
+
+
+# torch keeps the count's products (NAdam) and rates (ASGD) in float32 on both sides, rounded in another order.
+ROUGH = {"NAdam": 1e-5, "ASGD": 1e-5}
+
+
+@both
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_torch_is_that_of_the_eager_step(name, donate):
+    model, optimizer = net(), OPTIMIZERS[name]()
+    rtol = ROUGH.get(name, 1e-10)
+    step, _ = compare(model, ll.make_grad_fn(model, loss_fn), optimizer, batches(50), donate, rtol=rtol, atol=rtol)
+    assert step.compiler.compilations == (2 if name == "SGD dampening" else 1)
+
+
+def test_every_first_order_class_of_torch_is_among_these():
+    classes = {
+        cls.__name__ for cls in vars(optim).values() if isinstance(cls, type) and issubclass(cls, optim.Optimizer)
+    }
+    assert classes - {name.split()[0] for name in OPTIMIZERS} == {"Optimizer", "LBFGS", "SparseAdam"}
+
+
+@both
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_every_wrapper_of_an_optimizer(name, donate):
+    make, programs = WRAPPERS[name]
+    model = net(nn.Identity if "spike" in name else nn.BatchNorm1d)  # BatchNorm would level the spike
+    data = batches(50, at_7=math.inf if "finite" in name else 1.0, at_30=500.0 if "spike" in name else 1.0)
+    step, state = compare(model, ll.make_grad_fn(model, loss_fn), make(), data, donate)
+    assert step.compiler.compilations == programs
+    assert (state.step < 50) == ("finite" in name or "spike" in name)
+
+
+@both
+@pytest.mark.parametrize("name", GRAD_FNS)
+def test_every_wrapper_of_gradients(name, donate):
+    model = net()
+    step, _ = compare(model, GRAD_FNS[name](model), adamw(), batches(50, size=10), donate)
+    assert step.compiler.compilations == 1
+
+
+class Language(nn.Module):
+    """Tied weights, attention, dropout at 0, a buffer that is replaced, and a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.tokens.weight
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, tokens):
+        self.calls = self.calls + 1
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=torch.float64)
+        return self.head(self.frozen(self.layer(self.tokens(tokens), src_mask=mask)))
+
+
+def next_token(model, batch):
+    tokens = batch["text"]["tokens"]
+    losses = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    total = ll.Mean(losses.sum(), losses.numel())
+    return total, {"largest": losses.max(), "many": ll.Mean((losses > 2).sum(), losses.numel()), "constant": 2.0}
+
+
+def texts(count):
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(0, 12, (4, 7), generator=generator) for _ in range(count)]
+    return [{"text": {"tokens": row}, "name": "a text", "length": 7, "none": None} for row in rows]
+
+
+@both
+def test_a_language_model_with_nested_batches_and_metrics_of_its_own(donate):
+    torch.manual_seed(0)
+    model = Language().double()
+    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, next_token, batch_size=lambda batch: 4), 1.0)
+    # The gradient of the keys' biases is 0 but for rounding, which Adam would divide by itself.
+    step, state = compare(model, grad_fn, adamw(eps=1e-4), texts(20), donate)
+    assert step.compiler.compilations == 1
+    assert state.buffers["calls"] == 20
+
+
+@both
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_recomputed_blocks_draw_their_dropout_once(donate, microbatches):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Tanh(), nn.Dropout(0.3)) for _ in range(3)]
+    model = nn.Sequential(*layers, nn.Linear(4, 3)).double()
+    lean = ll.make_grad_fn(model, ll.losses.recompute(loss_fn, lambda name, module: name in ("0", "1", "2")))
+    plain = ll.make_grad_fn(model, loss_fn)
+    state, data = ll.init_state(model, adamw()), batches(10)
+    steps = [
+        ll.make_train_step(ll.accumulate(grad_fn, microbatches), adamw(), compile=QUICK) for grad_fn in (lean, plain)
+    ]
+    (one, _), (other, _) = (train(step, state, data) for step in steps)
+    assert same(one, other)
+    if microbatches == 1:  # other pieces have other numbers than without compile=
+        compare(model, lean, adamw(), data, donate)
+
+
+class Sequences(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.out(self.lstm(x.unsqueeze(1).expand(-1, 3, -1))[0][:, -1])
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.out(self.conv(x.reshape(-1, 2, 2, 1).expand(-1, -1, -1, 2)).flatten(1))
+
+
+@both
+@pytest.mark.parametrize("cls", [Sequences, Images])
+def test_recurrent_and_convolutional_models(cls, donate):
+    torch.manual_seed(0)
+    model = cls().double()
+    step, _ = compare(model, ll.make_grad_fn(model, loss_fn), adamw(), batches(10), donate)
+    assert step.compiler.compilations == 1
+
+
+@both
+def test_per_sample_clipping(donate):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    grad_fn = ll.accumulate(
+        ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 0.1), size=4
+    )
+    compare(model, grad_fn, adamw(), batches(10, size=10), donate)
+
+
+@both
+def test_neftune_draws_for_each_step(donate):
+    torch.manual_seed(0)
+    model = Language().double()
+    grad_fn = ll.make_grad_fn(model, ll.contrib.neftune(next_token, "tokens", 5.0), batch_size=lambda batch: 4)
+    compare(model, grad_fn, adamw(eps=1e-4), texts(10), donate)
+
+
+@both
+def test_a_loss_scale_that_overflows(donate):
+    # In float16 the backward pass of some steps overflows at first; both sides skip the same ones.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    grad_fn = ll.clip_by_global_norm(
+        ll.grads.scale_loss(ll.make_grad_fn(model, ll.autocast(loss_fn, torch.float16))), 1.0
+    )
+    optimizer = ll.optim.dynamic_loss_scale(adamw(), init_scale=2.0**20, growth_interval=5)
+    data = batches(50, dtype=torch.float32)
+    step, state = compare(model, grad_fn, optimizer, data, donate, rtol=2e-5, atol=1e-6)
+    assert 0 < state.step < 50
+    assert step.compiler.compilations == 1
+
+
+@both
+def test_master_weights_of_a_model_in_bfloat16(donate):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).bfloat16()
+    optimizer = ll.optim.master_weights(ll.contrib.lookahead(adamw(), 3), torch.float64)
+    compare(model, ll.make_grad_fn(model, loss_fn), optimizer, batches(50, dtype=torch.bfloat16), donate)
+
+
+@both
+def test_autocast(donate):
+    model = net(dtype=torch.float32)
+    grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn))
+    # Sums of float32 rounded in another order, in 50 steps of Adam, which divides small gradients by small ones.
+    compare(model, grad_fn, adamw(), batches(50, dtype=torch.float32), donate, rtol=1e-4, atol=1e-5)
+
+
+# Machine code. Float32 is what machine code is made for, and its sums are rounded in another order than the eager
+# step's. Where a gradient is next to 0, Adam divides one rounding by another: hence eps=1e-5, and 1e-4 in 50 steps.
+
+
+def inductor(model, donate, optimizer=None, size=16, steps=50, compile=True, loss_fn=loss_fn, tolerance=1e-4):
+    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0)
+    data = batches(steps, size=size, dtype=torch.float32)
+    optimizer = adamw(eps=1e-5) if optimizer is None else optimizer
+    return compare(model, grad_fn, optimizer, data, donate, compile=compile, rtol=tolerance, atol=tolerance)
+
+
+@both
+def test_machine_code_is_made_once_and_draws_as_the_eager_step(donate, handed):
+    options = {"options": {"fallback_random": True}}
+    step, state = inductor(dropping(), donate, ll.ema(adamw(eps=1e-5)), compile=options)
+    assert len(handed) == step.compiler.compilations == 1
+    places = [tensor.untyped_storage().data_ptr() for tensor in tensors(state)]
+    assert len(places) == len(set(places))
+
+
+def test_machine_code_draws_numbers_of_the_seed_and_step(handed):
+    model, optimizer = dropping(), adamw()
+    grad_fn, data = ll.make_grad_fn(model, loss_fn), batches(4, dtype=torch.float32)
+    one, other = (ll.make_train_step(grad_fn, optimizer, compile=True) for _ in range(2))
+    start = ll.init_state(model, optimizer, seed=7)
+    first, numbers = train(one, start, data)
+    torch.rand(5)
+    again, repeated = train(other, start, data)  # compiled twice
+    assert same(first, again)
+    assert numbers == repeated
+    assert len(handed) == 2
+    x = data[0]
+    losses = [
+        ll.compute(one(start.replace(seed=seed, step=step), x)[1])["loss"] for seed in (7, 8) for step in (0, 1, 2)
+    ]
+    assert len(set(losses)) == 6
+    assert len(handed) == 2
+
+
+def test_machine_code_scales_a_product_that_is_added():
+    # Inductor takes x + alpha * (a @ b) for one operation and forgets alpha, which is what SGD's step is made of.
+    model, optimizer = net(), ll.optimizer(optim.SGD, lr=0.1, weight_decay=0.01)
+    compare(model, ll.make_grad_fn(model, loss_fn), optimizer, batches(3), False, compile=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_scaled_sum_in_two_operations_is_rounded_as_in_one(dtype):
+    x, y = torch.randn(64), torch.randn(64).to(dtype)
+
+    def plain(x, y):
+        return torch.add(x, y, alpha=0.1), torch.sub(y, x, alpha=0.3), torch.add(x, 2, alpha=3)
+
+    graph = make_fx(plain)(x, y)
+    compiling._without_alpha(graph)
+    for found, expected in zip(graph(x, y), plain(x, y), strict=True):
+        assert found.dtype is expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # one operation rounds once, two twice
+
+
+@pytest.mark.large
+@both
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *WRAPPERS])
+def test_machine_code_of_every_optimizer_and_wrapper(name, donate):
+    make = OPTIMIZERS.get(name) or WRAPPERS[name][0]
+    model = net(nn.Identity if "spike" in name else nn.BatchNorm1d)
+    data = batches(50, at_7=math.inf if "finite" in name else 1.0, at_30=500.0 if "spike" in name else 1.0)
+    # Muon computes in bfloat16, and Inductor would leave out the rounding between operations that it fuses.
+    options = {"options": {"emulate_precision_casts": True}}
+    rtol = ROUGH.get(name, 1e-7)
+    compare(model, ll.make_grad_fn(model, loss_fn), make(), data, donate, compile=options, rtol=rtol, atol=rtol)
+
+
+# What is counted
+
+
+@pytest.fixture
+def handed(monkeypatch):
+    """The graphs that Inductor is given."""
+    graphs, plain = [], torch._inductor.compile_fx.compile_fx
+
+    def counting(graph, *args, **options):
+        if "config_patches" in options:  # it calls itself when it has set these
+            graphs.append(graph)
+        return plain(graph, *args, **options)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", counting)
+    return graphs
+
+
+class Attention(nn.Module):
+    """With the usual way to queries, keys and values, whose gradient is a stack."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(6, 18), nn.Linear(6, 1)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x.unflatten(0, (4, 4))).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+        attended = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return self.out(attended.transpose(1, 2).flatten(2)).flatten(0, 1)
+
+
+def test_the_gradient_of_a_split_is_written_to_memory_once(handed):
+    model, optimizer = Attention().double(), ll.optimizer(optim.SGD, lr=0.1)
+    data = [torch.randn(16, 6, dtype=torch.float64) for _ in range(3)]
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    compare(model, grad_fn, optimizer, data, False, compile=True)
+    aten = torch.ops.aten
+    stacks = handed[0].graph.find_nodes(op="call_function", target=aten.stack.default)
+    assert stacks
+    assert not any(user.target is aten.permute.default for stack in stacks for user in stack.users)
+
+
+@given(data=st.data())
+@settings(deadline=None)
+def test_a_permuted_stack_is_a_stack_of_permuted_tensors(data):
+    shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    size = len(shape) + 1
+    dim = data.draw(st.integers(-size, size - 1))
+    order = [axis - size * data.draw(st.booleans()) for axis in data.draw(st.permutations(range(size)))]
+    inner = data.draw(st.permutations(range(len(shape))))  # how they lie in memory
+    tensors = [torch.randn(shape).permute(inner) for _ in range(data.draw(st.integers(1, 4)))]
+
+    def plain(*tensors):
+        first = tensors[0] + 1
+        permuted = torch.stack([first, *tensors[1:]], dim).permute(order)
+        first.add_(1)  # which is after what was stacked
+        return permuted.clone(memory_format=torch.contiguous_format)
+
+    graph = make_fx(plain)(*tensors)
+    compiling._stacked_where_it_goes(graph)
+    assert torch.equal(graph(*tensors), plain(*tensors))
+    assert graph(*tensors).is_contiguous()
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.NAdam, optim.RAdam, optim.ASGD])
+def test_powers_are_computed_once_and_not_for_each_element(cls, handed):
+    model, optimizer, rtol = net(), ll.optimizer(cls, lr=0.1), ROUGH.get(cls.__name__, 1e-10)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    compare(model, grad_fn, optimizer, batches(3), False, compile=True, rtol=rtol, atol=rtol)
+    powers, follow = {"pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor"}, set()
+    for node in (node for node in handed[0].graph.nodes if node.op == "call_function"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not str(node.target).startswith("aten.as"):
+            assert value.ndim == 0 or not follow & set(node.all_input_nodes), node.format_node()
+            if value.ndim == 0 and (str(node.target).removeprefix("aten.") in powers or follow & set(node.args)):
+                follow.add(node)
+    assert follow
+
+
+def quick_step(donate=False, optimizer=None, model=None, loss_fn=loss_fn, **options):
+    model = net() if model is None else model
+    optimizer = adamw() if optimizer is None else optimizer
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate, compile=QUICK, **options)
+    return step, ll.init_state(model, optimizer, epoch_length=4), model, optimizer
+
+
+@both
+def test_shapes_alone_make_programs(donate, tmp_path):
+    step, state, model, optimizer = quick_step(donate)
+    epoch = [*batches(3), batches(1, size=4)[0]]  # the last batch is smaller
+    state, _ = train(step, state, epoch * 3)
+    assert step.compiler.compilations == 2
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(state)
+    kept = ll.copy_state(state)
+    for start in (
+        lambda: ckpt.restore(ll.init_state(model, optimizer, epoch_length=4)),
+        lambda: ll.copy_state(kept),
+        lambda: ll.bind(model, ll.copy_state(kept)),
+        lambda: ll.copy_state(kept).replace(extra={"note": torch.zeros(3)}),
+        lambda: ll.copy_state(kept).replace(seed=5, epoch_length=7),
+    ):
+        train(step, start(), epoch)
+    one, other = ll.copy_state(kept), ll.copy_state(kept).replace(seed=1)
+    for batch in epoch:  # two forks in turn
+        (one, _), (other, _) = step(one, batch), step(other, batch)
+    assert step.compiler.compilations == 2
+
+
+def test_a_step_that_was_prepared_is_not_looked_through_again(monkeypatch):
+    step, state, _, _ = quick_step()
+    first, second = batches(2)
+    state, _ = step(state, first)
+    looked = []
+    plain = ll.compiling.dissect
+    monkeypatch.setattr(ll.compiling, "dissect", lambda tree: looked.append(tree) or plain(tree))
+    state, _ = step(state, second)
+    assert looked == [second]
+
+
+def test_many_compilations_are_warned_of():
+    step, state, _, _ = quick_step(optimizer=ll.optimizer(optim.SGD, lr=0.1), model=nn.Linear(4, 3).double())
+    with pytest.warns(UserWarning, match="compiled 16 times.*pad batches"):
+        train(step, state, [batches(1, size=size)[0] for size in range(2, 18)])
+
+
+def test_numbers_and_strings_of_a_batch_belong_to_its_shape():
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch["x"]), batch["y"]) * (batch["times"] if batch["kind"] == "a" else 0.5)
+
+    step, state, model, optimizer = quick_step(loss_fn=loss_fn)
+    eager = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+    x, y = batches(1)[0]
+    for times, kind, programs in ((1, "a", 1), (2, "a", 2), (2, "b", 3), (1, "a", 3), (1.5, "a", 4)):
+        batch = {"x": x, "y": y, "times": times, "kind": kind}
+        torch.testing.assert_close(step(state, batch)[0].params, eager(state, batch)[0].params, rtol=1e-12, atol=0)
+        assert step.compiler.compilations == programs
+
+
+# Outside of the state
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale, self.shift = nn.Linear(4, 3).double(), 1.0, torch.zeros(3)
+
+    def forward(self, x):
+        return self.inner(x) * self.scale + self.shift + OFFSET["value"]
+
+
+OFFSET = {"value": 0.0}
+
+
+class Settings:
+    weight = 1.0
+
+    def __init__(self):
+        self.factor = 1.0
+        self.unread = 0
+
+
+def test_values_from_elsewhere_compile_anew_and_tensors_are_read():
+    torch.manual_seed(0)
+    model, settings, own, tensor = Scaled(), Settings(), 1.0, torch.ones(())
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1]) * own * settings.factor * tensor
+
+    optimizer = ll.optimizer(optim.SGD, lr=0.1)
+    step, state, _, _ = quick_step(model=model, loss_fn=loss_fn, optimizer=optimizer)
+    eager = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+    batch = batches(1)[0]
+
+    def agrees(programs):
+        torch.testing.assert_close(step(state, batch)[0].params, eager(state, batch)[0].params, rtol=1e-12, atol=0)
+        assert step.compiler.compilations == programs
+
+    agrees(1)
+    tensor.fill_(3.0)
+    agrees(1)
+    tensor = torch.full((), 4.0)
+    agrees(1)
+    model.shift = torch.ones(3)
+    agrees(1)
+    settings.unread = 1
+    agrees(1)
+    try:
+        for number, (name, change) in enumerate(
+            {
+                r"Scaled\.scale": lambda: setattr(model, "scale", 2.0),
+                r"settings\.factor": lambda: setattr(settings, "factor", 3.0),
+                r"OFFSET\['value'\]": lambda: OFFSET.update(value=1.0),
+            }.items()
+        ):
+            change()
+            with pytest.warns(UserWarning, match=f"^{name} changed since the step was compiled"):
+                agrees(number + 2)
+        own = 5.0
+        with pytest.warns(UserWarning, match="^own changed"):
+            agrees(5)
+        agrees(5)
+    finally:
+        OFFSET["value"] = 0.0
+
+
+def test_what_a_method_and_a_partial_hold_is_watched():
+    class Task:
+        def __init__(self):
+            self.alpha, self.steps = 1.0, 0
+
+        def factor(self):
+            return self.alpha
+
+        def loss(self, scale, model, batch):
+            return self.factor() * scale["by"] * loss_fn(model, batch)
+
+    task, scale = Task(), {"by": 1.0}
+    step, state, _, _ = quick_step(loss_fn=functools.partial(task.loss, scale))
+    batch = batches(1)[0]
+    step(state, batch)
+    task.steps = 1  # of a loop, which the loss does not read
+    step(state, batch)
+    task.alpha = 2.0
+    with pytest.warns(UserWarning, match=r"\.alpha changed"):
+        step(state, batch)
+    scale["by"] = 2.0
+    with pytest.warns(UserWarning, match=r"\['by'\] changed"):
+        step(state, batch)
+
+
+# What cannot be part of a graph
+
+
+def counting(model, batch):
+    model.calls = getattr(model, "calls", 0) + 1
+    return loss_fn(model, batch)
+
+
+CALLS = {"n": 0}
+
+
+def counting_global(model, batch):
+    CALLS["n"] += 1
+    return loss_fn(model, batch)
+
+
+def read(model, batch):
+    return loss_fn(model, batch) * float(batch[0].sum().item() > 0)
+
+
+def branch(model, batch):
+    loss = loss_fn(model, batch)
+    if loss > 1:
+        loss = loss * 2
+    return loss
+
+
+def through_numpy(model, batch):
+    return loss_fn(model, (torch.as_tensor(np.tanh(batch[0].numpy())), batch[1]))
+
+
+def of_another_shape(model, batch):
+    x, y = batch
+    return loss_fn(model, (x[x[:, 0] > 0], y[x[:, 0] > 0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (read, r"return loss_fn\(model, batch\) \* float"),
+        (branch, "if loss > 1:"),
+        (through_numpy, r"np\.tanh"),
+        (of_another_shape, r"x\[x\[:, 0\] > 0\]"),
+    ],
+)
+def test_what_asks_for_values_is_named_with_its_line(loss, words):
+    step, state, _, _ = quick_step(loss_fn=loss)
+    line = rf"{__file__}:\d+, in {loss.__name__}: `.*{words}"
+    for _ in range(2):
+        with pytest.raises(ll.transforms.UntraceableError, match=line + ".*cannot be part of a compiled step"):
+            step(state, batches(1)[0])
+
+
+@pytest.mark.parametrize(("loss", "name"), [(counting, r"Sequential\.calls"), (counting_global, r"CALLS\['n'\]")])
+def test_what_changes_python_values_is_named(loss, name):
+    model = net()
+    model.calls = 0
+    step, state, _, _ = quick_step(model=model, loss_fn=loss)
+    with pytest.raises(ll.transforms.UntraceableError, match=f"changes {name}, .*register_buffer"):
+        step(state, batches(1)[0])
+
+
+@pytest.mark.parametrize("name", ["step", "seed", "epoch_length"])
+def test_a_number_of_the_state_is_to_be_asked_for(name):
+    model, optimizer = net(), adamw()
+    inner = ll.make_grad_fn(model, loss_fn)
+
+    def grad_fn(state, batch, *part):
+        out = inner(state, batch, *part)
+        return out._replace(grads={key: grad / (1 + getattr(state, name)) for key, grad in out.grads.items()})
+
+    step = ll.make_train_step(grad_fn, optimizer, compile=QUICK)
+    with pytest.raises(
+        ll.transforms.UntraceableError,
+        match=rf"state\.{name} was read .*ll\.transforms\.on_host\(function, state\.{name}\)",
+    ):
+        step(ll.init_state(model, optimizer, epoch_length=3), batches(1)[0])
+
+
+@both
+def test_numbers_that_are_asked_for(donate):
+    model = net()
+    inner, plain = ll.make_grad_fn(model, loss_fn), adamw()
+
+    def grad_fn(state, batch, *part):
+        out = inner(state, batch, *part)
+        factor = ll.transforms.on_host(lambda step, extra: extra["by"] if step % 3 else 1.0, state.step, state.extra)
+        return out._replace(grads={key: grad * factor for key, grad in out.grads.items()})
+
+    def update(grads, opt_state, params, step, *, donate=False, **extra):
+        negative = ll.transforms.on_host(lambda step: step >= 4, step)
+        grads = {key: -grad for key, grad in grads.items()} if negative else grads
+        return plain.update(grads, opt_state, params, step, donate=donate)
+
+    optimizer = ll.types.Optimizer(plain.init, update)
+    state = ll.init_state(model, optimizer, extra={"by": 0.5})
+    expected, _ = train(ll.make_train_step(grad_fn, optimizer), ll.copy_state(state), batches(10))
+    step = ll.make_train_step(grad_fn, optimizer, donate=donate, compile=QUICK)
+    found, _ = train(step, ll.copy_state(state), batches(10))
+    assert_close(expected, found, 1e-10, 1e-12)
+    assert step.compiler.compilations == 2
+
+
+def test_on_host_takes_what_the_step_was_given():
+    def loss(model, batch):
+        return loss_fn(model, batch) * ll.transforms.on_host(lambda x: 1.0, batch[0] * 2)
+
+    step, state, _, _ = quick_step(loss_fn=loss)
+    with pytest.raises(ll.transforms.UntraceableError, match="a tensor that the step has computed"):
+        step(state, batches(1)[0])
+
+
+def test_arrays_in_a_batch_are_refused():
+    step, state, _, _ = quick_step()
+    x, y = batches(1)[0]
+    with pytest.raises(ll.transforms.UntraceableError, match=r"a ndarray stands in .*torch\.from_numpy"):
+        step(state, (x.numpy(), y))
+
+
+@pytest.mark.parametrize("cls", [optim.SparseAdam, optim.SGD])
+def test_sparse_gradients_are_refused(cls):
+    model, optimizer = nn.Sequential(nn.Embedding(5, 3, sparse=True)), ll.optimizer(cls, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    step = ll.make_train_step(grad_fn, optimizer, compile=QUICK)
+    with pytest.raises(ll.transforms.UntraceableError, match=r"the gradient of 0.weight is sparse, .*sparse=True"):
+        step(ll.init_state(model, optimizer), torch.tensor([1, 2]))
+
+
+def test_retries_are_refused():
+    model, optimizer = net(), adamw()
+    grad_fn = ll.grads.retry_on_oom(ll.make_grad_fn(model, loss_fn))
+    step = ll.make_train_step(grad_fn, optimizer, compile=QUICK)
+    with pytest.raises(
+        ll.transforms.UntraceableError, match=r"retry_on_oom cannot try again .* ll.accumulate\(grad_fn, size="
+    ):
+        step(ll.init_state(model, optimizer), batches(1)[0])
+
+
+def test_an_engine_is_refused(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(net())
+        step, state, _, _ = quick_step(model=wrapped, donate=True)
+        with pytest.raises(
+            ll.transforms.UntraceableError,
+            match=r"DistributedDataParallel sends gradients .* ll.transforms.compile_blocks",
+        ):
+            step(state, batches(1)[0])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fullgraph": True}, "fullgraph= have no choice"),
+        ({"mode": "fast"}, "one of default, reduce-overhead"),
+        ({"backend": "inductr"}, "no backend 'inductr'"),
+        ({"backend": "eager", "mode": "default"}, "which are Inductor's"),
+        ({"options": {"fallback_randon": True}}, "no option fallback_randon"),
+        ("max-autotune", "compile is 'max-autotune': give True"),
+    ],
+)
+def test_unknown_options_are_refused_when_the_step_is_made(options, words):
+    with pytest.raises(TypeError, match=words):
+        ll.make_train_step(ll.make_grad_fn(net(), loss_fn), adamw(), compile=options)
+
+
+def test_an_optimizer_with_numbers_of_its_own_is_refused():
+    schedulefree = pytest.importorskip("schedulefree")
+    step, state, _, _ = quick_step(optimizer=ll.optimizer(schedulefree.AdamWScheduleFree, lr=0.1))
+    with pytest.raises(ll.transforms.UntraceableError, match="AdamWScheduleFree changes numbers of its own"):
+        step(state, batches(1)[0])
+
+
+# Purity, donation, interrupts
+
+
+def test_a_pure_step_leaves_all_as_it_was():
+    model = nn.Sequential(net(), nn.Dropout(0.5))
+    step, state, _, _ = quick_step(model=model, optimizer=ll.ema(adamw()))
+    kept, own = ll.copy_state(state), copy.deepcopy(model.state_dict())
+    batch = batches(1)[0]
+    stream, x = torch.get_rng_state(), batch[0].clone()
+    one, _ = step(state, batch)
+    torch.rand(3)
+    other, _ = step(state, batch)
+    torch.set_rng_state(stream)
+    step(one, batch)
+    assert same(one, other)
+    assert same(state, kept)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert torch.equal(batch[0], x)
+    assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
+    assert all(tensor.grad is None and tensor.grad_fn is None for tensor in [*model.parameters(), *tensors(one)])
+    assert {name: tensor.requires_grad for name, tensor in one.params.items()} == {
+        name: tensor.requires_grad for name, tensor in state.params.items()
+    }
+
+
+def test_tensors_of_a_new_state_share_no_memory():
+    # With start=1 the average begins as a copy of the weights, which a donated step is to move apart from them.
+    optimizer = ll.ema(adamw(), start=1)
+    step, state, model, _ = quick_step(optimizer=optimizer)
+    data = batches(4)
+    state, _ = train(step, state, data[:1])
+    places = [tensor.untyped_storage().data_ptr() for tensor in tensors(state)]
+    assert len(places) == len(set(places))
+    donated = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    expected, _ = train(step, state, data[1:])
+    found, _ = train(donated, state, data[1:])
+    assert_close(expected, found, 1e-10, 1e-12)
+
+
+def test_a_donated_step_writes_the_state_and_spends_it():
+    step, state, model, _ = quick_step(donate=True)
+    places = {name: tensor.data_ptr() for name, tensor in state.params.items()}
+    shared = state.replace(extra={"note": 1})
+    new, metrics = step(state, batches(1)[0])
+    assert {name: tensor.data_ptr() for name, tensor in new.params.items()} == places
+    assert new.params["0.weight"] is model[0].weight  # it is bound still
+    for spent in (state, shared):
+        with pytest.raises(ll.DonatedStateError, match="a train step with donate=True"):
+            _ = spent.params
+    assert new.step == 1
+    assert math.isfinite(ll.compute(metrics)["loss"])
+
+
+def test_what_a_donated_step_does_not_write_stays_good():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    model.register_buffer("constant", torch.ones(2))
+    model[0].requires_grad_(False)
+    step, state, _, _ = quick_step(model=model, donate=True)
+    other = ll.TrainState(params={"0.weight": state.params["0.weight"]}, buffers=state.buffers)
+    state, _ = train(step, state, batches(2))
+    assert torch.equal(other.params["0.weight"], model[0].weight)
+    assert torch.equal(other.buffers["constant"], torch.ones(2))
+    other = ll.TrainState(params={"1.weight": state.params["1.weight"]})
+    step(state, batches(1)[0])
+    with pytest.raises(ll.DonatedStateError):
+        _ = other.params
+
+
+@both
+def test_tensors_of_a_state_may_change_places(donate):
+    # What was a parameter becomes part of opt_state, and two tensors of opt_state swap: none may be read too late.
+    def init(params, **extra):
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+        return {"last": zeros, "swapped": [torch.zeros(()), torch.ones(())]}
+
+    def update(grads, opt_state, params, step, *, donate=False, **extra):
+        with torch.no_grad():
+            new = {
+                name: tensor - 0.1 * grads[name] + 0.05 * (tensor - opt_state["last"][name])
+                for name, tensor in params.items()
+            }
+        last = {name: tensor.detach() for name, tensor in params.items()}
+        return new, {"last": last, "swapped": opt_state["swapped"][::-1]}
+
+    model = net()
+    compare(model, ll.make_grad_fn(model, loss_fn), ll.types.Optimizer(init, update), batches(3), donate)
+
+
+@both
+def test_numbers_of_numpy_from_a_schedule(donate):
+    model, optimizer = net(), ll.optimizer(optim.SGD, lr=lambda step: np.float32(0.1) / (step + 1))
+    step, _ = compare(model, ll.make_grad_fn(model, loss_fn), optimizer, batches(5), donate)
+    assert step.compiler.compilations == 1
+
+
+@both
+def test_metrics_are_of_the_state_that_was_given(donate):
+    # The scale is a tensor of the state, which the step then writes over.
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    optimizer = ll.optim.dynamic_loss_scale(adamw(), init_scale=8.0, growth_interval=1)
+    step = ll.make_train_step(
+        ll.grads.scale_loss(ll.make_grad_fn(model, loss_fn)), optimizer, donate=donate, compile=QUICK
+    )
+    _, numbers = train(step, ll.init_state(model, optimizer), batches(3))
+    assert [number["loss_scale"] for number in numbers] == [8.0, 16.0, 32.0]
+
+
+@both
+def test_giving_up_leaves_the_state_as_it_was(donate):
+    model, optimizer = net(), ll.optim.apply_if_finite(adamw(), 1)
+    step, state, _, _ = quick_step(donate, model=model, optimizer=optimizer)
+    bad = batches(1, at_0=math.inf)[0]
+    state, _ = step(state, bad)
+    kept = ll.copy_state(state)
+    with pytest.raises(ll.optim.NonFiniteGradientsError, match=r"2 times in a row .*now at step 0"):
+        step(state, bad)
+    assert all(torch.equal(state.params[name], tensor) for name, tensor in kept.params.items())
+    state, _ = step(state, batches(1)[0])
+    assert state.step == 1
+
+
+def test_a_state_is_spent_where_one_of_two_optimizers_has_written():
+    model = net()
+    optimizer = ll.optim.partition(
+        {"first": adamw(), "rest": ll.optim.apply_if_finite(adamw(), 0)},
+        lambda name, tensor: "first" if name.startswith("0.") else "rest",
+    )
+    inner = ll.make_grad_fn(model, loss_fn)
+
+    def grad_fn(state, batch, *part):
+        out = inner(state, batch, *part)
+        return out._replace(grads={k: grad if k[0] == "0" else grad * math.nan for k, grad in out.grads.items()})
+
+    step = ll.make_train_step(grad_fn, optimizer, donate=True, compile=QUICK)
+    state = ll.init_state(model, optimizer)
+    with pytest.raises(ll.optim.NonFiniteGradientsError):
+        step(state, batches(1)[0])
+    with pytest.raises(ll.DonatedStateError):
+        _ = state.params
+
+
+class Struck:
+    """A backend's function that is interrupted while it runs."""
+
+    def __init__(self, run):
+        self.run, self.strike = run, False
+
+    def __call__(self, values):
+        if self.strike:
+            os.kill(os.getpid(), signal.SIGINT)
+            self.strike = False
+        return self.run(values)
+
+
+@both
+def test_an_interrupt_waits_for_the_step(donate):
+    step, state, _, _ = quick_step(donate)
+    data = batches(3)
+    expected, _ = train(step, ll.copy_state(state), data)
+    state, _ = step(state, data[0])
+    (questions,) = step.compiler.table.values()
+    machine = next(iter(questions[None].answers.values()))
+    machine.run = Struck(machine.run)
+    machine.run.strike = True
+    with pytest.raises(KeyboardInterrupt):
+        state, _ = step(state, data[1])
+    # A donated state has become its successor; a pure one is as it was.
+    assert state.step == (2 if donate else 1)
+    state, _ = train(step, state, data[state.step :])
+    assert same(expected, state)
+
+
+def test_an_interrupt_while_a_step_is_compiled(monkeypatch):
+    step, state, model, _ = quick_step()
+    kept, batch = ll.copy_state(state), batches(1)[0]
+    own, build = dict(model[0]._parameters), step.compiler.build
+
+    def interrupted(program):
+        raise KeyboardInterrupt
+
+    step.compiler.build = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        step(state, batch)
+    step.compiler.build = build
+    assert all(model[0]._parameters[name] is tensor for name, tensor in own.items())
+    assert same(state, kept)
+    expected, _ = quick_step()[0](kept, batch)
+    assert same(step(state, batch)[0], expected)
+
+
+def test_nothing_holds_on_to_a_state_that_is_let_go():
+    step, state, _, _ = quick_step()
+    state = ll.copy_state(state)
+    born = state
+    state, _ = train(step, state, batches(3))
+    watched = [weakref.ref(tensor) for one in (born, state) for tensor in tensors(one)]
+    del born, state
+    gc.collect()
+    assert not any(reference() is not None for reference in watched)
+
+
+# Metrics and batches of other kinds
+
+
+class Highest:
+    """A metric that is no tuple: tensors among its attributes."""
+
+    def __init__(self, value, names=("a", "b")):
+        self.value, self.names = value, names
+
+    def merge(self, other):
+        return Highest(torch.maximum(self.value, other.value), self.names)
+
+    def compute(self):
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    values: list
+    label: str
+
+    def merge(self, other):
+        return Together(self.values + other.values, self.label)
+
+    def compute(self):
+        return torch.stack(self.values).sum()
+
+
+class Row(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Encoding(collections.UserDict):
+    """As tokenizers return them."""
+
+
+@dataclasses.dataclass
+class Example:
+    x: torch.Tensor
+    y: torch.Tensor
+    note: str = "a"
+
+
+@both
+def test_metrics_of_other_kinds(donate):
+    def loss(model, batch):
+        value = loss_fn(model, batch)
+        x = batch[0]
+        return value, {"highest": Highest(x.max()), "sum": Together([x.sum(), x.mean()], "s"), "two": ll.Mean(2, 1)}
+
+    model = net()
+    compare(model, ll.make_grad_fn(model, loss), adamw(), batches(5), donate)
+    step, state, _, _ = quick_step(donate, loss_fn=loss)
+    _, metrics = step(state, batches(1)[0])
+    assert type(metrics["highest"]) is Highest
+    assert metrics["highest"].names == ("a", "b")
+    assert metrics["sum"].label == "s"
+
+
+@pytest.mark.parametrize(
+    ("make", "read"),
+    [
+        (Row, lambda b: (b.x, b.y)),
+        (lambda x, y: Encoding(x=x, y=y), lambda b: (b["x"], b["y"])),
+        (Example, lambda b: (b.x, b.y)),
+        (lambda x, y: [x, {"y": (y,)}], lambda b: (b[0], b[1]["y"][0])),
+        (lambda x, y: {0: x, 1: y}, lambda b: (b[0], b[1])),
+    ],
+)
+def test_batches_of_other_kinds(make, read):
+    model = net()
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: loss_fn(model, read(batch)), batch_size=lambda batch: 6)
+    data = [make(*batch) for batch in batches(5)]
+    step, _ = compare(model, grad_fn, adamw(), data, False)
+    assert step.compiler.compilations == 1
+
+
+# The blocks alone
+
+
+@both
+def test_compiled_blocks_in_an_eager_step(donate):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    plain = nn.Sequential(nn.Linear(4, 8), *[copy.deepcopy(layer) for _ in range(3)], nn.Linear(8, 3)).double()
+    model = copy.deepcopy(plain)
+    names = list(dict(model.named_parameters()))
+    assert ll.transforms.compile_blocks(model, nn.TransformerEncoderLayer, backend="aot_eager") is model
+    assert list(dict(model.named_parameters())) == names
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0].unsqueeze(1))[:, 0], batch[1])
+
+    optimizer = adamw(eps=1e-4)
+    expected, _ = train(
+        ll.make_train_step(ll.make_grad_fn(plain, loss), optimizer), ll.init_state(plain, optimizer), batches(3)
+    )
+    step = ll.make_train_step(ll.make_grad_fn(model, loss), optimizer, donate=donate)
+    torch._dynamo.utils.counters.clear()
+    for start in (ll.init_state(model, optimizer), ll.copy_state(ll.init_state(model, optimizer))):
+        state, _ = train(step, start if donate else ll.copy_state(start), batches(3))
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+    assert state.params.keys() == set(names)
+    if not donate:
+        assert_close(expected, state, 1e-10, 1e-12)
+
+
+def test_compile_blocks_names_what_there_is():
+    with pytest.raises(ValueError, match=r"compile_blocks chose no module of this Sequential.*Linear"):
+        ll.transforms.compile_blocks(net(), nn.Conv2d)
+
+
+# The bar
+
+
+def test_the_bar_tells_the_time_to_compile(monkeypatch):
+    step, state, _, _ = quick_step(donate=True)
+    clock = iter(range(0, 1000, 7))
+    monkeypatch.setattr(ll.compiling.time, "perf_counter", lambda: next(clock))
+    text = io.StringIO()
+    for batch in ll.progress(batches(4), state, file=text, mininterval=0.0):
+        state, _ = step(state, batch)
+    assert "compiling took 7 s" in text.getvalue().split("\r")[-1]
+    text = io.StringIO()
+    for batch in ll.progress(batches(4), state, file=text, mininterval=0.0):
+        state, _ = step(state, batch)
+    assert "compiling" not in text.getvalue()
