@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
+from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.random import mix
 from looplib._core.ranks import (
@@ -192,7 +193,7 @@ def make_grad_fn(
         lent = buffers if part.donate else {name: tensor.clone() for name, tensor in buffers.items()}
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
         try:
-            torch._C._set_grad_enabled(True)
+            torch_private.set_grad_enabled(True)
             for tensor in frozen:
                 tensor.requires_grad_(False)
             if apart:
@@ -204,7 +205,7 @@ def make_grad_fn(
         finally:
             _interrupts.begin_hold(thread)
             try:
-                torch._C._set_grad_enabled(grad_mode)
+                torch_private.set_grad_enabled(grad_mode)
                 for tensor in frozen:
                     tensor.requires_grad_(True)
                 for leaf, grad in zip(leaves.values(), stale, strict=True):
@@ -296,7 +297,7 @@ def check_history(params: Mapping[str, Tensor]) -> None:
 
 def _kept(before: Tensor, lent: Tensor, after: Tensor) -> Tensor:
     # torch counts the writes to a tensor, but batch norm's kernels write their float statistics uncounted.
-    untouched = after is lent and lent._version == 0 and not lent.is_floating_point()
+    untouched = after is lent and torch_private.version(lent) == 0 and not lent.is_floating_point()
     return before if untouched else after.detach()
 
 
@@ -386,7 +387,7 @@ def _warn_of_local_gradients(grad_fn: Any, part: Part) -> None:
         )
 
 
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
+_run_backward = torch_private.run_backward
 
 
 _constants: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
@@ -469,7 +470,7 @@ def multiply(grads: Mapping[str, Tensor], factor: Tensor | float) -> None:
     parts = shards(grads.values())
     if not isinstance(factor, Tensor):
         if factor != 1:
-            torch._foreach_mul_(parts, factor)
+            torch_private.foreach_mul_(parts, factor)
         return
     for device in {part.device for part in parts}:
-        torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))
+        torch_private.foreach_mul_([part for part in parts if part.device == device], factor.to(device))

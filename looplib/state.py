@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from looplib._core import modules as _modules
 from looplib._core import ownership as _donation
+from looplib._core.torch_private import pytree
 from looplib.types import (
     _TREES,
     Optimizer,
@@ -89,7 +90,7 @@ def copy_state(state: TrainState) -> TrainState:
             copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
-    return state.replace(**{name: torch.utils._pytree.tree_map(copy, getattr(state, name)) for name in _TREES})
+    return state.replace(**{name: pytree.tree_map(copy, getattr(state, name)) for name in _TREES})
 
 
 def bind(model: nn.Module, state: TrainState) -> TrainState:

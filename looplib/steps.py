@@ -17,6 +17,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import latest as _latest
 from looplib._core import modules as _modules
 from looplib._core import ownership as _donation
+from looplib._core import torch_private
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import tracing
@@ -123,7 +124,7 @@ def make_train_step(
         _interrupts.install()
         thread = threading.get_ident()
         saved = {name: buffers[name].clone() for name in (buffers if written is None else written)}
-        versions = [tensor._version for tensor in buffers.values()]
+        versions = [torch_private.version(tensor) for tensor in buffers.values()]
         written_over = _donation.updates
         try:
             try:
@@ -141,7 +142,7 @@ def make_train_step(
                 changed = {
                     name
                     for (name, tensor), version in zip(buffers.items(), versions, strict=True)
-                    if tensor._version != version
+                    if torch_private.version(tensor) != version
                 }
                 if written is None:  # batch norm's kernels write uncounted, so once the values are compared
                     written = {name for name in saved if not torch.equal(saved[name], buffers[name])}
@@ -366,12 +367,12 @@ def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> 
         seed = 0 if tracing() else mix(state.seed, state.step, rank())
         grad_mode = torch.is_grad_enabled()
         try:
-            torch._C._set_grad_enabled(False)
+            torch_private.set_grad_enabled(False)
             return host.run(params, lent, seed, lambda: function(model, batch))
         except RuntimeError:
             host.explain(params, buffers, batch)
             raise
         finally:
-            torch._C._set_grad_enabled(grad_mode)
+            torch_private.set_grad_enabled(grad_mode)
 
     return forward

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from looplib._core import ownership as _donation
+from looplib._core.torch_private import pytree
 
 
 class DonatedStateError(RuntimeError):
@@ -245,7 +245,7 @@ def _flatten(state: TrainState) -> tuple[list[Any], Any]:
 
 def _flatten_with_keys(state: TrainState) -> tuple[list[Any], Any]:
     trees, (names, counts) = _flatten(state)
-    keys = map(torch.utils._pytree.GetAttrKey, names)
+    keys = map(pytree.GetAttrKey, names)
     return list(zip(keys, trees, strict=True)), (names, counts)
 
 
@@ -254,7 +254,7 @@ def _unflatten(trees: Any, structure: Any) -> TrainState:
     return TrainState(**{**dict.fromkeys(_TREES), **dict(zip(names, trees, strict=True)), **counts})
 
 
-torch.utils._pytree.register_pytree_node(
+pytree.register_pytree_node(
     TrainState,
     _flatten,
     _unflatten,

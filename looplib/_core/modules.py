@@ -17,8 +17,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from looplib._core import interrupts as _interrupts
+from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.ranks import is_sharded, shards
+from looplib._core.torch_private import pytree
 
 R = TypeVar("R")
 
@@ -158,7 +160,7 @@ class Host:
             with torch.no_grad():
                 lent_to = shards(own_params.values())
                 saved = [tensor.clone() for tensor in lent_to]
-                torch._foreach_copy_(lent_to, shards(params[name] for name in own_params))
+                torch_private.foreach_copy_(lent_to, shards(params[name] for name in own_params))
             swaps = [swap for swap in swaps if not any(swap[2] is own for own in own_params.values())]
         modes = [(module, mode) for module, mode in self.modes if module.training is not mode]
         device = next(iter(params.values())).device if params else _CPU
@@ -183,7 +185,7 @@ class Host:
                     shard.reshard()  # type: ignore[operator]
                 if lent_to:
                     with torch.no_grad():
-                        torch._foreach_copy_(lent_to, saved)
+                        torch_private.foreach_copy_(lent_to, saved)
                 for module, mode in modes:
                     module.training = not mode
                 for generator, stream in zip(generators, streams, strict=True):
@@ -262,9 +264,9 @@ class Host:
         check_names("parameters", params, self.slots.params, self.model)
         check_names("buffers", buffers, self.slots.buffers, self.model)
         devices = {tensor.device for tensor in params.values()}
-        leaves = torch.utils._pytree.tree_flatten_with_path(batch)[0]
+        leaves = pytree.tree_flatten_with_path(batch)[0]
         strays = [
-            f"batch{torch.utils._pytree.keystr(path)} is on {leaf.device}"
+            f"batch{pytree.keystr(path)} is on {leaf.device}"
             for path, leaf in leaves
             if isinstance(leaf, Tensor) and leaf.device not in devices
         ]
@@ -292,5 +294,5 @@ def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
         backend = getattr(torch, device.type)
         return torch.default_generator, backend.default_generators[device.index or 0]
     if device.type == "mps":
-        return torch.default_generator, torch.mps._get_default_mps_generator()
+        return torch.default_generator, torch_private.mps_generator()
     return (torch.default_generator,)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import interrupts as _interrupts
+from looplib._core.torch_private import pytree
 
 
 class Chain:
@@ -50,7 +51,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in torch.utils._pytree.tree_iter(tree) if isinstance(leaf, Tensor))
+    return (leaf for leaf in pytree.tree_iter(tree) if isinstance(leaf, Tensor))
 
 
 def generations(trees: Iterable[Any]) -> dict[Chain, int]:

@@ -12,6 +12,8 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor, distributed
 
+from looplib._core import torch_private
+
 _group: Any = None  # of those that divide the data; None for all
 
 
@@ -97,7 +99,9 @@ def add_up_over_ranks(tensors: Iterable[Tensor], factor: Tensor | float) -> None
         flat *= factor.to(flat.device) if isinstance(factor, Tensor) else factor
         sum_over_ranks(flat)
         parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+        torch_private.foreach_copy_(
+            bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)]
+        )
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from looplib._core import torch_private
+from looplib._core.torch_private import pytree
+
 R = TypeVar("R")
 
 
@@ -107,7 +110,7 @@ class _Stops(TorchFunctionMode):
         if _current is not self.trace:  # a step within the loss function is written down, with marks of its own
             return func(*args, **kwargs)
         refuse_strangers(args, kwargs)
-        if func is torch._C._set_grad_enabled:
+        if func is torch_private.set_grad_enabled:
             self.off = not args[0]
         if not (self.off or _cuts(func, kwargs)):
             return func(*args, **kwargs)
@@ -127,9 +130,9 @@ def _cuts(func: Any, kwargs: Any) -> bool:
 
 def refuse_strangers(args: Any, kwargs: Any) -> None:
     """Raise for tensors of a transform of torch.func's that is not in progress here: no gradient would reach them."""
-    level = torch._C._functorch.maybe_current_level() or 0
-    for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor) and torch._C._functorch.maybe_get_level(leaf) > level:
+    level = torch_private.functorch_level()
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and torch_private.functorch_level_of(leaf) > level:
             raise UntraceableError(
                 "the step reads a tensor that torch.func transforms from elsewhere than its state and batch (a "
                 "function closes over it), so no gradient would reach it: give it in the batch, or as a "

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.torch_private import pytree
+
 
 def _leaves(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
@@ -23,7 +25,7 @@ def _leaves(batch: Any) -> Iterator[Tensor]:
         for value in batch:
             yield from _leaves(value)
     elif not isinstance(batch, (str, bytes, int, float)):
-        leaves = torch.utils._pytree.tree_leaves(batch)
+        leaves = pytree.tree_leaves(batch)
         if leaves != [batch]:
             yield from _leaves(leaves)
 
@@ -104,16 +106,16 @@ def _split(node: Any, count: int, sizes: list[int], place: str) -> list[Any]:
         if len(node) != count:
             raise ValueError(_odd(place, f"shape {tuple(node.shape)}", count))
         return [node[low : low + size] for low, size in zip(accumulated_sum([0, *sizes]), sizes, strict=False)]
-    leaves, structure = torch.utils._pytree.tree_flatten(node)
+    leaves, structure = pytree.tree_flatten(node)
     if len(leaves) == 1 and leaves[0] is node:
         return [node] * pieces
     cut_leaves = [_split(leaf, count, sizes, place) for leaf in leaves]
-    return [torch.utils._pytree.tree_unflatten(list(column), structure) for column in zip(*cut_leaves, strict=True)]
+    return [pytree.tree_unflatten(list(column), structure) for column in zip(*cut_leaves, strict=True)]
 
 
 def _structure(node: Sequence[Any], count: int) -> bool:
     """Whether a list as long as the batch holds its fields, rather than one item for each example."""
-    leaves = torch.utils._pytree.tree_leaves(list(node))
+    leaves = pytree.tree_leaves(list(node))
     lengths = {leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     return lengths == {count}
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.ranks import is_sharded
+from looplib._core.torch_private import pytree
 
 WHOLE, SHARDED = 1, 2  # formats
 
@@ -83,7 +84,7 @@ def pointer(path: Any) -> str:
 def leaves_of(tree: Any) -> dict[str, Any]:
     """The leaves by their places."""
     found: dict[str, Any] = {}
-    for path, leaf in torch.utils._pytree.tree_flatten_with_path(tree)[0]:
+    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         if (place := pointer(path)) in found:
             raise ValueError(f"two leaves of the state are both at {place}: give their keys different names")
         found[place] = leaf

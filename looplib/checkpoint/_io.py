@@ -32,6 +32,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import ownership as _donation
 from looplib._core.collective import Together, finish_first, together
 from looplib._core.ranks import is_sharded
+from looplib._core.torch_private import pytree
 from looplib.checkpoint._directory import Lock, beside, free_name, in_words, number_of, put, put_aside, remove
 from looplib.checkpoint._format import (
     MANIFEST,
@@ -587,7 +588,7 @@ def _load(path: Path, state: TrainState, only: Callable[[str], bool], convert: b
     if not whole:
         counts = {name: getattr(state, name) for name in _COUNTS}
     values = iter(leaves.values())
-    trees = torch.utils._pytree.tree_map(lambda _: next(values), tree)
+    trees = pytree.tree_map(lambda _: next(values), tree)
 
     def restored() -> TrainState:
         return TrainState(**{**dict.fromkeys(("opt_state", "extra")), **trees, **counts})

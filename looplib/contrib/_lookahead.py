@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core import torch_private
 from looplib._core.ranks import shards
 from looplib._core.tracing import applied, either, like, on_host
 from looplib.optim._averaging import Tensors
@@ -66,10 +67,10 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
             slow, fast = [opt_state["slow"][name] for name in grads], [new[name] for name in grads]
             if donate:
                 slow, fast = shards(slow), shards(fast)
-                torch._foreach_lerp_(slow, fast, slow_step_size)
-                torch._foreach_copy_(fast, slow)
+                torch_private.foreach_lerp_(slow, fast, slow_step_size)
+                torch_private.foreach_copy_(fast, slow)
                 return new, record
-            moved = dict(zip(grads, torch._foreach_lerp(slow, fast, slow_step_size), strict=True))
+            moved = dict(zip(grads, torch_private.foreach_lerp(slow, fast, slow_step_size), strict=True))
         # A parameter that the inner update has left alone is still that of the state before.
         there = {name: t.clone().requires_grad_(params[name].requires_grad) for name, t in moved.items()}
         record["slow"] = {**opt_state["slow"], **moved}

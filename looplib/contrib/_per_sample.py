@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 
 from looplib._core import modules as _modules
+from looplib._core import torch_private
 from looplib._core.random import mix
 from looplib._core.ranks import rank
+from looplib._core.torch_private import pytree
 from looplib._core.tracing import tracing, users_own
 from looplib._core.trees import batch_size as count_examples
 from looplib.gradients import multiply, objective_of, of_this_model, record, split_loss
@@ -131,7 +132,7 @@ def make_per_sample_grad_fn(
                 value = (value * factor).reshape(())
                 sums = {name: _total_and_weight(name, value) for name, value in {"loss": loss, **aux}.items()}
                 after = host.buffers()
-                if written := [name for name, t in lent.items() if after[name] is not t or t._version]:
+                if written := [name for name, t in lent.items() if after[name] is not t or torch_private.version(t)]:
                     raise ValueError(_written(", ".join(written)))
                 return value, sums
 
@@ -177,7 +178,7 @@ def _map(function: Callable[[Any], Any], node: Any) -> Any:
             new[key] = _map(function, value)
         return new
 
-    return tree_map(leaf, node, is_leaf=strange)
+    return pytree.tree_map(leaf, node, is_leaf=strange)
 
 
 def _batch_norms(host: _modules.Host) -> list[str]:

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -550,7 +549,7 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
     def move(leaf: Any) -> Any:
         return leaf.to(target, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf
 
-    return functools.partial(tree_map, move)
+    return functools.partial(pytree.tree_map, move)
 
 
 def _unchanged(batch: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from looplib._core import ownership as _donation
 from looplib._core.ranks import is_sharded
+from looplib._core.torch_private import pytree
 from looplib.checkpoint._format import leaves_of, local
 from looplib.checkpoint._io import CheckpointIO
 from looplib.debug._differences import _leaves, _same_bits
@@ -73,9 +74,9 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
 
     trees = {}
     for name in ("params", "buffers", "opt_state", "extra"):
-        leaves, structure = torch.utils._pytree.tree_flatten(tree := getattr(state, name))
+        leaves, structure = pytree.tree_flatten(tree := getattr(state, name))
         owned = [own(f"/{name}{below}", leaf) for below, leaf in zip(leaves_of(tree), leaves, strict=True)]
-        trees[name] = torch.utils._pytree.tree_unflatten(owned, structure)
+        trees[name] = pytree.tree_unflatten(owned, structure)
     found = {**kept, state.step: state.replace(**trees)}
     steps = sorted(found)
     while at_most is not None and len(steps) > at_most:

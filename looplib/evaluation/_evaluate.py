@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from looplib._core.ranks import any_rank, gather, is_first, rank, world_size
+from looplib._core.torch_private import pytree
 from looplib._core.trees import batch_size
 from looplib.distributed._reduce import merged
 from looplib.metrics._mean import Mean, compute, merge
@@ -232,7 +233,7 @@ def _hold(held: list[tuple[int, Metrics]], metrics: Metrics) -> None:
 
 
 def _tensors(metrics: Metrics) -> int:
-    return len(torch.utils._pytree.tree_leaves(dict(metrics)))
+    return len(pytree.tree_leaves(dict(metrics)))
 
 
 def read(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.memory import half, out_of_memory
+from looplib._core.torch_private import pytree
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib.checkpoint._format import pointer
@@ -107,10 +108,10 @@ def name_of(place: Any) -> str:
 
 def end_to_end(counts: list[int], outs: list[Any]) -> Any:
     """The outputs of a whole batch, from those of its parts, which have so many examples each."""
-    places, structure = torch.utils._pytree.tree_flatten_with_path(outs[0])
+    places, structure = pytree.tree_flatten_with_path(outs[0])
     columns: list[list[Any]] = [[] for _ in places]
     for count, out in zip(counts, outs, strict=True):
-        leaves, found = torch.utils._pytree.tree_flatten(out)
+        leaves, found = pytree.tree_flatten(out)
         if found != structure:
             raise ValueError(
                 f"the outputs of two parts of a batch differ in their structure: {structure} and {found}"
@@ -125,7 +126,7 @@ def end_to_end(counts: list[int], outs: list[Any]) -> Any:
                     "of a batch: give one row for each example"
                 )
             column.append(leaf)
-    return torch.utils._pytree.tree_unflatten([torch.cat(column) for column in columns], structure)
+    return pytree.tree_unflatten([torch.cat(column) for column in columns], structure)
 
 
 def _note(error: BaseException, note: str) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from looplib._core.ranks import gather, several
+from looplib._core.torch_private import pytree
 from looplib._core.trees import batch_size
 from looplib.evaluation._evaluate import check_order, read
 from looplib.evaluation._oom import end_to_end
@@ -84,15 +84,19 @@ def _predicted(
         output = predict_step(state, batch)
         if not (divide and several()):
             if counts:
-                yield _examples(batch), tree_map(move, output)
+                yield _examples(batch), pytree.tree_map(move, output)
             continue
-        mine = (batch_size(batch) if by_rows else _examples(batch), tree_map(_on_host, output)) if counts else None
+        mine = (
+            (batch_size(batch) if by_rows else _examples(batch), pytree.tree_map(_on_host, output))
+            if counts
+            else None
+        )
         found = [part for part in gather(mine) if part is not None]
         if by_rows and len(found) > 1:
             sizes = [size for size, _ in found]
             found = [(sum(sizes), end_to_end(sizes, [part for _, part in found]))]
         for size, part in found:
-            yield size, tree_map(move, part)
+            yield size, pytree.tree_map(move, part)
 
 
 def _examples(batch: Any) -> int | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from looplib._core.collective import together
 from looplib._core.ranks import any_rank, is_first
+from looplib._core.torch_private import pytree
 from looplib.checkpoint._format import bytes_of
 from looplib.evaluation._evaluate import check_order
 from looplib.evaluation._oom import name_of
@@ -219,7 +220,7 @@ def _listed(sizes: list[int | None]) -> str:
 
 
 def _rows(output: Any) -> dict[str, Tensor]:
-    places = torch.utils._pytree.tree_flatten_with_path(output)[0]
+    places = pytree.tree_flatten_with_path(output)[0]
     leaves = {name_of(place): leaf for place, leaf in places}
     for name, leaf in leaves.items():
         if not isinstance(leaf, Tensor) or not leaf.dim():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core import torch_private
 from looplib._core.ranks import several, total_over_ranks
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
@@ -189,5 +190,5 @@ def _add(wide: dict[str, Tensor], grads: Mapping[str, Tensor], dtype: torch.dtyp
     new = [name for name in grads if name not in wide]
     old = [name for name in grads if name in wide]
     if old:
-        torch._foreach_add_([wide[name] for name in old], [grads[name] for name in old])
+        torch_private.foreach_add_([wide[name] for name in old], [grads[name] for name in old])
     wide.update({name: grads[name].to(dtype) for name in new})

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core import torch_private
 from looplib._core.ranks import is_sharded
 from looplib.gradients import multiply, of_whole
 from looplib.metrics._mean import Mean
@@ -70,7 +71,7 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         return _norm_of_shards(tensors, norm_type)
     if len({tensor.dtype for tensor in tensors}) > 1:
         return torch.nn.utils.get_total_norm(tensors, norm_type)
-    norms = torch._foreach_norm(tensors, norm_type)
+    norms = torch_private.foreach_norm(tensors, norm_type)
     norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     return norm
 
@@ -110,8 +111,8 @@ def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
     def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         out = grad_fn(state, batch, part)
         grads = list(out.grads.values())
-        torch._foreach_clamp_min_(grads, -max_value)
-        torch._foreach_clamp_max_(grads, max_value)
+        torch_private.foreach_clamp_min_(grads, -max_value)
+        torch_private.foreach_clamp_max_(grads, max_value)
         return out
 
     return of_whole("clip_by_value", clipped)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from looplib._core import torch_private
 
 
 def flops(function: Callable[..., Any], *args: Any, **named: Any) -> int:
@@ -34,8 +34,8 @@ def flops(function: Callable[..., Any], *args: Any, **named: Any) -> int:
 
     # torch has no count for its own attention on a CPU, and would leave it out.
     attention = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: inspect.unwrap(sdpa_flop),
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: inspect.unwrap(sdpa_backward_flop),
+        torch_private.cpu_attention: inspect.unwrap(sdpa_flop),
+        torch_private.cpu_attention_backward: inspect.unwrap(sdpa_backward_flop),
     }
     with FlopCounterMode(display=False, custom_mapping=attention) as counter:
         function(*args, **named)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
+from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 
 R = TypeVar("R")
@@ -176,7 +177,7 @@ def _replayed(run: Callable[..., R], places: list[Place]) -> Callable[..., R]:
 def _unwritten(value: Any, version: int | None) -> bool:
     # Such as a causal mask, which may be large and needs no copy. torch counts the writes to a tensor, but batch
     # norm's kernels write their float statistics uncounted.
-    return isinstance(value, Tensor) and not value.is_floating_point() and value._version == version
+    return isinstance(value, Tensor) and not value.is_floating_point() and torch_private.version(value) == version
 
 
 def _copies(places: list[Place]) -> list[Place]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from looplib._core import torch_private
 from looplib.types import Metric, Metrics
 
 
@@ -64,7 +65,7 @@ def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
     wide = stacked if stacked.device.type == "mps" else stacked.double()
     counts = {n for value, n in pairs if isinstance(value, Tensor)}
     if len(counts) > 1:
-        terms = torch._foreach_mul(wide.unbind(), [n for value, n in pairs if isinstance(value, Tensor)])
+        terms = torch_private.foreach_mul(wide.unbind(), [n for value, n in pairs if isinstance(value, Tensor)])
         return torch.stack(terms).sum(0) + number
     total = wide.sum(0) * counts.pop()
     return total + number if number else total

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from looplib._core.torch_private import pytree
+
 
 class TorchMetric(NamedTuple):
     """A torchmetrics metric as a record: see `torchmetric`.
@@ -36,9 +38,9 @@ class TorchMetric(NamedTuple):
 
     def of(self, *args: Any, **kwargs: Any) -> TorchMetric:
         """The record of a batch, given what the metric's `update` takes."""
-        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, torch.detach, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, torch.detach, (args, kwargs))
         if self.states is None:
-            kept = torch.utils._pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+            kept = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
             return TorchMetric(self.host, None, (kept,), 1)
         try:
             self.host.update(*args, **kwargs)
@@ -190,7 +192,7 @@ def _merges(metric: Any) -> bool:
 def _states_of(metric: Any) -> dict[str, Any]:
     """The states, copied: a reset clears the metric's lists, and these may hold the batch itself."""
     states = {place: getattr(part, name) for place, part, name in _places(metric)}
-    return torch.utils._pytree.tree_map_only(Tensor, torch.clone, states)  # type: ignore[no-any-return]
+    return pytree.tree_map_only(Tensor, torch.clone, states)  # type: ignore[no-any-return]
 
 
 def _keys(value: Any) -> str:

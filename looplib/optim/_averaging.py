@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core import torch_private
 from looplib._core.ranks import shards
 from looplib._core.tracing import applied, either, on_host
 from looplib.optim._hyperparameters import of_another
@@ -184,12 +185,12 @@ def _moved(average: Tensors, now: Tensors, first: bool, weight: float, in_place:
             elif isinstance(weight, Tensor):  # in a trace
                 moved = [before + (after - before) * weight for before, after in zip(old, new, strict=True)]
             else:
-                moved = torch._foreach_lerp(old, new, weight)
+                moved = torch_private.foreach_lerp(old, new, weight)
             return dict(zip(average, moved, strict=True))
         if first:
-            torch._foreach_copy_(shards(old), shards(new))
+            torch_private.foreach_copy_(shards(old), shards(new))
         else:
-            torch._foreach_lerp_(shards(old), shards(new), weight)
+            torch_private.foreach_lerp_(shards(old), shards(new), weight)
     return average
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core import torch_private
 from looplib._core.tracing import afterwards, choose, tracing
 from looplib.optim._skipping import NonFiniteGradientsError, all_finite
 from looplib.optim._wrap import wrap
@@ -85,7 +86,7 @@ def dynamic_loss_scale(
             overflowed = (~finite).to(scale)
         else:
             overflowed = torch.full((), float(not finite), device=scale.device)
-        torch._amp_update_scale_(scale, tracker, overflowed, growth_factor, backoff_factor, growth_interval)
+        torch_private.amp_update_scale_(scale, tracker, overflowed, growth_factor, backoff_factor, growth_interval)
         record = {**opt_state, "loss_scale": scale, "growth_tracker": tracker}
         if isinstance(finite, Tensor) or not finite:
             afterwards(check, finite, scale, opt_state["loss_scale"], step)

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from looplib._core import ownership as _donation
+from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.ranks import is_sharded, shards
+from looplib._core.torch_private import pytree
 from looplib._core.tracing import UntraceableError, on_host, tracing
 from looplib.optim._hyperparameters import injected
 from looplib.types import Grads, Optimizer, Params
@@ -111,7 +112,7 @@ def _at(value: Any, step: int) -> Any:
 
 def _copy(value: Any) -> Any:
     if isinstance(value, (dict, list)):
-        return torch.utils._pytree.tree_map(_copy, value)
+        return pytree.tree_map(_copy, value)
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -314,7 +315,7 @@ class _Engine:
         for key, kind in self.kinds.get(name, {}).items():
             if key in state:
                 whole[key] = object.__new__(kind)
-                vars(whole[key]).update(torch.utils._pytree.tree_map(_copy, state[key]))
+                vars(whole[key]).update(pytree.tree_map(_copy, state[key]))
         return whole
 
     def evaluation(
@@ -375,13 +376,13 @@ class _Engine:
         grad_mode = torch.is_grad_enabled()
         try:
             if self.ours:
-                torch._C._set_grad_enabled(self.differentiable)
+                torch_private.set_grad_enabled(self.differentiable)
             if self.kernel is not None:
                 self.launch(grads, tensors, working)
             else:
                 self.run(grads, tensors, working)
         finally:
-            torch._C._set_grad_enabled(grad_mode)
+            torch_private.set_grad_enabled(grad_mode)
         _donation.updates += donate
         # A class may put new tensors into its state. A donated state keeps its own, so that those who share
         # them are told by what stands in one table, made at the first step.
@@ -426,7 +427,9 @@ class _Engine:
         twin = _Engine(self.cls, self.defaults, self.groups)
         twin.fuse = False
         members = self.divide({name: params[name] for name in states})
-        with _disable_current_modes():  # in which a schedule's tensor has a value, for the class to check
+        with (
+            torch_private.disable_current_modes()
+        ):  # in which a schedule's tensor has a value, for the class to check
             instance = twin.build(tensors)
         numbers = _Numbers()
         given = opt_state.get("hyperparameters") or [{}] * len(members)
@@ -484,14 +487,14 @@ class _Engine:
             group["params"] = []
 
     def launch(self, grads: Grads, tensors: Params, working: dict[str, dict[str, Any]]) -> None:
-        """Adam's fused kernel on these tensors, in place, as `torch.optim.adam._fused_adam` calls it."""
+        """Adam's fused kernel on these tensors, in place, as the class calls it."""
         for group, members in zip(self.instance.param_groups, self.partition, strict=True):
             names = members if len(members) == len(grads) else [name for name in members if name in grads]
             if not names:
                 continue
             states = [working[name] for name in names]
             steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, self.one(steps[0].device))
+            torch_private.foreach_add_(steps, self.one(steps[0].device))
             lists = [
                 [tensors[name] for name in names],
                 [grads[name] for name in names],
@@ -542,7 +545,10 @@ class _Engine:
             self.clear()
 
 
-_KERNELS: dict[Any, Any] = {torch.optim.Adam: torch._fused_adam_, torch.optim.AdamW: torch._fused_adamw_}
+_KERNELS: dict[Any, Any] = {
+    torch.optim.Adam: torch_private.fused_adam_,
+    torch.optim.AdamW: torch_private.fused_adamw_,
+}
 
 
 def _precise(key: str, value: Any) -> Any:
@@ -635,11 +641,11 @@ def _copies(
     """Copies of what an update of these parameters writes, in one sweep."""
     grad_mode = torch.is_grad_enabled()
     try:
-        torch._C._set_grad_enabled(False)
+        torch_private.set_grad_enabled(False)
         tensors = {name: params[name].clone() for name in grads}
         working = {name: {key: _copy(value) for key, value in states[name].items()} for name in grads}
     finally:
-        torch._C._set_grad_enabled(grad_mode)
+        torch_private.set_grad_enabled(grad_mode)
     for name, tensor in tensors.items():
         tensor.requires_grad_(params[name].requires_grad)
     return tensors, working

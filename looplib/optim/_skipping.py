@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core import torch_private
 from looplib._core.ranks import any_rank, shards, sum_over_ranks
 from looplib._core.tracing import afterwards, choose, tracing
 from looplib.metrics._mean import Mean
@@ -106,7 +107,7 @@ def all_finite(grads: Grads) -> bool | Tensor:
 
 def _finite(grads: Iterable[Tensor]) -> Tensor:
     dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in shards(grads)]
-    largest = torch._foreach_norm([grad for grad in dense if grad.numel()], ord=float("inf"))
+    largest = torch_private.foreach_norm([grad for grad in dense if grad.numel()], ord=float("inf"))
     if not largest:
         return torch.tensor(True)
     return torch.stack([norm.to(largest[0]) for norm in largest]).isfinite().all()

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
+from looplib._core.torch_private import pytree
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
 
@@ -99,7 +99,7 @@ def _flatten(record: BestSoFar) -> tuple[list[Any], Any]:
 def _flatten_with_keys(record: BestSoFar) -> tuple[list[Any], Any]:
     children, settings = _flatten(record)
     # The leaves' places name the metric, so that a checkpoint of another one does not fit.
-    return [(torch.utils._pytree.MappingKey(f"{record.mode} {record.monitor}"), children[0])], settings
+    return [(pytree.MappingKey(f"{record.mode} {record.monitor}"), children[0])], settings
 
 
 def _unflatten(children: Any, settings: Any) -> BestSoFar:
@@ -107,7 +107,7 @@ def _unflatten(children: Any, settings: Any) -> BestSoFar:
     return BestSoFar(**settings, **counted)
 
 
-torch.utils._pytree.register_pytree_node(
+pytree.register_pytree_node(
     BestSoFar,
     _flatten,
     _unflatten,

@@ -67,6 +67,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from looplib._core.torch_private import pytree
 from looplib._core.tracing import UntraceableError
 from looplib._core.trees import batch_size, split
 from looplib.checkpoint._io import checkpoint_io
@@ -313,7 +314,7 @@ def _spoiled(state: TrainState) -> TrainState:
         wrong = math.nan if leaf.is_floating_point() or leaf.is_complex() else 1
         return torch.full_like(leaf, wrong).requires_grad_(leaf.requires_grad)
 
-    trees = {name: torch.utils._pytree.tree_map(spoil, getattr(state, name)) for name in TREES}
+    trees = {name: pytree.tree_map(spoil, getattr(state, name)) for name in TREES}
     return state.replace(**trees, step=0, epoch=0, batch=0, samples=0, seed=state.seed + 1)
 
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from looplib._core.modules import Host, _generators, named_modules
+from looplib._core.torch_private import pytree
 from looplib._core.trees import _like, _structure
 from looplib.state import copy_state
 from looplib.types import DonatedStateError, TrainState
@@ -61,8 +62,8 @@ def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         children = [(f"[{i}]" if names is None else f".{names[i]}", value) for i, value in enumerate(node)]
     elif dataclasses.is_dataclass(node) and not isinstance(node, type):
         children = [(f".{field.name}", getattr(node, field.name)) for field in dataclasses.fields(node)]
-    elif not isinstance(node, Tensor) and len(found := torch.utils._pytree.tree_flatten_with_path(node)[0]) != 1:
-        children = [(torch.utils._pytree.keystr(path), leaf) for path, leaf in found]
+    elif not isinstance(node, Tensor) and len(found := pytree.tree_flatten_with_path(node)[0]) != 1:
+        children = [(pytree.keystr(path), leaf) for path, leaf in found]
     else:
         yield place, node
         return
@@ -152,7 +153,7 @@ def map_leaves(
         return dataclasses.replace(
             node, **{name: map_leaves(function, getattr(node, name), is_leaf) for name in names}
         )
-    return torch.utils._pytree.tree_map(function, node)
+    return pytree.tree_map(function, node)
 
 
 def _copied_leaf(leaf: Any) -> Any:
