@@ -28,6 +28,7 @@ from torch.utils.data import (
 
 from looplib._core import ranks as _ranks
 from looplib._core.interrupts import interruptible
+from looplib._core.torch_private import pytree
 from looplib.data._orders import (
     Plan,
     Sampling,
