@@ -129,7 +129,7 @@ def schedule_free():
 
 
 def two_optimizers():
-    return ll.partition(
+    return ll.optim.partition(
         {"matrices": sgd(), "rest": adamw()}, lambda name, tensor: "matrices" if tensor.ndim > 1 else "rest"
     )
 
@@ -158,7 +158,7 @@ STEPS = {
     "adamw, donated": Step(donate=True),
     "adamw, float32": Step(model=mlp32, donate=True, raw=("adamw32",), tolerance=1e-4),
     "schedule and groups": Step(scheduled, donate=True),
-    "injected": Step(lambda: adamw(lr=ll.injected(0.01))),
+    "injected": Step(lambda: adamw(lr=ll.optim.injected(0.01))),
     "sgd": Step(sgd, raw=("sgd",)),
     "sgd, nesterov, donated": Step(lambda: sgd(nesterov=True), donate=True, raw=("sgd",)),
     "rmsprop": Step(lambda: ll.optimizer(torch.optim.RMSprop, lr=0.01), raw=("rmsprop",)),
@@ -172,45 +172,45 @@ STEPS = {
     "clip_by_global_norm around accumulate": Step(
         grad=lambda grad_fn: ll.clip_by_global_norm(ll.accumulate(grad_fn, microbatches=3), 0.2)
     ),
-    "clip_by_value": Step(grad=lambda grad_fn: ll.clip_by_value(grad_fn, 0.05), optimizer=sgd, raw=("sgd",)),
+    "clip_by_value": Step(grad=lambda grad_fn: ll.grads.clip_by_value(grad_fn, 0.05), optimizer=sgd, raw=("sgd",)),
     "adaptive_grad_clip": Step(
-        grad=lambda grad_fn: ll.adaptive_grad_clip(grad_fn, 0.02), optimizer=sgd, raw=("sgd",)
+        grad=lambda grad_fn: ll.contrib.adaptive_grad_clip(grad_fn, 0.02), optimizer=sgd, raw=("sgd",)
     ),
     "clip_per_sample, add_noise": Step(
         sgd,
-        make_grad_fn=ll.make_per_sample_grad_fn,
-        grad=lambda grad_fn: ll.add_noise(ll.clip_per_sample(grad_fn, 0.3), 0.3, 0.5),
+        make_grad_fn=ll.contrib.make_per_sample_grad_fn,
+        grad=lambda grad_fn: ll.contrib.add_noise(ll.contrib.clip_per_sample(grad_fn, 0.3), 0.3, 0.5),
         raw=("sgd",),
         draws=True,
     ),
-    "ema": Step(lambda: ll.ema(adamw(), ll.ema_warmup(0.9)), donate=True),
+    "ema": Step(lambda: ll.ema(adamw(), ll.optim.ema_warmup(0.9)), donate=True),
     "ema, from step 4, every 3": Step(lambda: ll.ema(sgd(), 0.8, start=4, every=3), raw=("sgd",)),
-    "swa": Step(lambda: ll.swa(adamw(), start=6, every=4)),
-    "lookahead": Step(lambda: ll.lookahead(adamw(), sync_period=3)),
+    "swa": Step(lambda: ll.optim.swa(adamw(), start=6, every=4)),
+    "lookahead": Step(lambda: ll.contrib.lookahead(adamw(), sync_period=3)),
     "partition": Step(two_optimizers, donate=True, raw=("adamw", "sgd")),
-    "freeze": Step(lambda: ll.freeze(adamw(), lambda name, step: name.startswith("0.") and step < 10)),
-    "sam": Step(lambda: sgd(), grad=lambda grad_fn: ll.sam(grad_fn, 0.1), raw=("sgd",)),
+    "freeze": Step(lambda: ll.optim.freeze(adamw(), lambda name, step: name.startswith("0.") and step < 10)),
+    "sam": Step(lambda: sgd(), grad=lambda grad_fn: ll.contrib.sam(grad_fn, 0.1), raw=("sgd",)),
     "sam, adaptive, dropout": Step(
         lambda: sgd(),
-        grad=lambda grad_fn: ll.sam(grad_fn, 0.1, adaptive=True),
+        grad=lambda grad_fn: ll.contrib.sam(grad_fn, 0.1, adaptive=True),
         model=dropped,
         draws=True,
         raw=("sgd",),
     ),
-    "apply_if_finite": Step(lambda: ll.apply_if_finite(adamw(), 5), bad=BAD),
-    "apply_if_finite, donated": Step(lambda: ll.apply_if_finite(scheduled(), 5), bad=BAD, donate=True),
-    "skip_spikes": Step(lambda: ll.skip_spikes(adamw(), window=8, sigmas=3.0), bad={13: 200.0}),
+    "apply_if_finite": Step(lambda: ll.optim.apply_if_finite(adamw(), 5), bad=BAD),
+    "apply_if_finite, donated": Step(lambda: ll.optim.apply_if_finite(scheduled(), 5), bad=BAD, donate=True),
+    "skip_spikes": Step(lambda: ll.optim.skip_spikes(adamw(), window=8, sigmas=3.0), bad={13: 200.0}),
     "loss scale": Step(
-        lambda: ll.dynamic_loss_scale(adamw(), 64.0, growth_interval=4),
-        grad=lambda grad_fn: ll.clip_by_global_norm(ll.scale_loss(grad_fn), 0.5),
+        lambda: ll.optim.dynamic_loss_scale(adamw(), 64.0, growth_interval=4),
+        grad=lambda grad_fn: ll.clip_by_global_norm(ll.grads.scale_loss(grad_fn), 0.5),
         bad=BAD,
     ),
     "autocast": Step(model=mlp32, loss=ll.autocast(loss_fn), raw=("bfloat16",), tolerance=0.05),
     "master_weights": Step(
-        lambda: ll.master_weights(adamw()), model=mlp16, raw=("bfloat16", "adamw32"), tolerance=0.05
+        lambda: ll.optim.master_weights(adamw()), model=mlp16, raw=("bfloat16", "adamw32"), tolerance=0.05
     ),
     "dropout": Step(model=dropped, draws=True),
-    "recompute, dropout": Step(model=dropped, loss=ll.recompute(loss_fn, (nn.Linear, nn.Dropout)), draws=True),
+    "recompute, dropout": Step(model=dropped, loss=ll.losses.recompute(loss_fn, (nn.Linear, nn.Dropout)), draws=True),
     "conv": Step(model=conv, donate=True, raw=("conv",), tolerance=1e-4),
     "conv, ema of buffers": Step(
         lambda: ll.ema(adamw(), 0.9, buffers=True), model=conv, raw=("conv",), tolerance=1e-4
@@ -265,10 +265,10 @@ def stack_trajectory():
 
 
 def stacked(steps):
-    model, optimizer = dropped(), adamw(lr=ll.per_member([0.01, 0.02, 0.04]))
+    model, optimizer = dropped(), adamw(lr=ll.transforms.per_member([0.01, 0.02, 0.04]))
     train_step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer))
     members = [ll.init_state(mlp(dropout=0.4, start=7 * k), optimizer, seed=k + 5) for k in range(3)]
-    state = ll.stack_states(members)
+    state = ll.transforms.stack_states(members)
     for number in range(steps):
         state, _ = train_step(state, batch_of(number))
     return state, train_step
@@ -335,7 +335,7 @@ class Tied(nn.Module):
 
 def nested(step=0):
     """What users put into `extra`."""
-    best = ll.BestSoFar("eval/loss", mode="min", min_delta=0.01)
+    best = ll.predicates.BestSoFar("eval/loss", mode="min", min_delta=0.01)
     if step:
         best = best.update(0.5, 100).update(0.7, 200)
     return {
@@ -366,19 +366,19 @@ CHECKPOINTS = {
     "plain": (adamw, small, lambda step: None, ()),
     "extra": (sgd, small, nested, ()),
     "tensors": (lambda: None, small, kinds_of_tensors, ()),
-    "tied-ema": (lambda: ll.ema(adamw(), ll.ema_warmup(0.99)), Tied, lambda step: None, ()),
+    "tied-ema": (lambda: ll.ema(adamw(), ll.optim.ema_warmup(0.99)), Tied, lambda step: None, ()),
     "ema-buffers": (lambda: ll.ema(sgd(), 0.9, buffers=True), small, lambda step: None, ()),
     "partition": (two_optimizers, small, lambda step: None, ()),
-    "loss-scale": (lambda: ll.dynamic_loss_scale(adamw(), 64.0), small, lambda step: None, (2,)),
-    "if-finite": (lambda: ll.apply_if_finite(adamw(), 3), small, lambda step: None, (1, 3)),
-    "spikes": (lambda: ll.skip_spikes(adamw(), window=4), small, lambda step: None, (3,)),
-    "masters": (lambda: ll.master_weights(adamw()), lambda: nn.Linear(3, 5).bfloat16(), lambda step: None, ()),
-    "lookahead": (lambda: ll.lookahead(sgd(), sync_period=3), small, lambda step: None, ()),
-    "swa": (lambda: ll.swa(sgd(), start=1, every=2), small, lambda step: None, ()),
-    "injected": (lambda: adamw(lr=ll.injected(0.02)), small, lambda step: None, ()),
+    "loss-scale": (lambda: ll.optim.dynamic_loss_scale(adamw(), 64.0), small, lambda step: None, (2,)),
+    "if-finite": (lambda: ll.optim.apply_if_finite(adamw(), 3), small, lambda step: None, (1, 3)),
+    "spikes": (lambda: ll.optim.skip_spikes(adamw(), window=4), small, lambda step: None, (3,)),
+    "masters": (lambda: ll.optim.master_weights(adamw()), lambda: nn.Linear(3, 5).bfloat16(), lambda step: None, ()),
+    "lookahead": (lambda: ll.contrib.lookahead(sgd(), sync_period=3), small, lambda step: None, ()),
+    "swa": (lambda: ll.optim.swa(sgd(), start=1, every=2), small, lambda step: None, ()),
+    "injected": (lambda: adamw(lr=ll.optim.injected(0.02)), small, lambda step: None, ()),
     "adafactor": (lambda: ll.optimizer(torch.optim.Adafactor, lr=0.02), small, lambda step: None, ()),
     "schedulefree": (schedule_free, small, lambda step: None, ()),
-    "freeze": (lambda: ll.freeze(adamw(), lambda name, step: name == "0.weight"), small, lambda step: None, ()),
+    "freeze": (lambda: ll.optim.freeze(adamw(), lambda name, step: name == "0.weight"), small, lambda step: None, ()),
 }
 
 
@@ -492,7 +492,7 @@ def dropout_masks(model=None):
         "accumulate by 4": lambda grad_fn: ll.accumulate(grad_fn, size=4),
     }
     if model is None:
-        wraps["sam"] = lambda grad_fn: ll.sam(grad_fn)
+        wraps["sam"] = lambda grad_fn: ll.contrib.sam(grad_fn)
     return {
         f"{name}, seed {seed}, step {step}": masks_of(wrap, seed, step, model)
         for name, wrap in wraps.items()
@@ -562,7 +562,7 @@ class Count(IterableDataset):
 def orders():
     found = {name: order_of(order_loader(name)) for name in ORDERS}
     shuffled = order_loader("shuffled")
-    found["without_rows"] = order_of(ll.without_rows(shuffled, [0, 7, 8, 22]))
+    found["without_samples"] = order_of(ll.data.without_samples(shuffled, [0, 7, 8, 22]))
     found["from batch 3"] = read(shuffled, ll.TrainState(epoch=2, batch=3))
     found["weights from batch 2"] = read(order_loader("weights"), ll.TrainState(epoch=1, batch=2))
     found["tensors"] = order_of(ll.make_loader(TensorDataset(torch.arange(23)), batch_size=5, seed=4))
@@ -696,14 +696,14 @@ def metrics_rows():
 def write_logs(folder):
     folder = Path(folder)
     with open(folder / "console.txt", "w", encoding="utf-8") as file:
-        log = ll.tee(ll.jsonl(folder / "log.jsonl"), ll.csv_file(folder / "log.csv"), ll.console(file=file))
+        log = ll.tee(ll.jsonl(folder / "log.jsonl"), ll.log.csv_file(folder / "log.csv"), ll.console(file=file))
         for state, values in log_rows() + metrics_rows():
             log(state, values)
-        renamed = ll.rename(ll.only(ll.console(file=file), lambda name: name == "train/loss"), {})
+        renamed = ll.log.rename(ll.log.only(ll.console(file=file), lambda name: name == "train/loss"), {})
         renamed(*log_rows()[0])
     prints = ll.jsonl(folder / "prints.jsonl")
     for number in (0, 1):
-        prints(ll.TrainState(step=number), ll.fingerprint(printed(number)))
+        prints(ll.TrainState(step=number), ll.debug.fingerprint(printed(number)))
 
 
 def printed(number):
@@ -731,23 +731,23 @@ def write_predictions(folder):
 
 
 SCHEDULES = {
-    "constant": ll.constant(0.1),
-    "linear": ll.linear(1.0, 0.1, total=20),
-    "cosine": ll.cosine(1.0, 0.1, total=20),
-    "polynomial": ll.polynomial(1.0, 0.1, total=20, power=2.0),
-    "exponential": ll.exponential(1.0, factor=0.9),
-    "step_decay": ll.step_decay(1.0, every=7, factor=0.5),
-    "multistep_decay": ll.multistep_decay(1.0, boundaries=[3, 11]),
-    "inverse_sqrt": ll.inverse_sqrt(1.0, timescale=10),
-    "cosine_restarts": ll.cosine_restarts(1.0, total=20, cycles=3),
-    "cyclic": ll.cyclic(0.1, 1.0, rise=4, fall=6),
-    "one_cycle": ll.one_cycle(0.1, 1.0, 0.01, total=20),
-    "warmup": ll.warmup(ll.constant(1.0), 5),
-    "warmup_linear": ll.warmup_linear(1.0, warmup=5, total=20),
+    "constant": ll.schedules.constant(0.1),
+    "linear": ll.schedules.linear(1.0, 0.1, total=20),
+    "cosine": ll.schedules.cosine(1.0, 0.1, total=20),
+    "polynomial": ll.schedules.polynomial(1.0, 0.1, total=20, power=2.0),
+    "exponential": ll.schedules.exponential(1.0, factor=0.9),
+    "step_decay": ll.schedules.step_decay(1.0, every=7, factor=0.5),
+    "multistep_decay": ll.schedules.multistep_decay(1.0, boundaries=[3, 11]),
+    "inverse_sqrt": ll.schedules.inverse_sqrt(1.0, timescale=10),
+    "cosine_restarts": ll.schedules.cosine_restarts(1.0, total=20, cycles=3),
+    "cyclic": ll.schedules.cyclic(0.1, 1.0, rise=4, fall=6),
+    "one_cycle": ll.schedules.one_cycle(0.1, 1.0, 0.01, total=20),
+    "warmup": ll.schedules.warmup(ll.schedules.constant(1.0), 5),
+    "warmup_linear": ll.schedules.warmup_linear(1.0, warmup=5, total=20),
     "warmup_cosine": ll.warmup_cosine(1.0, warmup=5, total=20, final=0.1),
-    "warmup_stable_decay": ll.warmup_stable_decay(1.0, warmup=4, total=20, decay=6),
-    "join": ll.join([ll.constant(1.0), ll.exponential(1.0, factor=0.5)], [6]),
-    "scaled": ll.scaled(ll.exponential(1.0, factor=0.9), ll.linear(1.0, total=20)),
+    "warmup_stable_decay": ll.schedules.warmup_stable_decay(1.0, warmup=4, total=20, decay=6),
+    "join": ll.schedules.join([ll.schedules.constant(1.0), ll.schedules.exponential(1.0, factor=0.5)], [6]),
+    "scaled": ll.schedules.scaled(ll.schedules.exponential(1.0, factor=0.9), ll.schedules.linear(1.0, total=20)),
 }
 
 

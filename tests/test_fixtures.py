@@ -98,7 +98,7 @@ def test_a_checkpoint_of_a_stack(tmp_path):
     start, _ = cases.stacked(0)
     state = opened(tmp_path, "checkpoints", "stack").restore(start)
     check(cases.values_of(state), kept("checkpoints/stack.pt"))
-    assert (ll.members_of(state), state.seed) == (3, (5, 6, 7))
+    assert (ll.transforms.members_of(state), state.seed) == (3, (5, 6, 7))
 
 
 @pytest.mark.parametrize("name", ["weights", "plain"])
@@ -275,16 +275,16 @@ def test_logs_are_read_back():
 
 def test_columns_are_read_back():
     for name in ("log.jsonl", "log.csv"):
-        columns = ll.read_columns(DATA / "logs" / name)
+        columns = ll.log.read_columns(DATA / "logs" / name)
         # The run went back to step 120, then to step 3.
         assert repr(columns) == read_json("columns.json")[name]
 
 
 def test_fingerprints_are_read_back():
-    found = ll.read_fingerprints(DATA / "logs" / "prints.jsonl")
+    found = ll.debug.read_fingerprints(DATA / "logs" / "prints.jsonl")
     assert [*found] == [0, 1]
     for number, prints in found.items():
-        assert prints == ll.fingerprint(cases.printed(number))
+        assert prints == ll.debug.fingerprint(cases.printed(number))
     assert found[0] != found[1]
 
 
@@ -312,7 +312,7 @@ def test_predictions_are_read_and_gone_on_with(tmp_path):
         "deep/pair/0": x.half(),
         "deep/pair/1": x[:, 0] > 1,
     }
-    check(dict(ll.read_predictions(DATA / "logs" / "predictions")), expected)
+    check(dict(ll.evaluation.read_predictions(DATA / "logs" / "predictions")), expected)
 
     # As if it had been stopped in the middle of the last batch: what was written before is kept.
     shutil.copytree(DATA / "logs", tmp_path, dirs_exist_ok=True)
