@@ -35,6 +35,8 @@ from looplib._core.trees import batch_size as count_examples
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, LossFn, Metric, Part, TrainState
 
+__all__ = ["make_grad_fn"]
+
 
 def make_grad_fn(
     model: nn.Module,

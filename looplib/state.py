@@ -17,6 +17,8 @@ from looplib.types import (
     TrainState,
 )
 
+__all__ = ["bind", "cast", "copy_state", "end_epoch", "init_state"]
+
 
 def init_state(
     model: nn.Module,

@@ -37,6 +37,8 @@ from looplib.types import (
     make,
 )
 
+__all__ = ["make_eval_step", "make_predict_step", "make_train_step"]
+
 
 class Outcome(NamedTuple):
     """What a step makes of a state and a batch, before its counts."""

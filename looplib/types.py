@@ -13,6 +13,27 @@ from torch import Tensor
 from looplib._core import ownership as _donation
 from looplib._core.torch_private import pytree
 
+__all__ = [
+    "DonatedStateError",
+    "EvalStep",
+    "GradFn",
+    "Gradients",
+    "Grads",
+    "Init",
+    "LossFn",
+    "Metric",
+    "Metrics",
+    "Optimizer",
+    "Params",
+    "Part",
+    "PredictStep",
+    "Schedule",
+    "Sink",
+    "TrainState",
+    "TrainStep",
+    "Update",
+]
+
 
 class DonatedStateError(RuntimeError):
     """A state was touched whose tensors a donated step has since written over."""

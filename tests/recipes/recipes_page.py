@@ -1,0 +1,146 @@
+"""The list of recipes, made from their docstrings: `python tests/recipes/recipes_page.py` writes recipes/README.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+PAGE = FOLDER / "README.md"
+# The order to read recipes in; others come after these.
+ORDER = [
+    "classify_digits",
+    "from_transformers",
+    "from_fastnlp",
+    "from_dist_trainer",
+    "trainer_callbacks",
+    "language_model",
+    "fine_tune_lora",
+    "vision",
+    "click_through",
+    "with_torchmetrics",
+    "testing_your_step",
+    "language_model_ddp",
+    "language_model_fsdp",
+    "sweep_lr",
+    "optuna_pruning",
+    "ensemble_digits",
+    "gan_digits",
+    "dp_sgd_digits",
+    "maml_sinusoids",
+]
+INTRODUCTION = """\
+Each recipe is one script (or one folder, with its tests) that you can copy and run. It has real data that comes with
+scikit-learn or Python, settings on the command line, the numbers it reached in its docstring, and a test that runs it
+at a small size. Times are for one core of a small machine. `python -m looplib.recipes copy NAME` copies a recipe out of
+an installed looplib. Below each recipe stand the names that it uses and most others do not.
+
+looplib is not on PyPI yet: in a checkout, run `pip install -c tests/constraints.txt -e ".[recipes]"` instead of
+`pip install "looplib[recipes]"`, and likewise for the other extras.
+
+This page is made from the recipes by `python tests/recipes/recipes_page.py`.
+"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A script of recipes/, or of a folder in it, as its docstring describes it."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.stem if self.path.parent == FOLDER else self.path.parent.name
+
+    @property
+    def link(self) -> str:
+        return self.path.name if self.path.parent == FOLDER else f"{self.name}/"
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text())
+
+    @property
+    def paragraphs(self) -> list[str]:
+        return re.split(r"\n{2,}(?!    )|\n{2,}(?=    )(?<!    )", (ast.get_docstring(self.tree) or "").strip("\n"))
+
+    @property
+    def title(self) -> str:
+        return " ".join(self.paragraphs[0].split())
+
+    @property
+    def commands(self) -> str:
+        """The first indented block: how it is installed and run."""
+        return next((textwrap.dedent(text) for text in self.paragraphs if text.startswith("    ")), "")
+
+    @property
+    def reached(self) -> str:
+        """From the word "Reached" to the end of its paragraph, with the table that a colon there announces."""
+        reached = ""
+        for text in self.paragraphs:
+            if reached.endswith(":") and text.startswith("    "):
+                return f"{reached}\n\n```text\n{textwrap.dedent(text)}\n```"
+            if match := re.search(r"\bReached\b.*", text, re.DOTALL):
+                reached = match[0]
+        return reached
+
+    @property
+    def time(self) -> str:
+        """The first time in seconds or minutes after "Reached"."""
+        number = r"(?:\d[\d.]*|two|three|four|five)"
+        pattern = rf"{number}(?: to {number}| and a half)? (?:seconds|minutes)"
+        match = re.search(pattern, " ".join(self.reached.split()))
+        return match[0] if match else ""
+
+    @property
+    def uses(self) -> set[str]:
+        """The names it takes from `ll`, such as "optimizer" or "distributed.setup"."""
+        nodes = [ast.unparse(node) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)]
+        names = {name.removeprefix("ll.") for name in nodes if name.startswith("ll.")}
+        return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
+
+    def section(self, rare: set[str]) -> list[str]:
+        """Its part of the page; `rare` are the names that few recipes use."""
+        lines = [f"## {self.name}", "", f"[{self.link}]({self.link}): {self.title}", ""]
+        if self.commands:
+            lines += ["```sh", re.sub(r"(?m)^(.*?\S|) {2,}\((.*)\)$", r"\1  # \2", self.commands), "```", ""]
+        if self.reached:
+            lines += [self.reached, ""]
+        if names := sorted(self.uses & rare):
+            lines += [f"Uses {', '.join(f'`ll.{name}`' for name in names)}.", ""]
+        return lines
+
+
+def recipes() -> list[Recipe]:
+    """All of them in the order to read them in."""
+    scripts = [Recipe(path) for path in sorted(FOLDER.glob("*.py"))]
+    folders = [sorted(folder.glob("*.py")) for folder in FOLDER.iterdir() if folder.is_dir()]
+    scripts += [Recipe(paths[0]) for paths in folders if paths]
+    order = {name: number for number, name in enumerate(ORDER)}
+    return sorted(scripts, key=lambda recipe: (order.get(recipe.name, len(order)), recipe.name))
+
+
+def page() -> str:
+    """The text of recipes/README.md: a table, and for each recipe its command, its numbers and what it uses."""
+    every = recipes()
+    counts = Counter(name for recipe in every for name in recipe.uses)
+    rare = {name for name, count in counts.items() if count <= len(every) / 3}
+    rows = [
+        f"| [{recipe.name}](#{recipe.name}) | {recipe.title.replace('|', chr(92) + '|')} | {recipe.time} |"
+        for recipe in every
+    ]
+    sections = [line for recipe in every for line in recipe.section(rare)]
+    documents = [path for path in sorted(FOLDER.glob("*.md")) if path != PAGE]
+    links = [f"- [{path.read_text().partition(chr(10))[0].lstrip('# ')}]({path.name})" for path in documents]
+    table = ["| recipe | what it shows | time |", "| --- | --- | --- |", *rows, ""]
+    return "\n".join(["# Recipes", "", INTRODUCTION, *table, *sections, "## Pages", "", *links]).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"{PAGE}: {len(recipes())} recipes")
