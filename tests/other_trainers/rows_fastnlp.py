@@ -178,7 +178,7 @@ TABLE = Table(
 
     The Trainer of fastNLP 1.0.1 with everything on:
 
-    {{tests/original_fastnlp.py trainer}}
+    {{tests/other_trainers/original_fastnlp.py trainer}}
 
     And the loop, [from_fastnlp.py](from_fastnlp.py) without its data and its two functions, with the settings' names:
 
@@ -188,7 +188,7 @@ TABLE = Table(
 
     fastNLP 0.5.5, with everything on:
 
-    {{tests/original_fastnlp.py dist_trainer}}
+    {{tests/other_trainers/original_fastnlp.py dist_trainer}}
 
     And the loop, [from_dist_trainer.py](from_dist_trainer.py), which runs without torchrun as well:
 

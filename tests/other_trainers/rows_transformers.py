@@ -68,9 +68,9 @@ TABLE = Table(
 
     Accumulation, bfloat16, warmup, clipping, label smoothing, an evaluation and a checkpoint each 100 steps, the best
     model at the end, early stopping, the last three checkpoints, TensorBoard, resume, and DDP under torchrun. This is
-    the Trainer's script, [original_transformers.py](../tests/original_transformers.py) without its data:
+    the Trainer's script, [original_transformers.py](../tests/other_trainers/original_transformers.py) without its data:
 
-    {{tests/original_transformers.py main compute_metrics}}
+    {{tests/other_trainers/original_transformers.py main compute_metrics}}
 
     And this the loop, [from_transformers.py](from_transformers.py) without its data, with the settings' names:
 

@@ -74,7 +74,7 @@ class Order(torch.utils.data.Sampler):
 
 @pytest.fixture
 def original(monkeypatch, tmp_path):
-    """tests/original_transformers.py, small; what it gives to TrainingArguments is in `given`."""
+    """tests/other_trainers/original_transformers.py, small; what it gives to TrainingArguments is in `given`."""
     import original_transformers  # here, as the ranks import this file as well
     from transformers import TrainingArguments
 
@@ -202,7 +202,7 @@ def test_two_ranks_log_what_one_process_logs(name, tmp_path):
 def test_the_names_in_fastnlps_scripts_are_those_of_the_table():
     from rows_fastnlp import EXPECTED
 
-    source = ast.parse((ROOT / "tests/original_fastnlp.py").read_text())
+    source = ast.parse((ROOT / "tests/other_trainers/original_fastnlp.py").read_text())
     calls = [node for node in ast.walk(source) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     used = {(call.func.id, keyword.arg) for call in calls for keyword in call.keywords}
     used = {(owner, name) for owner, name in used if owner in ("Trainer", "DistTrainer")}
