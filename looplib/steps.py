@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
-from looplib._core import latest as _latest
 from looplib._core import modules as _modules
 from looplib._core import ownership as _donation
 from looplib._core import torch_private
@@ -112,7 +111,6 @@ def make_train_step(
         values = _advance(state, out.samples, applied, same_batch)
         values |= {"params": params, "opt_state": opt_state, "buffers": out.buffers if applied else state.buffers}
         new = make(values, state._seen and _donation.generations([values]))
-        _latest.metrics = out.metrics
         return new, out.metrics
 
     written: set[str] | None = None  # the buffers that the forward pass writes, known from the first step on
@@ -157,7 +155,6 @@ def make_train_step(
                 _restore(buffers, saved)
                 values["buffers"] = buffers
                 new = make(values, state._seen, state._lane)
-            _latest.metrics = out.metrics
         except BaseException:
             _restore(buffers, saved)
             if _donation.updates != written_over:  # by one of several optimizers, of which another failed
@@ -232,7 +229,6 @@ def compiled_step(parts: Parts, compiler: Any = None) -> TrainStep:
                 _donation.in_flight(state, new)
             else:
                 new = make(values, state._seen and _donation.generations([values]))
-            _latest.metrics = metrics
             compiler.remember(ready, new)
         except BaseException:
             if donate and not compiler.intact:

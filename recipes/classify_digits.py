@@ -78,8 +78,10 @@ def main(
 
     try:
         while not done(state):
-            for batch in ll.progress(loader(state), state, leave=False):
+            bar = ll.progress(loader(state), state, leave=False)
+            for batch in bar:
                 state, metrics = train_step(state, batch)
+                bar.show(metrics)
                 if log_now(state):
                     to_file(state, ll.compute(metrics, prefix="train/"))
                 if eval_now(state):

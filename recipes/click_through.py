@@ -76,8 +76,10 @@ def main(
 
     window = ll.Window()
     while not done(state):
-        for batch in ll.progress(loader(state), state, leave=False):
+        bar = ll.progress(loader(state), state, leave=False)
+        for batch in bar:
             state, metrics = train_step(state, batch)
+            bar.show(metrics)
             window = window.add(metrics)
             if log_now(state):
                 to_file(state, ll.compute(window.metrics(), prefix="train/"))

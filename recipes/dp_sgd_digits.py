@@ -69,8 +69,10 @@ def main(
 
     state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
     while not done(state):
-        for batch in ll.progress(loader(state), state, leave=False):
-            state, _ = train_step(state, batch)
+        bar = ll.progress(loader(state), state, leave=False)
+        for batch in bar:
+            state, metrics = train_step(state, batch)
+            bar.show(metrics)
         scores = ll.evaluate(eval_step, ll.eval_state(optimizer, state), [test_batch])
         scores["epsilon"] = epsilon(state.step, rate, noise_multiplier, delta)
         log(state, scores)

@@ -76,10 +76,12 @@ def main(
 
     done, seconds, first = ll.after_epochs(epochs), 0.0, 0.0
     while not done(stack):
-        for batch in ll.progress(loader(stack), stack, leave=False):
+        bar = ll.progress(loader(stack), stack, step=train_step, leave=False)
+        for batch in bar:
             begin = time.perf_counter()
-            stack, _ = train_step(stack, batch)
+            stack, metrics = train_step(stack, batch)
             taken = time.perf_counter() - begin
+            bar.show(metrics)
             first, seconds = first or taken, seconds + taken
 
     probabilities = predict_step(stack, test_pictures)  # (members, pictures, classes)

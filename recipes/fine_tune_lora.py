@@ -109,8 +109,10 @@ def fit(model: nn.Module, loader: ll.data.Loader, lr: float, steps: int, seed: i
     train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=True)
     state, done = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)), ll.after_steps(steps)
     while not done(state):
-        for batch in ll.progress(loader(state), state, leave=False, disable=None):
-            state, _ = train_step(state, batch)
+        bar = ll.progress(loader(state), state, leave=False, disable=None)
+        for batch in bar:
+            state, metrics = train_step(state, batch)
+            bar.show(metrics)
             if done(state):
                 break
     return state

@@ -77,8 +77,10 @@ def main(
         state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra))
         window = ll.Window()
         while not done(state):
-            for batch in ll.progress(loader(state), state, leave=False, disable=None if use_tqdm else True):
+            bar = ll.progress(loader(state), state, leave=False, disable=None if use_tqdm else True)
+            for batch in bar:
                 state, metrics = train_step(state, batch)
+                bar.show(metrics)
                 window = window.add(metrics)
                 if log_now(state):
                     log(state, ll.compute(ll.distributed.reduce(window.metrics()), prefix="train/"))

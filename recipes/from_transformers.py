@@ -78,8 +78,10 @@ def main(
         state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra))
         window = ll.Window()
         while not done(state):
-            for batch in ll.progress(loader(state), state, leave=False, disable=None):
+            bar = ll.progress(loader(state), state, leave=False, disable=None)
+            for batch in bar:
                 state, metrics = train_step(state, batch)
+                bar.show(metrics)
                 window = window.add(metrics)
                 if log_now(state):
                     values = ll.compute(ll.distributed.reduce(window.metrics()), prefix="train/")

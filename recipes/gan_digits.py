@@ -65,9 +65,11 @@ def main(
     with ll.after_signal(signal.SIGINT, signal.SIGTERM) as stop_now:  # not between the two steps of a batch
         done = finished | stop_now
         while not done(state):
-            for pictures in ll.progress(loader(state), state, leave=False):
+            bar = ll.progress(loader(state), state, leave=False)
+            for pictures in bar:
                 state, d_metrics = d_step(state, pictures)
                 state, g_metrics = g_step(state, pictures)
+                bar.show(g_metrics)
             log(state, ll.compute(d_metrics, prefix="discriminator/") | ll.compute(g_metrics, prefix="generator/"))
             if save_now(state):
                 ckpt.save(state)

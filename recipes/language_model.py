@@ -81,8 +81,10 @@ def main(
     began, first = time.perf_counter(), state.samples
     try:
         while not done(state):
-            for batch in ll.progress(loader(state), state, leave=False):
+            bar = ll.progress(loader(state), state, leave=False)
+            for batch in bar:
                 state, metrics = train_step(state, batch)
+                bar.show(metrics)
                 if log_now(state):
                     speed = (state.samples - first) * length / (time.perf_counter() - began)
                     to_file(state, {**ll.compute(metrics, prefix="train/"), "tokens_per_second": speed})

@@ -100,8 +100,10 @@ def main(
 
         began, first, window = time.perf_counter(), state.samples, ll.Window()
         while not done(state):
-            for batch in ll.progress(loader(state), state, leave=False):
+            bar = ll.progress(loader(state), state, leave=False)
+            for batch in bar:
                 state, metrics = train_step(state, batch)
+                bar.show(metrics)
                 window = window.add(metrics)
                 if log_now(state):
                     speed = {"tokens_per_second": (state.samples - first) * length / (time.perf_counter() - began)}

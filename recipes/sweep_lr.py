@@ -68,8 +68,10 @@ def main(
     train_step, stack = begin(lrs)
     done, eval_now, curves = ll.after_epochs(epochs), ll.at_epoch_end(), [evaluated(stack)]
     while not done(stack):
-        for batch in ll.progress(loader(stack), stack, leave=False):
-            stack, _ = train_step(stack, batch)
+        bar = ll.progress(loader(stack), stack, leave=False)
+        for batch in bar:
+            stack, metrics = train_step(stack, batch)
+            bar.show(metrics)
             if eval_now(stack):
                 curves.append(evaluated(stack))
     best = min(range(members), key=lambda member: worst_if_nan(curves[-1][member]["loss"]))

@@ -90,8 +90,10 @@ def main(
 
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     while not done(state):
-        for batch in ll.progress(loader(state), state, leave=False, disable=None):
+        bar = ll.progress(loader(state), state, leave=False, disable=None)
+        for batch in bar:
             state, metrics = train_step(state, batch)
+            bar.show(metrics)
             if eval_now(state):
                 scores = ll.evaluate(eval_step, ll.eval_state(optimizer, state), test_batches, prefix="eval/")
                 log(state, ll.compute(metrics, prefix="train/") | scores)

@@ -1,7 +1,7 @@
-"""A progress bar that knows where the run stands.
+"""Progress bar: position and length from the state, the loss from the metrics that the loop hands over.
 
-Position and length come from the state, the loss from the last train step. The loss lives on the device, and
-reading it waits for the device: so it is read when tqdm redraws, some ten times a second, and only then.
+The loss lives on the device, and reading it waits for the device: so it is read when tqdm redraws, some ten times a
+second, and only then.
 """
 
 from __future__ import annotations
@@ -9,34 +9,36 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from looplib._core import latest as _latest
 from looplib._core.ranks import is_first
 from looplib.metrics._mean import Mean, compute
-from looplib.types import Metrics, TrainState
+from looplib.types import TrainState
 
 T = TypeVar("T")
 
 
 class progress(Generic[T]):
-    """The batches, unchanged, under a tqdm bar: epoch, position, rate, and the loss of the last train step.
+    """The batches, unchanged, under a tqdm bar: epoch, position, rate and loss.
 
     >>> import looplib as ll
     >>> state = ll.TrainState(epoch=2, batch=1, epoch_length=3)
-    >>> [batch for batch in ll.progress(["b", "c"], state)]
-    ['b', 'c']
+    >>> bar = ll.progress(["b", "c"], state)
+    >>> for batch in bar:
+    ...     metrics = {"loss": ll.Mean(0.21168)}  # in a loop: state, metrics = train_step(state, batch)
+    ...     bar.show(metrics)
 
-    shows, in a terminal or as a widget in a notebook, with the loss once a step was taken:
+    shows, in a terminal or as a widget in a notebook:
 
         epoch 3: 100%|██████████| 3/3 [00:00<00:00, 61.02it/s, loss=0.2117]
 
-    In a notebook the bars of a cell, one for each epoch, are one output of it below each other: JupyterLab shows no
-    more than 50 outputs of a cell, and what is printed is not to be lost behind the bars.
+    Without `bar.show(metrics)` the bar has no loss, and `for batch in ll.progress(loader(state), state)` will do. In a
+    notebook the bars of a cell, one for each epoch, are one output of it below each other, since JupyterLab shows no
+    more than 50 outputs of a cell and would lose what is printed behind them.
 
     A batch counts as done when the next one is asked for; one whose loop body was left by `break` or an error
     does not, as in tqdm. The bar ends with the batches, with an error or interrupt, when the loop is left, or
@@ -47,32 +49,40 @@ class progress(Generic[T]):
         state: the state that the batches begin at: `state.batch` of `state.epoch_length` are done (of an
             unknown number for a stream). `state.epoch` is shown counted from 1.
         desc: text before the bar, in place of "epoch 3".
+        step: a compiled step; the seconds that it took to compile while the bar was there are shown behind the loss.
         tqdm_options: any other option of tqdm, such as `leave=False`, `mininterval=1.0` (seconds between two
             redraws), or `disable=None` (no bar unless in a terminal).
 
-    `len()` is the number of batches from the state's position to the end of its epoch. The loss shown is that
-    of the last step of `make_train_step` in this process, whichever run it belongs to; the time that such steps took
-    to compile while the bar was there stands behind it, if they did; of a stack (`vmap_step`), the
-    mean over the members whose loss is finite.
+    `len()` is the number of batches from the state's position to the end of its epoch.
 
     Raises:
-        TypeError: `batches` cannot be iterated over; `len()` of a stream.
+        TypeError: `batches` cannot be iterated over; `step` is no step; `len()` of a stream.
     """
 
     def __init__(
-        self, batches: Iterable[T], state: TrainState, *, desc: str | None = None, **tqdm_options: Any
+        self,
+        batches: Iterable[T],
+        state: TrainState,
+        *,
+        desc: str | None = None,
+        step: Callable[..., Any] | None = None,
+        **tqdm_options: Any,
     ) -> None:
         if not isinstance(batches, Iterable):
             raise TypeError(
                 f"progress takes the batches of an epoch, and a {type(batches).__name__} is not iterable; "
                 "write ll.progress(loader(state), state)"
             )
+        if step is not None and not callable(step):
+            raise TypeError(f"step is a {type(step).__name__}; give the step that the loop calls, or leave it out")
         self._left = None if state.epoch_length is None else state.epoch_length - state.batch
         position = {"initial": state.batch, "total": state.epoch_length}
         # With miniters=1 tqdm looks at the clock at every batch (some 50 ns), and needs no thread to notice
         # that a loop has become slow.
         options = {"miniters": 1, "disable": not is_first(), **position, **tqdm_options}
-        self._bar = _bar_class()(desc=f"epoch {state.epoch + 1}" if desc is None else desc, **options)
+        self._text = _Text(step)
+        title = f"epoch {state.epoch + 1}" if desc is None else desc
+        self._bar = _bar_class()(text=self._text, desc=title, **options)
         self._batches = iter(batches)
         self._given = False
 
@@ -82,7 +92,7 @@ class progress(Generic[T]):
         return self._left
 
     def __iter__(self) -> Iterator[T]:
-        return self
+        return _Loop(self)
 
     def __next__(self) -> T:
         try:
@@ -95,15 +105,88 @@ class progress(Generic[T]):
         self._given = True
         return batch
 
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Show the loss of these metrics from the next redraw on.
+
+        >>> import looplib as ll
+        >>> bar = ll.progress([1], ll.TrainState(epoch_length=1))
+        >>> for batch in bar:
+        ...     bar.show({"loss": ll.Mean(0.5)})
+
+        The metrics are those that a train step returned, for the batch that the loop was given last. They stay on
+        their device until the bar is redrawn, so a call costs less than a microsecond. Of a stack (`vmap_step`), the
+        loss shown is the mean over the members whose loss is finite.
+
+        Raises:
+            TypeError: `metrics` is no mapping.
+            ValueError: there is no `loss` in it.
+        """
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"bar.show got a {type(metrics).__name__}; give the metrics that the train step returned")
+        if "loss" not in metrics:
+            raise ValueError(f"bar.show shows the loss, and these metrics have {', '.join(metrics) or 'nothing'}")
+        self._text.metrics = metrics
+
     def close(self) -> None:
-        """Draw the bar for the last time and let go of the batches, as losing the last reference does."""
+        """Draw the bar for the last time and let go of the batches, as leaving the loop does."""
         self._batches = iter(())
         self._bar.close()
+        self._text.metrics = None
 
 
-def _loss_of(metrics: Metrics) -> float:
+class _Loop(Generic[T]):
+    """The iterator that a `for` holds: when the loop is left, it is gone, though the bar still has a name."""
+
+    def __init__(self, bar: progress[T]) -> None:
+        self._progress = bar
+        self._begun = False
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        self._begun = True
+        return next(self._progress)
+
+    def __del__(self) -> None:
+        if self._begun:
+            self._progress.close()
+
+
+class _Text:
+    """What stands behind the bar: the loss, and the seconds that the step took to compile meanwhile."""
+
+    def __init__(self, step: Any) -> None:
+        self.metrics: Mapping[str, Any] | None = None
+        self.loss: str | None = None
+        self._compiler = getattr(step, "compiler", None)
+        self._compiled = self._seconds()
+        self._thread = threading.get_ident()
+
+    def _seconds(self) -> float:
+        seconds: float = getattr(self._compiler, "seconds", 0.0)
+        return seconds
+
+    def read(self) -> None:
+        """Bring the loss to the host.
+
+        Not on another thread (tqdm.write redraws in its caller's): it has another current stream, and would read a
+        tensor that is not written yet.
+        """
+        if self.metrics is not None and threading.get_ident() == self._thread:
+            metrics, self.metrics = self.metrics, None  # once, also if it fails: closing the bar reads again
+            self.loss = f"loss={_loss_of(metrics):.4g}"
+
+    def behind(self, postfix: str | None) -> str | None:
+        spent = self._seconds() - self._compiled
+        parts = [self.loss, postfix, f"compiling took {spent:.0f} s" if spent else None]
+        return ", ".join(part for part in parts if part) or None
+
+
+def _loss_of(metrics: Mapping[str, Any]) -> float:
     """The loss; of a stack, the mean over its members whose loss is finite."""
-    loss = metrics["loss"].compute()
+    loss = metrics["loss"]
+    loss = loss.compute() if hasattr(loss, "compute") else loss
     if isinstance(loss, Tensor) and loss.numel() > 1:
         finite = loss[loss.isfinite()]
         loss = (finite if len(finite) else loss).mean()
@@ -151,10 +234,8 @@ def _bar_class() -> Any:
     class Bar(tqdm):  # type: ignore[misc]
         monitor_interval = 0  # no thread: see miniters above
 
-        def __init__(self, **options: Any) -> None:
-            self._before, self._compiled = _latest.metrics, _latest.compiling
-            self._loss: str | None = None
-            self._thread = threading.get_ident()
+        def __init__(self, text: _Text, **options: Any) -> None:
+            self._text = text
             shared = of_widgets and options.get("display", True) and not options.get("delay")
             super().__init__(**options, **({"display": False} if shared else {}))
             self._shared = shared and not self.disable
@@ -164,33 +245,24 @@ def _bar_class() -> Any:
         # Not in `format_dict` or `display`: tqdm calls these with its lock held, and an error or interrupt
         # there, amid the wait for a device, would leave it locked.
         def refresh(self, nolock: bool = False, lock_args: tuple[Any, ...] | None = None) -> Any:
-            self._read_loss()
+            self._read()
             return super().refresh(nolock=nolock, lock_args=lock_args)
 
         def close(self) -> None:
             # A device that failed has raised where it was used; the bar then keeps the loss that it had.
             with suppress(RuntimeError):
-                self._read_loss()
+                self._read()
             super().close()
             if getattr(self, "_shared", False) and not self.leave and not (self.total and self.n < self.total):
                 output.remove(self.container)
 
-        def _read_loss(self) -> None:
-            metrics = _latest.metrics
-            # Another thread (tqdm.write redraws in its caller's) has another current stream, and would read a
-            # tensor that is not written yet.
-            here = not getattr(self, "disable", True) and threading.get_ident() == self._thread
-            if here and metrics is not None and metrics is not self._before:
-                self._loss = f"loss={_loss_of(metrics):.4g}"
+        def _read(self) -> None:
+            if not getattr(self, "disable", True):
+                self._text.read()
 
         @property
         def format_dict(self) -> dict[str, Any]:
             values: dict[str, Any] = super().format_dict
-            parts = [self._loss, values["postfix"]]
-            # A bar left open is closed as Python ends, when modules may have lost their globals.
-            if spent := (_latest.compiling or 0) - self._compiled:
-                parts.append(f"compiling took {spent:.0f} s")
-            values["postfix"] = ", ".join(part for part in parts if part) or None
-            return values
+            return {**values, "postfix": self._text.behind(values["postfix"])}
 
     return Bar

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from looplib._core import latest as _latest
 from looplib._core.modules import _generators
 from looplib._core.random import mix
 from looplib._core.ranks import rank, several
@@ -75,6 +74,7 @@ class Compiler:
         self.table: dict[Any, dict[Any, Any]] = {}  # by what goes in, and then by what the host answers
         self.known: tuple[weakref.ref[TrainState], Callable[..., list[Tensor]], int] | None = None
         self.compilations = 0
+        self.seconds = 0.0  # spent on them, which a progress bar shows
         self.intact = True  # whether the run that has raised left the state as it was
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
@@ -114,7 +114,7 @@ class Compiler:
             answers, at, machine = self.make(state, batch, first, flat, counts, held)
             answers[at] = machine
             self.compilations += 1
-            _latest.compiling += time.perf_counter() - begin
+            self.seconds += time.perf_counter() - begin
             if self.compilations in _MANY:
                 warnings.warn(
                     f"the step has been compiled {self.compilations} times, since it was given so many different "

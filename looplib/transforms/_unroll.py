@@ -31,7 +31,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from looplib._core import latest as _latest
 from looplib._core import tracing as _tracing
 from looplib._core.tracing import STOPS, UntraceableError
 from looplib.steps import Outcome, Parts, compiled_step
@@ -115,10 +114,8 @@ class _Differentiable(Compiler):
         super().__init__(core, False, {"backend": "eager"}, watched)
         self.by_gradient = False
         self.no_grad = False
-        self.shown: Any = None
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
-        self.shown = _latest.metrics
         ready = super().prepare(state, batch)
         program = ready.machine.program
         decides = bool(program.afterwards) or isinstance(Outcome(*program.outcome[0]).applied, Tensor)
@@ -166,7 +163,6 @@ class _Differentiable(Compiler):
 
     def remember(self, ready: Ready, state: TrainState) -> None:
         """Nothing: the loop's own step is another, and tensors that autograd tracks are not to be held on to."""
-        _latest.metrics, self.shown = self.shown, None
 
 
 @contextmanager

@@ -4,20 +4,16 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
 from tqdm import tqdm
 
-from looplib._core import latest as _latest
+import looplib as ll
 from looplib.log import console, progress
 from looplib.metrics import Mean
 from looplib.types import TrainState
-
-
-@pytest.fixture(autouse=True)
-def no_step_taken(monkeypatch):
-    monkeypatch.setattr(_latest, "metrics", None)
 
 
 @pytest.fixture
@@ -29,8 +25,8 @@ def at(batch=0, epoch_length=5, **counts):
     return TrainState(batch=batch, epoch_length=epoch_length, **counts)
 
 
-def take_step(loss):
-    _latest.metrics = {"loss": Mean(torch.tensor(loss), 1, times=4)}
+def metrics_of(loss):
+    return {"loss": Mean(torch.tensor(loss), 1, times=4)}
 
 
 def drawings(stream):
@@ -55,7 +51,9 @@ class Counted:
 def test_batches_come_through_unchanged(batches, stream):
     given = list(batches) if isinstance(batches, list) else None
     bar = progress(batches, at(batch=2), file=stream)
-    assert iter(bar) is bar
+    loop = iter(bar)
+    assert iter(loop) is loop
+    del loop  # a loop that never began ends nothing
     assert list(bar) == (given or [1, 2, 3])
     assert list(bar) == []
 
@@ -118,8 +116,9 @@ def test_a_batch_is_counted_after_its_body_as_tqdm_does(stream):
 
 
 def test_the_last_loss_is_shown_whenever_the_bar_is_drawn(stream):
-    for i in progress(range(3), at(epoch_length=3), file=stream, mininterval=0):
-        take_step(0.123456 + i)
+    bar = progress(range(3), at(epoch_length=3), file=stream, mininterval=0)
+    for i in bar:
+        bar.show(metrics_of(0.123456 + i))
     shown = drawings(stream)
     assert "loss" not in shown[0]
     assert [re.search(r"loss=([\d.]+)", line)[1] for line in shown[1:]] == [
@@ -131,25 +130,71 @@ def test_the_last_loss_is_shown_whenever_the_bar_is_drawn(stream):
 
 
 def test_the_last_loss_is_shown_at_the_end_though_no_redraw_was_due(stream):
-    for i in progress(range(3), at(epoch_length=3), file=stream, mininterval=1000):
-        take_step(float(i))
+    bar = progress(range(3), at(epoch_length=3), file=stream, mininterval=1000)
+    for i in bar:
+        bar.show(metrics_of(float(i)))
     first, last = drawings(stream)
     assert "0/3" in first
     assert "3/3" in last
     assert "loss=2]" in last
 
 
-def test_a_loss_of_before_the_bar_is_not_shown(stream):
-    take_step(0.5)
-    for _ in progress(range(3), at(epoch_length=3), file=stream, mininterval=0):
-        pass
-    assert "loss" not in stream.getvalue()
+def test_two_runs_side_by_side_each_have_their_own_loss(stream):
+    """The bars of two runs that train in turns, with a third that is shown nothing: none sees the other's steps."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = ll.optimizer(torch.optim.SGD, lr=1e-3)
+    streams, bars, states, steps = [], [], [], []
+    for number in range(3):
+        train_step = ll.make_train_step(
+            ll.make_grad_fn(model, lambda model, x, number=number: 0 * model(x).sum() + number + 1), optimizer
+        )
+        steps.append(train_step)
+        states.append(ll.init_state(model, optimizer, epoch_length=3))
+        streams.append(io.StringIO())
+        bars.append(progress(torch.ones(3, 2, 1), states[-1], file=streams[-1], mininterval=0))
+    for batches in zip(*bars, strict=True):
+        for number, batch in enumerate(batches):
+            states[number], metrics = steps[number](states[number], batch)
+            if number < 2:
+                bars[number].show(metrics)
+    shown = [set(re.findall(r"loss=([\d.]+)", file.getvalue())) for file in streams]
+    assert shown == [{"1"}, {"2"}, set()]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"accuracy": Mean(0.5)}, ValueError, "these metrics have accuracy"),
+        ({}, ValueError, "these metrics have nothing"),
+        (0.5, TypeError, "got a float; give the metrics that the train step returned"),
+    ],
+)
+def test_what_has_no_loss_to_show_is_refused(stream, given, error, text):
+    bar = progress(range(3), at(), file=stream)
+    with pytest.raises(error, match=text):
+        bar.show(given)
+
+
+def test_a_step_that_is_none_is_refused(stream):
+    with pytest.raises(TypeError, match="step is a TrainState; give the step that the loop calls"):
+        progress(range(3), at(), step=at(), file=stream)
+
+
+def test_a_closed_bar_holds_no_metrics(stream):
+    loss = Counted()
+    bar = progress(range(1), at(epoch_length=1), file=stream)
+    for _ in bar:
+        bar.show({"loss": loss})
+    held = weakref.ref(loss)
+    del loss
+    assert held() is None
 
 
 def test_the_loss_is_brought_to_the_host_only_to_be_drawn(stream):
     loss = Counted()
-    for i in progress(range(100), at(epoch_length=100), file=stream, mininterval=1000):
-        _latest.metrics = {"loss": loss, "step": i}
+    bar = progress(range(100), at(epoch_length=100), file=stream, mininterval=1000)
+    for i in bar:
+        bar.show({"loss": loss, "step": i})
         assert loss.threads == []
     assert len(loss.threads) == 1
 
@@ -157,8 +202,9 @@ def test_the_loss_is_brought_to_the_host_only_to_be_drawn(stream):
 def test_a_disabled_bar_shows_and_reads_nothing(stream):
     loss = Counted()
     batches = []
-    for batch in progress(range(3), at(epoch_length=3), file=stream, mininterval=0, disable=None):
-        _latest.metrics = {"loss": loss}
+    bar = progress(range(3), at(epoch_length=3), file=stream, mininterval=0, disable=None)
+    for batch in bar:
+        bar.show({"loss": loss})
         batches.append(batch)
     assert batches == [0, 1, 2]
     assert stream.getvalue() == ""
@@ -169,7 +215,7 @@ def test_another_thread_redraws_without_reading_the_loss(stream):
     loss = Counted()
     bar = progress(range(3), at(epoch_length=3), file=stream, mininterval=0)
     next(bar)
-    _latest.metrics = {"loss": loss}
+    bar.show({"loss": loss})
     next(bar)
     writer = threading.Thread(target=console(file=stream), args=(at(), {"x": 1.0}))
     writer.start()
@@ -179,8 +225,9 @@ def test_another_thread_redraws_without_reading_the_loss(stream):
 
 
 def test_a_postfix_of_the_user_stands_behind_the_loss(stream):
-    for _ in progress(range(1), at(epoch_length=1), file=stream, postfix={"fold": 2}):
-        take_step(0.25)
+    bar = progress(range(1), at(epoch_length=1), file=stream, postfix={"fold": 2})
+    for _ in bar:
+        bar.show(metrics_of(0.25))
     assert "fold=2]" in drawings(stream)[0]
     assert "loss=0.25, fold=2]" in drawings(stream)[-1]
 
@@ -207,8 +254,9 @@ def test_leaving_the_loop_closes_the_bar_and_lets_go_of_the_batches(stream):
         finally:
             ended.append(True)
 
-    for batch in progress(batches(), at(), file=stream):
-        take_step(0.5)
+    bar = progress(batches(), at(), file=stream)
+    for batch in bar:
+        bar.show(metrics_of(0.5))
         if batch == 2:
             break
     assert closed(stream)
@@ -242,8 +290,9 @@ def test_what_the_batches_raise_goes_through_a_closed_bar(stream, error):
             raise error("here")
 
     def loop():
-        for _ in progress(map(fail_at_2, source()), at(), file=stream):
-            take_step(0.5)
+        bar = progress(map(fail_at_2, source()), at(), file=stream)
+        for _ in bar:
+            bar.show(metrics_of(0.5))
 
     with pytest.raises(error, match="here") as held:
         loop()
@@ -262,10 +311,9 @@ def test_an_error_while_drawing_closes_the_bar_and_frees_the_lock(stream):
 
     bar = progress(range(5), at(), file=stream, mininterval=0)
     next(bar)
-    _latest.metrics = {"loss": Failing()}
+    bar.show({"loss": Failing()})
     with pytest.raises(KeyboardInterrupt):
         next(bar)
-    _latest.metrics = None
     # This thread could take its own lock again, so another must try.
     taken = []
 
@@ -287,11 +335,12 @@ def test_a_device_that_failed_does_not_hide_the_error_of_the_batches(stream):
 
     def batches():
         yield 0
-        _latest.metrics = {"loss": Dead()}
+        bar.show({"loss": Dead()})
         raise OSError("disk")
 
+    bar = progress(batches(), at(), file=stream)
     with pytest.raises(OSError, match="disk"):
-        list(progress(batches(), at(), file=stream))
+        list(bar)
     assert closed(stream)
 
 
@@ -316,7 +365,10 @@ def test_the_batches_are_asked_for_by_progress_itself_in_the_loops_own_frame(str
 
         def __next__(self):
             caller = sys._getframe(1)
-            frames.append((caller.f_code, caller.f_back))
+            code = caller.f_code
+            while caller.f_globals["__name__"] == progress.__module__:  # which interrupts look through
+                caller = caller.f_back
+            frames.append((code, caller))
             if len(frames) == 3:
                 raise StopIteration
             return 0
@@ -354,7 +406,7 @@ left_open = progress(range(3), TrainState(epoch_length=3))
 next(left_open)
 assert threading.active_count() == 1, "a thread was started"
 assert left_open._bar.get_lock() is tqdm.tqdm.get_lock(), "the bar and tqdm.write do not share a lock"
-sys.modules["looplib._core.latest"].compiling = None  # as Python may leave a module's globals when it ends
+left_open.show({"loss": 0.5})
 """
 
 

@@ -159,8 +159,10 @@ TABLE = Table(
     state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader)))  # run(resume_from=...)
     ll.evaluate(eval_step, state, test_batches, limit=2)                        # num_eval_sanity_batch=2
     while not done(state):
-        for batch in ll.progress(loader(state), state):
+        bar = ll.progress(loader(state), state)
+        for batch in bar:
             state, metrics = train_step(state, batch)
+            bar.show(metrics)
             if eval_now(state):
                 ckpt.save(state, ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
     ```
@@ -1511,12 +1513,14 @@ TABLE.section("Progress, times, logs")
     "RichCallback.print_every",
     "callbacks.ProgressCallback",
     "callbacks.choose_progress_callback",
-    text="A bar of tqdm, with the loss, in a terminal or a notebook. `mininterval` and `miniters` say how often it "
-    "is drawn, and `disable=None` hides it where there is no terminal.",
+    text="A bar of tqdm, with the loss that it is shown, in a terminal or a notebook. `mininterval` and `miniters` "
+    "say how often it is drawn, and `disable=None` hides it where there is no terminal.",
 )
 def _(state, loader, train_step):
-    for batch in ll.progress(loader(state), state, miniters=10, disable=None):
-        state, _ = train_step(state, batch)
+    bar = ll.progress(loader(state), state, miniters=10, disable=None)
+    for batch in bar:
+        state, metrics = train_step(state, batch)
+        bar.show(metrics)
     # shows
     assert state.epoch == 1
 

@@ -50,8 +50,10 @@ TABLE = Table(
 
     state = ckpt.restore(ll.init_state(model, optimizer, seed=42, epoch_length=len(loader)))
     while not done(state):
-        for batch in ll.progress(loader(state), state):
+        bar = ll.progress(loader(state), state)
+        for batch in bar:
             state, metrics = train_step(state, batch)
+            bar.show(metrics)
             if log_now(state):
                 log(state, ll.compute(metrics, prefix="train/"))
             if eval_now(state):
@@ -1029,8 +1031,10 @@ nothing(
     text="The bar is a function around the batches: leave it out, or `disable=None` for none unless in a terminal.",
 )
 def _(loader, state, train_step, terminal):
-    for batch in ll.progress(loader(state), state, disable=None):
+    bar = ll.progress(loader(state), state, disable=None)
+    for batch in bar:
         state, metrics = train_step(state, batch)
+        bar.show(metrics)
     # shows
     assert state.epoch == 1
     assert len(list(ll.progress(loader(state), state, disable=None, file=terminal))) == 5

@@ -1026,8 +1026,10 @@ def stopped_by_callback(losses, patience, threshold=0.0):
 def _(loader, state, train_step, terminal):
     log = ll.console(file=terminal)
     # given
-    for batch in ll.progress(loader(state), state):
+    bar = ll.progress(loader(state), state)
+    for batch in bar:
         state, metrics = train_step(state, batch)
+        bar.show(metrics)
         log(state, ll.compute(metrics, prefix="train/"))
     # shows
     assert terminal.getvalue().count("train/loss") == 5

@@ -1168,12 +1168,12 @@ def test_compile_blocks_names_what_there_is():
 def test_the_bar_tells_the_time_to_compile(monkeypatch):
     step, state, _, _ = quick_step(donate=True)
     clock = iter(range(0, 1000, 7))
-    monkeypatch.setattr(ll.compiling.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr("looplib.transforms._compile.time.perf_counter", lambda: next(clock))
     text = io.StringIO()
-    for batch in ll.progress(batches(4), state, file=text, mininterval=0.0):
+    for batch in ll.progress(batches(4), state, step=step, file=text, mininterval=0.0):
         state, _ = step(state, batch)
     assert "compiling took 7 s" in text.getvalue().split("\r")[-1]
     text = io.StringIO()
-    for batch in ll.progress(batches(4), state, file=text, mininterval=0.0):
+    for batch in ll.progress(batches(4), state, step=step, file=text, mininterval=0.0):
         state, _ = step(state, batch)
     assert "compiling" not in text.getvalue()

@@ -706,8 +706,10 @@ def test_the_bar_shows_the_mean_loss_of_the_members_that_are_finite(capsys):
         linear,
         loss_fn=squares,
     )
-    for batch in ll.progress(batches(8), stack, mininterval=0):
+    bar = ll.progress(batches(8), stack, mininterval=0)
+    for batch in bar:
         stack, metrics = step(stack, batch)
+        bar.show(metrics)
     first, broken, last = (scores["loss"] for scores in ll.transforms.compute_members(metrics))
     assert not math.isfinite(broken)
     assert f"loss={(first + last) / 2:.4g}" in capsys.readouterr().err
