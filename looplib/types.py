@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from looplib._core import ownership as _donation
+from looplib._core import trees
 from looplib._core.torch_private import pytree
 
 __all__ = [
@@ -282,6 +283,14 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="looplib.TrainState",
 )
+
+
+def _taken_apart(state: TrainState) -> trees.Node:
+    values = [getattr(state, name) for name in _FIELDS]
+    return trees.Node([trees.Key(name, True) for name in _FIELDS], values, lambda values: TrainState(*values))
+
+
+trees.register(TrainState, _taken_apart)
 
 
 Grads = dict[str, Tensor]

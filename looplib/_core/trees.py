@@ -1,12 +1,33 @@
-"""Trees of tensors and plain values: what a batch may be, its size, and how it is split."""
+"""Trees of tensors and plain values: what a batch, an output or a state may be made of.
+
+One rule holds in training, evaluation, prediction, replay, microbatching, per-sample gradients and tests.
+
+A **tree** is a leaf, or a container of trees. Containers are, in this order:
+
+1. a type given to `register` (a `TrainState`);
+2. a mapping: dict, OrderedDict, UserDict, a tokenizer's BatchEncoding. One that can be written is copied and its
+   values replaced, so that it keeps its type and attributes; one that cannot becomes a dict;
+3. a namedtuple, by its fields; a list or a tuple, by its items;
+4. a dataclass, by its fields. It is copied and its fields replaced: `__post_init__` does not run a second time;
+5. a type registered with torch's pytrees, by its registration.
+
+Everything else is a **leaf**: a tensor, an array, None, a number, a string, an object that nothing is known about.
+
+The **samples** of a batch lie along the first dimension of every tensor and array of one dimension or more, and along
+every list or tuple that is as long as the batch and is not made of such tensors itself (one string or one image for
+each sample). Leaves without samples (a scalar, a name) belong to the batch as a whole: each part of it has them too.
+An object that holds samples where looplib cannot see them is refused, since each part would have all of them. Where
+both readings of a list are possible (two tensors of two rows each, in a batch of two), its items are fields.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import accumulate as accumulated_sum
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,39 +35,233 @@ from torch import Tensor
 from looplib._core.torch_private import pytree
 
 
-def _leaves(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        if batch.dim():
-            yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _leaves(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _leaves(value)
-    elif not isinstance(batch, (str, bytes, int, float)):
-        leaves = pytree.tree_leaves(batch)
-        if leaves != [batch]:
-            yield from _leaves(leaves)
+class Key(NamedTuple):
+    """One step of a path: an item `[name]`, or an attribute `.name`."""
+
+    name: Any
+    attribute: bool = False
+
+
+Path = tuple[Key, ...]
+
+
+class Node(NamedTuple):
+    """A container taken apart.
+
+    Attributes:
+        keys: of each child.
+        children: trees.
+        rebuild: makes a container like this one of other children.
+    """
+
+    keys: Sequence[Key]
+    children: Sequence[Any]
+    rebuild: Callable[[list[Any]], Any]
+
+
+# ---- containers: one function for each kind takes a container apart ----
+
+
+def _mapping(node: Mapping[Any, Any]) -> Node:
+    names = list(node)
+
+    def rebuild(children: list[Any]) -> Any:
+        if type(node) is dict or not isinstance(node, MutableMapping):
+            return dict(zip(names, children, strict=True))
+        new = copy.copy(node)
+        for name, child in zip(names, children, strict=True):
+            new[name] = child
+        return new
+
+    return Node([Key(name) for name in names], [node[name] for name in names], rebuild)
+
+
+def _namedtuple(node: Any) -> Node:
+    return Node([Key(name, True) for name in node._fields], node, type(node)._make)
+
+
+def _sequence(node: Sequence[Any]) -> Node:
+    return Node([Key(index) for index in range(len(node))], node, type(node))
+
+
+def _dataclass(node: Any) -> Node:
+    names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+
+    def rebuild(children: list[Any]) -> Any:
+        new = copy.copy(node)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(new, name, child)  # frozen ones too
+        return new
+
+    return Node([Key(name, True) for name in names], [getattr(node, name) for name in names], rebuild)
+
+
+def _registered(node: Any) -> Node:
+    def below(part: Any) -> bool:
+        return part is not node
+
+    try:
+        pairs, structure = pytree.tree_flatten_with_path(node, is_leaf=below)
+        keys, children = [_key(path[0]) for path, _ in pairs], [child for _, child in pairs]
+    except ValueError:  # registered without names
+        children, structure = pytree.tree_flatten(node, is_leaf=below)
+        keys = [Key(index) for index in range(len(children))]
+    return Node(keys, children, lambda children: pytree.tree_unflatten(children, structure))
+
+
+def _key(key: Any) -> Key:
+    if isinstance(key, pytree.GetAttrKey):
+        return Key(key.name, True)
+    return Key(getattr(key, "key", getattr(key, "idx", str(key))))
+
+
+_OWN: dict[type, Callable[[Any], Node]] = {dict: _mapping, list: _sequence, tuple: _sequence}
+
+_KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Node]], ...] = (
+    (lambda node: isinstance(node, Mapping), _mapping),
+    (lambda node: isinstance(node, tuple) and hasattr(node, "_fields"), _namedtuple),
+    (lambda node: isinstance(node, (list, tuple)), _sequence),
+    (lambda node: dataclasses.is_dataclass(node) and not isinstance(node, type), _dataclass),
+    (lambda node: type(node) in pytree.SUPPORTED_NODES, _registered),
+)
+
+_PLAIN = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, type)
+
+
+def register(kind: type, take_apart: Callable[[Any], Node]) -> None:
+    """A container of looplib's own, and how it is taken apart."""
+    _OWN[kind] = take_apart
+
+
+def node_of(tree: Any) -> Node | None:
+    """The container taken apart by one level, or None for a leaf."""
+    if (take_apart := _OWN.get(type(tree))) is not None:
+        return take_apart(tree)
+    if isinstance(tree, _PLAIN):
+        return None
+    return next((take_apart(tree) for is_one, take_apart in _KINDS if is_one(tree)), None)
+
+
+# ---- paths ----
+
+
+def named(path: Path, root: str = "") -> str:
+    """A path as Python writes it: `batch['x'][0].mask` with the root "batch"."""
+    text = root + "".join(f".{key.name}" if key.attribute else f"[{key.name!r}]" for key in path)
+    return text if root else text.removeprefix(".")
+
+
+def pointer(path: Path) -> str:
+    """A path as a JSON pointer (RFC 6901): `/x/0/mask`."""
+    return "".join("/" + str(key.name).replace("~", "~0").replace("/", "~1") for key in path)
+
+
+# ---- every leaf ----
+
+
+def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a tree in order, each with its path. `is_leaf` stops at containers for which it is true."""
+    node = None if is_leaf is not None and is_leaf(tree) else node_of(tree)
+    if node is None:
+        yield path, tree
+        return
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from leaves(child, is_leaf, (*path, key))
+
+
+def map_leaves(function: Callable[..., Any], tree: Any, *others: Any, is_leaf: Any = None) -> Any:
+    """A tree like this one with `function(leaf)` for each leaf; with others, `function(leaf, leaf of other, ...)`.
+
+    The others need the same structure: the same keys at each container. Raises ValueError where one has not.
+    """
+    node = None if is_leaf is not None and is_leaf(tree) else node_of(tree)
+    if node is None:
+        return function(tree, *others)
+    columns = [node.children, *(_children_like(node, other) for other in others)]
+    return node.rebuild([map_leaves(function, *members, is_leaf=is_leaf) for members in zip(*columns, strict=True)])
+
+
+def _children_like(node: Node, other: Any) -> Sequence[Any]:
+    there = node_of(other)
+    if there is None or set(there.keys) != set(node.keys):
+        found = f"a {type(other).__name__}" if there is None else named_keys(there.keys)
+        raise ValueError(f"two trees differ in their structure: {named_keys(node.keys)} and {found}")
+    by_key = dict(zip(there.keys, there.children, strict=True))
+    return [by_key[key] for key in node.keys]
+
+
+def named_keys(keys: Sequence[Key]) -> str:
+    """The keys of a container for a message: `['x', 'y']`."""
+    return f"[{', '.join(repr(key.name) for key in keys)}]"
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()  # stands for the leaf that one of two trees has not
+
+
+def paired(one: Iterable[tuple[Any, Any]], other: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any, Any]]:
+    """The leaves of two trees side by side: path, leaf of one, leaf of the other, in the order of the first.
+
+    Takes pairs of a path (or a name) and a leaf, as `leaves` gives them. A leaf that one of them does not have is
+    `MISSING` there.
+    """
+    first, second = dict(one), dict(other)
+    for path in {**first, **second}:
+        yield path, first.get(path, MISSING), second.get(path, MISSING)
+
+
+# ---- samples ----
+
+
+class UnevenBatchError(ValueError):
+    """A tensor or array in a batch that has not one row for each sample, `leaf` at `path`."""
+
+    def __init__(self, leaf: Any, path: Path, count: int) -> None:
+        self.leaf, self.path = leaf, path
+        super().__init__(
+            f"{named(path, 'batch')} has shape {tuple(leaf.shape)}, and the batch {count} examples: it cannot be cut "
+            "along its first dimension. Give tensors with one row for each example, say how examples are counted "
+            "(batch_size=), or make smaller batches; a gradient may have its pieces as a list (accumulate(grad_fn) "
+            "without a count; a loader's collate_fn can make it)"
+        )
+
+
+def is_array(leaf: Any) -> bool:
+    """A NumPy array, or what has its interface, of one dimension or more."""
+    return bool(getattr(leaf, "ndim", 0)) and hasattr(leaf, "shape") and hasattr(leaf, "__getitem__")
+
+
+def _dimensions(leaf: Any) -> bool:
+    return bool(leaf.dim()) if isinstance(leaf, Tensor) else is_array(leaf)
 
 
 def batch_size(batch: Any) -> int:
-    """The number of examples in a batch: the length of the first dimension of its first tensor.
+    """The number of samples in a batch: the length of the first dimension of its first tensor or array.
 
     >>> batch_size({"x": torch.zeros(16, 3), "y": torch.zeros(16)}), batch_size(["a", "b"])
     (16, 2)
+    >>> batch_size({"text": ["to", "be", "or"], "language": "en"})
+    3
 
     Args:
-        batch: a tensor, or any pytree of such; what is no tensor is passed over.
+        batch: a tensor, an array, or any container of these: a mapping, list, tuple, namedtuple, dataclass, or a
+            type registered with torch's pytrees.
 
-    A batch without a tensor of at least one dimension counts as `len(batch)`. Raises TypeError if it has no
-    length either.
+    A batch without a tensor or array of at least one dimension has as many samples as its first list of plain values
+    is long, and without one of these as many as `len(batch)`. Raises TypeError if it has no length either.
     """
     first = batch[0] if type(batch) in (tuple, list) and batch else batch
     if isinstance(first, Tensor) and first.dim():  # the common case, which each step passes
         return first.size(0)
-    for leaf in _leaves(batch):
-        return leaf.size(0)
+    for _, leaf in leaves(batch):
+        if _dimensions(leaf):
+            return len(leaf)
+    for members in _lists(batch):
+        return len(members)
     try:
         return len(batch)
     except TypeError:
@@ -57,80 +272,185 @@ def batch_size(batch: Any) -> int:
         ) from None
 
 
+def _lists(tree: Any) -> Iterator[Sequence[Any]]:
+    """The lists and tuples of leaves alone."""
+    node = node_of(tree)
+    if node is None:
+        return
+    if _is_list(tree) and all(node_of(child) is None for child in node.children):
+        yield tree
+        return
+    for child in node.children:
+        yield from _lists(child)
+
+
+def _is_list(node: Any) -> bool:
+    return isinstance(node, (list, tuple)) and not hasattr(node, "_fields") and not isinstance(node, torch.Size)
+
+
+def one_for_each(node: Any, count: int) -> bool:
+    """Is this a list or tuple with one item for each sample, rather than one that holds fields of the batch?"""
+    return _is_list(node) and len(node) == count and not _holds_fields(node, count)
+
+
+def _holds_fields(node: Any, count: int) -> bool:
+    """Are the items of a list as long as the batch its fields? They are where every tensor has a row per sample."""
+    return set(_lengths(node, count)) == {count}
+
+
+def _lengths(node: Any, count: int) -> Iterator[int]:
+    """The lengths of the tensors and arrays below a container, but for those in lists with one item per sample."""
+    inner = node_of(node)
+    for child in () if inner is None else inner.children:
+        if _dimensions(child):
+            yield len(child)
+        elif not one_for_each(child, count):
+            yield from _lengths(child, count)
+
+
 def split(
     batch: Any, count: int, sizes: int | list[int], batch_size: Callable[[Any], int] = batch_size
 ) -> Sequence[Any]:
-    """A batch of `count` examples in pieces of these sizes, or of one size, the last one smaller."""
+    """A batch of `count` samples in parts of these sizes, or of one size, the last one smaller."""
     if isinstance(sizes, int):
         sizes = [min(sizes, count - low) for low in range(0, count, sizes)]
     if len(sizes) <= 1:
         return [batch]
-    pieces = _split(batch, count, sizes, "")
-    found = [batch_size(piece) for piece in pieces]
+    bounds = [0, *accumulate(sizes)]
+
+    def cut(rows: Any) -> list[Any]:
+        if isinstance(rows, Tensor):
+            return list(torch.split(rows, sizes))
+        indexed = getattr(rows, "iloc", rows)  # pandas' by position
+        return [indexed[low:high] for low, high in pairwise(bounds)]
+
+    parts = _cut(batch, count, cut, len(sizes), ())
+    found = [batch_size(part) for part in parts]
     if sum(found) != count:
         raise ValueError(
             f"a {type(batch).__name__} of {count} examples cannot be cut: its pieces would have "
             f"{', '.join(map(str, found))}. Give a batch of tensors (a dict, list, tuple or dataclass), smaller "
             "batches that need not be cut, or another count (batch_size=)"
         )
-    return pieces
+    return parts
 
 
-def _split(node: Any, count: int, sizes: list[int], place: str) -> list[Any]:
-    pieces = len(sizes)
-    if isinstance(node, Tensor):
-        if not node.dim():
-            return [node] * pieces
-        if node.size(0) != count:
-            raise ValueError(_odd(place, f"shape {tuple(node.shape)}", count))
-        return list(torch.split(node, sizes))
-    if isinstance(node, Mapping):
-        cut = {key: _split(value, count, sizes, f"{place}[{key!r}]") for key, value in node.items()}
-        rows: list[dict[Any, Any]] = [{key: cut[key][i] for key in cut} for i in range(pieces)]
-        return rows if type(node) is dict or not isinstance(node, MutableMapping) else [_like(node, r) for r in rows]
-    if isinstance(node, (list, tuple)):
-        if len(node) == count and not _structure(node, count):
-            return [node[low : low + size] for low, size in zip(accumulated_sum([0, *sizes]), sizes, strict=False)]
-        members = [_split(value, count, sizes, f"{place}[{i}]") for i, value in enumerate(node)]
-        if not members:
-            return [node] * pieces
-        columns = zip(*members, strict=True)
-        if hasattr(node, "_fields"):
-            return [type(node)(*column) for column in columns]
-        return [type(node)(column) for column in columns]
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        names = [field.name for field in dataclasses.fields(node)]
-        cut = {name: _split(getattr(node, name), count, sizes, f"{place}.{name}") for name in names}
-        return [dataclasses.replace(node, **{name: cut[name][i] for name in names}) for i in range(pieces)]
-    if getattr(node, "ndim", 0) and hasattr(node, "__getitem__"):  # a NumPy array and its like
+def take(batch: Any, count: int, index: Sequence[int]) -> Any:
+    """The samples of a batch of `count` at these indices, in this order."""
+    index = list(index)
+
+    def chosen(rows: Any) -> list[Any]:
+        if _is_list(rows):
+            return [type(rows)([rows[i] for i in index])]
+        return [getattr(rows, "iloc", rows)[index]]
+
+    [taken] = _cut(batch, count, chosen, 1, ())
+    return taken
+
+
+def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, path: Path) -> list[Any]:
+    """The tree so many times, with the parts that `cut` makes of each leaf or list that holds samples."""
+    if _dimensions(node):
         if len(node) != count:
-            raise ValueError(_odd(place, f"shape {tuple(node.shape)}", count))
-        return [node[low : low + size] for low, size in zip(accumulated_sum([0, *sizes]), sizes, strict=False)]
-    leaves, structure = pytree.tree_flatten(node)
-    if len(leaves) == 1 and leaves[0] is node:
-        return [node] * pieces
-    cut_leaves = [_split(leaf, count, sizes, place) for leaf in leaves]
-    return [pytree.tree_unflatten(list(column), structure) for column in zip(*cut_leaves, strict=True)]
+            raise UnevenBatchError(node, path, count)
+        return cut(node)
+    if one_for_each(node, count):
+        return cut(node)
+    inner = node_of(node)
+    if inner is None:
+        if path and _hides_samples(node, count):
+            raise ValueError(
+                f"{named(path, 'batch')} is a {type(node).__name__}, an object that cannot be cut into {count} samples: "
+                "each part of the batch would have all of it. Give tensors, arrays or lists with one item for each "
+                "sample, or make it a dataclass or a registered pytree"
+            )
+        return [node] * parts
+    if not inner.children:
+        return [node] * parts
+    columns = [
+        _cut(child, count, cut, parts, (*path, key)) for key, child in zip(inner.keys, inner.children, strict=True)
+    ]
+    return [inner.rebuild(list(members)) for members in zip(*columns, strict=True)]
 
 
-def _structure(node: Sequence[Any], count: int) -> bool:
-    """Whether a list as long as the batch holds its fields, rather than one item for each example."""
-    leaves = pytree.tree_leaves(list(node))
-    lengths = {leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-    return lengths == {count}
+def _hides_samples(leaf: Any, count: int) -> bool:
+    """Does an object of which nothing is known hold tensors, or as many items as there are samples?"""
+    if isinstance(leaf, (*_PLAIN, torch.nn.Module)):
+        return False
+    if any(isinstance(value, Tensor) and value.dim() for value in getattr(leaf, "__dict__", {}).values()):
+        return True
+    try:
+        return len(leaf) == count
+    except TypeError:
+        return False
 
 
-def _like(node: Any, values: dict[Any, Any]) -> Any:
-    new = copy.copy(node)
-    for key, value in values.items():
-        new[key] = value
-    return new
+def concat(parts: Sequence[Any], counts: Sequence[int], root: str = "batch") -> Any:
+    """One batch of several, the inverse of `split`: `counts` are the numbers of samples of the parts.
+
+    Leaves without samples must be the same in all parts. Raises ValueError where the parts differ in their structure
+    or in such a leaf, and TypeError for arrays that NumPy cannot join.
+    """
+    return _joined(list(parts), list(counts), (), root)
 
 
-def _odd(place: str, found: str, count: int) -> str:
-    return (
-        f"batch{place} has {found}, and the batch {count} examples: it cannot be cut along its first dimension. "
-        "Give tensors with one row for each example, say how examples are counted (batch_size=), or make smaller "
-        "batches; a gradient may have its pieces as a list (accumulate(grad_fn) without a count; a loader's "
-        "collate_fn can make it)"
+def _joined(parts: list[Any], counts: list[int], path: Path, root: str) -> Any:
+    first = parts[0]
+    if all(map(_dimensions, parts)):
+        for part, count in zip(parts, counts, strict=True):
+            if len(part) != count:
+                raise ValueError(
+                    f"{named(path, root)} has shape {tuple(part.shape)} in a part of {count} samples: give one row "
+                    "for each sample"
+                )
+        return _joined_rows(parts, named(path, root))
+    in_lists = [_is_list(part) and len(part) == count for part, count in zip(parts, counts, strict=True)]
+    if all(in_lists) and not all(_holds_fields(part, count) for part, count in zip(parts, counts, strict=True)):
+        return type(first)(chain.from_iterable(parts))
+    nodes = [node_of(part) for part in parts]
+    if any(node is None or type(part) is not type(first) for node, part in zip(nodes, parts, strict=True)):
+        if not all(same(first, part) for part in parts):
+            raise ValueError(
+                f"{named(path, root)} has no samples and differs between the parts: "
+                f"{', '.join(_short(part) for part in parts[:3])}; give the same value with each, or one for each "
+                "sample"
+            )
+        return first
+    inner = [node for node in nodes if node is not None]
+    columns = zip(*(_children_like(inner[0], part) for part in parts), strict=True)
+    return inner[0].rebuild(
+        [
+            _joined(list(members), counts, (*path, key), root)
+            for key, members in zip(inner[0].keys, columns, strict=True)
+        ]
     )
+
+
+def _joined_rows(parts: list[Any], name: str) -> Any:
+    if all(isinstance(part, Tensor) for part in parts):
+        return torch.cat(parts)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and all(isinstance(part, numpy.ndarray) for part in parts):
+        return numpy.concatenate(parts)
+    kinds = sorted({type(part).__name__ for part in parts})
+    raise TypeError(f"{name} is a {' or a '.join(kinds)}, whose parts cannot be joined; give tensors or NumPy arrays")
+
+
+def _short(leaf: Any) -> str:
+    text = repr(leaf)
+    return text if len(text) <= 40 else f"a {type(leaf).__name__}"
+
+
+def same(one: Any, other: Any) -> bool:
+    """Are two leaves equal? NaN equals NaN, and tensors and arrays need the same dtype, shape and device."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+            return False
+        return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+    if hasattr(one, "tobytes") and hasattr(one, "shape"):  # NumPy's
+        return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
+    return bool(one == other or (one != one and other != other))

@@ -11,7 +11,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from looplib._core import trees
 from looplib._core.modules import Host, _generators, named_modules
-from looplib._core.torch_private import pytree
-from looplib._core.trees import _like, _structure
 from looplib.state import copy_state
 from looplib.types import DonatedStateError, TrainState
 
@@ -52,23 +51,9 @@ def about_kernels(state: TrainState) -> str:
     )
 
 
-def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, root: str = "") -> Iterator[tuple[str, Any]]:
     """All that a tree holds, by name: `params['0.weight']`, `metrics['loss'].total`."""
-    children: Iterable[tuple[str, Any]]
-    if isinstance(node, Mapping):
-        children = [(f"[{key!r}]", value) for key, value in node.items()]
-    elif isinstance(node, (list, tuple)):
-        names = getattr(node, "_fields", None)
-        children = [(f"[{i}]" if names is None else f".{names[i]}", value) for i, value in enumerate(node)]
-    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-        children = [(f".{field.name}", getattr(node, field.name)) for field in dataclasses.fields(node)]
-    elif not isinstance(node, Tensor) and len(found := pytree.tree_flatten_with_path(node)[0]) != 1:
-        children = [(pytree.keystr(path), leaf) for path, leaf in found]
-    else:
-        yield place, node
-        return
-    for name, child in children:
-        yield from leaves(child, f"{place}{name}".removeprefix("."))
+    return ((trees.named(path, root), leaf) for path, leaf in trees.leaves(tree))
 
 
 def recorded(result: Any, place: str = "") -> dict[str, Any]:
@@ -136,26 +121,6 @@ def kind_of(leaf: Any) -> str:
     return f"a {type(leaf).__name__}"
 
 
-def map_leaves(
-    function: Callable[[Any], Any], node: Any, is_leaf: Callable[[Any], bool] = lambda node: isinstance(node, Tensor)
-) -> Any:
-    """A tree with the function of each leaf in its place, in whatever containers batches come."""
-    if is_leaf(node):
-        return function(node)
-    if isinstance(node, Mapping):
-        values = {key: map_leaves(function, value, is_leaf) for key, value in node.items()}
-        return values if type(node) is dict or not isinstance(node, MutableMapping) else _like(node, values)
-    if isinstance(node, (list, tuple)):
-        members = [map_leaves(function, value, is_leaf) for value in node]
-        return type(node)(*members) if hasattr(node, "_fields") else type(node)(members)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        names = [field.name for field in dataclasses.fields(node) if field.init]
-        return dataclasses.replace(
-            node, **{name: map_leaves(function, getattr(node, name), is_leaf) for name in names}
-        )
-    return pytree.tree_map(function, node)
-
-
 def _copied_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
@@ -163,7 +128,7 @@ def _copied_leaf(leaf: Any) -> Any:
 
 
 def copied(batch: Any) -> Any:
-    return map_leaves(_copied_leaf, batch)
+    return trees.map_leaves(_copied_leaf, batch)
 
 
 def _wide(leaf: Any) -> Any:
@@ -175,8 +140,10 @@ def in_float64(function: Callable[[TrainState, Any], Any], state: TrainState, ba
     """Copies of state and batch, and what the function makes of them: in float64, or else in their own dtypes."""
     own = copy_state(state)
     try:
-        trees = {tree: map_leaves(_wide, getattr(own, tree)) for tree in ("params", "buffers", "opt_state")}
-        wide, rows = own.replace(**trees), map_leaves(_wide, copied(batch))
+        wide_trees = {
+            tree: trees.map_leaves(_wide, getattr(own, tree)) for tree in ("params", "buffers", "opt_state")
+        }
+        wide, rows = own.replace(**wide_trees), trees.map_leaves(_wide, copied(batch))
         return wide, rows, function(wide, copied(rows))
     except (RuntimeError, TypeError):  # a dtype that the code insists on, or a device without float64
         return own, copied(batch), function(own, copied(batch))
@@ -194,25 +161,13 @@ def outputs_of(out: Any, count: int) -> dict[str, Tensor]:
 
 def taken(batch: Any, count: int, index: list[int]) -> Any:
     """A batch of these rows of a batch."""
-
-    def has_rows(node: Any) -> bool:
-        if isinstance(node, (list, tuple)):
-            return len(node) == count and not hasattr(node, "_fields") and not _structure(node, count)
-        return isinstance(node, Tensor)
-
-    def rows(node: Any) -> Any:
-        if isinstance(node, (list, tuple)):
-            return type(node)([node[i] for i in index])
-        if not getattr(node, "shape", ()):
-            return node
-        if len(node) != count:
-            raise ValueError(
-                f"the batch has {count} rows, and in it is {kind_of(node)}: its rows cannot be taken; give tensors "
-                "with one row for each example"
-            )
-        return node[index]
-
-    return map_leaves(rows, batch, has_rows)
+    try:
+        return trees.take(batch, count, index)
+    except trees.UnevenBatchError as error:
+        raise ValueError(
+            f"the batch has {count} rows, and in it is {kind_of(error.leaf)}: its rows cannot be taken; give tensors "
+            "with one row for each example"
+        ) from error
 
 
 def _largest(leaf: Any) -> float:

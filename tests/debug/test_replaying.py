@@ -437,7 +437,7 @@ def test_any_flipped_bit_changes_the_fingerprint_of_its_leaf_alone(data):
 
 def test_another_process_finds_the_same_fingerprint():
     code = (
-        "import torch, looplib as ll; from looplib.replaying import fingerprint; torch.manual_seed(3);"
+        "import torch, looplib as ll; from looplib.debug import fingerprint; torch.manual_seed(3);"
         "m = torch.nn.Linear(3, 2); o = ll.optimizer(torch.optim.AdamW, lr=0.1);"
         "print(fingerprint(ll.init_state(m, o, seed=2**62)))"
     )
