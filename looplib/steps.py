@@ -21,6 +21,7 @@ from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size
+from looplib._core.updates import checked, read
 from looplib.gradients import check_history, of_this_model, record
 from looplib.metrics._mean import Mean
 from looplib.types import (
@@ -47,7 +48,7 @@ class Outcome(NamedTuple):
     buffers: dict[str, Tensor]
     metrics: dict[str, Metric]
     samples: int
-    applied: Any = True  # whether an update was made: a bool, or a tensor that says so
+    applied: bool | Tensor = True  # whether an update was made
 
 
 def make_train_step(
@@ -104,10 +105,10 @@ def make_train_step(
     def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         _interrupts.install()
         out = grad_fn(state, batch, part)
-        params, opt_state = optimizer.update(
+        params, opt_state, applied = optimizer.update(
             out.grads, state.opt_state, state.params, state.step, metrics=out.metrics, buffers=out.buffers
         )
-        applied = params is not state.params
+        applied = read(applied)
         values = _advance(state, out.samples, applied, same_batch)
         values |= {"params": params, "opt_state": opt_state, "buffers": out.buffers if applied else state.buffers}
         new = make(values, state._seen and _donation.generations([values]))
@@ -131,10 +132,13 @@ def make_train_step(
                 out = grad_fn(state, batch, part)
             finally:
                 _interrupts.begin_hold(thread)
-            new_params, new_opt_state = optimizer.update(
+            new_params, new_opt_state, applied = optimizer.update(
                 out.grads, opt_state, params, state.step, donate=True, metrics=out.metrics, buffers=out.buffers
             )
-            applied = new_params is not params
+            if applied is not True:
+                if _donation.updates != written_over:
+                    _refuse_late_choice(applied)
+                applied = read(applied)
             values = _advance(state, out.samples, applied, same_batch)
             values |= {"params": new_params, "opt_state": new_opt_state}
             if applied:
@@ -190,10 +194,10 @@ class Parts(NamedTuple):
 def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], Outcome]:
     def core(state: TrainState, batch: Any) -> Outcome:
         out = grad_fn(state, batch, Part())
-        params, opt_state = optimizer.update(
+        params, opt_state, applied = optimizer.update(
             out.grads, state.opt_state, state.params, state.step, metrics=out.metrics, buffers=out.buffers
         )
-        return Outcome(params, opt_state, out.buffers, out.metrics, out.samples)
+        return Outcome(params, opt_state, out.buffers, out.metrics, out.samples, checked(applied))
 
     return core
 
@@ -220,7 +224,7 @@ def compiled_step(parts: Parts, compiler: Any = None) -> TrainStep:
         try:
             _interrupts.begin_hold(thread)
             params, opt_state, buffers, metrics, samples, applied = compiler.run(ready, state)
-            values = _advance(state, samples, bool(applied), same_batch)
+            values = _advance(state, samples, read(applied), same_batch)
             values |= {"params": params, "opt_state": opt_state, "buffers": buffers}
             if donate:
                 chain = _chain(state, *ready.machine.program.written)
@@ -241,6 +245,15 @@ def compiled_step(parts: Parts, compiler: Any = None) -> TrainStep:
 
     compiled.parts, compiled.compiler = parts, compiler  # type: ignore[attr-defined]
     return compiled
+
+
+def _refuse_late_choice(applied: Any) -> None:
+    raise RuntimeError(
+        f"the optimizer wrote over the parameters, as a donated step lets it, and a wrapper around it returned "
+        f"applied={applied!r} afterwards, when what it would keep is gone. Decide before the inner update, and hand "
+        "it on: optimizer.update(grads, opt_state, params, step, when=flag & when, **extra); or do not hand on "
+        "donate=, so that the inner update makes new tensors"
+    )
 
 
 def _advance(state: TrainState, samples: int, applied: bool, same_batch: bool) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from looplib._core import ownership as _donation
-from looplib._core import trees
+from looplib._core import trees, updates
 from looplib._core.torch_private import pytree
 
 __all__ = [
@@ -422,18 +421,51 @@ class Init(Protocol):
 
 
 class Update(Protocol):
-    """`update(grads, opt_state, params, step, donate=False, **extra) -> (params, opt_state)`.
+    """`update(grads, opt_state, params, step, donate=False, when=True, **extra) -> (params, opt_state, applied)`.
 
-    `grads` names the parameters to change; the others are handed through. `step` counts the updates before
-    this one: schedules are functions of it. With `donate`, the tensors of `params` and `opt_state` may be
-    written in place. An update that decides to change nothing returns the very dict `params` that it was given:
-    then `step` does not move. `extra` holds `metrics` and `buffers` of the gradients (`Gradients`) when a train step
-    calls.
+    `grads` names the parameters to change; the others are handed through. `step` counts the updates before this one:
+    schedules are functions of it. `applied` says whether an update was made, since `state.step` counts those: a bool,
+    or a 0-dim bool tensor, which the train step reads. A wrapper returns what the inner optimizer said.
+
+    All after `step` are keyword arguments, which an update may leave out:
+
+    Args:
+        donate: the tensors of `params` and `opt_state` may be written in place. An update without it makes new ones,
+            in donated steps too, so that a state bound to a module leaves it.
+        when: a bool or a 0-dim bool tensor: where it is not set, `params` and `opt_state` come back as they were,
+            and `applied` is False. An update without it is simply not called then, or its result not taken.
+        extra: `metrics` and `buffers` of the gradients (`Gradients`), when a train step calls.
+
+    So a wrapper that skips updates has one line to add, which works donated (the flag is read before anything is
+    written over), compiled and vectorized (the graph chooses), and in other such wrappers, with one flag to read for
+    all of them:
+
+    >>> import dataclasses, looplib as ll, torch
+    >>> def skip_small_losses(optimizer, least):
+    ...     def update(grads, opt_state, params, step, *, when=True, **extra):
+    ...         when = when & (extra["metrics"]["loss"].compute() >= least)
+    ...         return optimizer.update(grads, opt_state, params, step, when=when, **extra)
+    ...     return dataclasses.replace(optimizer, update=update)
+    >>> model, optimizer = torch.nn.Linear(2, 1), skip_small_losses(ll.optimizer(torch.optim.SGD, lr=0.1), 10.0)
+    >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    >>> state, metrics = train_step(ll.init_state(model, optimizer), torch.ones(4, 2))
+    >>> state.step, state.skipped
+    (0, True)
+
+    What a wrapper keeps in a state of its own it chooses by `ll.optim.where(applied, new, old)`.
     """
 
     def __call__(
-        self, grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
-    ) -> tuple[Params, Any]: ...
+        self,
+        grads: Grads,
+        opt_state: Any,
+        params: Params,
+        step: int,
+        *,
+        donate: bool = False,
+        when: bool | Tensor = True,
+        **extra: Any,
+    ) -> tuple[Params, Any, bool | Tensor]: ...
 
 
 Evaluation = Callable[[Params, dict[str, Tensor], Any], tuple[Params, dict[str, Tensor]]]
@@ -454,13 +486,12 @@ def _none_known(opt_state: Any, step: int) -> dict[str, float]:
 class Optimizer:
     """A pair of pure functions; `ll.optimizer` makes one of a `torch.optim` class, wrappers one of another.
 
-    Functions that take no `**extra` are given none.
+    Functions that take no `**extra` are given none, and an `update` without `when` is made to take it.
 
     Attributes:
         init: `init(params, **extra) -> opt_state`, a pytree; `extra` holds `buffers`.
-        update: `update(grads, opt_state, params, step, donate=False, **extra) -> (params, opt_state)`; `step` counts
-            the updates before this one, `extra` holds the step's `metrics` and `buffers`, and the very `params` that
-            were given say that no update was made.
+        update: `update(grads, opt_state, params, step, donate=False, when=True, **extra) -> (params, opt_state,
+            applied)`; `step` counts the updates before this one; see `Update`.
         evaluation: `evaluation(params, buffers, opt_state) -> (params, buffers)`, the weights to evaluate with, where
             those are others than the weights that are trained (averages); see `eval_state`.
         hyperparameters: `hyperparameters(opt_state, step) -> {name: float}`, those of the next update; see
@@ -473,24 +504,8 @@ class Optimizer:
     hyperparameters: Numbers = _none_known
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "init", _without_extra(self.init, {"params"}))
-        object.__setattr__(self, "update", _without_extra(self.update, {"donate"}))
-
-
-def _without_extra(function: Any, known: set[str]) -> Any:
-    """The function, deaf to keyword arguments that it does not take."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return function
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return function
-    accepted = known | parameters.keys()
-
-    def deaf(*args: Any, **extra: Any) -> Any:
-        return function(*args, **{name: value for name, value in extra.items() if name in accepted})
-
-    return deaf
+        object.__setattr__(self, "init", updates.with_known_arguments(self.init))
+        object.__setattr__(self, "update", updates.conditional(self.update))
 
 
 Schedule = Callable[[int], float]

@@ -82,6 +82,16 @@ def any_rank(flag: Tensor | bool) -> bool:
     return bool(flag)
 
 
+def all_ranks(flag: Tensor) -> Tensor:
+    """Whether the flag is set on every process, as a tensor on its device, which the host does not wait for."""
+    if not (running() and distributed.get_world_size() > 1):
+        return flag
+    votes = flag.float().reshape(1)
+    on = host_group(distributed.group.WORLD) if votes.device.type == "cpu" else None
+    distributed.all_reduce(votes, distributed.ReduceOp.MIN, on)
+    return votes[0] > 0
+
+
 def largest_over_ranks(values: Sequence[float]) -> list[float]:
     """Of each of a few numbers the largest of all ranks', the same answer on each."""
     largest = torch.tensor(values, dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 A graph has no branches and knows no numbers but constants. So what the host decides before an update (the value of
 a schedule, whether an average moves now) is asked for by `on_host`, and given to the graph at each step; what the
-tensors decide (whether to skip) is chosen by `either`, and an error that depends on them is raised `afterwards`.
+tensors decide (whether to skip) is chosen by `where`, and an error that depends on them is raised `afterwards`.
 Outside of a trace each of these is the plain thing.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from looplib._core import torch_private
+from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 
 R = TypeVar("R")
@@ -190,45 +192,44 @@ def afterwards(function: Callable[..., None], *values: Any) -> None:
         _current.afterwards.append((function, values))
 
 
-class Chosen(dict[str, Tensor]):
-    """Parameters after an update that a tensor has decided about, in a trace; outside, who skips returns the old."""
+def where(flag: bool | Tensor, new: Any, old: Any) -> Any:
+    """`torch.where` over trees: `new` where the flag is set, else `old`.
 
-    def __init__(self, params: dict[str, Tensor], applied: Tensor) -> None:
-        super().__init__(params)
-        self.applied = applied
+    >>> import looplib as ll, torch
+    >>> ll.optim.where(torch.tensor(False), {"count": torch.tensor(1)}, {"count": torch.tensor(0)})
+    {'count': tensor(0)}
 
+    For optimizers of your own that decide by a tensor what becomes of their state. The flag stays on its device, so
+    nothing waits for it. In an update that is donated, `old` may have been written over: there, decide beforehand, by
+    `when=` (see `ll.types.Update`).
 
-def applied(params: dict[str, Tensor]) -> Tensor | None:
-    """What decided whether these parameters are updated ones, or None where they are for sure."""
-    return params.applied if isinstance(params, Chosen) else None
-
-
-def either(flag: Tensor | None, one: Any, other: Any) -> Any:
-    """`one` where the flag is set, else `other`: trees of one structure, tensor by tensor; `one` without a flag."""
-    if flag is None or one is other:
-        return one
-    if isinstance(one, dict):
-        return {key: either(flag, value, other[key]) for key, value in one.items()}
-    if isinstance(one, (list, tuple)):
-        members = [either(flag, a, b) for a, b in zip(one, other, strict=True)]
-        return type(one)(*members) if hasattr(one, "_fields") else type(one)(members)
-    if isinstance(one, Tensor):
-        return torch.where(flag.to(one.device), one, other)
-    if one != other:
-        raise UntraceableError(f"a skipped update would have to choose between {one!r} and {other!r}: keep tensors")
-    return one
+    Args:
+        flag: a bool, which chooses a whole tree, or a 0-dim bool tensor.
+        new, old: pytrees of one structure, with tensors of the same shapes and dtypes. Other leaves have to be equal
+            where a compiled step chooses between them.
+    """
+    if isinstance(flag, bool):
+        return new if flag else old
+    return pytree.tree_map(partial(_chosen, flag), new, old)
 
 
-def choose(
-    flag: Tensor, new: dict[str, Tensor], params: dict[str, Tensor], opt_state: Any, old_opt_state: Any
-) -> tuple[dict[str, Tensor], Any]:
-    """Parameters and state of an update that is made where the flag is set, and is none elsewhere."""
-    inner = applied(new)
-    chosen = {name: either(flag, tensor, params[name]) for name, tensor in new.items()}
-    return Chosen(chosen, flag if inner is None else flag & inner), either(flag, opt_state, old_opt_state)
-
-
-def like(new: dict[str, Tensor], params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`params`, decided about by what has decided about `new`."""
-    flag = applied(new)
-    return params if flag is None else Chosen(params, flag)
+def _chosen(flag: Tensor, new: Any, old: Any) -> Any:
+    if new is old:
+        return new
+    if not isinstance(new, Tensor) or is_sharded(new):
+        if tracing():
+            if new != old:
+                raise UntraceableError(
+                    f"a skipped update would have to choose between {new!r} and {old!r}: keep tensors"
+                )
+            return new
+        return new if flag else old
+    if (new.shape, new.dtype) != (old.shape, old.dtype):
+        raise ValueError(
+            f"where chooses between a tensor of {new.dtype} and shape {tuple(new.shape)}, and one of {old.dtype} and "
+            f"shape {tuple(old.shape)}: an update keeps the shapes and dtypes of what it updates"
+        )
+    if tracing():
+        return torch.where(flag.to(new.device), new, old)
+    with torch.no_grad():
+        return torch.where(flag.to(new.device), new, old).requires_grad_(new.requires_grad)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.ranks import shards
-from looplib._core.tracing import applied, either, like, on_host
+from looplib._core.tracing import on_host, where
 from looplib.optim._averaging import Tensors
 from looplib.optim._wrap import wrap
 from looplib.types import Grads, Optimizer, Params
@@ -53,29 +53,37 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
         return {"inner_state": inner, "slow": slow, "updates": torch.tensor(0)}
 
     def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
-    ) -> tuple[Params, Any]:
-        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
-        if new is params:
-            return params, {**opt_state, "inner_state": inner}
-        counter, meets = on_host(moment, opt_state["updates"])
+        grads: Grads,
+        opt_state: Any,
+        params: Params,
+        step: int,
+        *,
+        donate: bool = False,
+        when: bool | Tensor = True,
+        **extra: Any,
+    ) -> tuple[Params, Any, bool | Tensor]:
+        new, inner, applied = optimizer.update(
+            grads, opt_state["inner_state"], params, step, donate=donate, when=when, **extra
+        )
         skipped = {**opt_state, "inner_state": inner}
+        if applied is False:
+            return params, skipped, False
+        counter, meets = on_host(moment, opt_state["updates"])
         record = {**skipped, "updates": counter}
         if not meets:
-            return new, either(applied(new), record, skipped)
+            return new, where(applied, record, skipped), applied
         with torch.no_grad():
             slow, fast = [opt_state["slow"][name] for name in grads], [new[name] for name in grads]
-            if donate:
+            if donate and applied is True:
                 slow, fast = shards(slow), shards(fast)
                 torch_private.foreach_lerp_(slow, fast, slow_step_size)
                 torch_private.foreach_copy_(fast, slow)
-                return new, record
+                return new, record, True
             moved = dict(zip(grads, torch_private.foreach_lerp(slow, fast, slow_step_size), strict=True))
         # A parameter that the inner update has left alone is still that of the state before.
         there = {name: t.clone().requires_grad_(params[name].requires_grad) for name, t in moved.items()}
         record["slow"] = {**opt_state["slow"], **moved}
-        there = either(applied(new), {**new, **there}, dict(new))
-        return like(new, there), either(applied(new), record, skipped)
+        return where(applied, {**new, **there}, new), where(applied, record, skipped), applied
 
     def moment(before: Tensor) -> tuple[Tensor, bool]:
         updates = int(before) + 1

@@ -1,5 +1,6 @@
 """Optimizers: an `Optimizer` goes in, an `Optimizer` comes out; the first one is made of a torch class."""
 
+from looplib._core.tracing import where
 from looplib.optim._averaging import ema, ema_warmup, eval_state, swa
 from looplib.optim._hyperparameters import hyperparameters, injected, set_hyperparameters
 from looplib.optim._loss_scale import dynamic_loss_scale
@@ -24,4 +25,5 @@ __all__ = [
     "set_hyperparameters",
     "skip_spikes",
     "swa",
+    "where",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.ranks import shards
-from looplib._core.tracing import applied, either, on_host
+from looplib._core.tracing import on_host, where
 from looplib.optim._hyperparameters import of_another
 from looplib.optim._wrap import wrap
 from looplib.types import Grads, Optimizer, Params, TrainState
@@ -124,18 +124,29 @@ def _averaging(
         return {"inner_state": inner, "average": averaged, "n_averaged": count, "updates": torch.tensor(0)}
 
     def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
-    ) -> tuple[Params, Any]:
-        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
-        if new is params:
-            return params, {**opt_state, "inner_state": inner}
+        grads: Grads,
+        opt_state: Any,
+        params: Params,
+        step: int,
+        *,
+        donate: bool = False,
+        when: bool | Tensor = True,
+        **extra: Any,
+    ) -> tuple[Params, Any, bool | Tensor]:
+        new, inner, applied = optimizer.update(
+            grads, opt_state["inner_state"], params, step, donate=donate, when=when, **extra
+        )
+        skipped = {**opt_state, "inner_state": inner}
+        if applied is False:
+            return params, skipped, False
         counted, moves = on_host(moment, opt_state["updates"])
-        record = {**opt_state, "inner_state": inner, **counted}
+        record = {**skipped, **counted}
         if moves is not None:
             now = {"params": new, "buffers": extra.get("buffers", {})}
             average = opt_state["average"]
-            record["average"] = {kind: _moved(average[kind], now[kind], *moves, donate) for kind in average}
-        return new, either(applied(new), record, {**opt_state, "inner_state": inner})
+            in_place = donate and applied is True
+            record["average"] = {kind: _moved(average[kind], now[kind], *moves, in_place) for kind in average}
+        return new, where(applied, record, skipped), applied
 
     def moment(before: Tensor) -> tuple[dict[str, Tensor], tuple[bool, float] | None]:
         """The counters after this update, and whether the average moves: as the first one, or by which share."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.tracing import afterwards, choose, tracing
+from looplib._core.tracing import afterwards, where
 from looplib.optim._skipping import NonFiniteGradientsError, all_finite
 from looplib.optim._wrap import wrap
 from looplib.types import Grads, Optimizer, Params
@@ -42,9 +42,9 @@ def dynamic_loss_scale(
     >>> optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
     >>> params = {"w": torch.ones(1)}
     >>> opt_state = optimizer.init(params)
-    >>> same, opt_state = optimizer.update({"w": torch.tensor([torch.inf])}, opt_state, params, 0)
-    >>> same is params, opt_state["loss_scale"].item()
-    (True, 32768.0)
+    >>> params, opt_state, applied = optimizer.update({"w": torch.tensor([torch.inf])}, opt_state, params, 0)
+    >>> applied, opt_state["loss_scale"].item()
+    (False, 32768.0)
 
     The scale moves as `torch.amp.GradScaler`'s does. A skipped step changes nothing else: neither parameters nor
     buffers, averages of weights, or `state.step`, so the schedules stand still too; `state.skipped` is True. Ranks
@@ -78,26 +78,31 @@ def dynamic_loss_scale(
         }
 
     def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
-    ) -> tuple[Params, Any]:
+        grads: Grads,
+        opt_state: Any,
+        params: Params,
+        step: int,
+        *,
+        donate: bool = False,
+        when: bool | Tensor = True,
+        **extra: Any,
+    ) -> tuple[Params, Any, bool | Tensor]:
         finite = all_finite(grads)
-        scale, tracker = opt_state["loss_scale"].clone(), opt_state["growth_tracker"].clone()
-        if isinstance(finite, Tensor):
-            overflowed = (~finite).to(scale)
-        else:
-            overflowed = torch.full((), float(not finite), device=scale.device)
-        torch_private.amp_update_scale_(scale, tracker, overflowed, growth_factor, backoff_factor, growth_interval)
-        record = {**opt_state, "loss_scale": scale, "growth_tracker": tracker}
-        if isinstance(finite, Tensor) or not finite:
-            afterwards(check, finite, scale, opt_state["loss_scale"], step)
-        if not tracing() and not finite:
-            return params, record
-        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
-        updated = {**record, "inner_state": inner}
-        return choose(finite, new, params, updated, record) if isinstance(finite, Tensor) else (new, updated)
+        new, inner, applied = optimizer.update(
+            grads, opt_state["inner_state"], params, step, donate=donate, when=finite & when, **extra
+        )
+        before = {name: opt_state[name] for name in ("loss_scale", "growth_tracker")}
+        scale, tracker = (tensor.clone() for tensor in before.values())
+        torch_private.amp_update_scale_(
+            scale, tracker, (~finite).to(scale), growth_factor, backoff_factor, growth_interval
+        )
+        if applied is not True:
+            afterwards(check, ~finite & when, scale, before["loss_scale"], step)
+        after = where(when, {"loss_scale": scale, "growth_tracker": tracker}, before)
+        return new, {"inner_state": inner, **after}, applied
 
-    def check(finite: Tensor | bool, scale: Tensor, before: Tensor, step: int) -> None:
-        if not finite and scale < min_scale:
+    def check(overflowed: Tensor, scale: Tensor, before: Tensor, step: int) -> None:
+        if overflowed and scale < min_scale:
             raise NonFiniteGradientsError(
                 f"gradients are not finite at step {step} though the loss scale is down to "
                 f"{before.item()} (min_scale={min_scale}), so the scale is not the cause: "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.tracing import like
+from looplib._core.tracing import where
 from looplib.optim._wrap import wrap
 from looplib.types import Grads, Optimizer, Params
 
@@ -48,22 +48,32 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
         return {"inner_state": optimizer.init({**params, **master}, **extra), "master": master}
 
     def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
-    ) -> tuple[Params, Any]:
+        grads: Grads,
+        opt_state: Any,
+        params: Params,
+        step: int,
+        *,
+        donate: bool = False,
+        when: bool | Tensor = True,
+        **extra: Any,
+    ) -> tuple[Params, Any, bool | Tensor]:
         master = opt_state["master"]
         wide = {name: grad.to(dtype) if name in master else grad for name, grad in grads.items()}
         full = {**params, **master}
-        new, inner = optimizer.update(wide, opt_state["inner_state"], full, step, donate=donate, **extra)
-        if new is full:
-            return params, {**opt_state, "inner_state": inner}
+        new, inner, applied = optimizer.update(
+            wide, opt_state["inner_state"], full, step, donate=donate, when=when, **extra
+        )
+        if applied is False:
+            return params, {**opt_state, "inner_state": inner}, False
         narrow = {}
         with torch.no_grad():
             for name in master.keys() & grads.keys():
                 old = params[name]
                 rounded = old.copy_(new[name]) if donate else new[name].to(old.dtype)
                 narrow[name] = rounded.requires_grad_(old.requires_grad)
-        changed = {**new, **{name: params[name] for name in master}, **narrow}
-        return like(new, changed), {"inner_state": inner, "master": {name: new[name] for name in master}}
+        kept = {name: params[name] for name in master}
+        new_params = {**new, **kept, **where(applied, narrow, {name: kept[name] for name in narrow})}
+        return new_params, {"inner_state": inner, "master": {name: new[name] for name in master}}, applied
 
     def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
         full = {**params, **opt_state["master"]}

@@ -46,7 +46,7 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
     >>> params = dict(torch.nn.Linear(2, 1).named_parameters())
     >>> opt_state = adamw.init(params)
     >>> grads = {name: torch.ones_like(tensor) for name, tensor in params.items()}
-    >>> new_params, opt_state = adamw.update(grads, opt_state, params, 0)
+    >>> new_params, opt_state, applied = adamw.update(grads, opt_state, params, 0)
 
     Args:
         cls: the class, not an instance.
@@ -336,7 +336,7 @@ class _Engine:
 
     def update(
         self, grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
-    ) -> tuple[Params, Any]:
+    ) -> tuple[Params, Any, bool]:
         states = opt_state["state"]
         if not grads.keys() <= states.keys():
             raise ValueError(
@@ -344,7 +344,7 @@ class _Engine:
                 "with the same model, and the same trainable=, as the gradient function"
             )
         if tracing():
-            return self.written_down(grads, opt_state, params, step)
+            return *self.written_down(grads, opt_state, params, step), True
         for name, grad in grads.items():
             if grad.dtype is not params[name].dtype:
                 raise ValueError(
@@ -396,7 +396,7 @@ class _Engine:
                 {key: _copy(group[key]) for key in values}
                 for group, values in zip(instance.param_groups, opt_state["groups"], strict=True)
             ]
-        return {**params, **tensors}, new_state
+        return {**params, **tensors}, new_state, True
 
     def written_down(self, grads: Grads, opt_state: Any, params: Params, step: int) -> tuple[Params, Any]:
         """An update in a trace, by the class's own step."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from looplib._core.tracing import Chosen, applied, on_host
+from looplib._core.tracing import on_host
 from looplib.optim._wrap import wrap
 from looplib.types import Grads, Optimizer, Params
 
@@ -73,23 +72,20 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     def update(
         grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
-    ) -> tuple[Params, Any]:
-        states, new, acted = dict(opt_state["inner_states"]), dict(params), False
-        flags: list[Tensor | None] = []
+    ) -> tuple[Params, Any, bool | Tensor]:
+        states, new = dict(opt_state["inner_states"]), dict(params)
+        applied: bool | Tensor = False
         members = divide(params)
         check(grads)
         for key, own in members.items():
             mine = {name: grads[name] for name in own if name in grads}
             if mine:
-                changed, states[key] = optimizers[key].update(mine, states[key], own, step, donate=donate, **extra)
-                if changed is not own:
-                    acted = True
-                    flags.append(applied(changed))
+                changed, states[key], acted = optimizers[key].update(
+                    mine, states[key], own, step, donate=donate, **extra
+                )
                 new.update(changed)
-        decided = [flag for flag in flags if flag is not None]
-        if decided and len(decided) == len(flags):  # in a trace, where each of them may have skipped
-            new = Chosen(new, torch.stack(decided).any())
-        return (new if acted else params), {"inner_states": states}
+                applied = acted is True or applied is True or acted | applied
+        return (params if applied is False else new), {"inner_states": states}, applied
 
     def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
         chosen = dict(params)
@@ -132,14 +128,23 @@ def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimize
         return {"inner_state": optimizer.init(params, **extra)}
 
     def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
-    ) -> tuple[Params, Any]:
+        grads: Grads,
+        opt_state: Any,
+        params: Params,
+        step: int,
+        *,
+        donate: bool = False,
+        when: bool | Tensor = True,
+        **extra: Any,
+    ) -> tuple[Params, Any, bool | Tensor]:
         names = tuple(grads)
         chosen = on_host(lambda step: [name for name in names if not frozen(name, step)], step)
         active = {name: grads[name] for name in chosen}
         if not active:
-            return dict(params), opt_state
-        new, inner = optimizer.update(active, opt_state["inner_state"], params, step, donate=donate, **extra)
-        return new, {"inner_state": inner}
+            return params, opt_state, when
+        new, inner, applied = optimizer.update(
+            active, opt_state["inner_state"], params, step, donate=donate, when=when, **extra
+        )
+        return new, {"inner_state": inner}, applied
 
     return wrap(optimizer, init, update)

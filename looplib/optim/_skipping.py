@@ -1,7 +1,8 @@
 """Updates that are better not made.
 
-What decides is an `Optimizer` around another: it looks at the gradients, or at the metrics of the step, and hands
-back the parameters that it was given, so that the step counts nothing as done. What it remembers is in its state.
+What decides is an `Optimizer` around another: it looks at the gradients, or at the metrics of the step, and tells
+the inner one when to update. An update that was not made says so, and the step counts nothing as done. What a wrapper
+remembers is in its state.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.ranks import any_rank, shards, sum_over_ranks
-from looplib._core.tracing import afterwards, choose, tracing
+from looplib._core.ranks import all_ranks, shards, sum_over_ranks
+from looplib._core.tracing import afterwards, tracing, where
 from looplib.metrics._mean import Mean
 from looplib.optim._wrap import wrap
 from looplib.types import Grads, Optimizer, Params
@@ -30,7 +31,7 @@ class NonFiniteGradientsError(ArithmeticError):
     >>> train_step(ll.init_state(model, optimizer), torch.full((4, 2), torch.inf))
     Traceback (most recent call last):
     ...
-    looplib.skipping.NonFiniteGradientsError: ...
+    looplib.optim._skipping.NonFiniteGradientsError: ...
     """
 
 
@@ -41,9 +42,9 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
     >>> safe = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), max_consecutive=5)
     >>> params = {"w": torch.ones(1)}
     >>> opt_state = safe.init(params)
-    >>> same, opt_state = safe.update({"w": torch.tensor([torch.inf])}, opt_state, params, 0)
-    >>> same is params, opt_state["notfinite_count"].item()
-    (True, 1)
+    >>> params, opt_state, applied = safe.update({"w": torch.tensor([torch.inf])}, opt_state, params, 0)
+    >>> applied, opt_state["notfinite_count"].item()
+    (False, 1)
 
     A skipped step changes neither parameters nor buffers nor the optimizer's state nor `state.step`, so the
     schedules stand still too; `state.batch` and `state.samples` move on, since the batch was consumed, and
@@ -70,22 +71,30 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
         return {"inner_state": inner, "notfinite_count": zero, "total_notfinite": zero.clone()}
 
     def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
-    ) -> tuple[Params, Any]:
-        count, total = opt_state["notfinite_count"], opt_state["total_notfinite"]
+        grads: Grads,
+        opt_state: Any,
+        params: Params,
+        step: int,
+        *,
+        donate: bool = False,
+        when: bool | Tensor = True,
+        **extra: Any,
+    ) -> tuple[Params, Any, bool | Tensor]:
         finite = all_finite(grads)
-        skipped = {**opt_state, "notfinite_count": count + 1, "total_notfinite": total + 1}
-        if isinstance(finite, Tensor) or not finite:
+        new, inner, applied = optimizer.update(
+            grads, opt_state["inner_state"], params, step, donate=donate, when=finite & when, **extra
+        )
+        before = {name: opt_state[name] for name in ("notfinite_count", "total_notfinite")}
+        after = {**before, "notfinite_count": torch.zeros_like(before["notfinite_count"])}
+        if applied is not True:  # else all was finite, and nothing more is to be asked
+            skipped = {name: count + 1 for name, count in before.items()}
+            after = where(when, where(finite, after, skipped), before)
             by_name = {} if tracing() else {name: _finite([grad]) for name, grad in grads.items()}
-            afterwards(check, finite, count, step, by_name)
-        if isinstance(finite, bool) and not finite:
-            return params, skipped
-        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
-        record = {"inner_state": inner, "notfinite_count": torch.zeros_like(count), "total_notfinite": total}
-        return (new, record) if isinstance(finite, bool) else choose(finite, new, params, record, skipped)
+            afterwards(check, ~finite & when, before["notfinite_count"], step, by_name)
+        return new, {"inner_state": inner, **after}, applied
 
-    def check(finite: Tensor | bool, count: Tensor, step: int, by_name: dict[str, Tensor]) -> None:
-        if finite or count < max_consecutive:
+    def check(skipped: Tensor, count: Tensor, step: int, by_name: dict[str, Tensor]) -> None:
+        if not skipped or count < max_consecutive:
             return
         bad = [name for name, good in by_name.items() if not good]
         found = f"in {len(bad)} of {len(by_name)} parameters: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}"
@@ -99,17 +108,16 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
     return wrap(optimizer, init, update)
 
 
-def all_finite(grads: Grads) -> bool | Tensor:
-    """Whether all gradients are finite, on all ranks; in a trace a tensor that says so."""
-    finite = _finite(grads.values())
-    return finite if tracing() else not any_rank(~finite)
+def all_finite(grads: Grads) -> Tensor:
+    """Whether all gradients are finite, on all ranks: a tensor, which nothing waits for."""
+    return all_ranks(_finite(grads.values()))
 
 
 def _finite(grads: Iterable[Tensor]) -> Tensor:
     dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in shards(grads)]
     largest = torch_private.foreach_norm([grad for grad in dense if grad.numel()], ord=float("inf"))
     if not largest:
-        return torch.tensor(True)
+        return torch.tensor(True, device=dense[0].device if dense else None)
     return torch.stack([norm.to(largest[0]) for norm in largest]).isfinite().all()
 
 
@@ -155,37 +163,50 @@ def skip_spikes(
         )
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
-        zero = torch.zeros((), dtype=torch.int64)
+        device = next(iter(params.values())).device  # where the loss is, so that nothing waits for it
+        device = torch.device("cpu") if device.type == "mps" else device  # which knows no float64
+        zero = torch.zeros((), dtype=torch.int64, device=device)
         return {
             "inner_state": optimizer.init(params, **extra),
-            "recent": torch.full((window,), torch.nan, dtype=torch.float64),
+            "recent": torch.full((window,), torch.nan, dtype=torch.float64, device=device),
             "seen": zero,
             "spikes_in_a_row": zero.clone(),
             "total_spikes": zero.clone(),
         }
 
     def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
-    ) -> tuple[Params, Any]:
-        value = _value(extra.get("metrics") or {}, monitor)
+        grads: Grads,
+        opt_state: Any,
+        params: Params,
+        step: int,
+        *,
+        donate: bool = False,
+        when: bool | Tensor = True,
+        **extra: Any,
+    ) -> tuple[Params, Any, bool | Tensor]:
         recent, seen, row = opt_state["recent"], opt_state["seen"], opt_state["spikes_in_a_row"]
+        value = _value(extra.get("metrics") or {}, monitor).to(recent.device, torch.float64)
         known = ~recent.isnan()
         count, finite = known.sum(), value.isfinite()
         mean = recent.nansum() / count
         deviation = (torch.where(known, recent - mean, 0).square().sum() / (count - 1)).sqrt()
         spike = ~finite | ((count >= max(2, window // 2)) & (value > mean + sigmas * deviation))
-        at = finite & (torch.arange(window) == seen % window)
-        record = {**opt_state, "recent": torch.where(at, value, recent), "seen": seen + finite}
-        skipped = {**record, "spikes_in_a_row": row + 1, "total_spikes": opt_state["total_spikes"] + 1}
-        afterwards(check, finite, row, value, step)
-        if not tracing() and spike:
-            return params, skipped
-        new, inner = optimizer.update(grads, opt_state["inner_state"], params, step, donate=donate, **extra)
-        record = {**record, "spikes_in_a_row": torch.zeros_like(row), "inner_state": inner}
-        return choose(~spike, new, params, record, skipped) if tracing() else (new, record)
+        new, inner, applied = optimizer.update(
+            grads, opt_state["inner_state"], params, step, donate=donate, when=~spike & when, **extra
+        )
+        at = finite & (torch.arange(window, device=recent.device) == seen % window)
+        after = {
+            "recent": torch.where(at, value, recent),
+            "seen": seen + finite,
+            "spikes_in_a_row": torch.where(spike, row + 1, 0),
+            "total_spikes": opt_state["total_spikes"] + spike,
+        }
+        if applied is not True:
+            afterwards(check, ~finite & when, row, value, step)
+        return new, {"inner_state": inner, **where(when, after, {name: opt_state[name] for name in after})}, applied
 
-    def check(finite: Tensor, row: Tensor, value: Tensor, step: int) -> None:
-        if not finite and row >= max_consecutive:
+    def check(diverged: Tensor, row: Tensor, value: Tensor, step: int) -> None:
+        if diverged and row >= max_consecutive:
             raise NonFiniteGradientsError(
                 f"{monitor!r} was a spike {int(row) + 1} times in a row (max_consecutive={max_consecutive}) and is "
                 f"{value.item()} at step {step}: lower the learning rate, or look at the batch; the state is as it "
@@ -196,7 +217,7 @@ def skip_spikes(
 
 
 def _value(metrics: Any, name: str) -> Tensor:
-    """A metric over all ranks, in float64 on the host."""
+    """A metric over all ranks."""
     if name not in metrics:
         raise ValueError(
             f"skip_spikes watches {name!r}, which is not among the metrics of the step: "
@@ -207,5 +228,5 @@ def _value(metrics: Any, name: str) -> Tensor:
     parts = [number.detach().reshape(()) for number in numbers]
     device = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
     pair = torch.stack([part.to(device, torch.float32 if device.type == "mps" else torch.float64) for part in parts])
-    total, weight = sum_over_ranks(pair * record.times).cpu().double().unbind()
+    total, weight = sum_over_ranks(pair * record.times).unbind()
     return total / weight

@@ -837,7 +837,7 @@ def assert_compiles(
 def _by_core(parts: Parts, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, dict[str, Any]]]:
     """One step of a step's own Python."""
     out = parts.core(state, copied(batch))
-    applied = out.params is not state.params
+    applied = bool(out.applied)
     new = {"params": out.params, "opt_state": out.opt_state, "buffers": out.buffers if applied else state.buffers}
     later = state.replace(**new, step=state.step + applied)
     return later, _outcome(later, out.metrics)

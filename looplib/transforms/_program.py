@@ -217,7 +217,7 @@ def dissect(tree: Any, leaf: Callable[[Tensor, int], str] = lambda tensor, place
             return f"n[{node.name!r}]"
         if node is None or type(node) in (bool, int, str) or (type(node) is float and node == node):
             return repr(node) if type(node) is not float or abs(node) < float("inf") else constant(node)
-        if type(node) is dict or type(node) is _tracing.Chosen:
+        if type(node) is dict:
             inner = [f"{repr(k) if type(k) in (str, int) else constant(k)}: {walk(v)}" for k, v in node.items()]
             return f"{{{', '.join(inner)}}}"
         if type(node) in (list, tuple):
@@ -337,11 +337,7 @@ def trace(
         drawing = _DrawnOnce()
         with _tracing.within(here), drawing:
             out = core(stand_in, in_batch.build()(given[len(in_state.tensors) :]))
-            flag = _tracing.applied(out.params)
-            if out.params is params:
-                out = out._replace(applied=False, buffers=buffers)
-            elif flag is not None:
-                out = out._replace(applied=flag, buffers=_tracing.either(flag, out.buffers, buffers))
+            out = out._replace(buffers=_tracing.where(out.applied, out.buffers, buffers))
         outcome = tuple(out), [values for _, values in here.afterwards]
         checks = [function for function, _ in here.afterwards]
         result[:] = outcome, checks, _successors(out, stand_in, known), drawing.streams

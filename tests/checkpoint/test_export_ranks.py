@@ -353,7 +353,7 @@ def optimizers_go_out_and_come_in(folder):
         assert same_trees(parts, whole)
         raw.load_state_dict(parts)
         grads = {key: (p.detach() + 1).sin() for key, p in state.params.items()}
-        params, opt_state = optimizer.update(grads, state.opt_state, state.params, 3)
+        params, opt_state, _ = optimizer.update(grads, state.opt_state, state.params, 3)
         back = ll.checkpoint.load_optimizer_state_dict(model, fresh, raw)
         assert same_trees(back.opt_state, state.opt_state), name
         for key, p in model.named_parameters():

@@ -100,12 +100,13 @@ def test_skip_spikes_equals_the_reference(losses, window, sigmas, max_consecutiv
                 update()
             assert bits((params, opt_state)) == before
             return
-        new, record = update()
+        new, record, applied = update()
         assert bits((params, opt_state)) == before
         recent = record["recent"][~record["recent"].isnan()].sort().values.tolist()
         row, total = record["spikes_in_a_row"].item(), record["total_spikes"].item()
         assert (new is params, row, total, recent) == now
-        step += new is not params
+        assert applied is (new is not params)
+        step += applied
         params, opt_state = new, record
     assert params["w"].item() == -step
 
@@ -154,7 +155,7 @@ def test_a_loss_that_has_changed_for_good_is_accepted_in_the_end():
     opt_state = optimizer.init(params)
     for at in range(40):
         loss = (1.0 if at < 20 else 10.0) + 0.01 * (at % 2)
-        new, opt_state = optimizer.update(
+        new, opt_state, _ = optimizer.update(
             {"w": torch.ones(1)}, opt_state, params, at, metrics={"loss": ll.Mean(loss)}
         )
         skipped += [at] if new is params else []
@@ -171,7 +172,7 @@ def test_a_loss_that_stays_is_no_spike(loss, window):
     params = {"w": torch.zeros(1)}
     opt_state = optimizer.init(params)
     for step in range(25):
-        params, opt_state = optimizer.update(
+        params, opt_state, _ = optimizer.update(
             {"w": torch.ones(1)}, opt_state, params, step, metrics={"loss": ll.Mean(torch.tensor(loss))}
         )
     assert opt_state["total_spikes"] == 0
@@ -215,7 +216,9 @@ def test_another_metric_than_a_mean_can_be_watched():
     params = {"w": torch.zeros(1)}
     opt_state, kept = optimizer.init(params), []
     for value in (1.0, 1.1, 50.0, 1.0):
-        new, opt_state = optimizer.update({"w": torch.ones(1)}, opt_state, params, 0, metrics={"last": Last(value)})
+        new, opt_state, _ = optimizer.update(
+            {"w": torch.ones(1)}, opt_state, params, 0, metrics={"last": Last(value)}
+        )
         kept.append(new is params)
     assert kept == [False, False, True, False]
 

@@ -581,7 +581,7 @@ def _(loader):
     params = {"w": torch.zeros(1)}
     opt_state, before = optimizer.init(params), 0.0
     for step in range(12):
-        params, opt_state = optimizer.update({"w": torch.ones(1)}, opt_state, params, step)
+        params, opt_state, _ = optimizer.update({"w": torch.ones(1)}, opt_state, params, step)
         assert before - params["w"].item() == pytest.approx(0.1 * 0.9 ** (step // 5), rel=1e-4)
         before = params["w"].item()
 
@@ -634,9 +634,10 @@ def _(grad_fn, model, loss_fn, state, batch):
 )
 def _(grad_fn, optimizer, train_step, state, batch):
     grads = grad_fn(state, batch).grads
-    params, opt_state = optimizer.update(grads, state.opt_state, state.params, state.step)
+    params, opt_state, applied = optimizer.update(grads, state.opt_state, state.params, state.step)
     # shows
     after, _ = train_step(state, batch)
+    assert applied
     assert equal(params, after.params)
     assert equal(opt_state, after.opt_state)
 

@@ -544,7 +544,7 @@ def _(gpt2, tokens, lm_loss):
     assert looplib_updates(gpt2, lm_loss, tokens, optimizer)
     state = ll.init_state(gpt2, optimizer)
     zeros = {name: torch.zeros_like(tensor) for name, tensor in state.params.items()}
-    decayed_only, _ = optimizer.update(zeros, state.opt_state, state.params, 0)
+    decayed_only, _, _ = optimizer.update(zeros, state.opt_state, state.params, 0)
     moved = {name for name, tensor in decayed_only.items() if not torch.equal(tensor, state.params[name])}
     assert moved == decayed - {"lm_head.weight"}  # another name of the embedding
 

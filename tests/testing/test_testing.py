@@ -936,8 +936,8 @@ def counting(inner):
         return {"inner_state": inner.init(params), "count": 0}
 
     def update(grads, opt_state, params, step, **options):
-        new, found = inner.update(grads, opt_state["inner_state"], params, step, **options)
-        return new, {"inner_state": found, "count": opt_state["count"] + 1}
+        new, found, applied = inner.update(grads, opt_state["inner_state"], params, step, **options)
+        return new, {"inner_state": found, "count": opt_state["count"] + 1}, applied
 
     return ll.types.Optimizer(init, update)
 
@@ -1007,11 +1007,11 @@ def test_a_compiled_step_that_forgets_a_part_is_found(name):
     inner = ll.ema(scheduled(), 0.9)
 
     def update(grads, opt_state, params, step, **options):
-        new, later = inner.update(grads, opt_state, params, step, **options)
+        new, later, applied = inner.update(grads, opt_state, params, step, **options)
         if torch.compiler.is_compiling():
             later = {**later, "average": opt_state["average"]} if name == "average" else later
             new = dict(params) if name == "weights" else new
-        return new, later
+        return new, later, applied
 
     step, state = put_together(mlp(), optimizer=ll.types.Optimizer(inner.init, update))
     with fails("not the eager one: after step", "['average']" if name == "average" else "params['0.weight']"):

@@ -927,7 +927,7 @@ def test_tensors_of_a_state_may_change_places(donate):
                 for name, tensor in params.items()
             }
         last = {name: tensor.detach() for name, tensor in params.items()}
-        return new, {"last": last, "swapped": opt_state["swapped"][::-1]}
+        return new, {"last": last, "swapped": opt_state["swapped"][::-1]}, True
 
     model = net()
     compare(model, ll.make_grad_fn(model, loss_fn), ll.types.Optimizer(init, update), batches(3), donate)

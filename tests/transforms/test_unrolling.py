@@ -1009,9 +1009,9 @@ def test_tasks_that_would_need_different_graphs_are_refused():
 
     def update(grads, opt_state, params, step):
         if not ll.transforms.on_host(lambda moves: bool(moves > 0), opt_state["moves"]):
-            return params, opt_state
-        new, inner = sgd.update(grads, opt_state["inner"], params, step)
-        return new, {**opt_state, "inner": inner}
+            return params, opt_state, False
+        new, inner, applied = sgd.update(grads, opt_state["inner"], params, step)
+        return new, {**opt_state, "inner": inner}, applied
 
     model, data = net(), batches(1)
     step, _, start = make(model, optimizer=ll.types.Optimizer(init, update))
