@@ -1,7 +1,8 @@
-"""From a state to numbers over whole sets.
+"""Evaluation: metrics over whole data sets.
 
-Batches pass one by one, and what is kept of them is a record of each metric, or nothing: memory does not grow with
-the set. Nothing here changes the state, the module or torch's random stream: training goes on as if it had not been.
+Batches pass one by one, and what is kept of them is one record for each metric, so memory does not grow with the set.
+Nothing here changes the state, the module or torch's random stream: training continues as if there had been no
+evaluation.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import torch
 
-from looplib._core.ranks import any_rank, gather, is_first, rank, world_size
+from looplib._core.ranks import gather
 from looplib._core.torch_private import pytree
 from looplib._core.trees import batch_size
 from looplib.distributed._reduce import merged
+from looplib.evaluation._batches import Reading, read
 from looplib.metrics._mean import Mean, compute, merge
 from looplib.types import Metric, Metrics, TrainState
 
@@ -36,7 +37,7 @@ def evaluate(
     tokens: Callable[[Any], int] | None = None,
     divide: bool = True,
 ) -> dict[str, float]:
-    """The metrics over all batches, as floats: exact for any split, and training stays as it was.
+    """Evaluate: the metrics over all batches, as floats. They do not depend on the batch size.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(1, 1)
@@ -80,45 +81,53 @@ def evaluate(
     check_order("evaluate", eval_step, state)
     if isinstance(batches, Mapping):
         _check_sets(batches)
-        found: dict[str, float] = {}
-        options: dict[str, Any] = {
-            "limit": limit,
-            "progress": progress,
-            "rates": rates,
-            "tokens": tokens,
-            "divide": divide,
-        }
+        options: dict[str, Any] = {"limit": limit, "progress": progress, "rates": rates, "tokens": tokens}
+        values: dict[str, float] = {}
         for name, members in batches.items():
-            step = eval_step.get(name) if isinstance(eval_step, Mapping) else eval_step
-            if step is None:
-                raise ValueError(f"no eval_step for the set {name!r}: there are those of {', '.join(eval_step)}")  # type: ignore[arg-type]
-            place = f"{prefix}{name}/"
-            found |= evaluate(step, state, members, place, **options)
-        return found
+            step = _step_of(name, eval_step)
+            values |= evaluate(step, state, members, f"{prefix}{name}/", divide=divide, **options)
+        return values
     if isinstance(eval_step, Mapping):
         raise ValueError(f"eval_step has {', '.join(eval_step)}, and the batches no names: give a dict of sets too")
 
-    began, counts = time.perf_counter(), [0, 0, 0]
-
-    def count(batch: Any) -> None:
-        sizes = 1, batch_size(batch), tokens(batch) if tokens else 0
-        counts[:] = [counted + size for counted, size in zip(counts, sizes, strict=True)]
-
+    counter = _Counter(tokens) if rates or tokens else None
     title = f"{prefix.strip('/') or 'evaluation'}" if progress else None
-    counted = rates or tokens
     with _kept_stream():
-        whole = _measured("evaluate", eval_step, state, batches, limit, title, divide, count if counted else None)
-        values = compute(whole, prefix)  # which waits for the device
-    if counted:
-        ranks = gather((time.perf_counter() - began, counts))
+        records = _measured("evaluate", eval_step, state, Reading(batches, limit, title, divide), counter)
+        values = compute(records, prefix)  # which waits for the device
+    return values | counter.rates(prefix) if counter else values
+
+
+def _step_of(name: str, eval_step: EvalFn | Mapping[str, EvalFn]) -> EvalFn:
+    """The step for the set of this name."""
+    if not isinstance(eval_step, Mapping):
+        return eval_step
+    if name not in eval_step:
+        raise ValueError(f"no eval_step for the set {name!r}: there are those of {', '.join(eval_step)}")
+    return eval_step[name]
+
+
+class _Counter:
+    """Counts the batches that pass, their samples and tokens, and the seconds since it was made."""
+
+    def __init__(self, tokens: Callable[[Any], int] | None) -> None:
+        self._began = time.perf_counter()
+        self._tokens = tokens
+        self._counts = {"samples": 0, "steps": 0} | ({"tokens": 0} if tokens else {})
+
+    def add(self, batch: Any) -> None:
+        self._counts["steps"] += 1
+        self._counts["samples"] += batch_size(batch)
+        if self._tokens is not None:
+            self._counts["tokens"] += self._tokens(batch)
+
+    def rates(self, prefix: str) -> dict[str, float]:
+        """Those of all ranks together: what was counted on any of them, over the longest time on one."""
+        ranks = gather((time.perf_counter() - self._began, self._counts))
         seconds = max(taken for taken, _ in ranks)
-        totals = dict(
-            zip(("steps", "samples", "tokens"), map(sum, zip(*[own for _, own in ranks], strict=True)), strict=True)
-        )
-        names = ["samples", "steps"] + (["tokens"] if tokens else [])
-        values |= {f"{prefix}{name}_per_second": totals[name] / seconds for name in names}
-        values[f"{prefix}seconds"] = seconds
-    return values
+        totals = {name: sum(counts[name] for _, counts in ranks) for name in self._counts}
+        values = {f"{prefix}{name}_per_second": total / seconds for name, total in totals.items()}
+        return values | {f"{prefix}seconds": seconds}
 
 
 def measure(
@@ -130,7 +139,7 @@ def measure(
     progress: bool = False,
     divide: bool = True,
 ) -> dict[str, Metric]:
-    """The metrics over all batches of one set as records, for what is more than a number, such as a matrix to draw.
+    """Metric records over all batches of one set, for what is more than a number, such as a confusion matrix to draw.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(1, 1)
@@ -160,28 +169,25 @@ def measure(
             raise ValueError(f"measure takes one set, and {name} has {', '.join(value)}: call it for each of them")
     with _kept_stream():
         title = "evaluation" if progress else None
-        return _measured("measure", eval_step, state, batches, limit, title, divide)
+        return _measured("measure", eval_step, state, Reading(batches, limit, title, divide))
 
 
 def _measured(
     function: str,
     eval_step: EvalFn,
     state: TrainState,
-    batches: Any,
-    limit: int | None,
-    title: str | None,
-    divide: bool,
-    count: Callable[[Any], None] | None = None,
+    reading: Reading,
+    counter: _Counter | None = None,
 ) -> dict[str, Metric]:
     """The metrics of all batches and ranks together; each batch that counts is counted."""
     metrics: Metrics | None = None
     held: list[tuple[int, Metrics]] = []
-    for batch, counts in read(batches, state, 0, limit, title, divide):
+    for batch, counts in read(reading, state):
         metrics = eval_step(state, batch)
         if counts:
             _hold(held, metrics)
-            if count is not None:
-                count(batch)
+            if counter is not None:
+                counter.add(batch)
     whole = merged(merge(*[part for _, part in held]) if held else None, metrics)
     if whole is None:
         raise ValueError(
@@ -234,67 +240,3 @@ def _hold(held: list[tuple[int, Metrics]], metrics: Metrics) -> None:
 
 def _tensors(metrics: Metrics) -> int:
     return len(pytree.tree_leaves(dict(metrics)))
-
-
-def read(
-    batches: Any, state: TrainState, start: int, limit: int | None, title: str | None, divide: bool
-) -> Iterator[tuple[Any, bool]]:
-    """This rank's batches from a place on, and whether each counts: all ranks are given the same number of them."""
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; give how many batches, at least 1, or None for all")
-    stream = getattr(batches, "_length", 0) is None
-    length = max(0, len(batches) - start) if hasattr(batches, "__len__") and not stream else None
-    if length == 0:
-        batches, start = (), 0  # a loader takes it for a mistake to be read on from its end
-    if limit is not None:
-        length = limit if length is None else min(limit, length)
-    # A stream reads what comes before as well, and takes its end for a mistake, too.
-    first = 0 if stream or not callable(batches) else start
-    rest = slice(start - first, None if limit is None else start - first + limit)
-    ranks = world_size()
-    found: Iterator[tuple[Any, bool]]
-    place = state.replace(epoch=0, batch=first, epoch_length=None)
-    if divide and getattr(batches, "divide", False):
-        found = islice(batches.parts(place), rest.start, rest.stop)
-    else:
-        whole = islice(batches(place) if callable(batches) else batches, rest.start, rest.stop)
-        if divide:
-            found = _in_turn(whole, rank(), ranks)
-            length = None if length is None else -(-length // ranks)
-        else:
-            found = _together(whole)
-    if title is None or not is_first():
-        return found
-    from tqdm.auto import tqdm
-
-    bar: Iterator[tuple[Any, bool]] = iter(tqdm(found, desc=title, total=length, leave=False))
-    return bar
-
-
-def _in_turn(batches: Iterator[Any], rank: int, ranks: int) -> Iterator[tuple[Any, bool]]:
-    """Each rank takes a batch of so many; where the last ones are fewer, the first of them stands in."""
-    for first in batches:
-        mine, counts = first, rank == 0
-        for place in range(1, ranks):
-            other = next(batches, _END)
-            if other is _END:
-                break
-            if place == rank:
-                mine, counts = other, True
-        yield mine, counts
-        del first, mine
-
-
-def _together(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Ranks with batches of their own: one that has no more takes its last one again while others go on."""
-    last: Any = _END
-    while any_rank((batch := next(batches, _END)) is not _END):
-        if batch is _END and last is _END:
-            raise ValueError(
-                f"rank {rank()} has no batch at all, and others have: with divide=False give each rank at least one"
-            )
-        last = last if batch is _END else batch
-        yield last, batch is not _END
-
-
-_END = object()

@@ -54,31 +54,14 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
         ValueError: a batch that cannot be cut, or outputs without one row for each example.
         TypeError: an output with something else than tensors in it, of a batch that was cut.
     """
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(f"size is {size!r}; give a whole number of examples, at least 1")
-    if not callable(step) or isinstance(step, torch.nn.Module):
-        raise TypeError(
-            f"split_on_oom got a {type(step).__name__}; give a step, as ll.make_eval_step or ll.make_predict_step "
-            "returns"
-        )
+    _check_split(step, size)
     fitting = size
-
-    def attempt(state: TrainState, batch: Any) -> tuple[Any] | None:
-        try:
-            return (step(state, batch),)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            if batch_size(batch) <= 1:
-                _note(error, "split_on_oom: this is one example alone, which cannot be cut")
-                raise
-        return None
 
     def pieces_of(state: TrainState, batch: Any) -> list[tuple[Any, Any]]:
         """Each piece, and what the step gives for it."""
         nonlocal fitting
         if fitting is None or batch_size(batch) <= fitting:
-            if (out := attempt(state, batch)) is not None:
+            if (out := _attempt(step, state, batch, batch_size)) is not None:
                 return [(batch, out[0])]
             count = batch_size(batch)
             fitting = half(count, count)
@@ -92,6 +75,31 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
         return _together([batch_size(piece) for piece, _ in found], [out for _, out in found])
 
     return cast(Step, splitting)
+
+
+def _check_split(step: Any, size: Any) -> None:
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"size is {size!r}; give a whole number of examples, at least 1")
+    if not callable(step) or isinstance(step, torch.nn.Module):
+        raise TypeError(
+            f"split_on_oom got a {type(step).__name__}; give a step, as ll.make_eval_step or ll.make_predict_step "
+            "returns"
+        )
+
+
+def _attempt(
+    step: Callable[[TrainState, Any], Any], state: TrainState, batch: Any, batch_size: Callable[[Any], int]
+) -> tuple[Any] | None:
+    """What the step gives, or None where memory ran out and the batch can be cut."""
+    try:
+        return (step(state, batch),)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        if batch_size(batch) <= 1:
+            _note(error, "split_on_oom: this is one example alone, which cannot be cut")
+            raise
+    return None
 
 
 def _together(counts: list[int], outs: list[Any]) -> Any:

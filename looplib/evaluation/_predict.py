@@ -14,7 +14,8 @@ from torch import Tensor
 from looplib._core.ranks import gather, several
 from looplib._core.torch_private import pytree
 from looplib._core.trees import batch_size
-from looplib.evaluation._evaluate import check_order, read
+from looplib.evaluation._batches import Reading, read
+from looplib.evaluation._evaluate import check_order
 from looplib.evaluation._oom import end_to_end
 from looplib.types import TrainState
 
@@ -53,22 +54,37 @@ def predict(
 
     Raises ValueError for a loader that shuffles.
     """
-    for _, output in _predicted(predict_step, state, batches, start, limit, progress, divide, device):
+    reading = Reading(batches, limit, "prediction" if progress else None, divide, start)
+    for _, output in predicted(predict_step, state, reading, device):
         yield output
 
 
-def _predicted(
+def predicted(
     predict_step: Callable[[TrainState, Any], Any],
     state: TrainState,
-    batches: Any,
-    start: int,
-    limit: int | None,
-    progress: bool,
-    divide: bool,
+    reading: Reading,
     device: torch.device | str | None,
 ) -> Iterator[tuple[int | None, Any]]:
-    """Of each batch: how many examples it has, if that can be told, and its outputs."""
+    """Of each batch: how many samples it has, if that can be told, and its outputs."""
     check_order("predict", predict_step, state)
+    _check_unshuffled(reading.batches)
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, Tensor) and device is not None else leaf
+
+    by_rows = reading.divide and getattr(reading.batches, "divide", False)
+    size_of = batch_size if by_rows else samples_of
+    gathered = reading.divide and several()
+    for batch, counts in read(reading, state):
+        output = predict_step(state, batch)
+        parts = [(size_of(batch), output)] if counts else []
+        if gathered:
+            parts = _of_all_ranks(parts, by_rows)
+        for size, part in parts:
+            yield size, pytree.tree_map(move, part)
+
+
+def _check_unshuffled(batches: Any) -> None:
     sampler = getattr(batches, "sampler", None)
     if getattr(batches, "shuffles", False) or isinstance(sampler, torch.utils.data.RandomSampler):
         raise ValueError(
@@ -76,30 +92,19 @@ def _predicted(
             "with shuffle=False"
         )
 
-    def move(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, Tensor) and device is not None else leaf
 
-    by_rows = divide and getattr(batches, "divide", False)
-    for batch, counts in read(batches, state, start, limit, "prediction" if progress else None, divide):
-        output = predict_step(state, batch)
-        if not (divide and several()):
-            if counts:
-                yield _examples(batch), pytree.tree_map(move, output)
-            continue
-        mine = (
-            (batch_size(batch) if by_rows else _examples(batch), pytree.tree_map(_on_host, output))
-            if counts
-            else None
-        )
-        found = [part for part in gather(mine) if part is not None]
-        if by_rows and len(found) > 1:
-            sizes = [size for size, _ in found]
-            found = [(sum(sizes), end_to_end(sizes, [part for _, part in found]))]
-        for size, part in found:
-            yield size, pytree.tree_map(move, part)
+def _of_all_ranks(parts: list[tuple[Any, Any]], by_rows: bool) -> list[tuple[Any, Any]]:
+    """The outputs of all ranks, in their order; those of shares of one batch are put together."""
+    on_host = [(size, pytree.tree_map(_on_host, output)) for size, output in parts]
+    found = [part for mine in gather(on_host) for part in mine]
+    if by_rows and len(found) > 1:
+        sizes = [size for size, _ in found]
+        return [(sum(sizes), end_to_end(sizes, [part for _, part in found]))]
+    return found
 
 
-def _examples(batch: Any) -> int | None:
+def samples_of(batch: Any) -> int | None:
+    """The number of samples in a batch, or None for a batch that does not tell."""
     try:
         return batch_size(batch)
     except TypeError:

@@ -18,9 +18,10 @@ from looplib._core.collective import together
 from looplib._core.ranks import any_rank, is_first
 from looplib._core.torch_private import pytree
 from looplib.checkpoint._format import bytes_of
+from looplib.evaluation._batches import Reading
 from looplib.evaluation._evaluate import check_order
 from looplib.evaluation._oom import name_of
-from looplib.evaluation._predict import _examples, _predicted
+from looplib.evaluation._predict import predicted, samples_of
 from looplib.types import TrainState
 
 
@@ -71,7 +72,9 @@ def predict_to(
     run = _fingerprint(state)
     done = together().on_first(lambda: _resume(index, target, run, batches))
     with open(index, "ab") if is_first() else nullcontext() as record:
-        found = _predicted(predict_step, state, batches, done, None, progress, True, "cpu")
+        found = predicted(
+            predict_step, state, Reading(batches, None, "prediction" if progress else None, True, done), "cpu"
+        )
         for number, (size, output) in enumerate(found):
             if record is None:
                 continue
@@ -202,7 +205,7 @@ def _check_sizes(target: Path, size: int | None, there: list[int | None], batche
             "give the same, or delete it to begin anew"
         )
     if isinstance(batches, (list, tuple)):
-        sizes = [_examples(batch) for batch in batches[: len(there)]]
+        sizes = [samples_of(batch) for batch in batches[: len(there)]]
         if sizes != there:
             raise ValueError(
                 f"{target} holds batches of {_listed(there)} examples, and those given have {_listed(sizes)}: give "

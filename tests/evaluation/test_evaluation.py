@@ -184,3 +184,63 @@ def test_arguments_in_another_order_and_a_batch_for_batches_are_named(tmp_path):
     for call in (ll.evaluate, measure):
         with pytest.raises(ValueError, match=r"a dict of tensors \(x, y\), as one batch is.*such as \[batch\]"):
             call(step, state, {"x": torch.zeros(2, 3), "y": torch.zeros(2)})
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows one by one, of a number that nothing tells."""
+
+    def __init__(self, x, shard=False):
+        self.x, self.shard = x, shard
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info() if self.shard else None
+        return iter(self.x[worker.id :: worker.num_workers] if worker else self.x)
+
+
+class Shards(Stream):
+    """Of a known length, which a DataLoader with workers underestimates: each of them gives a batch that is not full."""
+
+    def __len__(self):
+        return len(self.x)
+
+
+class Untold(Stream):
+    def __len__(self):
+        raise NotImplementedError
+
+
+def hub_stream(x):
+    return pytest.importorskip("datasets").Dataset.from_dict({"x": x.tolist()}).to_iterable_dataset()
+
+
+@pytest.mark.parametrize("stream_of", [Stream, Untold, hub_stream], ids=["torch", "untold", "datasets"])
+def test_a_stream_without_a_length_is_evaluated_and_predicted_as_a_list_is(stream_of, tmp_path, capfd):
+    model, _, state = parts()
+    x = torch.randn(11, 3)
+    collate = (lambda rows: torch.tensor([row["x"] for row in rows])) if stream_of is hub_stream else None
+    stream = torch.utils.data.DataLoader(stream_of(x), batch_size=4, collate_fn=collate)
+    eval_step = ll.make_eval_step(model, metric_fn)
+    for options in ({}, {"limit": 2}, {"progress": True}):
+        expected = ll.evaluate(eval_step, state, x.split(4), **options)
+        assert ll.evaluate(eval_step, state, stream, **options) == expected
+        assert ll.compute(measure(eval_step, state, stream, **options)) == expected
+    assert "evaluation: 0it" in capfd.readouterr().err  # counted, with no end in sight
+    predict_step = ll.make_predict_step(model, lambda model, x: model(x))
+    expected = torch.cat([predict_step(state, batch) for batch in x.split(4)])
+    assert torch.equal(torch.cat(list(ll.predict(predict_step, state, stream))), expected)
+    assert torch.equal(torch.cat(list(ll.predict(predict_step, state, stream, start=1))), expected[4:])
+    assert list(ll.predict(predict_step, state, stream, start=9)) == []
+    path = ll.predict_to(tmp_path / "out", predict_step, state, stream)
+    assert torch.equal(ll.evaluation.read_predictions(path)["output"], expected)
+    ll.predict_to(path, predict_step, state, stream)
+    assert torch.equal(ll.evaluation.read_predictions(path)["output"], expected)
+
+
+def test_a_length_that_is_an_estimate_ends_nothing():
+    """Two workers with 5 rows each give batches of 4, 4, 1, 1 where the DataLoader tells of 3."""
+    _, _, state = parts()
+    x = torch.arange(10.0)
+    batches = torch.utils.data.DataLoader(Shards(x, shard=True), batch_size=4, num_workers=2)
+    assert len(batches) == 3
+    rest = list(ll.predict(lambda state, x: x, state, batches, start=3))
+    assert [len(part) for part in rest] == [1]
