@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import looplib as ll
+from looplib.checkpoint._format import leaves_of
 
 TESTS = Path(__file__).parent
 LENGTH = 6  # batches of an epoch, the last of them not full
@@ -127,7 +128,7 @@ def same(one, other):
     counts = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "batch_steps", "seed", "extra")
     assert [getattr(one, name) for name in counts] == [getattr(other, name) for name in counts]
     for tree in ("params", "buffers", "opt_state"):
-        found, expected = (ll._tree_file.leaves_of(getattr(state, tree)) for state in (one, other))
+        found, expected = (leaves_of(getattr(state, tree)) for state in (one, other))
         assert found.keys() == expected.keys()
         for place, leaf in found.items():
             if isinstance(leaf, torch.Tensor):

@@ -6,16 +6,18 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 
 from looplib.log._plots import dress, figure_of, save, smoothed
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
 from looplib.steps import make_train_step
 from looplib.types import GradFn, Optimizer, Schedule, TrainState
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from looplib.log._plots import _COUNTS, Row, _draw, _figure_class, _lines, _panels, _panels_of, save
 from looplib.log._sinks import CodedSink, plain_values
 from looplib.types import Sink, TrainState
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def live_plot(

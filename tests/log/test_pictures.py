@@ -240,7 +240,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
 
 def drawings(monkeypatch):
     """How many rows each drawing had, as they are made."""
-    from looplib.log import _plots as pictures
+    from looplib.log import _live_plot as pictures
 
     made, real = [], pictures._draw
 

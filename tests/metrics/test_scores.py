@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import looplib as ll
-from looplib.metrics import _scores as S
+from looplib import metrics as S
 
 unit = st.floats(0, 1, width=32)
 weight = st.one_of(st.just(0.0), st.floats(0.125, 8, width=32))

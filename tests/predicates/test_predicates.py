@@ -310,7 +310,7 @@ def test_the_right_side_is_asked_only_where_the_left_leaves_it_open():
 )
 def test_a_predicate_is_a_record_that_reads_as_its_code(predicate, text):
     assert repr(predicate) == text
-    assert eval(text, vars(ll)) == predicate
+    assert eval(text, vars(ll.predicates)) == predicate
     copy = pickle.loads(pickle.dumps(predicate))
     assert copy == predicate
     assert hash(copy) == hash(predicate)

@@ -551,8 +551,8 @@ def test_a_step_that_was_prepared_is_not_looked_through_again(monkeypatch):
     first, second = batches(2)
     state, _ = step(state, first)
     looked = []
-    plain = ll.compiling.dissect
-    monkeypatch.setattr(ll.compiling, "dissect", lambda tree: looked.append(tree) or plain(tree))
+    plain = compiling.dissect
+    monkeypatch.setattr(compiling, "dissect", lambda tree: looked.append(tree) or plain(tree))
     state, _ = step(state, second)
     assert looked == [second]
 
