@@ -92,7 +92,6 @@ from looplib.testing._compare import (
     leaves,
     listed,
     outputs_of,
-    reached,
     recorded,
     rows_apart,
     same,
@@ -100,8 +99,10 @@ from looplib.testing._compare import (
     stream_places,
     streams_kept,
     taken,
+    users_own,
 )
-from looplib.transforms._program import Question, changed
+from looplib.transforms._program import Question
+from looplib.transforms._watch import changed
 from looplib.types import GradFn, Gradients, Part, PredictStep, TrainState, TrainStep
 
 __all__ = [
@@ -870,7 +871,7 @@ def _reasons(compiler: Any, machines: list[Any], begin: TrainState, now: TrainSt
         lines += differences(one, other)
     for question in _asked(compiler):
         if isinstance(question, Question) and len(question.answers) > 1:
-            own = next((thing for thing, _ in reached(question.function)), question.function)
+            own = users_own(question.function)
             place = f" ({own.__code__.co_filename}:{own.__code__.co_firstlineno})" if hasattr(own, "__code__") else ""
             said = [answer[0] for answer in question.answers]
             lines.append(f"{getattr(own, '__qualname__', own)}{place}: returned {', then '.join(said[:4])}")

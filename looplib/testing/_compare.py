@@ -7,7 +7,6 @@ it was besides (random streams, modules, what a closure remembers) is looked at 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
 import sys
 import types
@@ -21,7 +20,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from looplib._core import trees
-from looplib._core.modules import Host, _generators, named_modules
+from looplib._core.closures import Variable, walk
+from looplib._core.modules import _generators, named_modules
 from looplib.state import copy_state
 from looplib.types import DonatedStateError, TrainState
 
@@ -291,23 +291,50 @@ class Surroundings:
     def _look(self) -> tuple[dict[str, Any], dict[str, Any]]:
         fixed: dict[str, Any] = {}
         memory: dict[str, Any] = {}
-        for thing, variables in reached(self.step):
-            for name, value in variables.items():
-                memory |= _remembered(name, value)
-            if not isinstance(thing, nn.Module):
-                continue
-            for prefix, module in named_modules(thing):
-                place = f"{type(thing).__name__}.{prefix}".rstrip(".")
-                fixed[f"{place}.training"] = module.training
-                for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                    if tensor is not None and not nn.parameter.is_lazy(tensor):
-                        fixed[f"{place}.{name}"] = _copied_leaf(tensor)
-                        fixed[f"{place}.{name}.requires_grad"] = tensor.requires_grad
-                        fixed[f"{place}.{name}.grad"] = _copied_leaf(tensor.grad) if tensor.is_leaf else None
-                for name, value in vars(module).items():
-                    if not name.startswith("_") and name != "training":
-                        memory |= _remembered(f"{place}.{name}", value)
+        for variable in walk(self.step, in_whole=_is_searched):
+            if isinstance(variable.value, nn.Module):
+                _add_module(variable.value, fixed, memory)
+            elif name := _name_of(variable):
+                memory |= _remembered(name, variable.value)
         return fixed, memory
+
+
+def _add_module(model: nn.Module, fixed: dict[str, Any], memory: dict[str, Any]) -> None:
+    for prefix, module in named_modules(model):
+        path = f"{type(model).__name__}.{prefix}".rstrip(".")
+        fixed[f"{path}.training"] = module.training
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and not nn.parameter.is_lazy(tensor):
+                fixed[f"{path}.{name}"] = _copied_leaf(tensor)
+                fixed[f"{path}.{name}.requires_grad"] = tensor.requires_grad
+                fixed[f"{path}.{name}.grad"] = _copied_leaf(tensor.grad) if tensor.is_leaf else None
+        for name, value in vars(module).items():
+            if not name.startswith("_") and name != "training":
+                memory |= _remembered(f"{path}.{name}", value)
+
+
+def _is_searched(thing: Any) -> bool:
+    """Whether to search all attributes of an object that a step leads to, and not only those that code names."""
+    if isinstance(thing, (type, TrainState)):
+        return False
+    return dataclasses.is_dataclass(thing) or callable(thing)
+
+
+def _name_of(variable: Variable) -> str:
+    """A variable of a function or an object as messages name it; empty for looplib's, which remember nothing of a run."""
+    owner = variable.owner
+    module = owner.__module__ if isinstance(owner, types.FunctionType) else type(owner).__module__
+    if owner is None or isinstance(owner, nn.Module) or module.split(".")[0] in ("looplib", "builtins"):
+        return ""
+    if isinstance(owner, types.FunctionType):
+        return f"{owner.__name__}'s {variable.path}"
+    return f"{type(owner).__name__}.{variable.key}"
+
+
+def users_own(function: Callable[..., Any]) -> Any:
+    """The first function that a function leads to and that is not looplib's, or the function itself."""
+    functions = (thing.value for thing in walk(function) if isinstance(thing.value, types.FunctionType))
+    return next((inner for inner in functions if not inner.__module__.startswith("looplib.")), function)
 
 
 def _remembered(name: str, value: Any) -> dict[str, Any]:
@@ -319,47 +346,3 @@ def _remembered(name: str, value: Any) -> dict[str, Any]:
         members = {f"{name}[{i}]": member for i, member in enumerate(value)}
     plain = (bool, int, float, str, Tensor, type(None))
     return {place: _copied_leaf(leaf) for place, leaf in members.items() if isinstance(leaf, plain)}
-
-
-def reached(step: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Each module that a function leads to, and each function and object on the way, with its variables by name."""
-    waiting, seen = [step], set()
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, nn.Module):
-            yield thing, {}
-        elif isinstance(thing, types.FunctionType):
-            code, cells = thing.__code__, thing.__closure__ or ()
-            own = {
-                name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True) if _full(cell)
-            }
-            shared = {name: thing.__globals__[name] for name in code.co_names if name in thing.__globals__}
-            waiting += [*own.values(), *vars(thing).values(), *(thing.__defaults__ or ())]
-            waiting += [value for value in shared.values() if isinstance(value, (nn.Module, types.FunctionType))]
-            if not thing.__module__.startswith("looplib."):  # whose closures remember nothing of a run
-                yield thing, {f"{thing.__name__}'s {name}": value for name, value in {**shared, **own}.items()}
-        elif isinstance(thing, types.MethodType):
-            waiting += [thing.__self__, thing.__func__]
-        elif isinstance(thing, functools.partial):
-            waiting += [thing.func, *thing.args, *thing.keywords.values()]
-        elif isinstance(thing, Host):
-            waiting.append(thing.model)
-        elif isinstance(thing, (list, tuple)):
-            waiting += [member for member in thing if callable(member)]
-        elif isinstance(thing, Mapping):
-            waiting += [member for member in thing.values() if callable(member)]
-        elif dataclasses.is_dataclass(thing) and not isinstance(thing, (type, TrainState)):
-            waiting += [getattr(thing, field.name) for field in dataclasses.fields(thing)]
-        elif callable(thing) and hasattr(thing, "__dict__") and not isinstance(thing, type):
-            waiting += vars(thing).values()
-            yield thing, {f"{type(thing).__name__}.{name}": value for name, value in vars(thing).items()}
-
-
-def _full(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # of a name that has no value yet
-        return False

@@ -32,6 +32,7 @@ from looplib._core.tracing import UntraceableError
 from looplib.steps import Outcome
 from looplib.transforms import _program
 from looplib.transforms._program import COUNTS, Core, Program, Question, as_answer, dissect, value_of
+from looplib.transforms._watch import Held, changed, held_by
 from looplib.types import TrainState
 
 Compiled = Callable[[list[Tensor]], Any]
@@ -101,7 +102,7 @@ class Compiler:
                 key, tensors = self.answer(node, flat, counts)
                 spares += tensors
                 node = node.answers.get(key)
-            if node is not None and (names := _program.changed(node.program.held)):
+            if node is not None and (names := changed(node.program.held)):
                 warnings.warn(
                     f"{', '.join(names)} changed since the step was compiled, so it is compiled anew", stacklevel=4
                 )
@@ -110,7 +111,7 @@ class Compiler:
             if node is not None:
                 return Ready(node, flat, spares, counts, kind)
             begin = time.perf_counter()
-            held = _program.held_by(*self.watched)
+            held = held_by(*self.watched)
             answers, at, machine = self.make(state, batch, first, flat, counts, held)
             answers[at] = machine
             self.compilations += 1
@@ -134,7 +135,7 @@ class Compiler:
         questions: dict[Any, Any],
         flat: list[Tensor],
         counts: Mapping[str, Any],
-        held: list[_program.Held],
+        held: list[Held],
     ) -> tuple[dict[Any, Any], Any, Machine]:
         """A program for such inputs, and the table and key that it is found by."""
 

@@ -12,12 +12,9 @@ import dataclasses
 import functools
 import linecache
 import numbers
-import sysconfig
 import traceback
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +25,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_te
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from looplib._core import tracing as _tracing
-from looplib._core.modules import named_modules
+from looplib._core.closures import is_library
 from looplib._core.tracing import Count, UntraceableError
 from looplib.steps import Outcome
+from looplib.transforms._watch import Held, changed, kind_of
 from looplib.types import TrainState
 
 COUNTS = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "batch_steps", "seed", "extra")
@@ -48,14 +46,6 @@ class Question(NamedTuple):
     function: Callable[..., Any]
     sources: list[Any]
     answers: dict[Any, Any]  # static part of an answer -> the next Question, or a Program
-
-
-class Held(NamedTuple):
-    """A plain value or a tensor outside of the state that a step may read."""
-
-    name: str
-    read: Callable[[], Any]
-    value: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +170,7 @@ class Dissected(NamedTuple):
 
     def key(self, by_gradient: bool = False) -> Any:
         """What is the same for trees that one program takes; `by_gradient` where it matters who requires one."""
-        kinds = tuple((*_kind(tensor), by_gradient and tensor.requires_grad) for tensor in self.tensors)
+        kinds = tuple((*kind_of(tensor), by_gradient and tensor.requires_grad) for tensor in self.tensors)
         return self.source, kinds, tuple(map(_hashable, self.constants))
 
     def build(self, names: str = "v") -> Callable[..., Any]:
@@ -523,7 +513,7 @@ class _as_when_compiling:
 
 def _explained(error: Exception) -> Exception:
     """An error of the trace, with the line of the user's that cannot be traced."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
     if not frames or not _is_untraceable(error):
         return error
     frame = frames[-1]
@@ -541,141 +531,6 @@ _SIGNS = ("DataDependent", "DynamicOutputShape", "Unsupported", "value out of a 
 
 def _is_untraceable(error: Exception) -> bool:
     return any(sign in f"{type(error).__name__}: {error}" for sign in _SIGNS)
-
-
-_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-
-
-def _is_library(filename: str) -> bool:
-    return filename.startswith(_LIBRARIES) or filename.startswith("<")
-
-
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-
-
-_TORCHS = {"training", "call_super_init", "dump_patches"}
-
-
-_INSTALLED = (*_LIBRARIES, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
-
-
-_MANY = 64  # a container with more entries is data rather than settings
-
-
-def held_by(*functions: Any) -> list[Held]:
-    """What these may read outside of the state: plain values and tensors.
-
-    Such stand in attributes of modules, and in what functions close over or take from their globals; there in
-    containers, and in objects as attributes that the functions' code names.
-    """
-    found: list[Held] = []
-    seen: dict[int, Any] = {}
-
-    def look(name: str, read: Callable[[], Any], value: Any, names: Set[str]) -> None:
-        if isinstance(value, Tensor) or type(value) in _PLAIN:
-            found.append(Held(name, read, value))
-        elif isinstance(value, (types.ModuleType, type)) or id(value) in seen:
-            return
-        else:
-            seen[id(value)] = value
-            if isinstance(value, nn.Module):
-                look_at_module(value)
-            elif isinstance(value, types.FunctionType):
-                look_at_function(value)
-            elif isinstance(value, partial):
-                for part in (value.func, value.args, value.keywords):
-                    look(name, partial(_itself, part), part, names)
-            elif isinstance(value, types.MethodType):
-                method, owner = value.__func__, value.__self__
-                look(name, partial(_itself, method), method, names)
-                look(name, partial(_itself, owner), owner, _names(getattr(method, "__code__", None)))
-            elif isinstance(value, dict) and len(value) <= _MANY:
-                for key, member in list(value.items()):
-                    look(f"{name}[{key!r}]", partial(value.get, key), member, names)
-            elif isinstance(value, (list, tuple)) and len(value) <= _MANY:
-                for place, member in enumerate(value):
-                    look(f"{name}[{place}]", partial(_member, value, place), member, names)
-            else:
-                look_at_object(name, value, names)
-
-    def look_at_module(model: nn.Module) -> None:
-        for name, module in named_modules(model):
-            own = vars(module)
-            for key, value in own.items():
-                if not key.startswith("_") and key not in _TORCHS:
-                    look(f"{name or type(module).__name__}.{key}", partial(own.get, key), value, frozenset())
-            for method in _methods(type(module)):
-                look_at_function(method)
-
-    def look_at_function(function: types.FunctionType) -> None:
-        code = function.__code__
-        installed, names = code.co_filename.startswith(_INSTALLED), _names(code)
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            value = _content(cell)
-            # looplib's own wrappers hold what they were made with; what they wrap is looked at.
-            if not (installed and (type(value) in _PLAIN or isinstance(value, Tensor))):
-                look(name, partial(_content, cell), value, names)
-        if not installed:
-            spaces = function.__globals__
-            for name in names & spaces.keys():
-                look(name, partial(spaces.get, name), spaces[name], names)
-            for value in function.__defaults__ or ():
-                look(f"a default of {function.__name__}", partial(_itself, value), value, names)
-
-    def look_at_object(name: str, value: Any, names: Set[str]) -> None:
-        if type(value).__module__.split(".")[0] in ("looplib", "torch"):
-            return
-        own, kind = getattr(value, "__dict__", {}), type(value)
-        called = [method for method in _methods(kind) if method.__name__ in names | {"__call__"}]
-        for method in called:
-            look_at_function(method)
-            names = names | _names(method.__code__)
-        for key in names & own.keys():
-            look(f"{name}.{key}", partial(own.get, key), own[key], names)
-
-    for function in functions:
-        look("it", partial(_itself, function), function, frozenset())
-    return found
-
-
-def _methods(kind: type) -> list[types.FunctionType]:
-    """Those of a class that was not installed."""
-    methods = [value for cls in kind.__mro__ for value in vars(cls).values() if isinstance(value, types.FunctionType)]
-    return [method for method in methods if not method.__code__.co_filename.startswith(_INSTALLED)]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None  # nothing stands there yet
-
-
-def _member(values: Any, place: int) -> Any:
-    return values[place] if place < len(values) else None
-
-
-def _names(code: types.CodeType | None) -> frozenset[str]:
-    """The globals and attributes that a function mentions."""
-    if code is None:
-        return frozenset()
-    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
-
-
-def changed(held: Iterable[Held]) -> list[str]:
-    """The names of those that are no longer what they were; a tensor may be another of its kind."""
-    return [name for name, read, value in held if (now := read()) is not value and not _alike(now, value)]
-
-
-def _alike(now: Any, value: Any) -> bool:
-    if isinstance(now, Tensor) and isinstance(value, Tensor):
-        return _kind(now) == _kind(value)
-    return type(now) is type(value) and bool(now == value or now != now)
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 @functools.cache

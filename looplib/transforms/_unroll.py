@@ -37,6 +37,7 @@ from looplib.steps import Outcome, Parts, compiled_step
 from looplib.transforms import _program
 from looplib.transforms._compile import Compiler, Machine, Ready, fakes
 from looplib.transforms._program import Core, Dissected, Question, as_answer, dissect, value_of
+from looplib.transforms._watch import Held
 from looplib.types import Metric, TrainState, TrainStep
 
 
@@ -138,7 +139,7 @@ class _Differentiable(Compiler):
         questions: dict[Any, Any],
         flat: list[Tensor],
         counts: Mapping[str, Any],
-        held: list[_program.Held],
+        held: list[Held],
     ) -> tuple[dict[Any, Any], Any, Machine]:
         with _written_apart() as interpreters:
 

@@ -36,6 +36,7 @@ from looplib.transforms._stacks import (
     _Records,
     members_of,
 )
+from looplib.transforms._watch import Held
 from looplib.types import Metric, TrainState
 
 S = TypeVar("S", bound=Callable[..., Any])
@@ -195,7 +196,7 @@ class _Stacked(Compiler):
         questions: dict[Any, Any],
         flat: list[Tensor],
         counts: Mapping[str, Any],
-        held: list[_program.Held],
+        held: list[Held],
     ) -> tuple[dict[Any, Any], Any, Machine]:
         in_batch = dissect(batch)
         stacked = len(flat) - len(in_batch.tensors) * (not self.own_batches)

@@ -1,0 +1,264 @@
+"""Closure inspection: the variables that functions, modules and objects refer to.
+
+A function reads more than its arguments: what it closes over, the globals and attributes that its code names, its
+defaults. `walk` finds all of it, for those who must know: a compiled step, which would freeze a number from there, and
+the checks of purity in `looplib.testing`.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Set
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from looplib._core.modules import Host, named_modules
+
+LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])  # torch and looplib
+
+_INSTALLED = (*LIBRARIES, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+
+_MODULES_OWN = {"training", "call_super_init", "dump_patches"}  # attributes that torch gives to modules
+
+_MANY = 64  # a container with more entries is data rather than settings
+
+_SEARCHED = "<searched>"  # no name in any code
+
+_NAMING = (nn.Module, types.FunctionType, types.MethodType)  # what they refer to depends on their own code alone
+
+
+class Variable(NamedTuple):
+    """A value that something refers to.
+
+    Attributes:
+        owner: the function, module, object or container that refers to it; None for a root of the walk.
+        key: its name there.
+        path: its name in messages, from the nearest function or module on.
+        read: gives the value that stands there now.
+        value: the value that stood there during the walk.
+        mentioned: the attributes that code on the way names, of which an object's are looked at.
+    """
+
+    owner: Any
+    key: str
+    path: str
+    read: Callable[[], Any]
+    value: Any
+    mentioned: Set[str]
+
+
+def walk(*roots: Any, in_whole: Callable[[Any], bool] = lambda thing: False) -> Iterator[Variable]:
+    """Depth-first search through what functions refer to; yields the roots first, then each variable once.
+
+    Args:
+        roots: functions, modules, objects, or containers of these.
+        in_whole: which functions and objects to search all attributes of. Of others only those are searched that code
+            on the way names, and none of the objects of looplib's and torch's classes.
+    """
+    yielded: set[tuple[int, str]] = set()
+    searched: dict[int, tuple[Any, set[str]]] = {}  # by id: the thing, which so stays alive, and the names mentioned
+    waiting = [_constant(None, f"root {index}", "it", root, frozenset()) for index, root in enumerate(roots)][::-1]
+    while waiting:
+        variable = waiting.pop()
+        if (id(variable.owner), variable.key) not in yielded:
+            yielded.add((id(variable.owner), variable.key))
+            yield variable
+        value, mentioned = variable.value, variable.mentioned
+        if is_plain(value):
+            continue
+        names = searched.setdefault(id(value), (value, set()))[1]
+        if _SEARCHED not in names or not (mentioned <= names or isinstance(value, _NAMING)):
+            names |= {_SEARCHED, *mentioned}  # an object is searched again for what other code mentions of it
+            waiting += list(_referred_to(variable, in_whole))[::-1]
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor, a number, a string or the like, which refers to nothing."""
+    return isinstance(value, Tensor) or type(value) in PLAIN
+
+
+def is_library(filename: str) -> bool:
+    """Whether a line of code is torch's, looplib's, or nobody's."""
+    return filename.startswith(LIBRARIES) or filename.startswith("<")
+
+
+def is_installed(function: Any) -> bool:
+    """Whether a function comes with Python, torch, looplib or another installed package."""
+    return isinstance(function, types.FunctionType) and function.__code__.co_filename.startswith(_INSTALLED)
+
+
+def _referred_to(variable: Variable, in_whole: Callable[[Any], bool]) -> Iterator[Variable]:
+    """The variables that a value refers to itself."""
+    value = variable.value
+    if isinstance(value, nn.Module):
+        return _of_module(value)
+    if isinstance(value, types.FunctionType):
+        return _of_function(value, in_whole(value))
+    if isinstance(value, partial):
+        return _of_partial(value, variable)
+    if isinstance(value, types.MethodType):
+        return _of_method(value, variable)
+    if isinstance(value, dict):
+        return _of_dict(value, variable)
+    if isinstance(value, (list, tuple)):
+        return _of_sequence(value, variable)
+    if isinstance(value, (type, types.ModuleType)):
+        return _of_namespace(value, variable)
+    if isinstance(value, Host):
+        return iter([_constant(value, "model", variable.path, value.model, frozenset())])
+    return _of_object(value, variable, in_whole(value))
+
+
+def _constant(owner: Any, key: str, path: str, value: Any, mentioned: Set[str]) -> Variable:
+    """A variable that cannot be given another value."""
+    return Variable(owner, key, path, partial(_itself, value), value, mentioned)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _of_module(model: nn.Module) -> Iterator[Variable]:
+    for prefix, module in named_modules(model):
+        attributes = vars(module)
+        for key, value in attributes.items():
+            if not key.startswith("_") and key not in _MODULES_OWN:
+                path = f"{prefix or type(module).__name__}.{key}"
+                yield Variable(module, path, path, partial(attributes.get, key), value, frozenset())
+        methods = _methods(type(module))
+        for method in methods:
+            yield _constant(module, f"{prefix}.{method.__qualname__}", method.__name__, method, frozenset())
+        mentioned = frozenset[str]().union(*(_names(method.__code__) for method in methods))
+        yield _constant(module, f"{prefix}'s class", prefix or type(module).__name__, type(module), mentioned)
+
+
+def _of_function(function: types.FunctionType, whole: bool) -> Iterator[Variable]:
+    code, installed = function.__code__, is_installed(function)
+    mentioned = _names(code)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        yield Variable(function, name, name, partial(_content, cell), _content(cell), mentioned)
+    attributes = vars(function)
+    for name in attributes if whole else () if installed else sorted(mentioned & attributes.keys()):
+        path = f"{function.__name__}.{name}"
+        yield Variable(function, f".{name}", path, partial(attributes.get, name), attributes[name], mentioned)
+    if installed:
+        return
+    space = function.__globals__
+    for name in sorted(mentioned & space.keys()):
+        yield Variable(function, f"global {name}", name, partial(space.get, name), space[name], mentioned)
+    for index, value in enumerate(function.__defaults__ or ()):
+        yield _constant(function, f"default {index}", f"a default of {function.__name__}", value, mentioned)
+
+
+def _of_partial(bound: partial[Any], variable: Variable) -> Iterator[Variable]:
+    for key, value in (("func", bound.func), ("args", bound.args), ("keywords", bound.keywords)):
+        yield _constant(bound, key, variable.path, value, variable.mentioned)
+
+
+def _of_method(method: types.MethodType, variable: Variable) -> Iterator[Variable]:
+    yield _constant(method, "__func__", variable.path, method.__func__, variable.mentioned)
+    mentioned = _names(getattr(method.__func__, "__code__", None))
+    yield _constant(method, "__self__", variable.path, method.__self__, mentioned)
+
+
+def _of_dict(values: dict[Any, Any], variable: Variable) -> Iterator[Variable]:
+    if len(values) <= _MANY:
+        for key, value in list(values.items()):
+            path = f"[{key!r}]"
+            yield Variable(values, path, variable.path + path, partial(values.get, key), value, variable.mentioned)
+
+
+def _of_sequence(values: list[Any] | tuple[Any, ...], variable: Variable) -> Iterator[Variable]:
+    if len(values) <= _MANY:
+        for index, value in enumerate(values):
+            read = partial(_member, values, index)
+            yield Variable(values, f"[{index}]", f"{variable.path}[{index}]", read, value, variable.mentioned)
+
+
+def _of_namespace(space: type | types.ModuleType, variable: Variable) -> Iterator[Variable]:
+    """Of a class or a module of the user's, what code on the way names: `settings.scale`."""
+    for owner in space.__mro__ if isinstance(space, type) else (space,):
+        module = sys.modules.get(owner.__module__) if isinstance(owner, type) else owner
+        if _is_installed_module(module):
+            continue
+        attributes = vars(owner)
+        for key in sorted(variable.mentioned & attributes.keys()):
+            read = partial(attributes.get, key)
+            yield Variable(owner, key, f"{variable.path}.{key}", read, attributes[key], variable.mentioned)
+
+
+def _is_installed_module(module: types.ModuleType | None) -> bool:
+    if module is None or module.__name__ == "__main__":
+        return module is None
+    return (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED)
+
+
+def _of_object(thing: Any, variable: Variable, whole: bool) -> Iterator[Variable]:
+    kind, attributes = type(thing), _attributes(thing)
+    if not whole and kind.__module__.split(".")[0] in ("looplib", "torch"):
+        return
+    mentioned = variable.mentioned
+    called = [method for method in _methods(kind) if method.__name__ in mentioned | {"__call__"}]
+    for method in called:
+        yield _constant(thing, f"{method.__qualname__}()", method.__name__, method, mentioned)
+    mentioned = frozenset(mentioned).union(*(_names(method.__code__) for method in called))
+    for key in attributes if whole else sorted(mentioned & attributes.keys()):
+        read = (
+            partial(vars(thing).get, key)
+            if key in getattr(thing, "__dict__", ())
+            else partial(getattr, thing, key, None)
+        )
+        yield Variable(thing, key, f"{variable.path}.{key}", read, attributes[key], mentioned)
+    yield _constant(thing, "class", variable.path, kind, mentioned)
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """The attributes of an object itself, those in slots included."""
+    slots = {
+        name
+        for kind in type(thing).__mro__
+        for name in _listed(vars(kind).get("__slots__", ()))
+        if not name.startswith("__")
+    }
+    return {name: getattr(thing, name) for name in sorted(slots) if hasattr(thing, name)} | getattr(
+        thing, "__dict__", {}
+    )
+
+
+def _listed(names: Any) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _methods(kind: type) -> list[types.FunctionType]:
+    """The methods of a class that was not installed."""
+    functions = [
+        value for cls in kind.__mro__ for value in vars(cls).values() if isinstance(value, types.FunctionType)
+    ]
+    return [function for function in functions if not is_installed(function)]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None  # the name has no value yet
+
+
+def _member(values: list[Any] | tuple[Any, ...], index: int) -> Any:
+    return values[index] if index < len(values) else None
+
+
+def _names(code: types.CodeType | None) -> frozenset[str]:
+    """The globals and attributes that a function mentions, with those of the functions that it defines."""
+    if code is None:
+        return frozenset()
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
