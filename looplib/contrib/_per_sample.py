@@ -7,9 +7,8 @@ ordinary `GradFn`: clipped one by one for differential privacy, or measured for 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from looplib._core import modules as _modules
-from looplib._core import torch_private
+from looplib._core import torch_private, trees
 from looplib._core.random import mix
 from looplib._core.ranks import rank
-from looplib._core.torch_private import pytree
 from looplib._core.tracing import tracing, users_own
 from looplib._core.trees import batch_size as count_examples
 from looplib.gradients import multiply, objective_of, of_this_model, record, split_loss
@@ -115,14 +113,22 @@ def make_per_sample_grad_fn(
                     )
                 columns.append(leaf if samples else leaf.new_zeros(1, *leaf.shape[1:]))
                 return _Column(len(columns) - 1)
-            if not isinstance(leaf, Tensor) and hasattr(leaf, "__array__"):
-                raise TypeError(f"the batch has a {type(leaf).__name__}; per-sample gradients need tensors")
+            if not isinstance(leaf, Tensor) and (hasattr(leaf, "__array__") or listed(leaf)):
+                what = f"{type(leaf).__name__} with one item for each sample" if listed(leaf) else type(leaf).__name__
+                raise TypeError(f"the batch has a {what}; per-sample gradients need tensors")
             return leaf
 
-        layout = _map(take, batch)
+        def listed(node: Any) -> bool:
+            return samples > 1 and trees.one_for_each(node, samples)
+
+        layout = trees.map_leaves(take, batch, is_leaf=listed)
 
         def one(leaves: Grads, rows: list[Tensor]) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-            example = _map(lambda leaf: rows[leaf.index].unsqueeze(0) if type(leaf) is _Column else leaf, layout)
+            example = trees.map_leaves(
+                lambda leaf: rows[leaf.index].unsqueeze(0) if type(leaf) is _Column else leaf,
+                layout,
+                is_leaf=lambda node: type(node) is _Column,
+            )
 
             def body() -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
                 with users_own():
@@ -162,23 +168,6 @@ class _Column:
     """The place of a tensor that is cut, among the others."""
 
     index: int
-
-
-def _map(function: Callable[[Any], Any], node: Any) -> Any:
-    """The batch with `function` of its leaves; mappings that pytrees do not know (of tokenizers) keep their type."""
-
-    def strange(node: Any) -> bool:
-        return isinstance(node, MutableMapping) and type(node) is not dict
-
-    def leaf(node: Any) -> Any:
-        if not strange(node):
-            return function(node)
-        new = copy.copy(node)
-        for key, value in node.items():
-            new[key] = _map(function, value)
-        return new
-
-    return pytree.tree_map(leaf, node, is_leaf=strange)
 
 
 def _batch_norms(host: _modules.Host) -> list[str]:

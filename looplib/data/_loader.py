@@ -27,8 +27,8 @@ from torch.utils.data import (
 )
 
 from looplib._core import ranks as _ranks
+from looplib._core import trees
 from looplib._core.interrupts import interruptible
-from looplib._core.torch_private import pytree
 from looplib.data._orders import (
     Plan,
     Sampling,
@@ -550,7 +550,8 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
     def move(leaf: Any) -> Any:
         return leaf.to(target, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf
 
-    return functools.partial(pytree.tree_map, move)
+    # What has a `to` of its own (a tokenizer's BatchEncoding, a PackedSequence) is moved by that.
+    return functools.partial(trees.map_leaves, move, is_leaf=lambda node: hasattr(node, "to"))
 
 
 def _unchanged(batch: Any) -> Any:

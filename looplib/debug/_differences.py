@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from looplib._core import trees
 from looplib._core.ranks import is_sharded
-from looplib.checkpoint._format import bytes_of, leaves_of, local
+from looplib.checkpoint._format import bytes_of, local
 from looplib.log._sinks import read_jsonl
 from looplib.metrics._mean import Mean
 
@@ -49,7 +49,7 @@ def fingerprint(tree: Any) -> dict[str, str]:
 
     Raises TypeError for a leaf that is none of these, with its place.
     """
-    return {place: _digest(place, leaf) for place, leaf in _leaves(tree)}
+    return {place: _digest(place, leaf) for place, leaf in leaves_by_path(tree)}
 
 
 def _digest(place: str, leaf: Any) -> str:
@@ -84,26 +84,10 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(_bits(one), _bits(other).to(one.device))
 
 
-def _leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """All that a tree holds by place, such as /params/0.weight; the counts of a state, and records, too."""
-    children: Iterable[tuple[Any, Any]]
-    if isinstance(node, Mean):  # by its value, in however many parts it came
-        yield place or "/", node.compute()
-        return
-    if isinstance(node, Mapping):
-        children = node.items()
-    elif isinstance(node, (list, tuple)):
-        children = zip(getattr(node, "_fields", range(len(node))), node, strict=True)
-    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-        children = [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
-    elif not isinstance(node, Tensor) and list(found := leaves_of(node)) != [""]:
-        yield from ((place + below, leaf) for below, leaf in found.items())
-        return
-    else:
-        yield place or "/", node
-        return
-    for key, child in children:
-        yield from _leaves(child, f"{place}/{str(key).replace('~', '~0').replace('/', '~1')}")
+def leaves_by_path(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree by path, such as /params/0.weight; a `Mean` is its value, in however many parts it came."""
+    for path, leaf in trees.leaves(tree, is_leaf=lambda node: isinstance(node, Mean)):
+        yield trees.pointer(path) or "/", leaf.compute() if isinstance(leaf, Mean) else leaf
 
 
 def read_fingerprints(path: str | os.PathLike[str]) -> dict[int, dict[str, str]]:
@@ -173,7 +157,7 @@ def differences(one: Any, other: Any, *, rtol: float = 0.0, atol: float = 0.0) -
     if _is_fingerprint(one) or _is_fingerprint(other):
         first, second = (tree if _is_fingerprint(tree) else fingerprint(tree) for tree in (one, other))
     else:
-        first, second = dict(_leaves(one)), dict(_leaves(other))
+        first, second = dict(leaves_by_path(one)), dict(leaves_by_path(other))
     nan, found = math.nan, []
     for place in {**first, **second}:
         if place not in first or place not in second:

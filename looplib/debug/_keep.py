@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from looplib._core import ownership as _donation
+from looplib._core import trees
 from looplib._core.ranks import is_sharded
-from looplib._core.torch_private import pytree
-from looplib.checkpoint._format import leaves_of, local
+from looplib.checkpoint._format import local
 from looplib.checkpoint._io import CheckpointIO
-from looplib.debug._differences import _leaves, _same_bits
+from looplib.debug._differences import _same_bits, leaves_by_path
 from looplib.state import copy_state
 from looplib.types import TrainState
 
@@ -58,7 +58,7 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
             "another in a run. After a roll-back, take the others along no further: "
             f"kept = {{step: state for step, state in kept.items() if step <= {state.step}}}"
         )
-    known = {} if last is None else dict(_leaves(kept[last]))
+    known = {} if last is None else dict(leaves_by_path(kept[last]))
     copies: dict[int, Tensor] = {}
 
     def own(place: str, leaf: Any) -> Any:
@@ -72,12 +72,11 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
                 copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
-    trees = {}
+    owned = {}
     for name in ("params", "buffers", "opt_state", "extra"):
-        leaves, structure = pytree.tree_flatten(tree := getattr(state, name))
-        owned = [own(f"/{name}{below}", leaf) for below, leaf in zip(leaves_of(tree), leaves, strict=True)]
-        trees[name] = pytree.tree_unflatten(owned, structure)
-    found = {**kept, state.step: state.replace(**trees)}
+        paths = (f"/{name}{trees.pointer(path)}" for path, _ in trees.leaves(getattr(state, name)))
+        owned[name] = trees.map_leaves(lambda leaf, paths=paths: own(next(paths), leaf), getattr(state, name))
+    found = {**kept, state.step: state.replace(**owned)}
     steps = sorted(found)
     while at_most is not None and len(steps) > at_most:
         # Where they stand apart by a factor, the gap that each would leave is the same part of its age.

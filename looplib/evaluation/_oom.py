@@ -12,11 +12,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from looplib._core import trees
 from looplib._core.memory import half, out_of_memory
-from looplib._core.torch_private import pytree
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
-from looplib.checkpoint._format import pointer
 from looplib.metrics._mean import merge
 from looplib.types import Metric, TrainState
 
@@ -109,23 +108,16 @@ def _together(counts: list[int], outs: list[Any]) -> Any:
     return end_to_end(counts, outs)
 
 
-def name_of(place: Any) -> str:
-    """Of a tensor in an output, by its place there: chance, deep/x/0, and output where it is all there is."""
-    return pointer(place).removeprefix("/") or "output"
+def name_of(path: trees.Path) -> str:
+    """The name of a tensor in an output: chance, deep/x/0, and output where it is all there is."""
+    return trees.pointer(path).removeprefix("/") or "output"
 
 
 def end_to_end(counts: list[int], outs: list[Any]) -> Any:
-    """The outputs of a whole batch, from those of its parts, which have so many examples each."""
-    places, structure = pytree.tree_flatten_with_path(outs[0])
-    columns: list[list[Any]] = [[] for _ in places]
+    """The outputs of a whole batch, from those of its parts, which have so many samples each."""
     for count, out in zip(counts, outs, strict=True):
-        leaves, found = pytree.tree_flatten(out)
-        if found != structure:
-            raise ValueError(
-                f"the outputs of two parts of a batch differ in their structure: {structure} and {found}"
-            )
-        for (place, _), leaf, column in zip(places, leaves, columns, strict=True):
-            name = name_of(place)
+        for path, leaf in trees.leaves(out):
+            name = name_of(path)
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"the output's {name!r} is a {type(leaf).__name__}; parts of a batch need tensors")
             if not leaf.dim() or len(leaf) != count:
@@ -133,8 +125,10 @@ def end_to_end(counts: list[int], outs: list[Any]) -> Any:
                     f"the output's {name!r} has shape {tuple(leaf.shape)} for {count} examples, which are part "
                     "of a batch: give one row for each example"
                 )
-            column.append(leaf)
-    return pytree.tree_unflatten([torch.cat(column) for column in columns], structure)
+    try:
+        return trees.concat(outs, counts, "output")
+    except ValueError as error:
+        raise ValueError(f"the outputs of two parts of a batch do not fit together: {error}") from error
 
 
 def _note(error: BaseException, note: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core import trees
 from looplib._core.ranks import gather, several
-from looplib._core.torch_private import pytree
 from looplib._core.trees import batch_size
 from looplib.evaluation._batches import Reading, read
 from looplib.evaluation._evaluate import check_order
@@ -81,7 +81,7 @@ def predicted(
         if gathered:
             parts = _of_all_ranks(parts, by_rows)
         for size, part in parts:
-            yield size, pytree.tree_map(move, part)
+            yield size, trees.map_leaves(move, part)
 
 
 def _check_unshuffled(batches: Any) -> None:
@@ -95,7 +95,7 @@ def _check_unshuffled(batches: Any) -> None:
 
 def _of_all_ranks(parts: list[tuple[Any, Any]], by_rows: bool) -> list[tuple[Any, Any]]:
     """The outputs of all ranks, in their order; those of shares of one batch are put together."""
-    on_host = [(size, pytree.tree_map(_on_host, output)) for size, output in parts]
+    on_host = [(size, trees.map_leaves(_on_host, output)) for size, output in parts]
     found = [part for mine in gather(on_host) for part in mine]
     if by_rows and len(found) > 1:
         sizes = [size for size, _ in found]

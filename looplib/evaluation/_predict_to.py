@@ -14,9 +14,9 @@ import orjson
 import torch
 from torch import Tensor
 
+from looplib._core import trees
 from looplib._core.collective import together
 from looplib._core.ranks import any_rank, is_first
-from looplib._core.torch_private import pytree
 from looplib.checkpoint._format import bytes_of
 from looplib.evaluation._batches import Reading
 from looplib.evaluation._evaluate import check_order
@@ -223,8 +223,7 @@ def _listed(sizes: list[int | None]) -> str:
 
 
 def _rows(output: Any) -> dict[str, Tensor]:
-    places = pytree.tree_flatten_with_path(output)[0]
-    leaves = {name_of(place): leaf for place, leaf in places}
+    leaves = {name_of(path): leaf for path, leaf in trees.leaves(output)}
     for name, leaf in leaves.items():
         if not isinstance(leaf, Tensor) or not leaf.dim():
             raise TypeError(

@@ -1,0 +1,204 @@
+"""Every function that takes a batch takes the same kinds of batches, and gives what it gives for a dict."""
+
+import dataclasses
+from collections import OrderedDict, UserDict
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import looplib as ll
+from looplib import testing
+
+
+class Pair(NamedTuple):
+    x: Any
+    name: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Record:
+    x: Any
+    y: Any
+    name: str = "digits"
+
+
+class Tokens(UserDict):
+    pass
+
+
+class Graphs:
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
+pytree.register_pytree_node(Graphs, lambda g: ([g.x, g.y], None), lambda children, _: Graphs(*children))
+
+KINDS = {
+    "dict": lambda x, y: {"x": x, "scale": 1.0, "y": y},
+    "OrderedDict": lambda x, y: OrderedDict(x=x, y=y),
+    "UserDict": lambda x, y: Tokens({"x": x, "y": y, "name": "digits"}),
+    "read-only": lambda x, y: MappingProxyType({"x": x, "y": y}),
+    "tuple": lambda x, y: (x, y),
+    "list": lambda x, y: [x, y, None],
+    "namedtuple": lambda x, y: Pair(x, "digits", y),
+    "dataclass": Record,
+    "registered": Graphs,
+    "nested": lambda x, y: {"x": Record(x, None), "y": [y]},
+}
+
+
+def fields(batch):
+    """x and y of any of these."""
+    if isinstance(batch, (Record, Pair, Graphs)):
+        return batch.x, batch.y
+    if isinstance(batch, (list, tuple)):
+        return batch[0], batch[1]
+    x, y = batch["x"], batch["y"]
+    return (x.x, y[0]) if isinstance(x, Record) else (x, y)
+
+
+def loss_fn(model, batch):
+    x, y = fields(batch)
+    return (model(x) - y).square().mean()
+
+
+@pytest.fixture
+def data():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    return model, torch.randn(7, 3).double(), torch.randn(7, 1).double()
+
+
+@pytest.fixture(params=KINDS)
+def batch(request, data):
+    return KINDS[request.param](*data[1:])
+
+
+def expected_grads(data):
+    model, x, y = data
+    loss = (model(x) - y).square().mean()
+    return dict(zip(["weight", "bias"], torch.autograd.grad(loss, [model.weight, model.bias]), strict=True))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    {
+        "whole": lambda grad_fn: grad_fn,
+        "microbatches": lambda grad_fn: ll.accumulate(grad_fn, 3),
+        "size": lambda grad_fn: ll.accumulate(grad_fn, size=2),
+        "retry_on_oom": lambda grad_fn: ll.grads.retry_on_oom(grad_fn, 3),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_gradients(wrap, data, batch):
+    model = data[0]
+    out = wrap[1](ll.make_grad_fn(model, loss_fn))(ll.init_state(model), batch)
+    assert out.samples == 7
+    torch.testing.assert_close(out.grads, expected_grads(data))
+
+
+def test_per_sample_gradients(data, batch):
+    model = data[0]
+    out = ll.contrib.make_per_sample_grad_fn(model, loss_fn)(ll.init_state(model), batch)
+    assert out.grads["weight"].shape == (7, 1, 3)
+    torch.testing.assert_close({name: grad.mean(0) for name, grad in out.grads.items()}, expected_grads(data))
+
+
+def test_per_sample_gradients_refuse_a_list_of_one_item_per_sample(data):
+    """Each sample would see the items of all."""
+    model, x, y = data
+    batch = {"x": x, "y": y, "text": list("abcdefg")}
+    with pytest.raises(TypeError, match="the batch has a list with one item for each sample"):
+        ll.contrib.make_per_sample_grad_fn(model, loss_fn)(ll.init_state(model), batch)
+
+
+@pytest.mark.parametrize("size", [7, 3])
+def test_evaluation_and_prediction(size, data, batch):
+    model, x, y = data
+    state = ll.init_state(model)
+
+    def metric_fn(model, batch):
+        x, y = fields(batch)
+        return {"mse": ll.Mean((model(x) - y).square().sum(), len(x))}
+
+    eval_step = ll.evaluation.split_on_oom(ll.make_eval_step(model, metric_fn), size)
+    predict_step = ll.make_predict_step(model, lambda model, batch: model(fields(batch)[0]))
+    (outputs,) = ll.predict(ll.evaluation.split_on_oom(predict_step, size), state, [batch])
+    with torch.no_grad():
+        torch.testing.assert_close(outputs, model(x))
+        expected = (model(x) - y).square().mean().item()
+    assert ll.evaluate(eval_step, state, [batch])["mse"] == pytest.approx(expected)
+
+
+OUTPUTS = {
+    "dict": lambda x, y: {"x": x, "y": y},
+    "UserDict": lambda x, y: Tokens({"x": x, "y": y}),
+    "namedtuple": lambda x, y: Pair(x, {"deep": y}, y),
+    "list": lambda x, y: [x, (y,)],
+    "dataclass": lambda x, y: Record(x, y, x + 1),
+    "registered": Graphs,
+}
+
+
+@pytest.mark.parametrize("size", [7, 3])
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_outputs_of_microbatches_are_joined_in_their_containers(kind, size, data):
+    model, x, y = data
+    step = ll.make_predict_step(model, lambda model, batch: OUTPUTS[kind](*batch))
+    (outputs,) = ll.predict(ll.evaluation.split_on_oom(step, size), ll.init_state(model), [(x, y)])
+    assert type(outputs) is type(OUTPUTS[kind](x, y))
+    assert torch.equal(fields(outputs)[0], x)
+    assert torch.equal(fields(outputs)[1][0] if kind == "list" else fields(outputs)[1], y)
+
+
+def test_replay_worst_samples_and_fingerprints(data, batch):
+    model, x, y = data
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    state = ll.init_state(model, optimizer, epoch_length=1)
+    found = ll.debug.replay(ll.make_train_step(grad_fn, optimizer), state, lambda state: [batch], 2, grad_fn=grad_fn)
+    worst = ll.debug.worst_samples(grad_fn, found.state, batch)
+    with torch.no_grad():
+        losses = (x @ found.state.params["weight"].T + found.state.params["bias"] - y).square().flatten()
+    scored = torch.tensor([score.loss for score in sorted(worst, key=lambda score: score.row)]).double()
+    torch.testing.assert_close(scored, losses, rtol=1e-5, atol=1e-6)
+    assert not ll.debug.differences(batch, batch)
+    prints = ll.debug.fingerprint(batch)
+    x[3, 1] += 1
+    assert len([name for name, value in ll.debug.fingerprint(batch).items() if value != prints[name]]) == 1
+
+
+def test_checks_of_testing(data, batch):
+    model = data[0]
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    state, step = ll.init_state(model, optimizer), ll.make_train_step(grad_fn, optimizer)
+    testing.assert_pure(step, state, batch)
+    testing.assert_pieces_equal_whole(grad_fn, state, batch)
+    predict_step = ll.make_predict_step(model, lambda model, batch: model(fields(batch)[0]))
+    testing.assert_rows_independent(predict_step, state, batch)
+
+
+def test_a_loader_moves_and_divides_them(monkeypatch, data, batch):
+    class Whole:
+        """A dataset whose one item is a batch already."""
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return batch
+
+    loader = ll.make_loader(Whole(), shuffle=False, device="meta", collate_fn=lambda item: item)
+    (moved,) = loader(ll.TrainState())
+    assert [tensor.device.type for tensor in fields(moved)] == ["meta", "meta"]
+    monkeypatch.setattr("looplib._core.ranks.world_size", lambda: 2)
+    monkeypatch.setattr("looplib._core.ranks.rank", lambda: 1)
+    loader = ll.make_loader(Whole(), shuffle=False, collate_fn=lambda item: item)
+    (part,) = loader(ll.TrainState())
+    assert torch.equal(fields(part)[0], data[1][4:])
