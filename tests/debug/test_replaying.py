@@ -742,7 +742,7 @@ def test_the_row_that_made_a_spike_is_found_from_a_kept_state():
     x[41] *= 300
     data = torch.utils.data.TensorDataset(x, torch.tensor(DIGITS.target[:ROWS]), torch.arange(ROWS))
     loader = ll.make_loader(data, batch_size=16, seed=1)
-    torch.manual_seed(0)  # from some other weights the batch after it has the largest loss
+    torch.manual_seed(2)  # from some other weights the batch after it has the largest loss
     model = nn.Linear(64, 10)
     optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
     grad_fn = ll.make_grad_fn(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
