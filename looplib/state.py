@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from looplib._core import modules as _modules
 from looplib._core import ownership as _donation
+from looplib._core.checks import check_optional_count
 from looplib._core.torch_private import pytree
 from looplib.types import (
     _TREES,
@@ -51,8 +52,8 @@ def init_state(
         ValueError: a lazy parameter without a shape, no trainable parameter, an epoch of no batches.
     """
     slots = _modules.members(model)
-    if epoch_length is not None and epoch_length < 1:
-        raise ValueError(f"epoch_length is {epoch_length}; an epoch has 1 batch or more, or give None for a stream")
+    advice = "an epoch has 1 batch or more, or give None for a stream"
+    check_optional_count("epoch_length", epoch_length, advice=advice)
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
     opt_state = None
     if optimizer is not None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import ownership as _donation
+from looplib._core.checks import check_optional_count
 from looplib._core.collective import Together, finish_first, together
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
@@ -468,8 +469,7 @@ def _check_policies(
 ) -> None:
     counts = ("keep_last", keep_last, 1), ("keep_best", keep_best, 0), ("keep_every", keep_every, 1)
     for name, value, least in counts:
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{name} is {value!r}; give a whole number of at least {least}")
+        check_optional_count(name, value, least)
     if mode not in ("min", "max"):
         raise ValueError(f"mode is {mode!r}; give 'min' where the smallest is best, or 'max'")
     if keep_best and monitor is None:

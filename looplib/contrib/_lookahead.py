@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.checks import is_count
 from looplib._core.ranks import shards
 from looplib._core.tracing import on_host, where
 from looplib.optim._averaging import Tensors
@@ -34,7 +35,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
     Source: Zhang, Lucas, Hinton and Ba, "Lookahead optimizer: k steps forward, 1 step back", 2019;
     `optax.lookahead`.
     """
-    if sync_period < 1 or not 0 < slow_step_size <= 1:
+    if not is_count(sync_period) or not 0 < slow_step_size <= 1:
         raise ValueError(
             f"sync_period is {sync_period} and slow_step_size {slow_step_size}; give at least 1 update, and a part "
             "above 0 and at most 1"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from looplib._core import ownership as _donation
 from looplib._core import trees
+from looplib._core.checks import check_optional_count
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import local
 from looplib.checkpoint._io import CheckpointIO
@@ -49,8 +50,7 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
         ValueError: the state is from before the last one kept, or `at_most` is below 2.
         DonatedStateError: the state is spent.
     """
-    if at_most is not None and at_most < 2:
-        raise ValueError(f"at_most is {at_most}; give 2 or more: the first state and the last are always kept")
+    check_optional_count("at_most", at_most, 2, "give 2 or more: the first state and the last are always kept")
     last = max(kept, default=None)
     if last is not None and last > state.step:
         raise ValueError(

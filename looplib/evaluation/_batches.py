@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
 
+from looplib._core.checks import check_optional_count
 from looplib._core.ranks import any_rank, is_first, rank, world_size
 from looplib.types import TrainState
 
@@ -40,8 +41,7 @@ class Reading(NamedTuple):
 def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     """This rank's batches, and whether each counts: all ranks are given the same number of them."""
     batches, limit, title, divide, start, _ = reading
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; give how many batches, at least 1, or None for all")
+    check_optional_count("limit", limit, advice="give how many batches, at least 1, or None for all")
     length = length_of(batches)
     left = None if length is None else max(0, length - start)
     if left == 0 and not _estimated(batches):

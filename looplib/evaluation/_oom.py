@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
+from looplib._core.checks import check_optional_count
 from looplib._core.memory import half, out_of_memory
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
@@ -77,8 +78,7 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
 
 
 def _check_split(step: Any, size: Any) -> None:
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(f"size is {size!r}; give a whole number of examples, at least 1")
+    check_optional_count("size", size, advice="give a whole number of examples, at least 1")
     if not callable(step) or isinstance(step, torch.nn.Module):
         raise TypeError(
             f"split_on_oom got a {type(step).__name__}; give a step, as ll.make_eval_step or ll.make_predict_step "

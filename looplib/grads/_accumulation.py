@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.checks import check_optional_count
 from looplib._core.ranks import several, total_over_ranks
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
@@ -65,9 +66,8 @@ def accumulate(
     """
     if microbatches is not None and size is not None:
         raise ValueError(f"give microbatches={microbatches} or size={size}, not both")
-    for name, value in (("microbatches", microbatches), ("size", size)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
+    check_optional_count("microbatches", microbatches)
+    check_optional_count("size", size)
     check_parts(grad_fn, "accumulate")
 
     def accumulated(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:

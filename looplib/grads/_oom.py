@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from looplib._core.checks import check_optional_count
 from looplib._core.collective import named, raise_of
 from looplib._core.memory import half, out_of_memory
 from looplib._core.ranks import gather, largest_over_ranks, rank, several
@@ -58,8 +59,7 @@ def retry_on_oom(
         ValueError: within `accumulate`, whose gradients so far a failed attempt would have spoiled.
     """
     check_parts(grad_fn, "retry_on_oom")
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(f"size is {size!r}; give a whole number of examples, at least 1")
+    check_optional_count("size", size, advice="give a whole number of examples, at least 1")
     fitting = size
     engine: list[Callable[[TrainState, Gradients], Gradients]] = []  # if there is one, what it does at the end
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from looplib._core.checks import check_count
 from looplib.log._sinks import CodedSink
 from looplib.types import Sink, TrainState
 
@@ -166,8 +167,7 @@ def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 10.0
 
     Raises ValueError when max_pending is not positive.
     """
-    if max_pending < 1:
-        raise ValueError(f"max_pending is {max_pending}; at least one call must be able to wait: give 1 or more")
+    check_count("max_pending", max_pending, advice="at least one call must be able to wait: give 1 or more")
     return Background(sink, max_pending, patience)
 
 

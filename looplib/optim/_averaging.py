@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.checks import is_count
 from looplib._core.ranks import shards
 from looplib._core.tracing import on_host, where
 from looplib.optim._hyperparameters import of_another
@@ -111,7 +112,7 @@ def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = Fal
 def _averaging(
     optimizer: Optimizer, weight: Callable[[int], float], start: int, every: int, with_buffers: bool
 ) -> Optimizer:
-    if start < 0 or every < 1:
+    if not is_count(start, 0) or not is_count(every):
         raise ValueError(f"start is {start} and every {every}; give a step of at least 0 and a count of at least 1")
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:

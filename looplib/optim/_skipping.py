@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.checks import check_count, is_count
 from looplib._core.ranks import all_ranks, shards, sum_over_ranks
 from looplib._core.tracing import afterwards, tracing, where
 from looplib.metrics._mean import Mean
@@ -62,8 +63,7 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
 
     Source: `optax.apply_if_finite`.
     """
-    if isinstance(max_consecutive, bool) or not isinstance(max_consecutive, int) or max_consecutive < 0:
-        raise ValueError(f"max_consecutive is {max_consecutive!r}; give how many skips in a row to accept, 0 or more")
+    check_count("max_consecutive", max_consecutive, 0, "give how many skips in a row to accept, 0 or more")
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         zero = torch.zeros((), dtype=torch.int64)
@@ -156,7 +156,7 @@ def skip_spikes(
 
     Source: the `SkipStepOptimizer` of OLMo-core (Groeneveld et al., 2024).
     """
-    if window < 2 or not sigmas > 0 or max_consecutive < 0:
+    if not is_count(window, 2) or not sigmas > 0 or not is_count(max_consecutive, 0):
         raise ValueError(
             f"window is {window}, sigmas {sigmas} and max_consecutive {max_consecutive}; give a window of 2 or more "
             "batches, sigmas above 0 and a count of at least 0"

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from looplib._core.checks import is_count
 from looplib._core.torch_private import pytree
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
@@ -176,7 +177,7 @@ class early_stopping(Predicate):
     key: str = field(default="best", kw_only=True)
 
     def __post_init__(self) -> None:
-        if type(self.patience) is not int or self.patience < 1:
+        if not is_count(self.patience):
             raise ValueError(f"{self!r}: patience must be an int of at least 1.")
 
     def _fires(self, state: TrainState) -> bool:

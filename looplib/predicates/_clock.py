@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
+from looplib._core.checks import is_number
 from looplib._core.ranks import any_rank
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
@@ -15,7 +15,7 @@ class _Clock(Predicate):
     __slots__ = ("clock", "due", "seconds")
 
     def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+        if not is_number(seconds) or seconds <= 0:
             raise ValueError(f"{type(self).__name__}({seconds!r}): expected a finite number of seconds above 0.")
         self.seconds = seconds
         self.clock = clock

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import ClassVar, TypeVar
 
+from looplib._core.checks import is_count
 from looplib.predicates._predicate import Number, Predicate
 from looplib.types import TrainState
 
@@ -43,7 +44,7 @@ class _Every(Predicate):
     def _check_ints(self) -> None:
         for name, lowest in (("n", 1), ("offset", 0), ("first", 0), ("last", 0)):
             value = getattr(self, name)
-            if (type(value) is not int or value < lowest) and (name, value) != ("last", math.inf):
+            if not is_count(value, lowest) and (name, value) != ("last", math.inf):
                 raise ValueError(f"{self!r}: {name} must be an int of at least {lowest}, got {value!r}.")
         self._check_order(self.n, self.offset, self.first, self.last)
 
@@ -234,7 +235,7 @@ class at_step(Predicate):
     steps: frozenset[int]
 
     def __init__(self, *steps: int) -> None:
-        if not steps or any(type(step) is not int or step < 1 for step in steps):
+        if not steps or not all(map(is_count, steps)):
             raise ValueError(f"at_step{steps!r}: expected one or more steps, ints of at least 1.")
         object.__setattr__(self, "steps", frozenset(steps))
 
@@ -254,7 +255,7 @@ class _After(Predicate):
     _every: ClassVar[type[every_n_steps | every_n_epochs | every_n_samples]]
 
     def __post_init__(self) -> None:
-        if type(self.n) is not int or self.n < 0:
+        if not is_count(self.n, 0):
             raise ValueError(f"{self!r}: n must be an int of at least 0.")
 
     def once(self) -> Predicate:

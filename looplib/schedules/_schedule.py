@@ -8,6 +8,8 @@ from dataclasses import fields
 from itertools import pairwise
 from typing import Any, Literal
 
+from looplib._core.checks import is_count, is_number
+
 Shape = Literal["linear", "cosine", "1-sqrt"]
 
 
@@ -45,12 +47,12 @@ def _checked(name: str, kind: str, value: Any) -> Any:
         kind = "Schedule" if callable(value) else "float"
     match kind:
         case "float":
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if not is_number(value):
                 raise ValueError(f"{name} must be a finite number, got {value!r}.")
             return float(value)
         case "int" | "Natural":
             lowest = 1 if kind == "int" else 0
-            if type(value) is not int or value < lowest:
+            if not is_count(value, lowest):
                 raise ValueError(f"{name} must be an int of at least {lowest}, got {value!r}.")
         case "Sequence[int]":
             value = tuple(value)

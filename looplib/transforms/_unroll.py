@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from looplib._core import tracing as _tracing
+from looplib._core.checks import check_optional_count
 from looplib._core.tracing import STOPS, UntraceableError
 from looplib.steps import Outcome, Parts, compiled_step
 from looplib.transforms import _program
@@ -334,8 +335,7 @@ def unroll(
 
     Source: Chen et al., "Training deep nets with sublinear memory cost", 2016.
     """
-    if recompute_every is not None and recompute_every < 1:
-        raise ValueError(f"recompute_every is {recompute_every}; give at least 1 step, or None")
+    check_optional_count("recompute_every", recompute_every, advice="give at least 1 step, or None")
     batches, every = list(batches), recompute_every or max(1, len(batches))
     metrics: list[dict[str, Metric]] = []
     for begin in range(0, len(batches), every):

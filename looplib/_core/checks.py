@@ -1,0 +1,33 @@
+"""Checks of arguments: whole numbers and numbers, where a bool is neither."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Is it an int, not a bool, of at least `least`?"""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: Any) -> bool:
+    """Is it a finite int or float, not a bool?"""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_count(name: str, value: Any, least: int = 1, advice: str = "") -> None:
+    """Raise ValueError unless the argument is a whole number of at least `least`; `advice` says what to give.
+
+    >>> check_count("microbatches", 0)
+    Traceback (most recent call last):
+    ValueError: microbatches is 0; give a whole number of at least 1
+    """
+    if not is_count(value, least):
+        raise ValueError(f"{name} is {value!r}; {advice or f'give a whole number of at least {least}'}")
+
+
+def check_optional_count(name: str, value: Any, least: int = 1, advice: str = "") -> None:
+    """The same for an argument that may be None."""
+    if value is not None:
+        check_count(name, value, least, advice)
