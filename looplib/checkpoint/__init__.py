@@ -1,7 +1,8 @@
 """Checkpoints: a state goes in, a file comes out, and back."""
 
+from looplib.checkpoint._describe import Checkpoint, Checkpoints
 from looplib.checkpoint._format import CheckpointVersionError, DamagedCheckpointError
-from looplib.checkpoint._io import Checkpoint, CheckpointIO, Checkpoints, checkpoint_io
+from looplib.checkpoint._io import CheckpointIO, checkpoint_io
 from looplib.checkpoint.interop._export import (
     load_optimizer_state_dict,
     load_state_dict,

@@ -1,4 +1,4 @@
-"""Entries of a directory that are whole or not there.
+"""Directory entries that are written whole or not at all.
 
 A save writes into an entry beside the others, syncs it, and renames it. So whatever kills the process, every entry
 named step-... is whole; others are leftovers, which the next process that may write clears.
@@ -14,9 +14,11 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from looplib.checkpoint._format import Parts, sync_directory, write
+from looplib.checkpoint._format import sync_directory
+from looplib.checkpoint._format_read import read_manifest
+from looplib.checkpoint._format_write import Parts, write, write_document
 
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
@@ -25,46 +27,107 @@ _WRITING, _DELETING = ".writing-", ".deleting-"
 
 
 def number_of(path: Path) -> tuple[int, int] | tuple[()]:
-    """The step of an entry, and which of that step it is; nothing for what is no checkpoint."""
+    """The step of an entry, and which save of that step it is; empty for anything that is no checkpoint."""
     match = _NAME.fullmatch(path.name)
     return (int(match[1]), int(match[2] or 0)) if match else ()
 
 
-def free_name(folder: Path, step: int) -> Path:
-    """A name for an entry of this step, which comes after those that are there."""
-    numbers = [number for path in folder.iterdir() if (number := number_of(path)) and number[0] == step]
-    return folder / (f"step-{step:08d}" + (f".{max(numbers)[1] + 1}" if numbers else ""))
+def entries_of(folder: Path, step: int) -> list[Path]:
+    """The entries of a step, the latest save last: more than one only while one of them replaces the others."""
+    entries = [path for path in folder.iterdir() if number_of(path)[:1] == (step,)]
+    return sorted(entries, key=number_of)
 
 
-def beside(folder: Path, target: Path) -> Path:
-    """Where a new entry is written before it takes its place."""
-    return folder / f"{_WRITING}{target.name}-{uuid.uuid4().hex[:6]}"
+class Entry(NamedTuple):
+    """Where a new checkpoint is written, and the path that it takes once it is whole."""
+
+    writing: Path
+    target: Path
 
 
-def put(writing: Path, target: Path, parts: Parts, about: Mapping[str, Any], helped: bool = True) -> None:
+def new_entry(folder: Path, step: int) -> Entry:
+    target = folder / f"step-{step:08d}"
+    return Entry(folder / f"{_WRITING}{target.name}-{uuid.uuid4().hex[:6]}", target)
+
+
+def put(entry: Entry, parts: Parts, about: Mapping[str, Any], helped: bool = True) -> None:
     """Write a new entry; one that cannot be finished leaves nothing."""
     try:
-        with told(target, parts.size()):
-            writing.mkdir()
-            write(writing, parts, about, helped)
-            take_place(writing, target)
+        with told(entry.target, parts.size()):
+            entry.writing.mkdir()
+            write(entry.writing, parts, about, helped)
+            take_place(entry)
     except BaseException:
-        clear(writing)
+        clear(entry.writing)
         raise
 
 
-def take_place(writing: Path, target: Path) -> None:
-    writing.rename(target)
+def take_place(entry: Entry) -> None:
+    """Rename a finished entry to its name; an earlier save of the same step goes.
+
+    The new one stands beside the earlier one under a later number until that is gone, and then takes its name. So at
+    each moment one of the two is whole, and a listing, which takes the latest number of a step, never sees both.
+    """
+    writing, target = entry
+    earlier = entries_of(target.parent, _step_of(target))
+    if not earlier:
+        writing.rename(target)
+        sync_directory(target.parent)
+        return
+    _keep_metrics(earlier[-1], writing)
+    newest = target.with_name(f"{target.name}.{_save_of(earlier[-1]) + 1}")
+    writing.rename(newest)
+    sync_directory(target.parent)
+    for path in earlier:
+        remove(path)
+    newest.rename(target)
     sync_directory(target.parent)
 
 
+def _step_of(path: Path) -> int:
+    return number_of(path)[0]  # type: ignore[misc]
+
+
+def _save_of(path: Path) -> int:
+    return number_of(path)[1]  # type: ignore[misc]
+
+
+def _keep_metrics(earlier: Path, later: Path) -> None:
+    """A save without metrics of the very weights that an earlier save has metrics of keeps these."""
+    try:
+        old, new = read_manifest(earlier), read_manifest(later)
+        if new["metrics"] or not old["metrics"] or _weights(old) != _weights(new):
+            return
+    except (ValueError, LookupError):  # a damaged one has nothing to keep
+        return
+    write_document(later, {**new, "metrics": old["metrics"]})
+
+
+def _weights(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The checksums and layouts of parameters and buffers, by path."""
+    data, weights = manifest["data"], {}
+    for path, entry in (*manifest["tensors"].items(), *manifest.get("shards", {}).items()):
+        if path.startswith(("/params/", "/buffers/")):
+            chunks = entry.get("chunks", [{"data": entry.get("data")}])
+            checksums = [data[chunk["data"]]["crc32"] for chunk in chunks]
+            layout = [(chunk.get("offsets"), chunk.get("sizes")) for chunk in chunks]
+            view = [entry.get(key) for key in ("dtype", "shape", "stride", "offset")]
+            weights[path] = checksums, layout, view
+    return weights
+
+
 def clear(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+    """Delete an entry that nobody lists any more; of a symbolic link the link alone."""
+    if path.is_symlink() or path.is_file():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def told(target: Path, size: int) -> Iterator[None]:
-    """An error of the file system says what could not be saved, and whether there was room."""
+    """Raise an OSError again with the name of what could not be saved, and whether there was room."""
     try:
         yield
     except OSError as error:
@@ -80,7 +143,7 @@ def told(target: Path, size: int) -> Iterator[None]:
 
 
 def in_words(count: float) -> str:
-    """A number of bytes, to be read."""
+    """A number of bytes in units, such as 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -89,22 +152,22 @@ def in_words(count: float) -> str:
 
 
 def put_aside(path: Path) -> None:
-    """Free the name of a damaged entry, and leave what is in it to its owner."""
-    if path.exists():
+    """Rename a damaged entry out of the way, and leave its content to its owner."""
+    if os.path.lexists(path):
         path.rename(path.with_name(f"damaged-{uuid.uuid4().hex[:6]}-{path.name}"))
 
 
 def remove(path: Path) -> None:
-    # Out of sight in one step, so that a half-deleted one is never taken for a checkpoint.
+    """Delete an entry: out of sight in one step, so that a half-deleted one is never taken for a checkpoint."""
     aside = path.with_name(f"{_DELETING}{uuid.uuid4().hex[:6]}-{path.name}")
     path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    clear(aside)
 
 
 class Lock:
-    """The right to write in a folder, held while a CheckpointIO of this process has it, at most until its end.
+    """File lock on a folder of checkpoints, held while a CheckpointIO of this process has it.
 
-    It is a lock of the process, not of an open file: workers that outlive a killed process must not hold it on.
+    It is a lock of the process, not of an open file: workers that outlive a killed process must not keep it.
     """
 
     held: ClassVar[weakref.WeakValueDictionary[tuple[int, Path], Lock]] = weakref.WeakValueDictionary()
@@ -146,7 +209,7 @@ class Lock:
             ) from None
         for path in folder.iterdir():
             if path.name.startswith((_WRITING, _DELETING)):
-                shutil.rmtree(path, ignore_errors=True)
+                clear(path)
         with contextlib.suppress(OSError):  # a full disk: the number is for messages alone
             os.ftruncate(self.file, 0)
             os.pwrite(self.file, str(os.getpid()).encode(), 0)

@@ -2,14 +2,13 @@
 
 Its planners know which rank writes what where several hold the same, and which parts of what was written make up the
 part that another mesh holds. What is ours is the storage: a safetensors file of each rank and one manifest, with
-checksums, in an entry that takes its place when all are there. (torch's own writer keeps a pickle beside them.)
+checksums, in an entry that takes its leaf_path when all are there. (torch's own writer keeps a pickle beside them.)
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +30,15 @@ from torch.futures import Future
 from looplib._core.collective import Together, named, raise_of
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint import _directory
-from looplib.checkpoint._format import DATA, SHARDED, Parts, Reader, local, runs_of, write_data, write_manifest
+from looplib.checkpoint._directory import Entry
+from looplib.checkpoint._format import DATA, SHARDED, local
+from looplib.checkpoint._format_read import Reader
+from looplib.checkpoint._format_write import Parts, runs_of, write_data, write_manifest
 
 
 def put(
     ranks: Together,
-    writing: Path,
-    target: Path,
+    entry: Entry,
     parts: Parts,
     about: Mapping[str, Any],
     helped: bool,
@@ -46,13 +47,13 @@ def put(
     try:
         save(
             parts.sharded,
-            storage_writer=_Writer(writing, target, parts, about, helped),
+            storage_writer=_Writer(entry, parts, about, helped),
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=ranks.group,
         )
     except BaseException as error:
         if ranks.first:
-            _directory.clear(writing)
+            _directory.clear(entry.writing)
         if not isinstance(error, CheckpointException):
             raise
         failures = {rank: failure for rank, (failure, _) in error.failures.items()}
@@ -61,8 +62,8 @@ def put(
 
 
 class _Writer(StorageWriter):
-    def __init__(self, writing: Path, target: Path, parts: Parts, about: Mapping[str, Any], helped: bool) -> None:
-        self.writing, self.target, self.parts, self.about, self.helped = writing, target, parts, about, helped
+    def __init__(self, entry: Entry, parts: Parts, about: Mapping[str, Any], helped: bool) -> None:
+        self.entry, self.parts, self.about, self.helped = entry, parts, about, helped
         self.rank = distributed.get_rank()
         self.first = False
         self.data: dict[str, Any] = {}  # what is known of the first rank's file of whole tensors
@@ -78,20 +79,22 @@ class _Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with _directory.told(self.target, self.parts.size()):
-            self.writing.mkdir()
+        with _directory.told(self.entry.target, self.parts.size()):
+            self.entry.writing.mkdir()
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
-        with _directory.told(self.target, self.parts.size()):
+        with _directory.told(self.entry.target, self.parts.size()):
             if self.first:
-                self.data, self.size = write_data(self.writing / DATA, self.parts.runs, self.parts.ready, self.helped)
+                self.data, self.size = write_data(
+                    self.entry.writing / DATA, self.parts.runs, self.parts.ready, self.helped
+                )
             parts = {item.index.fqn: self.parts.locals[item.index.fqn] for item in plan.items}
-            runs = runs_of({place: part for place, part in parts.items() if part.numel()})
+            runs = runs_of({leaf_path: part for leaf_path, part in parts.items() if part.numel()})
             if runs:
                 name = f"tensors-{self.rank:05d}.safetensors"
-                data, size = write_data(self.writing / name, runs, self.parts.ready, self.helped)
+                data, size = write_data(self.entry.writing / name, runs, self.parts.ready, self.helped)
                 for item in plan.items:
                     if (run := data.get(item.index.fqn)) is not None:
                         stored = {**run, "file": name}, list(parts[item.index.fqn].shape), size
@@ -103,20 +106,20 @@ class _Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         shards: dict[str, Any] = {}
         files: dict[str, int] = {}
-        for place, about in metadata.state_dict_metadata.items():
+        for leaf_path, about in metadata.state_dict_metadata.items():
             assert isinstance(about, TensorStorageMetadata)
             dtype = str(about.properties.dtype).removeprefix("torch.")
-            shards[place] = {"dtype": dtype, "shape": list(about.size), "chunks": []}
+            shards[leaf_path] = {"dtype": dtype, "shape": list(about.size), "chunks": []}
         for result in (result for of_rank in results for result in of_rank):
             rank, run, sizes, size = result.storage_data
             name = f"{rank}{result.index.fqn}"
             self.data[name], files[run["file"]] = run, size
             offsets = list(result.index.offset or ())
             shards[result.index.fqn]["chunks"].append({"offsets": offsets, "sizes": sizes, "data": name})
-        with _directory.told(self.target, self.parts.size()):
+        with _directory.told(self.entry.target, self.parts.size()):
             described = {"bytes": self.size, "data": self.data, "files": files, "shards": shards}
-            write_manifest(self.writing, self.parts, {"format": SHARDED, **self.about, **described})
-            _directory.take_place(self.writing, self.target)
+            write_manifest(self.entry.writing, self.parts, {"format": SHARDED, **self.about, **described})
+            _directory.take_place(self.entry)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -130,16 +133,17 @@ def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
     """
     into: dict[str, Tensor] = {}
     about: dict[str, Any] = {}
-    for place, leaf in leaves.items():
-        entry = reader.about(place)
+    for leaf_path, leaf in leaves.items():
+        entry = reader.about(leaf_path)
         assert entry is not None
         dtype, shape = getattr(torch, entry["dtype"]), torch.Size(entry["shape"])
-        into[place] = torch.empty(local(leaf).shape if is_sharded(leaf) else shape, dtype=dtype)
-        chunks = [ChunkStorageMetadata(torch.Size(low), torch.Size(sizes)) for low, sizes in reader.chunks(place)]
-        about[place] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
+        into[leaf_path] = torch.empty(local(leaf).shape if is_sharded(leaf) else shape, dtype=dtype)
+        chunks = [ChunkStorageMetadata(torch.Size(low), torch.Size(sizes)) for low, sizes in reader.chunks(leaf_path)]
+        about[leaf_path] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
     planner = _LoadPlanner(into)
     planner.set_up_planner(
-        {place: leaf if is_sharded(leaf) else into[place] for place, leaf in leaves.items()}, Metadata(about)
+        {leaf_path: leaf if is_sharded(leaf) else into[leaf_path] for leaf_path, leaf in leaves.items()},
+        Metadata(about),
     )
     plan = planner.finish_plan(planner.create_local_plan())  # each rank's own is all there is to plan
     reader.verify((), {(item.storage_index.fqn, item.storage_index.index or 0) for item in plan.items})

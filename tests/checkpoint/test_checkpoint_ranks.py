@@ -43,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 import looplib as ll
 from looplib.checkpoint import _directory as _directory
 from looplib.checkpoint import _shards as _shards
-from looplib.checkpoint import _io as checkpoint
+COUNTS = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "batch_steps", "seed")
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
 pytree = torch.utils._pytree
@@ -87,7 +87,7 @@ def full(state):
 
 
 def same(one, other):
-    counts = all(getattr(one, name) == getattr(other, name) for name in checkpoint._COUNTS)
+    counts = all(getattr(one, name) == getattr(other, name) for name in COUNTS)
     pairs = list(zip(pytree.tree_leaves(full(one)), pytree.tree_leaves(full(other)), strict=True))
     return counts and all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
@@ -170,7 +170,7 @@ for broken in (0, 2):
         ckpt.save(bigger)
         ckpt.wait()
     dist.barrier()
-    assert names_in(folder / "full") == ["step-00000003" + (".1" if broken else "")], names_in(folder / "full")
+    assert names_in(folder / "full") == ["step-00000003"], names_in(folder / "full")
     assert same(ckpt.restore(state_of(fsdp(5))), given)
     ckpt.save(bigger)
     ckpt.wait()

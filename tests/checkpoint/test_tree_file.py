@@ -18,7 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import looplib as ll
-from looplib.checkpoint._format import DATA, MANIFEST, Parts, Reader, leaves_of, read_manifest, write
+from looplib.checkpoint._format import DATA, MANIFEST, leaves_of
+from looplib.checkpoint._format_read import Reader, read_manifest
+from looplib.checkpoint._format_write import Parts, write
 
 DTYPES = sorted(
     {d for d in vars(torch).values() if isinstance(d, torch.dtype)}

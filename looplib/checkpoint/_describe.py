@@ -1,0 +1,122 @@
+"""Descriptions of checkpoints: what is known of one without reading its tensors."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from looplib.checkpoint._directory import in_words
+from looplib.checkpoint._format import MANIFEST, sound
+from looplib.checkpoint._format_read import check_files, read_manifest
+from looplib.types import _COUNTS, _TREES, TrainState
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Description of one checkpoint, as its manifest has it.
+
+    Attributes:
+        path: its directory.
+        step, epoch, batch, samples: where the run stood.
+        metrics: those given to `save`.
+        bytes: size of the files that hold its tensors.
+        parts: bytes of the tensors in params, buffers, opt_state and extra, where there are any.
+        created: time of the save, in UTC.
+    """
+
+    path: Path
+    step: int
+    epoch: int
+    batch: int
+    samples: int
+    metrics: dict[str, float]
+    bytes: int
+    parts: dict[str, int]
+    created: str
+
+
+class Checkpoints(list[Checkpoint]):
+    """List of the checkpoints in a directory, oldest first, which prints as a table."""
+
+    def _rows(self) -> list[list[str]]:
+        parts = list(dict.fromkeys(name for checkpoint in self for name in checkpoint.parts))
+        names = list(dict.fromkeys(name for checkpoint in self for name in checkpoint.metrics))
+        rows = [["step", "epoch", "batch", "samples", "saved", "size", *parts, *names]]
+        for checkpoint in self:
+            counts = checkpoint.step, checkpoint.epoch, checkpoint.batch, checkpoint.samples
+            saved = checkpoint.created.replace("T", " ").replace("Z", " UTC")
+            sizes = [in_words(checkpoint.parts[name]) if name in checkpoint.parts else "" for name in parts]
+            metrics = checkpoint.metrics
+            scores = [f"{metrics[name]:.5g}" if name in metrics else "" for name in names]
+            rows.append([*map(str, counts), saved, in_words(checkpoint.bytes), *sizes, *scores])
+        return rows
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no checkpoints"
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return "no checkpoints"
+        head, *body = [[html.escape(cell) for cell in row] for row in self._rows()]
+        lines = [f"<th>{'</th><th>'.join(head)}</th>"] + [f"<td>{'</td><td>'.join(row)}</td>" for row in body]
+        return f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"
+
+
+def describe(path: Path) -> Checkpoint:
+    """The description of a checkpoint, once its manifest and the sizes of its files are found to be right."""
+    manifest = read_manifest(path)
+    with sound(path / MANIFEST):
+        counts = counts_in(manifest)
+        parts: Counter[str] = Counter()
+        size = check_files(path, manifest)
+        for leaf_path, entry in (*manifest["tensors"].items(), *manifest.get("shards", {}).items()):
+            parts[leaf_path.split("/")[1]] += math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize
+        return Checkpoint(
+            path=path,
+            step=counts["step"],
+            epoch=counts["epoch"],
+            batch=counts["batch"],
+            samples=counts["samples"],
+            metrics={name: float(value) for name, value in manifest["metrics"].items()},
+            bytes=size,
+            parts=dict(parts),
+            created=str(manifest["created"]),
+        )
+
+
+def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The counts and the seed that a manifest holds."""
+    counts = {**manifest["counts"], "seed": _read_seed(manifest["counts"]["seed"])}
+    wrong = [name for name in _COUNTS if name != "seed" and type(counts[name]) is not int]
+    if counts.keys() != set(_COUNTS) or (wrong and (wrong != ["epoch_length"] or counts["epoch_length"] is not None)):
+        raise ValueError(f"counts that are no counts of a state: {counts}")
+    return counts
+
+
+def counts_of(state: TrainState) -> dict[str, Any]:
+    """The counts and the seed of a state, as a manifest holds them."""
+    seed = state.seed
+    # As text, since a number of JSON has 64 bits; the seeds of a stack are a list.
+    written = [str(member) for member in seed] if isinstance(seed, tuple) else str(seed)
+    return {**{name: getattr(state, name) for name in _COUNTS}, "seed": written}
+
+
+def _read_seed(written: str | list[str]) -> Any:
+    return tuple(int(member) for member in written) if isinstance(written, list) else int(written)
+
+
+def trees_of(state: TrainState) -> dict[str, Any]:
+    """The trees of a state that a checkpoint holds: those that are there."""
+    trees = {name: getattr(state, name) for name in _TREES}
+    return {name: tree for name, tree in trees.items() if tree is not None}

@@ -1,0 +1,287 @@
+"""Writing a tree of tensors and plain values into a directory: the data file, then the manifest.
+
+Tensors that overlap in memory are written as one run of bytes, so that they share memory again when they are read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from torch import Tensor
+
+from looplib._core.ranks import is_sharded
+from looplib.checkpoint._format import (
+    DATA,
+    MANIFEST,
+    QUANTIZED,
+    WHOLE,
+    bytes_of,
+    encoded,
+    envelope,
+    extent,
+    leaves_of,
+    local,
+    sync_directory,
+)
+
+_ALIGNMENT = 64
+
+
+_CHUNK = 8 << 20
+
+
+# What safetensors calls a dtype. Others are stored as bytes, and the manifest alone knows what they are.
+_SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+@dataclass
+class _Run:
+    """A run of bytes in one storage, used by one leaf or by several that overlap."""
+
+    name: str
+    owner: Tensor  # one of the leaves
+    low: int  # where in its storage the bytes begin and end
+    high: int
+    dtype: str
+    shape: list[int]
+    copied: Tensor | None = None
+
+    def source(self) -> Tensor:
+        """Its bytes, on whatever device."""
+        if self.copied is not None:
+            return self.copied
+        empty = torch.empty(0, dtype=torch.uint8, device=self.owner.device)
+        return empty.set_(self.owner.untyped_storage(), self.low, (self.high - self.low,), (1,))
+
+
+@dataclass(frozen=True)
+class _Span:
+    leaf_path: str
+    tensor: Tensor
+    dtype: str
+    low: int  # where in its storage the tensor's bytes begin and end
+    high: int
+
+
+class Parts:
+    """A tree taken apart: the runs of bytes that its tensors lie in, and the manifest's entry for each leaf.
+
+    Raises TypeError for a leaf that a checkpoint cannot hold, with its path.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.runs: list[_Run] = []
+        self.tensors: dict[str, dict[str, Any]] = {}
+        self.values: dict[str, dict[str, Any]] = {}
+        self.sharded: dict[str, Any] = {}  # DTensors
+        self.locals: dict[str, Tensor] = {}  # and this process's shards of them
+        self.storages: set[int] = set()
+        spans_by_storage: dict[Any, list[_Span]] = {}
+        for leaf_path, leaf in leaves_of(tree).items():
+            if not isinstance(leaf, Tensor):
+                self.values[leaf_path] = encoded(leaf_path, leaf)
+            elif is_sharded(leaf):
+                self._add_sharded(leaf_path, leaf)
+            else:
+                span = _span(leaf_path, leaf)
+                address = span.tensor.untyped_storage().data_ptr()
+                self.storages.add(address)
+                # An empty tensor has no bytes to share with another.
+                key = (span.tensor.device, address) if leaf.numel() else leaf_path
+                spans_by_storage.setdefault(key, []).append(span)
+        for spans in spans_by_storage.values():
+            self._add_runs(spans)
+        # Work queued on an accelerator must be done before another thread reads the results.
+        self.ready = []
+        devices = {tensor.device for tensor in (*self.locals.values(), *(run.owner for run in self.runs))}
+        for device in devices - {torch.device("cpu")}:
+            self.ready.append(torch.Event(device))
+            self.ready[-1].record(torch.accelerator.current_stream(device))
+
+    def _add_sharded(self, leaf_path: str, leaf: Any) -> None:
+        if any(placement.is_partial() for placement in leaf.placements):
+            raise TypeError(
+                f"{leaf_path} is a DTensor that is not summed up yet (placements {leaf.placements}), which a "
+                "checkpoint cannot hold: redistribute it first"
+            )
+        self.sharded[leaf_path], self.locals[leaf_path] = leaf, _span(leaf_path, local(leaf)).tensor
+        self.storages.add(self.locals[leaf_path].untyped_storage().data_ptr())
+
+    def _add_runs(self, spans: list[_Span]) -> None:
+        """One run for each group of overlapping spans of a storage."""
+        spans.sort(key=lambda span: (span.low, -span.high))
+        overlapping, end = [spans[0]], spans[0].high
+        for span in spans[1:]:
+            if span.low >= end:
+                self._add_run(overlapping, end)
+                overlapping = []
+            overlapping.append(span)
+            end = max(end, span.high)
+        self._add_run(overlapping, end)
+
+    def _add_run(self, spans: list[_Span], high: int) -> None:
+        first = spans[0]
+        low, plain = first.low, first.tensor.is_contiguous()
+        for span in spans[1:]:
+            same = (span.dtype, span.low, span.tensor.shape, span.tensor.stride())
+            plain = plain and same == (first.dtype, low, first.tensor.shape, first.tensor.stride())
+        if not plain:
+            low -= low % _ALIGNMENT  # so that each is still aligned for its own dtype
+        name, size = first.leaf_path, high - low
+        dtype, shape = _kind(first.dtype, first.tensor, size) if plain else ("U8", [size])
+        self.runs.append(_Run(name, first.tensor, low, high, dtype, shape))
+        for span in spans:
+            entry = {"dtype": span.dtype, "shape": list(span.tensor.shape), "data": name}
+            view = {} if plain else {"stride": list(span.tensor.stride()), "offset": span.low - low}
+            self.tensors[span.leaf_path] = {**entry, **view}
+
+    def copy(self) -> None:
+        """Copy the bytes into memory of our own, so that the tensors may be overwritten."""
+        for run in self.runs:
+            run.copied = run.source().to("cpu", copy=True)
+        self.locals = {leaf_path: tensor.to("cpu", copy=True) for leaf_path, tensor in self.locals.items()}
+
+    def size(self) -> int:
+        """Bytes of the tensors; of sharded ones, those of this process's shards."""
+        return sum(run.high - run.low for run in self.runs) + sum(shard.nbytes for shard in self.locals.values())
+
+    def description(self) -> dict[str, Any]:
+        """What must be the same on all ranks: the plain values, and the dtypes and shapes of the tensors."""
+        leaves = {leaf_path: [entry["dtype"], entry["shape"]] for leaf_path, entry in self.tensors.items()}
+        for leaf_path, leaf in self.sharded.items():
+            leaves[leaf_path] = [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), "sharded"]
+        return {**self.values, **leaves}
+
+
+def runs_of(tensors: Mapping[str, Tensor]) -> list[_Run]:
+    """A run of bytes for each of these tensors, whatever they share."""
+    spans = [_span(leaf_path, tensor.detach().contiguous()) for leaf_path, tensor in tensors.items()]
+    return [
+        _Run(span.leaf_path, span.tensor, span.low, span.high, *_kind(span.dtype, span.tensor, span.high - span.low))
+        for span in spans
+    ]
+
+
+def _kind(dtype: str, tensor: Tensor, size: int) -> tuple[str, list[int]]:
+    """A run's dtype and shape for safetensors; plain bytes where it has no name for the dtype."""
+    return (_SAFETENSORS[dtype], list(tensor.shape)) if dtype in _SAFETENSORS else ("U8", [size])
+
+
+def _span(leaf_path: str, tensor: Tensor) -> _Span:
+    kind = ""
+    if tensor.layout is not torch.strided:
+        kind = f"tensor of layout {tensor.layout}"
+    elif type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.dtype in QUANTIZED:
+        kind = "quantized tensor" if tensor.dtype in QUANTIZED else type(tensor).__name__
+    elif tensor.is_meta:
+        kind = "tensor on the meta device, without values"
+    if kind:
+        raise TypeError(f"{leaf_path} is a {kind}, which a checkpoint cannot hold: give it as a dense plain tensor")
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    size = tensor.element_size()
+    low = int(tensor.storage_offset()) * size
+    high = low + extent(tensor.shape, tensor.stride()) * size
+    return _Span(leaf_path, tensor, str(tensor.dtype).removeprefix("torch."), low, high)
+
+
+def write(directory: Path, parts: Parts, about: Mapping[str, Any], helped: bool = True) -> None:
+    """Write both files into an empty directory, and sync them and it; `helped` by a thread for the checksums."""
+    data, size = write_data(directory / DATA, parts.runs, parts.ready, helped)
+    write_manifest(directory, parts, {"format": WHOLE, **about, "bytes": size, "data": data})
+
+
+def write_manifest(directory: Path, parts: Parts, about: Mapping[str, Any]) -> None:
+    """Write the last file of a directory, and sync it and the directory."""
+    write_document(directory, {**about, "values": parts.values, "tensors": parts.tensors})
+
+
+def write_document(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Write a manifest with its checksum into a directory that has not taken its place yet, and sync both."""
+    text = orjson.dumps(manifest)
+    with open(directory / MANIFEST, "wb") as file:
+        file.write(envelope(zlib.crc32(text)) + text + b"}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(directory)
+
+
+def write_data(
+    path: Path, runs: Sequence[_Run], ready: Sequence[torch.Event], helped: bool
+) -> tuple[dict[str, dict[str, int]], int]:
+    """Write the runs of bytes: returns where in the file each lies, with its checksum, and the file's size."""
+    head, offsets = _header(runs)
+    data, position, start = {}, 8 + len(head), 8 + len(head)
+    for event in ready:
+        event.synchronize()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        _write_all(descriptor, memoryview(len(head).to_bytes(8, "little") + head))
+        with ThreadPoolExecutor(1) as pool:
+            for run, offset in zip(runs, offsets, strict=True):
+                _write_all(descriptor, memoryview(bytes(start + offset - position)))
+                position = start + offset
+                source = run.source().cpu()
+                view = bytes_of(source)
+                checksum = _checksum_beside(pool, view) if helped else partial(zlib.crc32, view)
+                for low in range(0, len(view), _CHUNK):
+                    _write_all(descriptor, view[low : low + _CHUNK])
+                    _start_writeback(descriptor, position + low, _CHUNK)
+                data[run.name] = {"begin": position, "bytes": len(view), "crc32": checksum()}
+                position += len(view)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return data, position
+
+
+def _header(runs: Sequence[_Run]) -> tuple[bytes, list[int]]:
+    """The safetensors header, and where each run begins in the data that follows it."""
+    entries: dict[str, Any] = {}
+    offsets, end = [], 0
+    for run in runs:
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        # The format forbids gaps between tensors, so the padding that aligns the next one is a tensor of its own.
+        if begin > end:
+            entries[f"padding/{end}"] = {"dtype": "U8", "shape": [begin - end], "data_offsets": [end, begin]}
+        offsets.append(begin)
+        end = begin + run.high - run.low
+        entries[run.name] = {"dtype": run.dtype, "shape": run.shape, "data_offsets": [begin, end]}
+    head = orjson.dumps(entries)
+    return head + b" " * (-(8 + len(head)) % _ALIGNMENT), offsets
+
+
+def _checksum_beside(pool: ThreadPoolExecutor, view: memoryview) -> Callable[[], int]:
+    """The checksum, computed while the bytes are written: neither holds the interpreter."""
+    try:
+        return pool.submit(zlib.crc32, view).result
+    except RuntimeError:  # the interpreter is ending: it takes no new work, and finishes what was begun
+        return lambda: zlib.crc32(view)
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if os.name == "posix" else None
+
+
+def _start_writeback(descriptor: int, offset: int, size: int) -> None:
+    """Let the disk begin, so that the sync at the end finds little left to wait for."""
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE

@@ -1,0 +1,123 @@
+"""Directory listing: the whole checkpoints of a folder, the damaged ones, and the choice among them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from pathlib import Path
+
+from looplib.checkpoint._describe import Checkpoint, Checkpoints, describe
+from looplib.checkpoint._directory import number_of
+from looplib.checkpoint._format import DamagedCheckpointError
+from looplib.checkpoint._policy import Policy
+
+Stamp = tuple[str, int, int]
+"""Name, inode and time of an entry: they change when another one takes its name."""
+
+
+class Listing:
+    """The checkpoints of a folder. Each manifest is read once, since an entry in place never changes.
+
+    Attributes:
+        folder: the directory, which need not exist.
+        damaged: entries that were found to be damaged, here or by a restore.
+        superseded: whole entries that a later save of the same step replaces, as the last `read` found them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.damaged: set[Path] = set()
+        self.superseded: list[Path] = []
+        self._known: dict[Stamp, Checkpoint] = {}
+
+    def read(self) -> Checkpoints:
+        """The whole checkpoints, oldest first, one for each step."""
+        while (described := self._try_to_read()) is None:
+            pass  # another process has removed or replaced an entry meanwhile: what took its place must be seen
+        self._known = described
+        latest: dict[int, Checkpoint] = {}
+        self.superseded = []
+        for checkpoint in sorted(described.values(), key=lambda checkpoint: number_of(checkpoint.path)):
+            if (earlier := latest.pop(checkpoint.step, None)) is not None:
+                self.superseded.append(earlier.path)
+            latest[checkpoint.step] = checkpoint
+        return Checkpoints(latest.values())
+
+    def _try_to_read(self) -> dict[Stamp, Checkpoint] | None:
+        """Descriptions of the whole entries, or None if one was removed or replaced meanwhile."""
+        described: dict[Stamp, Checkpoint] = {}
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if not number_of(path) or path in self.damaged:
+                continue
+            stamp = None
+            try:
+                stamp = stamp_of(path)
+                described[stamp] = self._known.get(stamp) or describe(path)
+            except (DamagedCheckpointError, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    raise
+                if changed_since(path, stamp):
+                    return None
+                self.damaged.add(path)
+                # A symbolic link to nothing has no stamp.
+                reason = error if stamp else f"{path} is a symbolic link to nothing"
+                warnings.warn(f"{reason}; this checkpoint is left out", stacklevel=6)
+        return described
+
+    def choose(self, which: str | int, policy: Policy) -> tuple[Path, Stamp] | None:
+        """The checkpoint to restore and its stamp, or None where the latest is asked for and nothing is there."""
+        while True:
+            checkpoints = self.read()
+            if which == "best":
+                best = policy.best(checkpoints)
+                candidates = [] if best is None else [best]
+            else:
+                candidates = [checkpoint for checkpoint in checkpoints if which in ("latest", checkpoint.step)]
+            if not candidates:
+                if which == "latest" and not self.damaged:
+                    return None
+                raise self._nothing_for(which, checkpoints, policy.monitor)
+            path = candidates[-1].path
+            for stamp, checkpoint in self._known.items():
+                if checkpoint.path == path and not changed_since(path, stamp):
+                    return path, stamp
+
+    def is_damaged(self, path: Path, stamp: Stamp) -> bool:
+        """Mark an entry that could not be read as damaged, unless another process has removed or replaced it."""
+        if not changed_since(path, stamp):
+            self.damaged.add(path)
+        return path in self.damaged
+
+    def _nothing_for(self, which: str | int, checkpoints: Checkpoints, monitor: str | None) -> ValueError:
+        steps = [str(checkpoint.step) for checkpoint in checkpoints if checkpoint.path not in self.damaged]
+        whole = ", ".join(steps) or "none"
+        damaged = ", ".join(sorted(path.name for path in self.damaged))
+        if which == "best":
+            return ValueError(
+                f"no checkpoint in {self.folder} was saved with the metric {monitor!r}; steps there: {whole}"
+            )
+        if type(which) is int:
+            asked = f"no checkpoint of step {which}"
+        elif which == "latest":
+            asked = "no whole checkpoint"
+        else:
+            asked = f"no {which!r} (give 'latest', 'best' or a step)"
+        kind = DamagedCheckpointError if damaged else ValueError
+        return kind(f"{self.folder} has {asked}; steps there: {whole}" + (f"; damaged: {damaged}" if damaged else ""))
+
+
+def stamp_of(path: Path) -> Stamp:
+    """What tells this entry from another of the same name."""
+    status = path.stat()
+    return path.name, status.st_ino, status.st_mtime_ns
+
+
+def changed_since(path: Path, stamp: Stamp | None) -> bool:
+    """Whether another process has removed or replaced an entry; None stands for one that could not be looked at."""
+    if stamp is None:
+        return not path.is_symlink()
+    try:
+        return stamp_of(path) != stamp
+    except OSError:
+        return not (path.is_symlink() and os.path.lexists(path))

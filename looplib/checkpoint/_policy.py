@@ -1,0 +1,87 @@
+"""Retention policy: which of a list of checkpoints are kept, and which is the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from looplib._core.checks import check_optional_count
+from looplib.checkpoint._describe import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Which checkpoints are kept: each one that any of these asks for, besides the latest and the best.
+
+    The arguments are those of `checkpoint_io`. Raises ValueError for values that make no sense.
+    """
+
+    keep_last: int | None = None
+    keep_best: int = 0
+    monitor: str | None = None
+    mode: str = "min"
+    keep_every: int | None = None
+    keep: Callable[[Checkpoint], bool] | None = None
+
+    def __post_init__(self) -> None:
+        check_optional_count("keep_last", self.keep_last)
+        check_optional_count("keep_best", self.keep_best, 0)
+        check_optional_count("keep_every", self.keep_every)
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode is {self.mode!r}; give 'min' where the smallest is best, or 'max'")
+        if self.keep_best and self.monitor is None:
+            raise ValueError(
+                f"keep_best={self.keep_best} needs monitor=, the name of the metric that the best is judged by"
+            )
+
+    def ranked(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """The checkpoints with the monitored metric, best first; of equal ones the earlier."""
+        if self.monitor is None:
+            return []
+        monitor, sign = self.monitor, 1 if self.mode == "min" else -1
+        scored = [checkpoint for checkpoint in checkpoints if not math.isnan(_score(checkpoint, monitor))]
+        return sorted(scored, key=lambda checkpoint: sign * _score(checkpoint, monitor))
+
+    def check_monitors(self) -> None:
+        """Raise ValueError where no metric is monitored."""
+        if self.monitor is None:
+            raise ValueError("there is no best without a metric: give checkpoint_io(..., monitor=...)")
+
+    def best(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+        """The best of them; raises ValueError where no metric is monitored."""
+        self.check_monitors()
+        return next(iter(self.ranked(checkpoints)), None)
+
+    def dropped(self, checkpoints: Sequence[Checkpoint]) -> list[Path]:
+        """The paths of those to delete, of checkpoints in order, oldest first."""
+        count_of_best = max(self.keep_best, 0 if self.monitor is None else 1)
+        kept = {checkpoint.path for checkpoint in checkpoints[-1:]}
+        kept |= {checkpoint.path for checkpoint in self.ranked(checkpoints)[:count_of_best]}
+        kept |= {checkpoint.path for checkpoint in checkpoints[-(self.keep_last or len(checkpoints)) :]}
+        return [
+            checkpoint.path
+            for checkpoint in checkpoints
+            if checkpoint.path not in kept and not self._asks_for(checkpoint)
+        ]
+
+    def _asks_for(self, checkpoint: Checkpoint) -> bool:
+        every = self.keep_every is not None and checkpoint.step % self.keep_every == 0
+        return every or (self.keep is not None and self.keep(checkpoint))
+
+    def check_scores(self, scores: Mapping[str, float]) -> None:
+        """Raise ValueError for metrics without the monitored one, or where it is NaN."""
+        if self.monitor is None:
+            return
+        if self.monitor not in scores:
+            given = ", ".join(scores) or "none"
+            raise ValueError(f"the monitored metric {self.monitor!r} is not among the metrics given: {given}")
+        if math.isnan(scores[self.monitor]):
+            raise ValueError(
+                f"the monitored metric {self.monitor!r} is NaN, so this state can be neither best nor not"
+            )
+
+
+def _score(checkpoint: Checkpoint, monitor: str) -> float:
+    return checkpoint.metrics.get(monitor, math.nan)

@@ -1,0 +1,167 @@
+"""Restoring a checkpoint into the structure of a state.
+
+All that this process needs is read and verified first. Only then is anything written, so that a state is restored as
+a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from looplib._core import interrupts as _interrupts
+from looplib._core import ownership as _donation
+from looplib._core.ranks import is_sharded
+from looplib._core.torch_private import pytree
+from looplib.checkpoint._describe import counts_in, trees_of
+from looplib.checkpoint._fit import check_fit
+from looplib.checkpoint._format import MANIFEST, leaves_of, local, sound
+from looplib.checkpoint._format_read import Reader, read_document
+from looplib.checkpoint._position import position
+from looplib.checkpoint._sharing import Sharing, element_once
+from looplib.types import _COUNTS, _TREES, TrainState
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The leaves to restore: all of them, or parameters and buffers, or those of them that `names` chooses."""
+
+    weights_only: bool = False
+    names: Callable[[str], bool] | None = None
+
+    @property
+    def everything(self) -> bool:
+        return not self.weights_only and self.names is None
+
+    def __call__(self, leaf_path: str) -> bool:
+        if self.everything:
+            return True
+        tree, _, name = leaf_path.removeprefix("/").partition("/")
+        if tree not in ("params", "buffers"):
+            return False
+        return self.names is None or self.names(name.replace("~1", "/").replace("~0", "~"))
+
+
+class Loaded(NamedTuple):
+    """A checkpoint that has been read and verified.
+
+    Attributes:
+        state: makes the restored state; it cannot fail.
+        checksum: the manifest's, which tells whether two ranks have read the same checkpoint.
+    """
+
+    state: Callable[[], TrainState]
+    checksum: int
+
+
+def load(path: Path, template: TrainState, selected: Selection, convert: bool) -> Loaded:
+    """Read and verify all that this process needs to restore a checkpoint into the structure of `template`."""
+    manifest, checksum = read_document(path)
+    reader = Reader(path, manifest)
+    with sound(path / MANIFEST):
+        counts = counts_in(manifest)
+    tree = trees_of(template)
+    leaves = leaves_of(tree)
+    wanted = {leaf_path: leaf for leaf_path, leaf in leaves.items() if selected(leaf_path)}
+    check_fit(path, wanted, reader, selected, convert)
+    if selected.everything:
+        counts = position(path, counts, template)
+    else:
+        counts = {name: getattr(template, name) for name in _COUNTS}
+    saved = _Saved(reader, wanted)
+    writes: list[tuple[Tensor, Tensor]] = []
+    if template.params and all(isinstance(leaf, nn.Parameter) for leaf in template.params.values()):
+        sharing = Sharing(leaves, wanted, saved.entry, path)
+        sharing.check_weights(saved.value)
+        writes = [(_memory(leaf), saved.value(leaf_path)) for leaf_path, leaf in sharing.written.items()]
+        # What is not restored, and shares memory with what is, keeps its value in memory of its own.
+        leaves |= {leaf_path: _copied(leaves[leaf_path]) for leaf_path in sharing.kept_apart}
+        wanted = {leaf_path: leaf for leaf_path, leaf in wanted.items() if leaf_path not in sharing.written}
+    leaves |= {leaf_path: saved.leaf(leaf_path, like) for leaf_path, like in wanted.items()}
+    values = iter(leaves.values())
+    trees = pytree.tree_map(lambda _: next(values), tree)
+
+    def restored() -> TrainState:
+        return TrainState(**{**dict.fromkeys(_TREES), **trees, **counts})
+
+    state = functools.partial(_write_over, template, writes, restored) if writes else restored
+    return Loaded(state, checksum)
+
+
+def _memory(leaf: Tensor) -> Tensor:
+    return local(leaf) if is_sharded(leaf) else leaf
+
+
+def _copied(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+class _Saved:
+    """The saved leaves, read and verified: as values to copy, or as new leaves of a state."""
+
+    def __init__(self, reader: Reader, wanted: Mapping[str, Any]) -> None:
+        self._reader = reader
+        self._copies: dict[Any, Tensor] = {}  # one for each run of bytes, so that leaves share as they did
+        sharded = {
+            leaf_path: leaf
+            for leaf_path, leaf in wanted.items()
+            if leaf_path in reader.shards or (is_sharded(leaf) and reader.about(leaf_path) is not None)
+        }
+        reader.verify(wanted.keys() - sharded.keys())
+        self._shards: dict[str, Tensor] = {}
+        if sharded:
+            from looplib.checkpoint import _shards  # a second or two to import, for those who have shards
+
+            self._shards = _shards.read(reader, sharded)
+
+    def entry(self, leaf_path: str) -> Mapping[str, Any] | None:
+        """Where a whole tensor lies in the file; None for a plain value, and for shards, which share nothing."""
+        return None if leaf_path in self._shards else self._reader.tensors.get(leaf_path)
+
+    def value(self, leaf_path: str) -> Tensor:
+        """The values of a tensor, or of this process's shard of it, in memory that is only to be read."""
+        return self._shards[leaf_path] if leaf_path in self._shards else self._reader.tensor(leaf_path)
+
+    def leaf(self, leaf_path: str, like: Any) -> Any:
+        """A leaf with memory of its own, on the device and of the dtype of the one that it takes the place of."""
+        if self._reader.about(leaf_path) is None:
+            return self._reader.values[leaf_path]
+        if not isinstance(like, Tensor):
+            sharded = self._shards.get(leaf_path)
+            return self._reader.tensor(leaf_path, self._copies) if sharded is None else sharded
+        if leaf_path in self._shards:
+            new = self._shards[leaf_path].to(like.device, like.dtype)
+            if is_sharded(like):
+                from looplib.checkpoint import _shards
+
+                new = _shards.like(like, new)
+        else:
+            new = self._reader.tensor(leaf_path, self._copies, like.device).to(like.dtype)
+        return new.requires_grad_(like.requires_grad)
+
+
+def _write_over(
+    template: TrainState, writes: list[tuple[Tensor, Tensor]], restored: Callable[[], TrainState]
+) -> TrainState:
+    """Copy values into tensors of this state, as a donated step does: no interrupt leaves it half done."""
+    _interrupts.install()
+    chain = _donation.Chain("ckpt.restore(state)")
+    _donation.own(chain, [leaf for leaf, _ in writes])
+    _interrupts.hold()
+    try:
+        chain.generation = 1
+        with torch.no_grad():
+            for leaf, value in writes:
+                once = element_once(leaf)
+                leaf[once].copy_(value[once])
+        new = restored()
+        _donation.in_flight(template, new)
+    finally:
+        _interrupts.release()
+    return new

@@ -1,0 +1,139 @@
+"""Shared memory of leaves: which of a bound state's tensors a restore may write into.
+
+Leaves of a state may lie in the same memory, such as `extra={"start": state.params}` before the first step. Where they
+were saved as different tensors, they cannot all be written there: the later ones get memory of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from looplib._core.ranks import is_sharded
+from looplib.checkpoint._format import extent, local
+
+
+class _Block(NamedTuple):
+    """The bytes of a storage that a tensor lies in."""
+
+    leaf_path: str
+    tensor: Tensor
+    storage: Any
+    low: int
+    high: int
+
+    def overlaps(self, other: _Block) -> bool:
+        return self.storage == other.storage and self.low < other.high and other.low < self.high
+
+
+def _block(leaf_path: str, leaf: Any) -> _Block:
+    tensor = local(leaf) if is_sharded(leaf) else leaf
+    storage = tensor.device, tensor.untyped_storage().data_ptr()
+    size = tensor.element_size()
+    low = int(tensor.storage_offset()) * size
+    return _Block(leaf_path, tensor, storage, low, low + extent(tensor.shape, tensor.stride()) * size)
+
+
+class Sharing:
+    """The tensors of a bound state that a restore writes into, and those that it must leave alone.
+
+    Attributes:
+        written: the leaves whose memory takes the saved values, by path. Those of the module come first and always
+            belong to them; another leaf only if it shares no memory with them, or shared it when it was saved too.
+        kept_apart: paths of leaves that are not restored, and would change with the memory that is written.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[str, Any],
+        wanted: Mapping[str, Any],
+        entry: Callable[[str], Mapping[str, Any] | None],
+        path: Path,
+    ) -> None:
+        self._entry, self._path = entry, path
+        self._blocks: dict[Any, list[_Block]] = {}
+        self.written: dict[str, Tensor] = {}
+        self.kept_apart: list[str] = []
+        for leaf_path, leaf in wanted.items():
+            if isinstance(leaf, Tensor):
+                self._add(_block(leaf_path, leaf), leaf)
+        for leaf_path, leaf in leaves.items():
+            if isinstance(leaf, Tensor) and leaf_path not in wanted and not _of_module(leaf_path):
+                block = _dense_block(leaf_path, leaf)
+                if block is not None and any(map(block.overlaps, self._blocks.get(block.storage, ()))):
+                    self.kept_apart.append(leaf_path)
+
+    def _add(self, block: _Block, leaf: Tensor) -> None:
+        others = self._blocks.setdefault(block.storage, [])
+        conflict = any(block.overlaps(other) and not self._shared_when_saved(block, other) for other in others)
+        if not conflict or _of_module(block.leaf_path):
+            others.append(block)
+            self.written[block.leaf_path] = leaf
+
+    def _shared_when_saved(self, block: _Block, other: _Block) -> bool:
+        """Whether two leaves lay to each other in the saved memory as they do in this state's."""
+        first, second = self._entry(block.leaf_path), self._entry(other.leaf_path)
+        if first is None or second is None or first["data"] != second["data"]:
+            return False
+        if first.get("offset", 0) - second.get("offset", 0) != block.low - other.low:
+            return False
+        saved = [first.get("stride"), second.get("stride")]
+        own = [list(block.tensor.stride()), list(other.tensor.stride())]
+        alike = saved[0] == saved[1] and own[0] == own[1] and block.tensor.shape == other.tensor.shape
+        return alike or saved == own
+
+    def check_weights(self, value: Callable[[str], Tensor]) -> None:
+        """Raise ValueError where parameters or buffers of the module share elements that were saved with two values."""
+        for blocks in self._blocks.values():
+            weights = [block for block in blocks if _of_module(block.leaf_path)]
+            if any(
+                block.overlaps(other) and not self._shared_when_saved(block, other)
+                for index, block in enumerate(weights)
+                for other in weights[:index]
+            ):
+                self._check_weights(weights, value)
+
+    def _check_weights(self, weights: list[_Block], value: Callable[[str], Tensor]) -> None:
+        """Write all of them into a copy of their memory, and compare."""
+        base = min(block.low for block in weights) // 64 * 64
+        memory = torch.zeros(max(block.high for block in weights) - base, dtype=torch.uint8)
+        views = {}
+        for leaf_path, tensor, _, low, _ in weights:
+            rest = memory[low - base :]
+            rest = rest[: len(rest) // tensor.element_size() * tensor.element_size()]
+            views[leaf_path] = rest.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        saved = {leaf_path: value(leaf_path).to(view.dtype) for leaf_path, view in views.items()}
+        for leaf_path, view in views.items():
+            once = element_once(view)
+            view[once].copy_(saved[leaf_path][once])
+        changed = [path for path, view in views.items() if not torch.equal(_bits(view), _bits(saved[path]))]
+        if changed:
+            raise ValueError(
+                f"{self._path} cannot be restored into this bound state: {', '.join(views)} share memory in the "
+                f"module, and {', '.join(changed)} would lose the values that the checkpoint has for them. Restore into "
+                "a state that is not bound to the module: ckpt.restore(ll.copy_state(state))"
+            )
+
+
+def _of_module(leaf_path: str) -> bool:
+    return leaf_path.startswith(("/params/", "/buffers/"))
+
+
+def _dense_block(leaf_path: str, leaf: Any) -> _Block | None:
+    try:
+        return _block(leaf_path, leaf)
+    except RuntimeError:  # sparse: it has no storage to share
+        return None
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def element_once(tensor: Tensor) -> tuple[slice, ...]:
+    """An index of each element in memory once: an expanded dimension has one to write."""
+    return tuple(slice(n if step else 1) for n, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,0 +1,167 @@
+"""Restores into states whose leaves share memory, and into epochs of a different length."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+
+adamw = ll.optimizer(torch.optim.AdamW, lr=0.1)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def with_start(seed=0):
+    """The state of a script that remembers the weights it began with."""
+    model = net(seed)
+    state = ll.init_state(model, adamw)
+    return model, state.replace(extra={"start": state.params})
+
+
+def trained(model, state, steps=3):
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), adamw)
+    for _ in range(steps):
+        state, _ = step(state, torch.eye(3))
+    return state
+
+
+def values(tree):
+    return {name: tensor.detach().clone() for name, tensor in tree.items()}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Leaves that share a tensor
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_leaves_that_share_a_tensor_and_were_saved_apart_both_come_back(tmp_path, bound):
+    state = trained(*with_start())
+    weights, start = values(state.params), values(state.extra["start"])
+    assert not equal(weights, start)
+    ll.checkpoint_io(tmp_path).save(state)
+    model, state = with_start(seed=1)
+    restored = ll.checkpoint_io(tmp_path).restore(state if bound else ll.copy_state(state))
+    assert equal(values(restored.params), weights)
+    assert equal(values(restored.extra["start"]), start)
+    if bound:
+        assert all(tensor is restored.params[name] for name, tensor in model.named_parameters())
+    trained(model, restored)  # which writes nothing that it was given
+    assert equal(values(restored.extra["start"]), start)
+
+
+def test_leaves_that_shared_a_tensor_when_they_were_saved_share_it_again(tmp_path):
+    model, state = with_start()
+    ll.checkpoint_io(tmp_path).save(state)
+    model, state = with_start(seed=1)
+    restored = ll.checkpoint_io(tmp_path).restore(state)
+    assert equal(values(restored.params), values(dict(net().named_parameters())))
+    for name, tensor in model.named_parameters():
+        assert restored.params[name] is restored.extra["start"][name] is tensor
+
+
+@pytest.mark.parametrize("chosen", [{"weights_only": True}, {"names": lambda name: name.startswith("0.")}])
+def test_what_is_not_restored_keeps_its_values(tmp_path, chosen):
+    ll.checkpoint_io(tmp_path).save(ll.init_state(net(5)))
+    _, state = with_start(seed=1)
+    start = values(state.extra["start"])
+    restored = ll.checkpoint_io(tmp_path).restore(state, **chosen)
+    assert equal(values(restored.extra["start"]), start)
+    assert torch.equal(restored.params["0.weight"], net(5)[0].weight)
+
+
+class Halves(nn.Module):
+    """Two parameters that are views of one memory, interleaved or, with `overlap`, sharing a column."""
+
+    def __init__(self, overlap):
+        super().__init__()
+        whole = torch.zeros(4, 6)
+        self.left = nn.Parameter(whole[:, : 3 + overlap])
+        self.right = nn.Parameter(whole[:, 3:])
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_parameters_that_are_views_of_one_memory(tmp_path, overlap):
+    """Interleaved ones take any values; those with a common column only values that agree there."""
+    numbers = torch.arange(24.0).view(4, 6)
+    apart = ll.TrainState(params={"left": numbers[:, : 3 + overlap].clone(), "right": numbers[:, 3:].clone()})
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(apart)
+    model = Halves(overlap)
+    ckpt.restore(ll.init_state(model))
+    assert torch.equal(model.left, numbers[:, : 3 + overlap])
+    assert torch.equal(model.right, numbers[:, 3:])
+
+    ckpt.save(apart.replace(params={"left": apart.params["left"], "right": -apart.params["right"]}))
+    model = Halves(overlap)
+    state = ll.init_state(model)
+    if not overlap:
+        ckpt.restore(state)
+        assert torch.equal(model.right, -numbers[:, 3:])
+        return
+    message = "/params/left, /params/right share memory in the module, and /params/left would lose"
+    with pytest.raises(ValueError, match=message):
+        ckpt.restore(state)
+    assert not model.left.any()  # nothing was written
+    free = ckpt.restore(ll.copy_state(state))
+    assert torch.equal(free.params["left"], numbers[:, :4])
+    assert torch.equal(free.params["right"], -numbers[:, 3:])
+
+
+# Epochs of a different length
+
+
+def states_of_a_run(batch_size, samples=12, epochs=2):
+    """Every state of a run over this many samples."""
+    model = net()
+    loader = ll.make_loader(torch.randn(samples, 3), batch_size=batch_size)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), adamw)
+    states = [ll.init_state(model, adamw, epoch_length=len(loader))]
+    while states[-1].epoch < epochs:
+        for batch in loader(states[-1]):
+            states.append(step(states[-1], batch)[0])
+    return states
+
+
+@pytest.mark.filterwarnings("ignore:.*epoch_length")
+@pytest.mark.parametrize(("batch_size", "samples"), [(3, 12), (6, 12), (4, 40)])
+def test_another_batch_size_or_more_data_from_the_end_of_an_epoch(tmp_path, batch_size, samples):
+    saved = states_of_a_run(batch_size=4)[3]
+    assert (saved.epoch, saved.batch) == (1, 0)
+    ll.checkpoint_io(tmp_path).save(saved)
+    model = net(1)
+    loader = ll.make_loader(torch.randn(samples, 3), batch_size=batch_size)
+    state = ll.checkpoint_io(tmp_path).restore(ll.init_state(model, adamw, epoch_length=len(loader)))
+    assert (state.step, state.epoch, state.batch, state.samples) == (3, 1, 0, 12)
+    assert state.epoch_length == len(loader)
+    assert equal(values(state.params), values(saved.params))
+    moments = [each.opt_state["state"]["0.weight"]["exp_avg"] for each in (state, saved)]
+    assert torch.equal(*moments)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), adamw)
+    for batch in loader(state):
+        state, _ = step(state, batch)
+    assert (state.epoch, state.batch, state.samples) == (2, 0, 12 + samples)
+
+
+def test_within_an_epoch_the_message_names_a_way_that_keeps_everything(tmp_path):
+    saved = states_of_a_run(batch_size=4)[4]
+    assert (saved.epoch, saved.batch) == (1, 1)
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(saved)
+    state = ll.init_state(net(1), adamw, epoch_length=7)
+    with pytest.raises(ValueError, match="stands within an epoch, after batch 1") as error:
+        ckpt.restore(state)
+    advice = re.search(r"state = (ckpt\.restore\(.*\)\.replace\(.*\))", str(error.value))[1]
+    state = eval(advice, {"ckpt": ckpt, "state": state})
+    assert (state.step, state.epoch, state.batch, state.epoch_length) == (4, 2, 0, 7)
+    assert equal(values(state.params), values(saved.params))
+    assert torch.equal(
+        state.opt_state["state"]["0.weight"]["exp_avg"], saved.opt_state["state"]["0.weight"]["exp_avg"]
+    )

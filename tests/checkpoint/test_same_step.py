@@ -1,0 +1,196 @@
+"""A save of a step that is there already, whatever ends it, and entries that are no checkpoints."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import looplib as ll
+
+ROOT = Path(__file__).parents[2]
+
+
+def state_of(value, step=3):
+    return ll.TrainState(step=step, samples=value, params={"w": torch.full((1000,), float(value))})
+
+
+def names_in(folder):
+    return sorted(path.name for path in Path(folder).iterdir() if path.name != ".lock")
+
+
+def test_saving_a_step_again_replaces_it_and_counts_once(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path, keep_last=2)
+    for step, value in [(1, 1), (2, 2), (3, 3), (3, 4), (3, 5)]:
+        ckpt.save(state_of(value, step))
+    assert [(found.step, found.samples) for found in ckpt.steps()] == [(2, 2), (3, 5)]
+    assert names_in(tmp_path) == ["step-00000002", "step-00000003"]
+    assert ckpt.restore(state_of(0)).params["w"][0] == 5
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_metrics_of_weights_that_are_saved_again_are_kept(tmp_path, asynchronous):
+    ckpt = ll.checkpoint_io(tmp_path, keep_last=1, monitor="loss", asynchronous=asynchronous)
+    ckpt.save(state_of(1, step=1), {"loss": 0.5})
+    ckpt.save(state_of(2, step=2), {"loss": 0.25})
+    ckpt.save(state_of(2, step=2).replace(extra={"done": True}))  # as a script does at its end
+    ckpt.wait()
+    assert ckpt.best().step == 2
+    assert ckpt.best().metrics == {"loss": 0.25}
+    assert ckpt.restore(state_of(0).replace(extra={"done": False})).extra == {"done": True}
+    ckpt.save(state_of(3, step=2))  # different weights, which nobody has measured
+    ckpt.wait()
+    assert ckpt.latest().metrics == {}
+    assert ckpt.best() is None
+
+
+def test_a_reader_never_takes_a_replaced_checkpoint_for_a_damaged_one(tmp_path):
+    """While another process saves the same step over and over."""
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT / "tests/checkpoint")!r})
+import test_same_step as t
+ckpt = t.ll.checkpoint_io({str(tmp_path)!r})
+for value in range(10**9):
+    ckpt.save(t.state_of(value))
+"""
+    writer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    try:
+        reader, seen = ll.checkpoint_io(tmp_path), []
+        while len(set(seen)) < 30:
+            assert writer.poll() is None
+            restored = reader.restore(state_of(-1))
+            assert set(restored.params["w"].tolist()) == {float(restored.samples)}
+            if restored.samples >= 0:
+                seen.append(restored.samples)
+        assert seen == sorted(seen)
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+def kill_again_and_again(folder, kills, seed):
+    """Fork processes that save one step over and over, and kill each at a random moment."""
+    draw, inside, reached = random.Random(seed), 0, []
+    ll.checkpoint_io(folder).save(state_of(0))
+
+    def run(log):
+        ckpt = ll.checkpoint_io(folder, keep_last=1)
+        value = ckpt.restore(state_of(-1)).samples
+        while True:
+            value += 1
+            ckpt.save(state_of(value))
+            os.write(log, f"{value}\n".encode())
+
+    for _ in range(kills):
+        readable, writable = os.pipe()
+        if not (pid := os.fork()):
+            try:
+                run(writable)
+            finally:
+                os._exit(1)
+        os.close(writable)
+        first = os.read(readable, 10**6)
+        while draw.random() < 0.7:
+            first += os.read(readable, 10**6)
+        time.sleep(draw.uniform(0, 0.02))
+        os.kill(pid, 9)
+        assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        rest = b""
+        while more := os.read(readable, 10**6):
+            rest += more
+        os.close(readable)
+        acknowledged = int((first + rest).split()[-1])
+        inside += any(not name.endswith("step-00000003") or name[0] == "." for name in names_in(folder))
+        ckpt = ll.checkpoint_io(folder)
+        (found,) = ckpt.steps()
+        restored = ckpt.restore(state_of(-1))
+        assert found.samples == restored.samples in (acknowledged, acknowledged + 1)
+        assert set(restored.params["w"].tolist()) == {float(restored.samples)}
+        reached.append(restored.samples)
+    assert reached == sorted(reached)
+    ckpt.save(state_of(reached[-1] + 1))
+    assert names_in(folder) == ["step-00000003"]
+    print(inside)
+
+
+@pytest.mark.parametrize("kills", [30, pytest.param(1000, marks=pytest.mark.large)])
+def test_killed_at_any_moment_one_of_the_two_is_whole(tmp_path, kills):
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'tests/checkpoint')!r}); import test_same_step as t; "
+        f"t.kill_again_and_again({str(tmp_path)!r}, {kills}, {random.randrange(10**6)})"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert out.returncode == 0, out.stderr
+    assert int(out.stdout) >= kills // 15
+
+
+@pytest.mark.parametrize("after", ["remove", "rename"])
+def test_a_replacement_that_was_cut_short_is_finished_by_the_next_run(tmp_path, after, monkeypatch):
+    """At each moment between its renames: the later save is the one that counts."""
+    from looplib.checkpoint import _directory
+
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(state_of(1))
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    if after == "rename":
+        monkeypatch.setattr(_directory, "remove", killed)  # both are there
+    else:
+        remove = _directory.remove
+        monkeypatch.setattr(_directory, "remove", lambda path: (remove(path), killed()))  # the later one alone
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.save(state_of(2))
+    monkeypatch.undo()
+    assert [found.samples for found in ll.checkpoint_io(tmp_path).steps()] == [2]
+    assert ll.checkpoint_io(tmp_path).restore(state_of(0)).params["w"][0] == 2
+    del ckpt
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.delete(after=2)
+    assert names_in(tmp_path) == []
+
+
+def test_a_run_of_an_older_looplib_with_two_saves_of_a_step(tmp_path):
+    """They were called step-3 and step-3.1: the later one counts, and the next save clears the other away."""
+    ll.checkpoint_io(tmp_path / "a").save(state_of(1))
+    ll.checkpoint_io(tmp_path / "b").save(state_of(2))
+    (tmp_path / "b/step-00000003").rename(tmp_path / "a/step-00000003.1")
+    ckpt = ll.checkpoint_io(tmp_path / "a", keep_last=2)
+    assert [found.samples for found in ckpt.steps()] == [2]
+    assert ckpt.restore(state_of(0), 3).samples == 2
+    ckpt.save(state_of(3, step=4))
+    assert [found.samples for found in ckpt.steps()] == [2, 3]
+    assert names_in(tmp_path / "a") == ["step-00000003.1", "step-00000004"]
+
+
+@pytest.mark.parametrize("kind", ["dangling", "loop", "file"])
+def test_an_entry_that_is_no_directory_is_left_out_with_a_warning(tmp_path, kind):
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(state_of(1, step=1))
+    path = tmp_path / "step-00000002"
+    if kind == "file":
+        path.write_text("")
+    else:
+        path.symlink_to(path if kind == "loop" else tmp_path / "gone")
+    with pytest.warns(UserWarning, match="step-00000002.*this checkpoint is left out"):
+        assert [found.step for found in ckpt.steps()] == [1]
+    assert ckpt.restore(state_of(0)).samples == 1
+    ckpt.save(state_of(2, step=2))  # its name is free again
+    assert ckpt.restore(state_of(0)).samples == 2
+    assert sum(name.startswith("damaged-") for name in names_in(tmp_path)) == 1
+
+
+def test_a_checkpoint_that_is_a_symbolic_link_goes_without_what_it_leads_to(tmp_path):
+    elsewhere = ll.checkpoint_io(tmp_path / "elsewhere").save(state_of(1, step=1))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/step-00000001").symlink_to(elsewhere)
+    ckpt = ll.checkpoint_io(tmp_path / "run", keep_last=1)
+    assert ckpt.restore(state_of(0)).samples == 1
+    ckpt.save(state_of(2, step=2))
+    assert names_in(tmp_path / "run") == ["step-00000002"]
+    assert ll.checkpoint_io(tmp_path / "elsewhere").restore(state_of(0)).samples == 1
