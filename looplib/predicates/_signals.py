@@ -146,7 +146,7 @@ def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Cal
     >>> ll.evaluate(eval_step, ll.init_state(model).replace(step=5), torch.ones(7).split(3))
     Traceback (most recent call last):
     ...
-    looplib.signals.Stopped: after_steps(5) is true at step 5 (epoch 0, batch 0), so the next batch was not taken
+    looplib.predicates._signals.Stopped: after_steps(5) is true at step 5 (epoch 0, batch 0), so the next batch was not taken
 
     Args:
         step: a train, eval or predict step.
