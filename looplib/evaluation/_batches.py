@@ -14,6 +14,7 @@ from looplib.types import TrainState
 
 T = TypeVar("T")
 
+NO_BATCH = object()
 _END = object()
 
 
@@ -26,8 +27,9 @@ class Reading(NamedTuple):
         title: text before the bar, or None for no bar.
         divide: whether the ranks divide the batches; else each has its own.
         start: the number of the first batch.
-        check: called with the number of a batch before `start` and the batch (on several ranks that divide each
-            batch: this rank's share), for as many of them as are read anyway, the last among them.
+        check: called with the number of each batch before `start` that is read anyway, which the last of them is, and
+            the batch: on several ranks that divide each batch, this rank's share, or None for none; `NO_BATCH` where
+            they end before.
     """
 
     batches: Any
@@ -44,7 +46,7 @@ def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     check_optional_count("limit", limit, advice="give how many batches, at least 1, or None for all")
     length = length_of(batches)
     left = None if length is None else max(0, length - start)
-    if left == 0 and not _estimated(batches):
+    if left == 0 and reading.check is None and not is_estimate(batches):
         reading = reading._replace(batches=(), start=0)  # a loader takes it for a mistake to be read on from its end
     if limit is not None:
         left = limit if left is None else min(limit, left)
@@ -67,7 +69,7 @@ def length_of(batches: Any) -> int | None:
         return None
 
 
-def _estimated(batches: Any) -> bool:
+def is_estimate(batches: Any) -> bool:
     """Several workers that share an IterableDataset may give more batches than a DataLoader's length says."""
     return isinstance(getattr(batches, "dataset", None), IterableDataset)
 
@@ -81,11 +83,15 @@ def _shares(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     batches, first = reading.batches, _first_read(reading)
     place = state.replace(epoch=0, batch=first, epoch_length=None)
     if _by_rows(reading):
-        check = reading.check and (lambda number, share: share[1] and reading.check(number, share[0]))  # type: ignore[misc]
-        return islice(_after(batches.parts(place), first, reading.start, check), reading.limit)
+        return islice(_after(batches.parts(place), first, reading, _batch_of_share), reading.limit)
     every = iter(batches(place) if callable(batches) else batches)
-    rest = islice(_after(every, first, reading.start, reading.check), reading.limit)
+    rest = islice(_after(every, first, reading), reading.limit)
     return _in_turn(rest, rank(), world_size()) if reading.divide else _together(rest)
+
+
+def _batch_of_share(share: tuple[Any, bool]) -> Any:
+    batch, counts = share
+    return batch if counts else None
 
 
 def _first_read(reading: Reading) -> int:
@@ -99,12 +105,17 @@ def _first_read(reading: Reading) -> int:
     return start - 1 if isinstance(getattr(batches, "batch_size", None), int) else 0
 
 
-def _after(batches: Iterator[T], first: int, start: int, check: Callable[[int, T], Any] | None) -> Iterator[T]:
+def _after(
+    batches: Iterator[T], first: int, reading: Reading, batch_of: Callable[[T], Any] = lambda batch: batch
+) -> Iterator[T]:
     """The batches from `start` on, of those that begin with `first`."""
-    for number, batch in enumerate(islice(batches, start - first), first):
-        if check is not None:
-            check(number, batch)
+    number = first
+    for number, batch in enumerate(islice(batches, reading.start - first), first + 1):
+        if reading.check is not None:
+            reading.check(number - 1, batch_of(batch))
         del batch
+    if reading.check is not None and number < reading.start:
+        reading.check(number, NO_BATCH)
     yield from batches
 
 

@@ -6,7 +6,7 @@ end to end. So whoever asks for the batch gets the batch, and need not know that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,6 +17,7 @@ from looplib._core.checks import check_optional_count
 from looplib._core.memory import half, out_of_memory
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
+from looplib.evaluation._columns import is_texts, named_leaves
 from looplib.metrics._mean import merge
 from looplib.types import Metric, TrainState
 
@@ -108,27 +109,45 @@ def _together(counts: list[int], outs: list[Any]) -> Any:
     return end_to_end(counts, outs)
 
 
-def name_of(path: trees.Path) -> str:
-    """The name of a tensor in an output: chance, deep/x/0, and output where it is all there is."""
-    return trees.pointer(path).removeprefix("/") or "output"
-
-
 def end_to_end(counts: list[int], outs: list[Any]) -> Any:
     """The outputs of a whole batch, from those of its parts, which have so many samples each."""
     for count, out in zip(counts, outs, strict=True):
-        for path, leaf in trees.leaves(out):
-            name = name_of(path)
-            if not isinstance(leaf, Tensor):
-                raise TypeError(f"the output's {name!r} is a {type(leaf).__name__}; parts of a batch need tensors")
-            if not leaf.dim() or len(leaf) != count:
-                raise ValueError(
-                    f"the output's {name!r} has shape {tuple(leaf.shape)} for {count} examples, which are part "
-                    "of a batch: give one row for each example"
-                )
+        for name, leaf in named_leaves(out).items():
+            _check_part(name, leaf, count)
+    names = iter(named_leaves(outs[0]))
     try:
-        return trees.concat(outs, counts, "output")
+        return trees.map_leaves(lambda *parts: _joined(next(names), parts), *outs, is_leaf=is_texts)
     except ValueError as error:
         raise ValueError(f"the outputs of two parts of a batch do not fit together: {error}") from error
+
+
+def _check_part(name: str, leaf: Any, count: int) -> None:
+    if not isinstance(leaf, Tensor) and not is_texts(leaf):
+        raise TypeError(
+            f"the output's {name!r} is a {type(leaf).__name__}; parts of a batch need tensors or lists of strings"
+        )
+    shape = (len(leaf),) if is_texts(leaf) else tuple(leaf.shape)
+    if not shape or len(leaf) != count:
+        raise ValueError(
+            f"the output's {name!r} has shape {shape} for {count} examples, which are part "
+            "of a batch: give one row for each example"
+        )
+
+
+def _joined(name: str, parts: Sequence[Any]) -> Any:
+    """Rows end to end; tensors whose rows differ in shape, as those of generated text do, as a nested tensor."""
+    if all(map(is_texts, parts)):
+        return [text for part in parts for text in part]
+    if not all(isinstance(part, Tensor) for part in parts):
+        raise ValueError(f"{name!r} is a {' and a '.join(type(part).__name__ for part in parts)}")
+    if not any(part.is_nested for part in parts) and len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(list(parts))
+    rows = [row for part in parts for row in part.unbind()]
+    try:
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    except RuntimeError as error:
+        shapes = " and ".join(str(tuple(part.shape)) for part in parts)
+        raise ValueError(f"{name!r} has shapes {shapes}, of which at most the second dimension may differ") from error
 
 
 def _note(error: BaseException, note: str) -> None:

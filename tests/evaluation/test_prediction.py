@@ -238,8 +238,238 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds predictions of another state .*'step': 0.*delete it, or give"):
         ll.predict_to(tmp_path / "a", step, state.replace(step=3), batches)
     with pytest.raises(TypeError, match="the output's '0' is a str"):
-        ll.predict_to(tmp_path / "b", lambda state, x: ["text"], state, batches)
+        ll.predict_to(tmp_path / "b", lambda state, x: {"0": "text"}, state, batches)
     with pytest.raises(ValueError, match=r"differ in their number of rows: '0' \(2, 3\), '1' \(5,\)"):
         ll.predict_to(tmp_path / "c", lambda state, x: (x, torch.zeros(5)), state, batches)
     with pytest.raises(ValueError, match="the outputs of batch 1 are"):
-        ll.predict_to(tmp_path / "d", lambda state, x: x, state, [torch.zeros(2, 3), torch.zeros(2, 4)])
+        ll.predict_to(tmp_path / "d", lambda state, x: x, state, [torch.zeros(2, 3), torch.zeros(2)])
+    with pytest.raises(ValueError, match="the outputs of batch 1 are"):
+        ll.predict_to(tmp_path / "e", lambda state, x: x, state, [torch.zeros(2, 3), torch.zeros(2, 3).half()])
+    with pytest.raises(ValueError, match="two leaves of the output are both named '1': give their keys different"):
+        ll.predict_to(tmp_path / "f", lambda state, x: {1: x, "1": x + 1}, state, batches)
+    with pytest.raises(TypeError, match=r"'output' is a sparse tensor .*; give output\.to_dense\(\)"):
+        ll.predict_to(tmp_path / "g", lambda state, x: x.to_sparse(), state, batches)
+
+
+class Sizes(torch.utils.data.Sampler):
+    """A batch sampler whose batches have these sizes, of which nothing tells from outside."""
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __iter__(self):
+        first = 0
+        for size in self.sizes:
+            yield list(range(first, first + size))
+            first += size
+
+
+CUTS = {
+    "generator": lambda x, sizes: (part for part in x.split(sizes)),
+    "batch_sampler": lambda x, sizes: torch.utils.data.DataLoader(x, batch_sampler=Sizes(sizes)),
+    "loader": lambda x, sizes: ll.make_loader(x, batch_sampler=lambda *_: list(Sizes(sizes))),
+    "list": lambda x, sizes: list(x.split(sizes)),
+}
+
+
+def stopped_after(count, step):
+    """The step, which is interrupted at each call after so many."""
+    calls = []
+
+    def stopping(state, x):
+        calls.append(x)
+        if len(calls) > count:
+            raise KeyboardInterrupt
+        return step(state, x)
+
+    return stopping
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+@pytest.mark.parametrize("kind", CUTS)
+def test_batches_that_are_cut_differently_are_refused_before_a_sample_is_skipped(tmp_path, name, kind):
+    _, _, state = parts()
+    x = torch.arange(24.0).view(12, 2)
+    cut_of, path = CUTS[kind], tmp_path / name
+    with pytest.raises(KeyboardInterrupt):
+        ll.predict_to(path, stopped_after(2, lambda state, x: x), state, cut_of(x, [3, 3, 3, 3]))
+    for sizes in ([4, 4, 4], [6, 6], [12]):
+        with pytest.raises(
+            ValueError, match=rf"{name} holds batches of 3, 3 examples, and those given have .*: give"
+        ):
+            ll.predict_to(path, lambda state, x: x, state, cut_of(x, sizes))
+        assert torch.equal(ll.evaluation.read_predictions(path)["output"], x[:6])
+    ll.predict_to(path, lambda state, x: x, state, cut_of(x, [3, 3, 3, 3]))
+    assert torch.equal(ll.evaluation.read_predictions(path)["output"], x)
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+@pytest.mark.parametrize(
+    "loader_of",
+    [
+        lambda x: ll.make_loader(x, batch_size=4, shuffle=False),
+        lambda x: torch.utils.data.DataLoader(x, batch_size=4),
+        lambda x: torch.utils.data.DataLoader(Stream(x), batch_size=4),
+    ],
+    ids=["loader", "DataLoader", "stream"],
+)
+@pytest.mark.parametrize("rows", [12, 16, 8, 5])
+def test_data_of_another_length_skip_no_sample(tmp_path, name, loader_of, rows):
+    """10 samples were predicted in batches of 4, 4 and 2; with more of them the third batch is another, with fewer
+    there are not so many."""
+    _, _, state = parts()
+    x = torch.arange(2.0 * 16).view(16, 2)
+    path = ll.predict_to(tmp_path / name, lambda state, x: x, state, loader_of(x[:10]))
+    with pytest.raises(ValueError, match=rf"{name} holds batches of 4, 4, 2 examples, and those given have .*: give"):
+        ll.predict_to(path, lambda state, x: x, state, loader_of(x[:rows]))
+    assert torch.equal(ll.evaluation.read_predictions(path)["output"], x[:10])
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+@pytest.mark.parametrize("left", [0, 7, 20, None])
+def test_data_that_a_power_cut_has_lost_are_named_and_predicted_again(tmp_path, name, left):
+    """The index is on disk, and of the data the first `left` bytes, or no file at all."""
+    model, _, state = parts()
+    batches = torch.randn(11, 3).split(4)
+    step = ll.make_predict_step(model, predict_fn)
+    ll.predict_to(tmp_path / "whole" / name, step, state, batches)
+    path = ll.predict_to(tmp_path / "cut" / name, step, state, batches)
+    file = path if path.is_file() else path / "half.0.bin"  # of 8, 8 and 6 bytes
+    if left is None:
+        file.unlink()
+    else:
+        os.truncate(file, left if path.is_dir() else 10 * left)
+    with pytest.raises(
+        ValueError, match=rf"{file.name} is shorter than its index says.*call ll.predict_to as before"
+    ):
+        ll.evaluation.read_predictions(path)
+    calls = []
+
+    def counting(state, x):
+        calls.append(x)
+        return step(state, x)
+
+    with pytest.warns(UserWarning, match=rf"{file.name} is shorter than its index says.* are predicted again"):
+        ll.predict_to(path, counting, state, batches)
+    if path.is_dir():
+        assert len(calls) == {None: 3, 0: 3, 7: 3, 20: 1}[left]
+    for one in (tmp_path / "whole").rglob("*"):
+        if one.is_file():
+            assert (tmp_path / "cut" / one.relative_to(tmp_path / "whole")).read_bytes() == one.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+def test_names_that_look_alike_as_files_are_kept_apart(tmp_path, name):
+    _, _, state = parts()
+    x = torch.arange(6.0)
+
+    def predict_step(state, x):
+        return {"a.b": x, "a": {"b": x + 1}, "A.b": x + 2, "a.b.2": x + 3, "a/b": x + 4}
+
+    path = ll.predict_to(tmp_path / name, predict_step, state, x.split(4))
+    found = ll.evaluation.read_predictions(path)
+    assert {key: (value - x).unique().tolist() for key, value in found.items()} == {
+        "a.b": [0],
+        "a/b": [1],
+        "A.b": [2],
+        "a.b.2": [3],
+        "a~1b": [4],
+    }
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+@pytest.mark.parametrize("stop", [None, 1, 2])
+def test_complex_numbers_and_rows_of_no_width(tmp_path, name, stop):
+    _, _, state = parts()
+    x = torch.randn(7, 3)
+
+    def predict_step(state, x):
+        pair = torch.complex(x, x.cos())
+        return {
+            "complex": pair,
+            "conj": pair[:, :2].conj(),
+            "none": x[:, :0],
+            "deep": x[:, None, :0].long(),
+            "double": pair[:, 0].to(torch.complex128),
+        }
+
+    path = tmp_path / name
+    if stop:
+        with pytest.raises(KeyboardInterrupt):
+            ll.predict_to(path, stopped_after(stop, predict_step), state, x.split(3))
+    ll.predict_to(path, predict_step, state, x.split(3))
+    found = ll.evaluation.read_predictions(path)
+    for column, expected in predict_step(state, x).items():
+        torch.testing.assert_close(found[column], expected, rtol=0, atol=0)
+
+
+def generate(state, x):
+    """As text is generated: rows as wide as the longest of the batch, and their strings."""
+    width = int(x.max()) + 1
+    tokens = torch.arange(width).expand(len(x), width) * x[:, None].long()
+    texts = [f'{int(n)} ☃ \n\r\u2028 "{"x" * int(n)}' for n in x]
+    return {"tokens": tokens, "deep": {"text": texts}, "logits": torch.ones(len(x), width, 2) * x[:, None, None]}
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+@pytest.mark.parametrize("stop", [None, 1, 2])
+def test_strings_and_outputs_of_varying_width(tmp_path, name, stop):
+    _, _, state = parts()
+    batches = torch.tensor([2, 0, 1, 4, 0, 0, 3, 3.0]).split([2, 2, 2, 2])
+    path = tmp_path / name
+    if stop:
+        with pytest.raises(KeyboardInterrupt):
+            ll.predict_to(path, stopped_after(stop, generate), state, batches)
+    ll.predict_to(path, generate, state, batches)
+    found = ll.evaluation.read_predictions(path)
+    outputs = [generate(state, x) for x in batches]
+    assert found["deep/text"] == [text for out in outputs for text in out["deep"]["text"]]
+    for column in ("tokens", "logits"):
+        expected = [row for out in outputs for row in out[column]]
+        assert len(found[column]) == len(expected) == 8
+        for row, other in zip(found[column], expected, strict=True):
+            torch.testing.assert_close(row, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+def test_pieces_of_a_batch_may_differ_in_width(tmp_path, name):
+    """As those of several ranks, or of a batch that did not fit."""
+    _, _, state = parts()
+    batches = torch.tensor([2, 0, 1, 4, 0, 0, 3, 3.0]).split(4)
+    step = ll.evaluation.split_on_oom(generate, size=2)
+    out = next(ll.predict(step, state, batches))
+    assert out["deep"]["text"] == generate(state, batches[0])["deep"]["text"]
+    rows = out["tokens"].unbind()
+    pieces = [row for part in batches[0].split(2) for row in generate(state, part)["tokens"]]
+    assert [row.tolist() for row in rows] == [row.tolist() for row in pieces]
+    found = ll.evaluation.read_predictions(ll.predict_to(tmp_path / name, step, state, batches))
+    expected = [row.tolist() for x in batches for part in x.split(2) for row in generate(state, part)["tokens"]]
+    assert [row.tolist() for row in found["tokens"]] == expected
+    wide = ll.evaluation.split_on_oom(lambda state, x: torch.ones(len(x), int(x.max()), int(x.max())), size=2)
+    with pytest.raises(ValueError, match=r"do not fit together: 'output' has shapes \(2, 2, 2\) and \(2, 4, 4\), of"):
+        next(ll.predict(wide, state, batches))
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+def test_a_file_that_is_not_ours_is_left_alone(tmp_path, name):
+    _, _, state = parts()
+    path = tmp_path / name
+    batches = torch.arange(6.0).split(2)
+    ll.predict_to(path, lambda state, x: x, state, batches)
+    file = path if path.is_file() else path / "output.bin"
+    (tmp_path / "lines.jsonl.index" if path.is_file() else path / "index.jsonl").unlink()
+    before = file.read_bytes()
+    with pytest.raises(
+        ValueError, match=rf"{file.name} is there without .*index.*, which says .*: delete it, or give"
+    ):
+        ll.predict_to(path, lambda state, x: x, state, batches)
+    assert file.read_bytes() == before
+    if path.is_dir():
+        file.unlink()
+        (path / "notes.txt").write_text("mine")
+        ll.predict_to(path, lambda state, x: x, state, batches)
+        ll.predict_to(path, lambda state, x: x, state, batches)
+        assert (path / "notes.txt").read_text() == "mine"

@@ -1,0 +1,277 @@
+"""The files of predictions: the data, and an index of the batches that are whole.
+
+The index has a line of JSON that describes the columns, and then a line for each batch, written after its data: how
+many samples it has, and where it ends in each file. Whatever lies behind the last end was half written.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+from torch.utils.data import BatchSampler
+
+from looplib._core.ranks import world_size
+from looplib.evaluation._batches import NO_BATCH, is_estimate, length_of
+from looplib.evaluation._columns import (
+    TEXT,
+    bytes_by_column,
+    check_alike,
+    columns_of,
+    described,
+    lines_of,
+    special_runs,
+)
+from looplib.evaluation._predict import samples_of
+
+_SUFFIXES = (".bin", ".strings.jsonl")
+
+
+@dataclass
+class Index:
+    """What the index of a path says.
+
+    Attributes:
+        target: the path that was given to `predict_to`.
+        head: the line about the columns, or None where nothing is written yet.
+        batches: the lines of the batches that are whole.
+    """
+
+    target: Path
+    head: dict[str, Any] | None = None
+    batches: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """Where the last whole batch ends in each file, by the file's name."""
+        ends: dict[str, int] = self.batches[-1]["ends"] if self.batches else {}
+        return ends
+
+    @property
+    def sizes(self) -> list[int | None]:
+        """How many samples each batch has, where that could be told."""
+        return [batch["examples"] for batch in self.batches]
+
+    def file(self, name: str) -> Path:
+        return self.target if is_lines(self.target) else self.target / name
+
+
+def is_lines(target: Path) -> bool:
+    return target.suffix == ".jsonl"
+
+
+def index_path(target: Path) -> Path:
+    return target.with_name(target.name + ".index") if is_lines(target) else target / "index.jsonl"
+
+
+def read_index(target: Path) -> Index:
+    """Without a last line that a process which was killed has left half written, or what a power cut has left of it."""
+    path = index_path(target)
+    lines: list[Any] = []
+    if path.exists():
+        with open(path, "rb") as file, suppress(orjson.JSONDecodeError):
+            lines.extend(orjson.loads(line) for line in file if line.endswith(b"\n"))
+    return Index(target, lines[0], lines[1:]) if lines else Index(target)
+
+
+def file_names(outputs: Mapping[str, Any]) -> dict[str, str]:
+    """A file for each column, distinct where the file system ignores case as well."""
+    files: dict[str, str] = {}
+    taken: set[str] = set()
+    for name, about in outputs.items():
+        stem, suffix = name.replace("/", "."), _SUFFIXES[about["dtype"] == TEXT]
+        file, number = stem + suffix, 2
+        while file.casefold() in taken:
+            file, number = f"{stem}.{number}{suffix}", number + 1
+        taken.add(file.casefold())
+        files[name] = file
+    return files
+
+
+def too_short(index: Index, batch: Mapping[str, Any]) -> Path | None:
+    """A file in which the batch is not whole, although the index says so."""
+    for name, end in batch["ends"].items():
+        file = index.file(name)
+        if (file.stat().st_size if file.exists() else 0) < end:
+            return file
+    return None
+
+
+def resume(target: Path, run: Mapping[str, Any], batches: Any) -> Index:
+    """What is there of these predictions; what is half written is cut off."""
+    path = index_path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        _refuse_strangers(target)
+        return Index(target)
+    index = read_index(target)
+    if index.head is not None:
+        if index.head["run"] != run:
+            raise ValueError(
+                f"{target} holds predictions of another state ({index.head['run']}, this one is {run}): delete it, "
+                "or give another path"
+            )
+        _check_cut(index, batches)
+    _drop_lost(index)
+    for name, end in index.ends.items():
+        os.truncate(index.file(name), end)
+    kept = sum(len(line) for line in path.read_bytes().splitlines(keepends=True)[: len(index.batches) + 1])
+    os.truncate(path, kept if index.batches else 0)
+    return index if index.batches else Index(target)
+
+
+def _refuse_strangers(target: Path) -> None:
+    """Files without an index are not ours to write over."""
+    there: Iterable[Path] = [target] if is_lines(target) else target.iterdir()
+    strange = [file for file in there if file.name.endswith((*_SUFFIXES, ".jsonl")) and file.exists()]
+    if any(file.stat().st_size for file in strange):
+        raise ValueError(
+            f"{strange[0]} is there without {index_path(target).name}, which says which batches it holds: delete it, "
+            "or give another path"
+        )
+
+
+def _drop_lost(index: Index) -> None:
+    """Forget the batches of which a power cut has lost the data, to predict them again."""
+    whole = len(index.batches)
+    lost = None
+    while whole and (file := too_short(index, index.batches[whole - 1])):
+        lost, whole = file, whole - 1
+    if lost is not None:
+        warnings.warn(
+            f"{lost} is shorter than its index says, as a power cut may leave it: the batches from {whole} on are "
+            "predicted again",
+            stacklevel=2,
+        )
+        del index.batches[whole:]
+
+
+def _check_cut(index: Index, batches: Any) -> None:
+    """Batches that are cut differently would begin at another sample than the one that is next."""
+    size, given = (index.head or {})["batch_size"], size_of(batches)
+    if index.batches and size is not None and given is not None and size != given:
+        raise ValueError(
+            f"{index.target} holds predictions of a loader with batch_size={size}, and this one has "
+            f"batch_size={given}: give the same, or delete it to begin anew"
+        )
+    length, done = None if is_estimate(batches) else length_of(batches), len(index.batches)
+    if length is not None and length < done:
+        raise ValueError(_other_cut(index, f"{length} batches"))
+    sizes = _sizes_of(batches)
+    if sizes is not None and sizes[:done] != index.sizes:
+        raise ValueError(_other_cut(index, _listed(sizes[:done])))
+
+
+def _sizes_of(batches: Any) -> list[int | None] | None:
+    """The number of samples in each batch, or None where batches must be read to tell."""
+    if isinstance(batches, (list, tuple)):
+        return [samples_of(batch) for batch in batches]
+    sampler = getattr(batches, "batch_sampler", None)
+    if type(sampler) is BatchSampler and (count := length_of(sampler.sampler)) is not None:
+        full, rest = divmod(count, sampler.batch_size)
+        sizes: list[int | None] = [sampler.batch_size] * full
+        return sizes if sampler.drop_last or not rest else [*sizes, rest]
+    return None
+
+
+def check_of_skipped(index: Index, batches: Any) -> Callable[[int, Any], None] | None:
+    """A check of each batch that is read and left out, since it is there: has it the same size?
+
+    None where the sizes of all batches are known without.
+    """
+    if not index.batches or _sizes_of(batches) is not None:
+        return None
+    ranks = world_size() if getattr(batches, "divide", False) else 1
+
+    def check(number: int, batch: Any) -> None:
+        if batch is None:
+            return
+        expected, size = index.sizes[number], 0 if batch is NO_BATCH else samples_of(batch)
+        if expected is None or size is None:
+            return
+        if not expected // ranks <= size <= -(-expected // ranks):  # of a batch that ranks divide, this one's share
+            raise ValueError(_other_cut(index, f"{size} in batch {number}"))
+
+    return check
+
+
+def _other_cut(index: Index, sizes: str) -> str:
+    return (
+        f"{index.target} holds batches of {_listed(index.sizes)} examples, and those given have {sizes}: give the "
+        "same batches, or delete it to begin anew"
+    )
+
+
+def size_of(batches: Any) -> int | None:
+    size = getattr(batches, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _listed(sizes: list[int | None]) -> str:
+    return ", ".join(map(str, sizes[:8])) + (f", ... ({len(sizes)} batches)" if len(sizes) > 8 else "")
+
+
+class Writer:
+    """Appends batches to the files, each with its line in the index once its data are written."""
+
+    def __init__(self, index: Index, run: Mapping[str, Any], batch_size: int | None) -> None:
+        self._index, self._run, self._batch_size = index, run, batch_size
+        self._number, self._ends = len(index.batches), dict(index.ends)
+        self._outputs: dict[str, Any] = index.head["outputs"] if index.head else {}
+
+    def __enter__(self) -> Writer:
+        self._record = open(index_path(self._index.target), "ab")
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        with self._record:
+            if kind is None and self._number > len(self._index.batches):
+                for name in self._ends:
+                    with open(self._index.file(name), "rb+") as file:
+                        os.fsync(file.fileno())
+                self._record.flush()
+                os.fsync(self._record.fileno())
+
+    def add(self, samples: int | None, output: Any) -> None:
+        columns = columns_of(output)
+        if self._number == 0:
+            self._outputs = described(columns)
+            self._write({"run": self._run, "outputs": self._outputs, "batch_size": self._batch_size})
+        check_alike(self._number, columns, self._outputs)
+        target = self._index.target
+        if is_lines(target):
+            data = {target.name: lines_of(columns)}
+        else:
+            files = file_names(self._outputs)
+            data = {files[name]: raw for name, raw in bytes_by_column(columns).items()}
+        for name, raw in data.items():
+            self._ends[name] = _write_after(self._index.file(name), self._ends.get(name, 0), raw)
+        line: dict[str, Any] = {"examples": samples, "ends": self._ends}
+        if runs := special_runs(columns, self._outputs):
+            line["shapes"] = runs
+        self._write(line)  # only now does the batch count
+        self._record.flush()
+        self._number += 1
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._record.write(orjson.dumps(line) + b"\n")
+
+
+def _write_after(path: Path, end: int, data: bytes) -> int:
+    """Write the data there, in place of whatever follows, and return the new end."""
+    path.touch()
+    with open(path, "r+b") as file:
+        if file.seek(0, os.SEEK_END) < end:
+            raise ValueError(
+                f"{path} has become shorter since {end} bytes of it were written; does another run use it?"
+            )
+        file.seek(end)
+        file.write(data)
+        file.truncate()
+    return end + len(data)
