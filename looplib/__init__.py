@@ -44,7 +44,7 @@ from looplib.predicates import (
 from looplib.schedules import warmup_cosine
 from looplib.state import bind, copy_state, end_epoch, init_state
 from looplib.steps import make_eval_step, make_predict_step, make_train_step
-from looplib.transforms import vmap_step
+from looplib.transforms import compile_step, vmap_step
 from looplib.types import DonatedStateError, TrainState
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_io",
     "clip_by_global_norm",
+    "compile_step",
     "compute",
     "console",
     "contrib",

@@ -103,7 +103,7 @@ def make_grad_fn(
         if host.engine and tracing():
             raise UntraceableError(
                 f"{host.engine} sends gradients from within the backward pass, which a graph of a step cannot hold: "
-                "leave out compile=, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block), "
+                "leave out ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block), "
                 "before it is wrapped"
             )
         if host.engine and not (part.donate and host.holds(params)):

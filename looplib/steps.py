@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Set
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from looplib._core.ranks import rank
 from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size
 from looplib._core.updates import checked, read
-from looplib.gradients import check_history, of_this_model, record
+from looplib.gradients import of_this_model, record
 from looplib.metrics._mean import Mean
 from looplib.types import (
     EvalStep,
@@ -40,6 +41,9 @@ from looplib.types import (
 __all__ = ["make_eval_step", "make_predict_step", "make_train_step"]
 
 
+S = TypeVar("S", bound=Callable[..., Any])
+
+
 class Outcome(NamedTuple):
     """What a step makes of a state and a batch, before its counts."""
 
@@ -51,13 +55,57 @@ class Outcome(NamedTuple):
     applied: bool | Tensor = True  # whether an update was made
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a step is made of, for the transforms that make another step of it.
+
+    Attributes:
+        kind: what the step is for.
+        core: the step without its counts.
+        watched: the functions that it calls.
+        donate, same_batch: as given to `make_train_step`.
+    """
+
+    kind: Literal["train", "eval", "predict"]
+    core: Callable[[TrainState, Any], Outcome]
+    watched: tuple[Any, ...]
+    donate: bool = False
+    same_batch: bool = False
+
+
+@runtime_checkable
+class MadeStep(Protocol):
+    """A step that says what it is made of: all that this module makes, and what transforms make of them."""
+
+    parts: Parts
+
+    def __call__(self, state: TrainState, batch: Any) -> Any: ...
+
+
+def with_parts(step: S, parts: Parts) -> S:
+    """The step, as a `MadeStep`."""
+    open_to_attributes: Any = step
+    open_to_attributes.parts = parts
+    return step
+
+
+def parts_of(step: object, transform: str) -> Parts:
+    """What a step is made of; raises TypeError in the name of a transform for a function that is no `MadeStep`."""
+    if isinstance(step, MadeStep) and isinstance(step.parts, Parts):
+        return step.parts
+    raise TypeError(
+        f"{transform} got a {type(step).__name__} that is no step of looplib; give what ll.make_train_step, "
+        "ll.make_eval_step or ll.make_predict_step returned, and put wrappers of your own around the result"
+    )
+
+
 def make_train_step(
     grad_fn: GradFn,
     optimizer: Optimizer,
     *,
     donate: bool = False,
     same_batch: bool = False,
-    compile: bool | Mapping[str, Any] = False,
+    **unknown: NoReturn,
 ) -> TrainStep:
     """The step of a training loop, as a function from a state and a batch to the next state and its metrics.
 
@@ -81,15 +129,15 @@ def make_train_step(
             that arrives during the update is taken after it.
         same_batch: for one more update on a batch that another step takes too, as the second network of a GAN does:
             `step` counts it, and the position in the data stays. The other step comes first.
-        compile: make one compiled graph of the whole step, at the first batch of each shape; True, or a dict of
-            torch.compile's `mode`, `options` and `backend`. See `looplib.compiling` for what changes by it.
+
+    `ll.compile_step` makes one graph of the whole step, `ll.vmap_step` a step of many members.
 
     Raises:
-        UntraceableError: a compiled step that asks for the value of a tensor, changes Python values, or runs on
-            several ranks; with the line or the name.
         DonatedStateError: the state was given to a donated step before.
         ValueError, TypeError: see `make_grad_fn` and `ll.optimizer`; the state is as it was then.
     """
+    if unknown:
+        _refuse_unknown(unknown)
     if not callable(grad_fn) or isinstance(grad_fn, nn.Module):
         raise TypeError(f"grad_fn is a {type(grad_fn).__name__}; give ll.make_grad_fn(model, loss_fn)")
     if not isinstance(optimizer, Optimizer):
@@ -97,9 +145,6 @@ def make_train_step(
             f"optimizer is a {type(optimizer).__name__}; give what ll.optimizer returns, such as "
             "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
         )
-    parts = Parts(_core(grad_fn, optimizer), (grad_fn, optimizer.update), donate, same_batch, compile)
-    if compile:
-        return compiled_step(parts)
     part = Part(donate=donate)
 
     def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
@@ -109,7 +154,7 @@ def make_train_step(
             out.grads, state.opt_state, state.params, state.step, metrics=out.metrics, buffers=out.buffers
         )
         applied = read(applied)
-        values = _advance(state, out.samples, applied, same_batch)
+        values = advanced(state, out.samples, applied, same_batch)
         values |= {"params": params, "opt_state": opt_state, "buffers": out.buffers if applied else state.buffers}
         new = make(values, state._seen and _donation.generations([values]))
         return new, out.metrics
@@ -139,7 +184,7 @@ def make_train_step(
                 if _donation.updates != written_over:
                     _refuse_late_choice(applied)
                 applied = read(applied)
-            values = _advance(state, out.samples, applied, same_batch)
+            values = advanced(state, out.samples, applied, same_batch)
             values |= {"params": new_params, "opt_state": new_opt_state}
             if applied:
                 values["buffers"] = out.buffers
@@ -151,7 +196,7 @@ def make_train_step(
                 if written is None:  # batch norm's kernels write uncounted, so once the values are compared
                     written = {name for name in saved if not torch.equal(saved[name], buffers[name])}
                 written |= changed
-                chain = _chain(state, out.grads.keys(), written)
+                chain = owner(state, out.grads.keys(), written)
                 chain.generation, chain.step, chain.readers = chain.generation + 1, values["step"], readers
                 new = make(values, {**state._seen, chain: chain.generation}, chain)
                 _donation.in_flight(state, new)
@@ -162,7 +207,7 @@ def make_train_step(
         except BaseException:
             _restore(buffers, saved)
             if _donation.updates != written_over:  # by one of several optimizers, of which another failed
-                chain = _chain(state, params.keys(), set())
+                chain = owner(state, params.keys(), set())
                 chain.generation += 1
             raise
         finally:
@@ -170,25 +215,17 @@ def make_train_step(
             _interrupts.deliver()
         return new, out.metrics
 
-    step = donated_step if donate else pure_step
-    step.parts = parts  # type: ignore[attr-defined]
-    return step
+    parts = Parts("train", _core(grad_fn, optimizer), (grad_fn, optimizer.update), donate, same_batch)
+    return with_parts(donated_step if donate else pure_step, parts)
 
 
-class Parts(NamedTuple):
-    """What a step is made of, for those that make another step of it.
-
-    Attributes:
-        core: the step without its counts.
-        watched: the functions that it calls.
-        donate, same_batch, compile: as given to `make_train_step`.
-    """
-
-    core: Callable[[TrainState, Any], Outcome]
-    watched: tuple[Any, ...]
-    donate: bool = False
-    same_batch: bool = False
-    compile: bool | Mapping[str, Any] = False
+def _refuse_unknown(unknown: Mapping[str, Any]) -> NoReturn:
+    if "compile" in unknown:
+        raise TypeError(
+            "make_train_step takes no compile=: compile the step that it returns, "
+            "ll.compile_step(ll.make_train_step(grad_fn, optimizer)), with torch.compile's mode=, options= or backend="
+        )
+    raise TypeError(f"make_train_step takes donate= and same_batch=, and got {', '.join(sorted(unknown))}")
 
 
 def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], Outcome]:
@@ -202,51 +239,6 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
     return core
 
 
-def compiled_step(parts: Parts, compiler: Any = None) -> TrainStep:
-    """A train step that runs as the program that a compiler makes of it."""
-    core, watched, donate, same_batch, compile = parts
-    if not isinstance(compile, (bool, Mapping)):
-        raise TypeError(f"compile is {compile!r}: give True, or a dict such as {{'mode': 'max-autotune'}}")
-    if compiler is None:
-        from looplib.transforms._compile import Compiler  # Inductor is a large import
-
-        compiler = Compiler(core, donate, compile if isinstance(compile, Mapping) else {}, watched)
-
-    def compiled(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
-        readers = _donation.readers
-        if donate and _donation._reading and (state._lane is None or state._lane.readers != readers):
-            _donation.wait_for_readers((state.params, state.buffers, state.opt_state))
-        _interrupts.install()
-        if compiler.no_grad and (compiler.known is None or compiler.known[0]() is not state):
-            check_history(state.params)
-        ready = compiler.prepare(state, batch)
-        thread = threading.get_ident()
-        try:
-            _interrupts.begin_hold(thread)
-            params, opt_state, buffers, metrics, samples, applied = compiler.run(ready, state)
-            values = _advance(state, samples, read(applied), same_batch)
-            values |= {"params": params, "opt_state": opt_state, "buffers": buffers}
-            if donate:
-                chain = _chain(state, *ready.machine.program.written)
-                chain.generation, chain.step, chain.readers = chain.generation + 1, values["step"], readers
-                new = make(values, {**state._seen, chain: chain.generation}, chain)
-                _donation.in_flight(state, new)
-            else:
-                new = make(values, state._seen and _donation.generations([values]))
-            compiler.remember(ready, new)
-        except BaseException:
-            if donate and not compiler.intact:
-                _chain(state, *ready.machine.program.written).generation += 1
-            raise
-        finally:
-            _interrupts.end_hold(thread)
-            _interrupts.deliver()
-        return new, metrics
-
-    compiled.parts, compiled.compiler = parts, compiler  # type: ignore[attr-defined]
-    return compiled
-
-
 def _refuse_late_choice(applied: Any) -> None:
     raise RuntimeError(
         f"the optimizer wrote over the parameters, as a donated step lets it, and a wrapper around it returned "
@@ -256,7 +248,7 @@ def _refuse_late_choice(applied: Any) -> None:
     )
 
 
-def _advance(state: TrainState, samples: int, applied: bool, same_batch: bool) -> dict[str, Any]:
+def advanced(state: TrainState, samples: int, applied: bool, same_batch: bool) -> dict[str, Any]:
     """The fields of the state after one more batch, but for what the step makes."""
     counts = counts_of(state)
     if same_batch:
@@ -282,7 +274,7 @@ def _restore(buffers: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None
             buffers[name].copy_(tensor)
 
 
-def _chain(state: TrainState, params: Set[str], buffers: Set[str]) -> _donation.Chain:
+def owner(state: TrainState, params: Set[str], buffers: Set[str]) -> _donation.Chain:
     """The chain of this run, as the owner of all that its step has written."""
     chain = state._lane
     if chain is None or chain.generation != state._seen.get(chain):
@@ -335,8 +327,7 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
         samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
         return {name: record(name, value, samples) for name, value in values.items()}
 
-    eval_step.parts = Parts(_unchanging(eval_step), (model, metric_fn))  # type: ignore[attr-defined]
-    return eval_step
+    return with_parts(eval_step, Parts("eval", _unchanging(eval_step), (model, metric_fn)))
 
 
 def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -> PredictStep:
@@ -357,8 +348,7 @@ def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -
     Raises ValueError for a state of another model or a batch on another device.
     """
     predict_step = _without_training(model, predict_fn)
-    predict_step.parts = Parts(_unchanging(predict_step), (model, predict_fn))  # type: ignore[attr-defined]
-    return predict_step
+    return with_parts(predict_step, Parts("predict", _unchanging(predict_step), (model, predict_fn)))
 
 
 def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState, Any], Outcome]:

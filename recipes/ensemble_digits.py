@@ -63,8 +63,8 @@ def main(
     optimizer = ll.optimizer(
         torch.optim.AdamW, lr=ll.warmup_cosine(lr, warmup=steps // 10, total=steps), weight_decay=weight_decay
     )
-    single_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True, compile=bool(compile))
-    train_step = ll.vmap_step(single_step)
+    train_step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True))
+    train_step = ll.compile_step(train_step) if compile else train_step
     predict_step = ll.vmap_step(ll.make_predict_step(model, lambda model, pictures: model(pictures).softmax(1)))
 
     states = []

@@ -58,7 +58,7 @@ def main(
         model = make_model(3 if name == "oracle" else 1, width)
         loss_fn = make_meta_loss(model, inner_lr) if name == "MAML" else joint_loss
         optimizer = ll.optimizer(torch.optim.Adam, lr=lr)
-        train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True, compile=True)
+        train_step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True))
         done, log, log_now = ll.after_steps(iterations), ll.console(), ll.every_n_steps(max(1, iterations // 10))
         state = ll.init_state(model, optimizer, seed=seed)
         while not done(state):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+import looplib as ll
 from looplib.types import TrainState
 
 STATE = TrainState(step=7, epoch=2, batch=3, epoch_length=4, samples=96)
@@ -13,6 +14,12 @@ COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
 
 def at(step, samples=0):
     return TrainState(step=step, samples=samples)
+
+
+def make_train_step(grad_fn, optimizer, *, compile=False, **options):
+    """A train step, compiled where `compile` is True or a dict of `ll.compile_step`'s options."""
+    step = ll.make_train_step(grad_fn, optimizer, **options)
+    return ll.compile_step(step, **({} if compile is True else compile)) if compile else step
 
 
 def python(code, *arguments, **options):

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from shared import make_train_step
 from torch import nn
 
 import looplib as ll
@@ -117,7 +118,7 @@ def training(**options):
     trained = options.pop("trainable", None)
     optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
     grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean(), trainable=trained)
-    return ll.make_train_step(grad_fn, optimizer, **options), ll.init_state(model, optimizer, trainable=trained)
+    return make_train_step(grad_fn, optimizer, **options), ll.init_state(model, optimizer, trainable=trained)
 
 
 def halved(state, name="0.weight"):

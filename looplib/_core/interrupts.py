@@ -31,6 +31,9 @@ _HELD = tuple(
 )
 
 
+_STEPS = {"looplib.steps", "looplib.transforms._compile_step"}  # the modules whose functions take steps
+
+
 _NOTICE = b"\nlooplib: stopping at the next batch; press Ctrl-C again to stop at once\n"
 
 
@@ -211,7 +214,7 @@ def _leave(loop: object, iterator: Iterator[T]) -> None:
         _bodies.pop(loop, None)
         # The garbage collector may have called, at a time when the guard is needed.
         modules = {there.f_globals.get("__name__") for there in _stack(sys._getframe())}
-        needed = _bodies or _main_thread in _holders or "looplib.steps" in modules
+        needed = _bodies or _main_thread in _holders or not _STEPS.isdisjoint(modules)
         if not needed and threading.get_ident() == _main_thread:
             if _stopping:  # the loop was left by a break or an error, with an interrupt waiting
                 _stopping = False

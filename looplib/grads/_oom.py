@@ -91,7 +91,7 @@ def retry_on_oom(
         if tracing():
             raise UntraceableError(
                 "retry_on_oom cannot try again within a compiled step: leave it out and give ll.accumulate(grad_fn, "
-                "size=...), or leave out compile="
+                "size=...), or leave out ll.compile_step"
             )
         if part.into is not None or not part.last:
             raise ValueError(

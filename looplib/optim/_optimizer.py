@@ -404,17 +404,17 @@ class _Engine:
         if any(isinstance(value, dict) for state in states.values() for value in state.values()):
             raise UntraceableError(
                 f"{self.cls.__name__} keeps objects for its parameters, whose numbers a graph would keep for ever: "
-                "take the step without compile=, or one of torch.optim's classes"
+                "take the step without ll.compile_step, or one of torch.optim's classes"
             )
         if "groups" in opt_state:
             raise UntraceableError(
                 f"{self.cls.__name__} changes numbers of its own at each update, which a graph would keep for ever: "
-                "take the step without compile=, or one of torch.optim's classes"
+                "take the step without ll.compile_step, or one of torch.optim's classes"
             )
         if sparse := [name for name, grad in grads.items() if grad.is_sparse]:
             raise UntraceableError(
                 f"the gradient of {', '.join(sparse)} is sparse, which a graph of a step cannot hold: leave out "
-                "Embedding(sparse=True), or take the step without compile="
+                "Embedding(sparse=True), or take the step without ll.compile_step"
             )
         # A first buffer of zeros is what torch's own first step makes one of, but for dampening.
         dampened = any(

@@ -76,7 +76,7 @@ from looplib.distributed import _processes as distributed
 from looplib.grads._accumulation import accumulate
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
-from looplib.steps import Parts, compiled_step
+from looplib.steps import Parts, parts_of
 from looplib.testing._compare import (
     TREES,
     Surroundings,
@@ -101,6 +101,8 @@ from looplib.testing._compare import (
     taken,
     users_own,
 )
+from looplib.transforms._compile import Compiler
+from looplib.transforms._compile_step import GraphParts, step_of_graphs
 from looplib.transforms._program import Question
 from looplib.transforms._watch import changed
 from looplib.types import GradFn, Gradients, Part, PredictStep, TrainState, TrainStep
@@ -773,19 +775,17 @@ def assert_compiles(
         ValueError: one step; a loss that draws random numbers by itself, other ones when compiled.
     """
     __tracebackhide__ = True
-    parts = getattr(step, "parts", None)
-    if not isinstance(parts, Parts):
-        raise TypeError(
-            f"assert_compiles got a {type(step).__name__} that is no train step of looplib; give what "
-            "ll.make_train_step returned, without what is put around it"
-        )
+    parts = parts_of(step, "assert_compiles")
+    if parts.kind != "train":
+        raise TypeError(f"assert_compiles got a step of kind {parts.kind!r}: give what ll.make_train_step returned")
     if steps < 2:
         raise ValueError(f"steps is {steps}; give 2 or more: whether it is compiled anew shows from the second on")
     chosen: dict[str, Any] = {"backend": backend}
+    given = parts.compiler.options_for("assert_compiles") if isinstance(parts, GraphParts) else {}
     if backend == "inductor":  # whose own draws are others than eager ones
-        given = parts.compile if isinstance(parts.compile, Mapping) else {}
         chosen |= {**given, "backend": backend, "options": {**(given.get("options") or {}), "fallback_random": True}}
-    compiled: Any = compiled_step(parts._replace(compile=chosen))
+    compiler = Compiler(parts.core, parts.donate, chosen, parts.watched)
+    compiled = step_of_graphs(step, parts, compiler)
     first: list[Any] = []
     with streams_kept(state), WithoutDropout(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*changed since the step was compiled")  # which is told below
@@ -805,7 +805,6 @@ def assert_compiles(
                     [refusal],
                     "Where that is no fault, compile the blocks of the model alone: ll.transforms.compile_blocks(model, Block).",
                 )
-            compiler = compiled.compiler
             first = first or _machines(compiler)
             if compiler.compilations > programs:
                 fail(

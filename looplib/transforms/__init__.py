@@ -2,6 +2,7 @@
 
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.transforms._compile_blocks import compile_blocks
+from looplib.transforms._compile_step import compile_step
 from looplib.transforms._per_member import per_member
 from looplib.transforms._stacks import (
     compute_members,
@@ -16,6 +17,7 @@ from looplib.transforms._vmap import vmap_step
 __all__ = [
     "UntraceableError",
     "compile_blocks",
+    "compile_step",
     "compute_members",
     "differentiable",
     "members_of",

@@ -3,7 +3,7 @@
 A step is a function of values, so all of it can be compiled at once: forward pass, backward pass, clipping, update.
 It is written down as a graph once for each shape of its inputs, and torch's Inductor makes machine code of that. What
 the host decides from step to step, such as the learning rate, goes into the graph as a number; and the random numbers
-are a function of the state's seed and step as ever, though others than without `compile=`.
+are a function of the state's seed and step as ever, though others than those of the step as it is.
 
 A graph is what the step's Python did when it was written down. Python that only looks on (hooks, prints) is done that
 once. A number that a loss function has from elsewhere (an attribute, a global, a closure) is watched, and the step
@@ -14,6 +14,7 @@ Dynamo has no part in this, so there are no guards and no graph breaks: what can
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 import weakref
@@ -67,7 +68,7 @@ class Compiler:
     """The programs of one step, by the shapes of their inputs."""
 
     def __init__(self, core: Core, donate: bool, options: Mapping[str, Any], watched: tuple[Any, ...]) -> None:
-        self.core, self.donate, self.watched = core, donate, watched
+        self.core, self.donate, self.watched, self.options = core, donate, watched, options
         self.build = _backend(**options)
         self.by_gradient = True  # whether inputs that require a gradient are another kind
         self.no_grad = True
@@ -78,12 +79,22 @@ class Compiler:
         self.seconds = 0.0  # spent on them, which a progress bar shows
         self.intact = True  # whether the run that has raised left the state as it was
 
+    def compiled(self, options: Mapping[str, Any]) -> Compiler:
+        """One that makes the same programs, and compiles them by these options."""
+        raise TypeError(
+            "compile_step got a step that is compiled already: give the one that ll.make_train_step returned"
+        )
+
+    def options_for(self, transform: str) -> Mapping[str, Any]:
+        """How programs are compiled, for a transform of the step that they are made of."""
+        return self.options
+
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         """Find the program for these inputs, or make it, and what the host has to say for this step."""
         if several():
             raise UntraceableError(
                 f"a step cannot be compiled whole on {torch.distributed.get_world_size()} ranks, which send each "
-                "other gradients: leave out compile=, and compile the model's blocks, ll.transforms.compile_blocks(model, Block)"
+                "other gradients: leave out ll.compile_step, and compile the model's blocks, ll.transforms.compile_blocks(model, Block)"
             )
         trees = state.params, state.buffers, state.opt_state
         if self.known is not None and self.known[0]() is state:
@@ -103,9 +114,7 @@ class Compiler:
                 spares += tensors
                 node = node.answers.get(key)
             if node is not None and (names := changed(node.program.held)):
-                warnings.warn(
-                    f"{', '.join(names)} changed since the step was compiled, so it is compiled anew", stacklevel=4
-                )
+                _warn(f"{', '.join(names)} changed since the step was compiled, so it is compiled anew")
                 first.clear()
                 node = None
             if node is not None:
@@ -117,10 +126,9 @@ class Compiler:
             self.compilations += 1
             self.seconds += time.perf_counter() - begin
             if self.compilations in _MANY:
-                warnings.warn(
+                _warn(
                     f"the step has been compiled {self.compilations} times, since it was given so many different "
-                    "shapes, numbers or strings in batches, or answers of on_host: pad batches to few shapes",
-                    stacklevel=4,
+                    "shapes, numbers or strings in batches, or answers of on_host: pad batches to few shapes"
                 )
 
     def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
@@ -196,16 +204,24 @@ class Compiler:
             self.known = (weakref.ref(state), read, ready.kind)
 
 
+def _warn(message: str) -> None:
+    """Warn at the line that called the step, however many functions of ours are in between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("looplib."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
 def _backend(
-    backend: str = "inductor", mode: str | None = None, options: Mapping[str, Any] | None = None, **unknown: Any
+    backend: str = "inductor", mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[[Program], Compiled]:
-    if unknown or not isinstance(backend, str) or (mode is not None and mode not in _MODES):
+    if not isinstance(backend, str) or (mode is not None and mode not in _MODES):
         raise TypeError(
-            f"compile={dict(backend=backend, mode=mode, **unknown)}: give True, or torch.compile's backend=, mode= "
-            f"(one of {', '.join(_MODES)}) or options=; dynamic= and fullgraph= have no choice here"
+            f"compile_step got backend={backend!r} and mode={mode!r}: give torch.compile's backend=, mode= "
+            f"(one of {', '.join(_MODES)}) or options="
         )
     if backend != "inductor" and (mode or options):
-        raise TypeError(f"compile= has mode= or options=, which are Inductor's, and the backend {backend!r}")
+        raise TypeError(f"compile_step got mode= or options=, which are Inductor's, and the backend {backend!r}")
     chosen = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     if chosen and (strange := chosen.keys() - torch._inductor.list_options()):
         raise TypeError(f"Inductor has no option {', '.join(sorted(strange))}; see torch._inductor.list_options()")

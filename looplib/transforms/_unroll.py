@@ -34,9 +34,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from looplib._core import tracing as _tracing
 from looplib._core.checks import check_optional_count
 from looplib._core.tracing import STOPS, UntraceableError
-from looplib.steps import Outcome, Parts, compiled_step
+from looplib.steps import Outcome, parts_of
 from looplib.transforms import _program
 from looplib.transforms._compile import Compiler, Machine, Ready, fakes
+from looplib.transforms._compile_step import GraphParts, step_of_graphs
 from looplib.transforms._program import Core, Dissected, Question, as_answer, dissect, value_of
 from looplib.transforms._watch import Held
 from looplib.types import Metric, TrainState, TrainStep
@@ -80,12 +81,12 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     >>> tasks = torch.randn(3, 5, 1), torch.randn(3, 5, 1)  # 3 tasks of 5 points each, to train on and to test on
     >>> state, metrics = outer_step(ll.init_state(model, outer), tasks)
 
-    With `compile=True` for the outer step, the inner steps become part of its graph. Under `torch.vmap` a step that
+    With `ll.compile_step` around the outer step, the inner steps become part of its graph. Under `torch.vmap` a step that
     draws random numbers needs `randomness="different"`. The inner draws depend on the seed and step of the inner
     state, so they are the same in each outer step, but for a compiled one, whose draws they are part of.
 
-    The step is written down as a graph at the first batch of each shape, so what `make_train_step(compile=)` says of
-    graphs holds here. Attention is taken in its plain form, as fused kernels have no second derivative. Nothing is
+    The step is written down as a graph at the first batch of each shape, so what `ll.compile_step` says of graphs
+    holds here. Attention is taken in its plain form, as fused kernels have no second derivative. Nothing is
     written in place, whatever `donate` says.
 
     Args:
@@ -100,13 +101,12 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     Source: Maclaurin, Duvenaud and Adams, "Gradient-based hyperparameter optimization through reversible learning",
     2015; Finn, Abbeel and Levine, "Model-agnostic meta-learning", 2017.
     """
-    parts = getattr(train_step, "parts", None)
-    if not isinstance(parts, Parts):
-        raise TypeError(
-            f"differentiable got a {type(train_step).__name__} that is no train step of looplib; give what "
-            "ll.make_train_step returned"
-        )
-    return compiled_step(parts._replace(donate=False), _Differentiable(parts.core, parts.watched))
+    parts = parts_of(train_step, "differentiable")
+    if parts.kind != "train":
+        raise TypeError(f"differentiable got a step of kind {parts.kind!r}: give what ll.make_train_step returned")
+    if isinstance(parts, GraphParts):
+        parts.compiler.options_for("differentiable")  # how the step would be compiled makes no difference here
+    return step_of_graphs(train_step, parts, _Differentiable(parts.core, parts.watched))
 
 
 class _Differentiable(Compiler):
@@ -117,6 +117,17 @@ class _Differentiable(Compiler):
         self.by_gradient = False
         self.no_grad = False
 
+    def compiled(self, options: Mapping[str, Any]) -> Compiler:
+        raise TypeError(
+            "compile_step got a differentiable step, which runs operation by operation so that autograd records it: "
+            "compile the outer train step, whose graph then holds this one"
+        )
+
+    def options_for(self, transform: str) -> Mapping[str, Any]:
+        if transform == "differentiable":
+            return self.options
+        raise TypeError(f"{transform} got a differentiable step: give the one that ll.make_train_step returned")
+
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         ready = super().prepare(state, batch)
         program = ready.machine.program
@@ -125,7 +136,7 @@ class _Differentiable(Compiler):
             raise UntraceableError(
                 "whether this step updates (apply_if_finite, skip_spikes, dynamic_loss_scale) is read from a tensor, "
                 "which has no one value under torch.vmap or while an outer step is compiled: leave the wrapper out, "
-                "or take the tasks one by one in an outer step without compile="
+                "or take the tasks one by one in an outer step without ll.compile_step"
             )
         return ready
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx import Node
@@ -27,9 +27,10 @@ from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import UntraceableError
 from looplib.metrics._mean import Mean
-from looplib.steps import Outcome, Parts, compiled_step
+from looplib.steps import Outcome, parts_of
 from looplib.transforms import _per_member, _program
 from looplib.transforms._compile import Compiler, Machine, Ready, fakes
+from looplib.transforms._compile_step import GraphParts, step_of_graphs
 from looplib.transforms._program import Core, Dissected, Program, Question, as_answer, dissect, value_of
 from looplib.transforms._stacks import (
     _member,
@@ -61,13 +62,13 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
     that diverges is not seen by the others. One whose update is skipped (`apply_if_finite`) stays where it was while
     `step` counts on, unless all are skipped, and never makes the step raise.
 
-    Random numbers are those that the step without `compile=` draws for the member alone, but for dropout on a GPU,
+    Random numbers are those that the step draws for the member alone, but for dropout on a GPU,
     where torch has a kernel of its own.
 
     The step is written down as a graph at the first batch of each shape, as a compiled step is, and what holds there
-    holds here: no value of a tensor may be asked for. `make_train_step(..., donate=True, compile=True)` is kept, so
-    the stack is written in place and compiled. A small stack of large models gains nothing, and attention is computed
-    by matrices and not by fused kernels, which know of no members.
+    holds here: no value of a tensor may be asked for. `donate=True` of the step is kept, so that the stack is written
+    in place, and `compile_step(vmap_step(train_step))` makes machine code of the graph. A small stack of large models
+    gains nothing, and attention is computed by matrices and not by fused kernels, which know of no members.
 
     To evaluate, `compute_members(measure(vmap_step(eval_step), stack, batches))`. What `vmap_step(predict_step)`
     returns has the members in a first dimension; for `ll.predict`, which wants the examples there, take their mean,
@@ -84,28 +85,16 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
         ValueError: a state that is no stack; members whose wrappers differ in what they do (an average that moves in
             some of them alone); `per_member` values for another number of members.
         UntraceableError: sparse gradients; random numbers whose distribution depends on tensors in a way that cannot
-            be mapped; and see `make_train_step(compile=)`.
+            be mapped; and see `ll.compile_step`.
 
     Source: `jax.vmap` over initialisations, as in Equinox's "ensembling" example; `torch.func.stack_module_state`.
     """
-    parts = getattr(step, "parts", None)
-    if not isinstance(parts, Parts):
-        raise TypeError(
-            f"vmap_step got a {type(step).__name__} that is no step of looplib; give what ll.make_train_step, "
-            "ll.make_eval_step or ll.make_predict_step returned, and wrap the stack's step instead"
-        )
-    options = {} if parts.compile is True else parts.compile or {"backend": "eager"}
+    parts = parts_of(step, "vmap_step")
+    options: Mapping[str, Any] = {"backend": "eager"}
+    if isinstance(parts, GraphParts):
+        options = parts.compiler.options_for("vmap_step")
     compiler = _Stacked(parts.core, parts.donate, options, parts.watched, own_batches)
-    if not isinstance(parts.watched[0], nn.Module):  # which is what a step without training looks at first
-        train_step: Any = compiled_step(parts, compiler)
-        return cast(S, train_step)
-
-    def without_training(stack: TrainState, batch: Any) -> Any:
-        return compiler.run(compiler.prepare(stack, batch), stack).metrics
-
-    result: Any = without_training
-    result.compiler = compiler
-    return cast(S, result)
+    return step_of_graphs(step, parts, compiler)
 
 
 class _Stacked(Compiler):
@@ -119,8 +108,16 @@ class _Stacked(Compiler):
                 return core(state, batch)
 
         super().__init__(mappable, donate, options, watched)
-        self.own_batches = own_batches
+        self.of_member, self.own_batches = core, own_batches
         self.count = 0
+
+    def compiled(self, options: Mapping[str, Any]) -> Compiler:
+        if self.options.get("backend") != "eager":
+            return super().compiled(options)
+        return _Stacked(self.of_member, self.donate, options, self.watched, self.own_batches)
+
+    def options_for(self, transform: str) -> Mapping[str, Any]:
+        raise TypeError(f"{transform} got a step of a stack, as vmap_step returns it: give the step of one member")
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
         self.count = members_of(state)

@@ -70,7 +70,9 @@ def raw(make: Make, device: str, compiled: str, **options: Any) -> Step:
 def looplib(make: Make, device: str, donate: bool, compile: bool | Mapping[str, Any]) -> Step:
     model, loss_fn, batch = made(make, device)
     optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
-    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate, compile=compile)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    if compile:
+        train_step = ll.compile_step(train_step, **({} if compile is True else compile))
     state = ll.init_state(model, optimizer)
 
     def step() -> None:

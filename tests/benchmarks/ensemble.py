@@ -48,7 +48,8 @@ def stacked(members: int, donate: bool, compile: bool) -> Step:
         model, loss_fn, batch = mlp()
         states.append(ll.init_state(model, optimizer, seed=seed))
     grad_fn = ll.make_grad_fn(model, loss_fn)
-    train_step = ll.vmap_step(ll.make_train_step(grad_fn, optimizer, donate=donate, compile=compile))
+    train_step = ll.vmap_step(ll.make_train_step(grad_fn, optimizer, donate=donate))
+    train_step = ll.compile_step(train_step) if compile else train_step
     stack = ll.transforms.stack_states(states)
 
     def step() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from shared import make_train_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -101,7 +102,7 @@ def test_a_wrapper_of_a_users_own_is_an_if_in_a_raw_loop(wrapper, way, bound):
     model = net()
     optimizer = count_applied(wrapper(adamw(), LIMIT))
     grad_fn = ll.make_grad_fn(model, loss_fn)
-    step = WAYS[way](lambda **options: ll.make_train_step(grad_fn, optimizer, **options))
+    step = WAYS[way](lambda **options: make_train_step(grad_fn, optimizer, **options))
     state = ll.init_state(model, optimizer)
     state = state if bound else ll.copy_state(state)
     for at, x in enumerate(data):
@@ -217,7 +218,7 @@ def test_an_update_that_does_not_say_whether_it_was_applied_is_refused(returned,
         return returned(*plain.update(grads, opt_state, params, step)[:2])
 
     model, optimizer = net(), ll.types.Optimizer(plain.init, update)
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, **options)
+    step = make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, **options)
     state = ll.init_state(model, optimizer)
     before = ll.copy_state(state)
     with pytest.raises(TypeError, match=message):

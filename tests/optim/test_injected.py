@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import make_train_step
 from torch import nn
 
 import looplib as ll
@@ -24,7 +25,7 @@ def batches(count):
 
 
 def train(optimizer, count=4, change=None, **options):
-    step = ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer, **options)
+    step = make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer, **options)
     state = ll.copy_state(ll.init_state(net, optimizer))
     for x in batches(count):
         if change is not None:
@@ -121,7 +122,7 @@ def test_its_repr_is_the_code_that_made_it():
 @pytest.mark.parametrize("options", OPTIONS, ids=["pure", "donated", "compiled"])
 def test_values_that_are_set_are_those_that_a_schedule_gives(options):
     optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(9.0), momentum=0.9), 0)
-    step = ll.make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer, **options)
+    step = make_train_step(ll.make_grad_fn(net := model(), loss_fn), optimizer, **options)
     state = ll.copy_state(ll.init_state(net, optimizer))
     for x in batches(4):
         state, _ = step(ll.optim.set_hyperparameters(state, lr=0.1 * 0.5**state.step), x)

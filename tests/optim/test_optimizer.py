@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import make_train_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -385,9 +386,9 @@ def test_a_key_of_a_group_may_be_a_schedule_or_stand_in_the_state():
 
 def test_a_compiled_step_refuses_objects():
     pure = ll.optimizer(LowRank, lr=1e-2, groups=[(is_matrix, GROUP)])
-    step = ll.make_train_step(ll.make_grad_fn(model := net(), loss_fn), pure, compile={"backend": "eager"})
+    step = make_train_step(ll.make_grad_fn(model := net(), loss_fn), pure, compile={"backend": "eager"})
     with pytest.raises(
-        ll.transforms.UntraceableError, match=r"LowRank keeps objects for its parameters, .* without compile="
+        ll.transforms.UntraceableError, match=r"LowRank keeps objects for its parameters, .* without ll.compile_step"
     ):
         step(ll.init_state(model, pure), batches(1)[0])
 

@@ -905,11 +905,11 @@ def _(gpt2, lm_loss, tokens):
     "TrainingArguments.torch_compile",
     "TrainingArguments.torch_compile_backend",
     "TrainingArguments.torch_compile_mode",
-    text="The whole step in one graph: forward and backward pass, clipping, schedule and update. `compile=True`, "
-    "or torch.compile's options; `ll.transforms.compile_blocks` compiles a large model's blocks alone.",
+    text="The whole step in one graph: forward and backward pass, clipping, schedule and update, with "
+    "torch.compile's options; `ll.transforms.compile_blocks` compiles a large model's blocks alone.",
 )
 def _(grad_fn, optimizer, state, batch, train_step):
-    compiled_step = ll.make_train_step(grad_fn, optimizer, compile={"backend": "eager"})
+    compiled_step = ll.compile_step(ll.make_train_step(grad_fn, optimizer), backend="eager")
     # shows
     ours, eager = state, state
     for _ in range(3):
@@ -1720,7 +1720,7 @@ def _(model, loss_fn, batch):
     text="A backend of the compiled step.",
 )
 def _(grad_fn, optimizer, state, batch):
-    train_step = ll.make_train_step(grad_fn, optimizer, compile={"backend": "eager"})
+    train_step = ll.compile_step(ll.make_train_step(grad_fn, optimizer), backend="eager")
     # shows
     state, _ = train_step(state, batch)
     assert state.step == 1

@@ -1,5 +1,6 @@
 """The recipe maml_sinusoids: it learns to learn, by the gradient that a loop written out by hand has."""
 
+import functools
 import importlib.util
 import math
 from pathlib import Path
@@ -24,12 +25,7 @@ def recipe():
 @pytest.fixture
 def quickly_compiled(monkeypatch):
     """Steps are written down as graphs, as ever, and then run as they are: three programs take Inductor long."""
-    make = ll.make_train_step
-
-    def make_train_step(*args, compile=False, **options):
-        return make(*args, compile={"backend": "eager"} if compile else False, **options)
-
-    monkeypatch.setattr(ll, "make_train_step", make_train_step)
+    monkeypatch.setattr(ll, "compile_step", functools.partial(ll.compile_step, backend="eager"))
 
 
 def test_a_step_on_few_points_helps_after_meta_learning_alone(recipe, quickly_compiled, tmp_path, capsys):
@@ -90,7 +86,8 @@ def test_the_compiled_outer_step_does_as_the_plain_one(recipe):
     grad_fn = ll.make_grad_fn(model, recipe.make_meta_loss(model, 0.01))
     found = []
     for compile in (False, True):
-        step, state = ll.make_train_step(grad_fn, optimizer, compile=compile), ll.init_state(model, optimizer)
+        step, state = ll.make_train_step(grad_fn, optimizer), ll.init_state(model, optimizer)
+        step = ll.compile_step(step) if compile else step
         for seed in range(20):
             state, _ = step(state, recipe.draw_tasks(5, 20, seed=seed))
         found.append(state.params)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import make_train_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -886,9 +887,9 @@ def test_a_step_that_is_compiled_already_and_one_in_machine_code_are_checked_too
     optimizer = scheduled()
     state = ll.init_state(model := mlp(nn.Tanh(), nn.Dropout()), optimizer)
     grad_fn = ll.make_grad_fn(model, mean_loss)
-    step = ll.make_train_step(grad_fn, optimizer, donate=True, compile={"mode": "max-autotune-no-cudagraphs"})
+    step = make_train_step(grad_fn, optimizer, donate=True, compile={"mode": "max-autotune-no-cudagraphs"})
     testing.assert_compiles(step, state, rows())
-    step = ll.make_train_step(grad_fn, optimizer, donate=True, compile=True)
+    step = make_train_step(grad_fn, optimizer, donate=True, compile=True)
     testing.assert_compiles(step, state, rows(), steps=3, backend="inductor")
 
 
@@ -1028,7 +1029,7 @@ def test_draws_of_the_loss_are_compared_where_they_are_the_same_and_refused_else
 
 def test_compiling_is_checked_of_looplibs_steps_over_two_steps_or_more():
     step, state = put_together(mlp())
-    with pytest.raises(TypeError, match=r"got a Remembering that is no train step.*ll.make_train_step returned"):
+    with pytest.raises(TypeError, match=r"got a Remembering that is no step of looplib.*ll.make_train_step"):
         testing.assert_compiles(Remembering(step), state, rows())
     with pytest.raises(ValueError, match="steps is 1; give 2 or more"):
         testing.assert_compiles(step, state, rows(), steps=1)

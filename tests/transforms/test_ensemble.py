@@ -105,7 +105,9 @@ def stacked(
 ):
     """The step of a stack, and the stack to begin with."""
     grad_fn = wrap(ll.make_grad_fn(member(make, 0), loss_fn))
+    compiles = options.pop("compile", False)
     step = ll.vmap_step(ll.make_train_step(grad_fn, optimizer(None), **options), own_batches=own_batches)
+    step = ll.compile_step(step) if compiles else step
     states = [
         ll.init_state(member(make, number), (start or optimizer)(number if start else None), seed=seed)
         for number, seed in enumerate(SEEDS)

@@ -1,0 +1,130 @@
+"""Compile a step: forward pass, backward pass and update as one graph."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, cast
+
+from looplib._core import interrupts as _interrupts
+from looplib._core import ownership as _donation
+from looplib._core.updates import read
+from looplib.gradients import check_history
+from looplib.steps import Parts, advanced, owner, parts_of, with_parts
+from looplib.transforms._compile import Compiler
+from looplib.types import Metric, TrainState, TrainStep, make
+
+S = TypeVar("S", bound=Callable[..., Any])
+
+
+def compile_step(
+    step: S, *, mode: str | None = None, options: Mapping[str, Any] | None = None, backend: str = "inductor"
+) -> S:
+    """Compile a whole step into one graph, at the first batch of each shape.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-3, warmup=10, total=100))
+    >>> grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), 1.0)
+    >>> train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    >>> compiled_step = ll.compile_step(train_step, backend="eager")  # a graph without machine code, for a quick test
+    >>> state, metrics = compiled_step(ll.init_state(model, optimizer), torch.ones(4, 2))
+    >>> state.step
+    1
+
+    A train step becomes one graph of forward pass, backward pass, clipping, loss scale, schedule and update; an eval or
+    a predict step one of its forward pass. A step of a stack is compiled by `compile_step(vmap_step(train_step))`.
+    `donate=True` of the step is kept.
+
+    The graph is what the step's Python did when it was traced:
+
+    - The value of a tensor may not be asked for (`if loss > 1`, `.item()`); such a line is named in the error.
+    - Python that only looks on (hooks, prints) runs once, while the step is traced.
+    - The learning rate and other hyperparameters enter the graph as numbers, so that no step compiles again. A
+      number that the loss function reads from elsewhere (an attribute, a global, a closure) is watched, and the step is
+      compiled again, with a warning, when it has changed. Numbers and strings in a batch belong to its shape.
+    - Inductor draws other random numbers than eager torch, a function of the state's seed and step all the same.
+      `options={"fallback_random": True}` draws the same ones, but for microbatches after the first.
+
+    Args:
+        step: what `make_train_step`, `make_eval_step`, `make_predict_step` or `vmap_step` returns.
+        mode: torch.compile's: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
+        options: Inductor's, by name.
+        backend: torch.compile's, by name.
+
+    Raises:
+        TypeError: another function, a step that is compiled already, a differentiable step, or options that torch
+            does not know.
+        UntraceableError: by the step, where it asks for the value of a tensor, changes Python values, or runs on
+            several ranks (`compile_blocks` compiles the model there).
+    """
+    parts = parts_of(step, "compile_step")
+    chosen = {"mode": mode, "options": options, "backend": backend}
+    if isinstance(parts, GraphParts):
+        return step_of_graphs(step, parts, parts.compiler.compiled(chosen))
+    return step_of_graphs(step, parts, Compiler(parts.core, parts.donate, chosen, parts.watched))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphParts(Parts):
+    """The parts of a step that runs as a graph, and what makes its graphs."""
+
+    compiler: Compiler
+
+
+def step_of_graphs(step: S, parts: Parts, compiler: Compiler) -> S:
+    """The same step, run by the graphs that a compiler makes of it."""
+    shared = {field.name: getattr(parts, field.name) for field in fields(Parts)}
+    made = _train_step(parts, compiler) if parts.kind == "train" else _step_without_training(compiler)
+    open_to_attributes: Any = with_parts(made, GraphParts(**{**shared, "donate": compiler.donate}, compiler=compiler))
+    open_to_attributes.compiler = compiler
+    return cast(S, open_to_attributes)
+
+
+def _train_step(parts: Parts, compiler: Compiler) -> TrainStep:
+    donate, same_batch = compiler.donate, parts.same_batch
+
+    def compiled(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
+        readers = _donation.readers
+        if donate and _donation._reading and (state._lane is None or state._lane.readers != readers):
+            _donation.wait_for_readers((state.params, state.buffers, state.opt_state))
+        _interrupts.install()
+        if compiler.no_grad and (compiler.known is None or compiler.known[0]() is not state):
+            check_history(state.params)
+        ready = compiler.prepare(state, batch)
+        thread = threading.get_ident()
+        try:
+            _interrupts.begin_hold(thread)
+            params, opt_state, buffers, metrics, samples, applied = compiler.run(ready, state)
+            values = advanced(state, samples, read(applied), same_batch)
+            values |= {"params": params, "opt_state": opt_state, "buffers": buffers}
+            if donate:
+                chain = owner(state, *ready.machine.program.written)
+                chain.generation, chain.step, chain.readers = chain.generation + 1, values["step"], readers
+                new = make(values, {**state._seen, chain: chain.generation}, chain)
+                _donation.in_flight(state, new)
+            else:
+                new = make(values, state._seen and _donation.generations([values]))
+            compiler.remember(ready, new)
+        except BaseException:
+            if donate and not compiler.intact:
+                owner(state, *ready.machine.program.written).generation += 1
+            raise
+        finally:
+            _interrupts.end_hold(thread)
+            _interrupts.deliver()
+        return new, metrics
+
+    return compiled
+
+
+def _step_without_training(compiler: Compiler) -> Callable[[TrainState, Any], Any]:
+    def compiled(state: TrainState, batch: Any) -> Any:
+        _interrupts.install()
+        ready = compiler.prepare(state, batch)
+        outputs = compiler.run(ready, state).metrics
+        compiler.remember(ready, state)
+        return outputs
+
+    return compiled

@@ -1,0 +1,209 @@
+"""Compiling as a transform: of each kind of step, in either order with the others, and what it refuses."""
+
+import gc
+import inspect
+import signal
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import looplib as ll
+
+QUICK = {"backend": "eager"}  # the graph as it was written down, run operation by operation
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def data(count=4, size=6):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(size, 4, generator=generator).double(), torch.randint(0, 3, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def train_step(model, optimizer=None, **options):
+    return ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer or adamw(), **options)
+
+
+def adamw():
+    return ll.optimizer(torch.optim.AdamW, lr=1e-2)
+
+
+def close(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-9, atol=1e-12)
+
+
+def plain_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_steps_that_do_not_train_are_compiled_too(backend):
+    model = net()
+    state = ll.init_state(model)
+    state.buffers["1.running_mean"].fill_(0.5)
+    before = ll.copy_state(state)
+
+    def metric_fn(model, batch):
+        x, y = batch
+        logits = model(x)
+        right = (logits.argmax(1) == y).sum()
+        return {"loss": F.cross_entropy(logits, y), "accuracy": ll.Mean(right, len(y))}
+
+    def predict_fn(model, batch):
+        return {"classes": [model(batch[0]).softmax(1)], "x": batch[0]}
+
+    eval_step, predict_step = ll.make_eval_step(model, metric_fn), ll.make_predict_step(model, predict_fn)
+    compiled_eval = ll.compile_step(eval_step, backend=backend)
+    compiled_predict = ll.compile_step(predict_step, backend=backend)
+    sets = [*data(3), *data(1, size=2)]
+    assert ll.evaluate(compiled_eval, state, sets) == pytest.approx(ll.evaluate(eval_step, state, sets), rel=1e-12)
+    for batch in sets:
+        found, expected = compiled_predict(state, batch), predict_step(state, batch)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+        raw = net().eval()
+        raw[1].running_mean.fill_(0.5)
+        torch.testing.assert_close(found["classes"][0], raw(batch[0]).softmax(1).detach(), rtol=1e-12, atol=1e-15)
+    assert compiled_eval.compiler.compilations == compiled_predict.compiler.compilations == 2  # one for each shape
+    close(state.params, before.params)
+    close(state.buffers, before.buffers)
+    assert all(not tensor.requires_grad for tensor in found["classes"])
+
+
+def test_a_stack_is_compiled_in_either_order():
+    model, optimizer = plain_net(), ll.optimizer(torch.optim.AdamW, lr=ll.transforms.per_member([1e-2, 1e-3]))
+    step = train_step(model, optimizer, donate=True)
+    outcomes = []
+    for mapped in (
+        ll.vmap_step(step),
+        ll.compile_step(ll.vmap_step(step)),
+        ll.vmap_step(ll.compile_step(step)),
+    ):
+        stack = ll.transforms.stack_states([ll.init_state(plain_net(), optimizer, seed=seed) for seed in range(2)])
+        for batch in data():
+            stack, metrics = mapped(stack, batch)
+        outcomes.append((stack, metrics))
+    first = outcomes[0][0]
+    assert first.step == 4
+    for stack, metrics in outcomes[1:]:
+        close(stack.params, first.params)
+        assert metrics["loss"].compute().shape == (2,)
+    evals = [ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})]
+    mapped = ll.vmap_step(evals[0])
+    again = ll.compile_step(mapped, **{"mode": "default"})
+    one, two = (ll.transforms.compute_members(each(first, data()[0])) for each in (mapped, again))
+    assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two], rel=1e-12)
+
+
+def test_what_is_no_step_or_compiled_already_is_refused():
+    model = plain_net()
+    step = train_step(model)
+    eval_step = ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})
+    stacked, smooth = ll.vmap_step(step), ll.transforms.differentiable(step)
+    compiled = ll.compile_step(step, **QUICK)
+    refused = [
+        (
+            lambda: ll.compile_step(lambda state, batch: step(state, batch)),
+            "compile_step got a function that is no step",
+        ),
+        (lambda: ll.compile_step(compiled), "compiled already: give the one that ll.make_train_step returned"),
+        (lambda: ll.compile_step(ll.compile_step(stacked)), "compiled already"),
+        (lambda: ll.compile_step(smooth), "compile the outer train step"),
+        (lambda: ll.vmap_step(stacked), "vmap_step got a step of a stack"),
+        (lambda: ll.vmap_step(smooth), "vmap_step got a differentiable step"),
+        (lambda: ll.transforms.differentiable(stacked), "differentiable got a step of a stack"),
+        (lambda: ll.transforms.differentiable(eval_step), "differentiable got a step of kind 'eval'"),
+        (lambda: ll.testing.assert_compiles(stacked, None, None), "assert_compiles got a step of a stack"),
+        (lambda: ll.testing.assert_compiles(eval_step, None, None), "assert_compiles got a step of kind 'eval'"),
+    ]
+    for call, words in refused:
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
+@pytest.mark.parametrize("compile", [True, False, {"mode": "default"}])
+def test_compile_as_an_argument_is_refused_with_what_to_write(compile):
+    model = plain_net()
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    with pytest.raises(
+        TypeError, match=r"takes no compile=.*ll.compile_step\(ll.make_train_step\(grad_fn, optimizer\)"
+    ):
+        ll.make_train_step(grad_fn, adamw(), compile=compile)
+    with pytest.raises(TypeError, match=r"takes donate= and same_batch=, and got donated"):
+        ll.make_train_step(grad_fn, adamw(), donated=True)
+
+
+def test_a_warning_shows_the_line_that_called_the_step():
+    model = plain_net()
+    model.factor = 1.0
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: loss_fn(model, batch) * model.factor)
+    step = ll.make_train_step(grad_fn, adamw())
+    single, stack = ll.init_state(model, adamw()), None
+    for wrapped in (ll.compile_step(step, **QUICK), ll.vmap_step(step)):
+        state = single if stack is None else stack
+        model.factor = 1.0
+        wrapped(state, data()[0])
+        model.factor = 2.0
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapped(state, data()[0])
+            line = inspect.currentframe().f_lineno - 1
+        assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
+        assert "changed since the step was compiled" in str(caught[0].message)
+        stack = ll.transforms.stack_states([single])
+
+
+def test_the_garbage_of_a_loop_takes_no_guard_from_a_compiled_update():
+    """A loop's guard of signals is taken down when the loop ends, but not within a step, whoever collects it there."""
+    model, asked = plain_net(), []
+
+    def lr(step):
+        if asked:
+            gc.collect()
+        return 1e-2
+
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=lr)
+    step = ll.compile_step(train_step(model, optimizer, donate=True), **QUICK)
+    rows = torch.utils.data.TensorDataset(*data(1)[0])
+    loader = ll.make_loader(rows, batch_size=2)
+    state, _ = step(ll.init_state(model, optimizer), data()[0])
+    expected, _ = step(ll.copy_state(state), data()[1])
+    (questions,) = step.compiler.table.values()
+    machine = next(iter(questions[None].answers.values()))
+    run = machine.run
+
+    def struck(values):
+        signal.raise_signal(signal.SIGINT)
+        return run(values)
+
+    def make_garbage():
+        cycle = [loader(state)]
+        next(cycle[0])
+        cycle.append(cycle)
+
+    gc.disable()
+    try:
+        make_garbage()
+        asked.append(True)
+        machine.run = struck
+        with pytest.raises(KeyboardInterrupt):
+            step(state, data()[1])
+    finally:
+        gc.enable()
+    assert state.step == 2  # the interrupt waited for the update, and the state became its successor
+    close(state.params, expected.params)
