@@ -4,3 +4,16 @@ import os
 # for each other on two cores cost ten times what they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
+
+import pytest  # noqa: E402
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """The fast tier runs the first and the last case of each parametrized test; the others are marked `slow`."""
+    functions = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in functions.values():
+        for item in cases[1:-1]:
+            item.add_marker("slow")
