@@ -5,7 +5,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 
-import pytest  # noqa: E402
+import pytest
 
 
 @pytest.hookimpl(tryfirst=True)
