@@ -16,6 +16,7 @@ from looplib.types import (
     _TREES,
     Optimizer,
     TrainState,
+    mark_made_with,
 )
 
 __all__ = ["bind", "cast", "copy_state", "end_epoch", "init_state"]
@@ -64,9 +65,11 @@ def init_state(
             )
         names = _modules.trainable_names(model, trainable)
         opt_state = optimizer.init({name: params[name] for name in names}, buffers=buffers)
-    return TrainState(
+    state = TrainState(
         epoch_length=epoch_length, params=params, buffers=buffers, opt_state=opt_state, seed=seed, extra=extra
     )
+    description = getattr(optimizer, "description", None)
+    return mark_made_with(state, {"optimizer": description}) if description else state
 
 
 def _describe(thing: Any) -> str:

@@ -40,13 +40,14 @@ class DonatedStateError(RuntimeError):
 
 
 class _Marked:
-    __slots__ = ("__weakref__", "_born", "_heir", "_lane", "_seen")
+    __slots__ = ("__weakref__", "_born", "_heir", "_lane", "_made_with", "_seen")
 
     if TYPE_CHECKING:
         _born: int  # chains there were when the state was made: of those it knows all that concern it
         _seen: dict[_donation.Chain, int]  # the chains of its tensors, and the generation of each then
         _lane: _donation.Chain | None  # the chain that owns all its step writes, if that is known
         _heir: _donation.Heir
+        _made_with: Mapping[str, Any]  # what a first state knows of the run's settings; not set in later states
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -129,7 +130,8 @@ class TrainState(_Marked):
         lane = None if changes.keys() & {"params", "buffers", "opt_state"} else self._lane
         # A step wrapped by one that changes `extra` is given such a copy. A copy with another seed, or at another
         # place, is not what the run goes on from.
-        return make(values, seen, lane, self._heir if changes.keys() <= {"extra"} else None)
+        new = make(values, seen, lane, self._heir if changes.keys() <= {"extra"} else None)
+        return mark_made_with(new, settings) if (settings := made_with(self)) else new
 
     def __repr__(self) -> str:
         _heal(self)
@@ -193,6 +195,17 @@ def make(
     _set_born(state, _donation.chains)
     _set_lane(state, lane)
     _set_heir(state, heir or _donation.Heir())
+    return state
+
+
+def made_with(state: TrainState) -> Mapping[str, Any]:
+    """The settings that `init_state` has noted on a first state, for checkpoints to hold; empty after a step."""
+    return getattr(state, "_made_with", {})
+
+
+def mark_made_with(state: TrainState, settings: Mapping[str, Any]) -> TrainState:
+    """Note settings on a state, which no step hands on."""
+    object.__setattr__(state, "_made_with", settings)
     return state
 
 
@@ -496,12 +509,14 @@ class Optimizer:
             those are others than the weights that are trained (averages); see `eval_state`.
         hyperparameters: `hyperparameters(opt_state, step) -> {name: float}`, those of the next update; see
             `ll.optim.hyperparameters`.
+        description: the optimizer class and its settings as plain values, which checkpoints hold.
     """
 
     init: Init
     update: Update
     evaluation: Evaluation = _as_they_are
     hyperparameters: Numbers = _none_known
+    description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "init", updates.with_known_arguments(self.init))

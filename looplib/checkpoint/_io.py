@@ -27,6 +27,7 @@ from looplib.checkpoint._format_write import Parts
 from looplib.checkpoint._listing import Listing
 from looplib.checkpoint._policy import Policy
 from looplib.checkpoint._restore import Selection, load
+from looplib.checkpoint._settings import Settings
 from looplib.types import TrainState
 
 
@@ -40,6 +41,7 @@ def checkpoint_io(
     keep_every: int | None = None,
     keep: Callable[[Checkpoint], bool] | None = None,
     asynchronous: bool = False,
+    describe: Mapping[str, Any] | None = None,
 ) -> CheckpointIO:
     """Checkpointing into a directory: save and restore states so that no crash loses the last good one.
 
@@ -67,11 +69,17 @@ def checkpoint_io(
         asynchronous: write in the background. A state of donated steps, or bound to a module, is copied first; a
             pure one is not. An error is raised by the next `save`, `restore`, `delete` or `wait`. One that none of
             them met is printed when the process ends, which finishes the last save before.
+        describe: settings of the run by name, which each checkpoint holds, such as
+            `{"loader": loader, "augment": True}` or `{"loader": loader, **vars(args)}`. A loader describes its batch
+            size, order and dataset itself, and the optimizer's class and numbers come from `init_state` without being
+            given here. A `restore` warns of settings that have changed; with the loader among them, it also finds
+            where a run continues within an epoch with another batch size.
 
     Raises:
         ValueError: a policy that makes no sense, such as `keep_best` without `monitor`. The methods of `CheckpointIO`
             say what they raise; each of them also raises CheckpointVersionError for a checkpoint that a newer looplib
             wrote.
+        TypeError: `describe` is no mapping.
 
     Under torchrun every rank makes the same calls. The first rank chooses among the checkpoints, applies the policies,
     and writes a state that all ranks hold whole, such as that of DDP (of buffers and metrics that differ, its own).
@@ -92,7 +100,7 @@ def checkpoint_io(
     `shards`.
     """
     policy = Policy(keep_last, keep_best, monitor, mode, keep_every, keep)
-    return CheckpointIO(Path(directory).absolute(), policy, asynchronous)
+    return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe))
 
 
 class CheckpointIO:
@@ -101,8 +109,9 @@ class CheckpointIO:
     Where there are several ranks, all of them call each of these methods.
     """
 
-    def __init__(self, folder: Path, policy: Policy, asynchronous: bool) -> None:
+    def __init__(self, folder: Path, policy: Policy, asynchronous: bool, settings: Settings) -> None:
         self._policy = policy
+        self._settings = settings
         self._asynchronous = asynchronous
         self._listing = Listing(folder)  # which the first rank alone reads
         self._background = BackgroundWriter()
@@ -174,7 +183,9 @@ class CheckpointIO:
         module's keep their tensors, and the others get new ones.
 
         Between two epochs a run may continue with another `epoch_length`, that of `state`: with another batch size or
-        more data.
+        more data. Within an epoch it may if the loader is described to `checkpoint_io`, and one of its batches begins
+        with the sample that comes next. A warning names the settings that are different from those of the run that
+        saved the checkpoint, as far as both are known.
 
         Args:
             state: a state of the same structure, as `init_state` makes it.
@@ -195,11 +206,12 @@ class CheckpointIO:
         """
         self.wait()
         ranks = together()
+        self._settings.take(state)
         selected = Selection(weights_only, names)
         while (chosen := ranks.on_first(lambda: self._listing.choose(which, self._policy))) is not None:
             path, stamp = chosen
             try:
-                loaded = ranks.on_each(functools.partial(load, path, state, selected, convert))
+                loaded = ranks.on_each(functools.partial(load, path, state, selected, convert, self._settings))
             except DamagedCheckpointError as error:
                 if ranks.on_first(functools.partial(self._listing.is_damaged, path, stamp)):
                     if which != "latest":
@@ -207,6 +219,8 @@ class CheckpointIO:
                     warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
                 continue
             if len(set(ranks.gather(loaded.checksum))) == 1:  # else it was replaced between two ranks' reading
+                if loaded.differences and ranks.first:
+                    warnings.warn(_changed(path, loaded.differences), stacklevel=2)
                 return loaded.state()
         return state
 
@@ -243,10 +257,12 @@ class CheckpointIO:
         scores = {name: _number(name, value) for name, value in (metrics or {}).items()}
         if metrics is not None:
             self._policy.check_scores(scores)
+        self._settings.take(state)
         return {
             "counts": counts_of(state),
             "metrics": {name: value if math.isfinite(value) else str(value) for name, value in scores.items()},
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "made_with": self._settings.description,
         }
 
     def _locked_listing(self) -> Checkpoints:
@@ -286,6 +302,14 @@ class CheckpointIO:
     def _rotate(self) -> None:
         for path in self._policy.dropped(self._listing.read()):
             remove(path)
+
+
+def _changed(path: Path, differences: list[str]) -> str:
+    more = f"; and {len(differences) - 10} more" if len(differences) > 10 else ""
+    return (
+        f"{path} was saved with other settings: {'; '.join(differences[:10])}{more}. The run continues from it with the "
+        "new ones; to start over, give checkpoint_io another directory or delete this one"
+    )
 
 
 def _number(name: str, value: Any) -> float:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from looplib.types import TrainState
 
 
-def position(path: Path, counts: Mapping[str, Any], template: TrainState) -> dict[str, Any]:
-    """The counts to continue with: the saved ones, with the `epoch_length` of the new state between two epochs.
+def position(
+    path: Path,
+    counts: Mapping[str, Any],
+    template: TrainState,
+    resume: Callable[[TrainState], TrainState] | None,
+) -> dict[str, Any]:
+    """The counts to continue with, for the epochs of the new state.
 
-    Raises ValueError within an epoch of another length.
+    Between two epochs only `epoch_length` changes. Within one, `resume`, a loader's, finds the batch that begins with
+    the sample that comes next. Raises ValueError within an epoch without one.
     """
-    length = template.epoch_length
-    if counts["epoch_length"] == length or counts["batch"] == 0:
+    saved_length, length = counts["epoch_length"], template.epoch_length
+    if counts["batch"] == 0:
         return {**counts, "epoch_length": length}
-    saved, batch = counts["epoch_length"], counts["batch"]
+    if resume is not None and saved_length is not None and length is not None:
+        resumed = resume(TrainState(**counts))
+        return {**counts, "epoch": resumed.epoch, "batch": resumed.batch, "epoch_length": resumed.epoch_length}
+    if saved_length == length:
+        return dict(counts)
+    restored = f"ckpt.restore(state.replace(epoch_length={saved_length}))"
     raise ValueError(
-        f"{path} was made with epoch_length={saved}, the state with {length}, and it stands within an epoch, after "
-        f"batch {batch}. To finish that epoch as it began, and change the data or the batch size at its end, make the "
-        f"loader as it was and epoch_length={saved}. To start the next epoch now, and keep weights, optimizer state, "
-        f"step and schedules: state = ckpt.restore(state.replace(epoch_length={saved})).replace(epoch_length={length}, "
-        f"epoch={counts['epoch'] + 1}, batch=0)"
+        f"{path} was made with epoch_length={saved_length}, the state with {length}, and it stands within an epoch, "
+        f"after batch {counts['batch']}: the batch size or the data has changed. Nothing needs to be lost. To continue "
+        f"this epoch at the sample that comes next: state = loader.resume({restored}), or give "
+        'checkpoint_io(..., describe={"loader": loader}), which does so by itself. To leave out the rest of it: '
+        f"state = {restored}.replace(epoch_length={length}, epoch={counts['epoch'] + 1}, batch=0)"
     )

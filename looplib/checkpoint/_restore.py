@@ -24,8 +24,9 @@ from looplib.checkpoint._fit import check_fit
 from looplib.checkpoint._format import MANIFEST, leaves_of, local, sound
 from looplib.checkpoint._format_read import Reader, read_document
 from looplib.checkpoint._position import position
+from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._sharing import Sharing, element_once
-from looplib.types import _COUNTS, _TREES, TrainState
+from looplib.types import _COUNTS, _TREES, TrainState, made_with, mark_made_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,15 @@ class Loaded(NamedTuple):
     Attributes:
         state: makes the restored state; it cannot fail.
         checksum: the manifest's, which tells whether two ranks have read the same checkpoint.
+        differences: the settings and the length of an epoch that are different from those it was saved with.
     """
 
     state: Callable[[], TrainState]
     checksum: int
+    differences: list[str]
 
 
-def load(path: Path, template: TrainState, selected: Selection, convert: bool) -> Loaded:
+def load(path: Path, template: TrainState, selected: Selection, convert: bool, settings: Settings) -> Loaded:
     """Read and verify all that this process needs to restore a checkpoint into the structure of `template`."""
     manifest, checksum = read_document(path)
     reader = Reader(path, manifest)
@@ -70,8 +73,14 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool) -
     leaves = leaves_of(tree)
     wanted = {leaf_path: leaf for leaf_path, leaf in leaves.items() if selected(leaf_path)}
     check_fit(path, wanted, reader, selected, convert)
+    differences = []
     if selected.everything:
-        counts = position(path, counts, template)
+        made_before, saved_length = manifest.get("made_with"), counts["epoch_length"]
+        differences = settings.differences(made_before)
+        if saved_length != template.epoch_length:
+            differences.append(f"epoch_length was {saved_length}, is {template.epoch_length}")
+        resume = settings.resume(made_before, saved_length == template.epoch_length)
+        counts = position(path, counts, template, resume)
     else:
         counts = {name: getattr(template, name) for name in _COUNTS}
     saved = _Saved(reader, wanted)
@@ -88,10 +97,10 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool) -
     trees = pytree.tree_map(lambda _: next(values), tree)
 
     def restored() -> TrainState:
-        return TrainState(**{**dict.fromkeys(_TREES), **trees, **counts})
+        return mark_made_with(TrainState(**{**dict.fromkeys(_TREES), **trees, **counts}), made_with(template))
 
     state = functools.partial(_write_over, template, writes, restored) if writes else restored
-    return Loaded(state, checksum)
+    return Loaded(state, checksum, differences)
 
 
 def _memory(leaf: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from looplib._core import tracing as _tracing
 from looplib._core.ranks import is_sharded, shards
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import UntraceableError, on_host, tracing
+from looplib.optim._description import description_of
 from looplib.optim._hyperparameters import injected
 from looplib.types import Grads, Optimizer, Params
 
@@ -77,7 +78,8 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
             )
     engine = _Engine(cls, {"lr": lr, **hyperparameters}, groups)
     engine.try_values()
-    return Optimizer(engine.init, engine.update, engine.evaluation, engine.hyperparameters)
+    description = description_of(cls, {"lr": lr, **hyperparameters}, groups)
+    return Optimizer(engine.init, engine.update, engine.evaluation, engine.hyperparameters, description)
 
 
 def _check_class(cls: Any) -> None:

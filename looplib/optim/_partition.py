@@ -103,7 +103,8 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
                 found[f"{first}/{key}{slash}{rest}"] = value
         return found
 
-    return Optimizer(init, update, evaluation, numbers)
+    description = {label: member.description for label, member in optimizers.items()}
+    return Optimizer(init, update, evaluation, numbers, description)
 
 
 def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimizer:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from looplib.optim._description import description_of_wrapper
 from looplib.types import Evaluation, Init, Optimizer, Params, Update
 
 
@@ -23,4 +24,4 @@ def wrap(optimizer: Optimizer, init: Init, update: Update, evaluation: Evaluatio
     def numbers(opt_state: Any, step: int) -> dict[str, float]:
         return optimizer.hyperparameters(opt_state["inner_state"], step)
 
-    return Optimizer(init, update, evaluation or inner, numbers)
+    return Optimizer(init, update, evaluation or inner, numbers, description_of_wrapper(optimizer, update))

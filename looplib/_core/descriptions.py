@@ -1,0 +1,137 @@
+"""Descriptions of settings as plain values, to be stored with a run and compared with those of a later one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import dis
+import functools
+import inspect
+import math
+import re
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST"}  # instructions of several versions of Python
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def described(value: Any) -> Any:
+    """A setting as JSON can hold it: the same in each process that makes it in the same way.
+
+    >>> described({"lr": 0.1, "betas": (0.9, 0.99), "dtype": torch.float32})
+    {'lr': 0.1, 'betas': [0.9, 0.99], 'dtype': 'torch.float32'}
+    >>> described(lambda step: 0.1 * step)
+    'lambda step (0.1)'
+
+    An object with a `description` gives that. Of a function, its name, the constants in it and the plain values that it
+    closes over are described; of other objects their repr, or only their type if the repr has an address in it.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Tensor):
+        return value.tolist() if value.numel() <= 16 else f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    members = _members(value)
+    if members is not None:
+        return members
+    return _function(value) if callable(value) else _text(value)
+
+
+def _members(value: Any) -> Any:
+    """The descriptions of what a container or a record holds; None for anything else."""
+    if isinstance(getattr(value, "description", None), Mapping):
+        value = value.description
+    elif isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(key): described(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [described(member) for member in value]
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"type": type(value).__qualname__, **fields}
+    return None
+
+
+def _text(value: Any) -> str:
+    text = str(value) if isinstance(value, (Path, torch.dtype, torch.device)) else repr(value)
+    return type(value).__qualname__ if _ADDRESS.search(text) else text
+
+
+def _function(function: Any) -> str:
+    if isinstance(function, functools.partial):
+        arguments = [*map(described, function.args), *(f"{k}={described(v)}" for k, v in function.keywords.items())]
+        return f"{_function(function.func)} with {', '.join(map(str, arguments))}"
+    if not isinstance(function, types.FunctionType):
+        return getattr(function, "__qualname__", None) or _text(function)
+    name = function.__qualname__.rpartition(".")[2]
+    if name == "<lambda>":
+        name = f"lambda {', '.join(inspect.signature(function).parameters)}"
+    numbers = [
+        instruction.argval
+        for instruction in dis.get_instructions(function)
+        if instruction.opname in _CONSTANTS and isinstance(instruction.argval, (int, float))
+    ]
+    settings = [f"{name}={setting}" for name, setting in closure_settings(function).items()]
+    constants = ", ".join(map(str, [*numbers, *settings]))
+    return f"{name} ({constants})" if constants else name
+
+
+def closure_settings(function: Any) -> dict[str, Any]:
+    """The settings that a closure holds, and those of the local functions that it calls.
+
+    >>> def scaled(factor):
+    ...     return lambda step: factor * step
+    >>> closure_settings(scaled(0.1))
+    {'factor': 0.1}
+
+    Settings are plain values, records, and functions that come from elsewhere.
+    """
+    settings: dict[str, Any] = {}
+    here, functions = function.__qualname__.rpartition(".")[0] + ".", [function]
+    for inner in functions:
+        for name, value in inspect.getclosurevars(inner).nonlocals.items():
+            if isinstance(value, types.FunctionType) and value.__qualname__.startswith(here):
+                functions += [value] if value not in functions else []
+            elif _is_setting(value):
+                settings[name] = described(value)
+    return dict(sorted(settings.items()))
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, (bool, int, float, str, tuple, types.FunctionType)):
+        return True
+    return dataclasses.is_dataclass(value) and not hasattr(value, "description")
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The settings that two descriptions have different values for, each in words.
+
+    >>> differences({"optimizer": {"lr": 0.1}, "loader": {}}, {"optimizer": {"lr": 0.2, "momentum": 0.9}})
+    ['optimizer lr was 0.1, is 0.2', 'optimizer momentum was not given, is 0.9']
+
+    What one of them does not describe at all is not compared.
+    """
+    found = []
+    for key in dict.fromkeys([*old, *new]):
+        if key in old and key in new and old[key] == new[key]:
+            continue
+        if isinstance(old.get(key), Mapping) and isinstance(new.get(key), Mapping):
+            found += differences(old[key], new[key], f"{prefix}{key} ")
+        elif prefix or (key in old and key in new):
+            values = [str(each[key]) if key in each else "not given" for each in (old, new)]
+            found.append(f"{prefix}{key} was {values[0]}, is {values[1]}")
+    return found

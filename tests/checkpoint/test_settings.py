@@ -1,0 +1,226 @@
+"""A run that continues with other settings than it began with says so by name."""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+
+ROOT = Path(__file__).parents[2]
+
+
+def started(optimizer=None, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    return ll.init_state(nn.Linear(3, 2), optimizer or adamw(), **kwargs)
+
+
+def adamw(**settings):
+    return ll.optimizer(torch.optim.AdamW, **{"lr": 0.1, **settings})
+
+
+def warned(restore):
+    """The settings that a restore warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        restore()
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) <= 1
+    if not messages:
+        return []
+    _, _, rest = messages[0].partition("was saved with other settings: ")
+    return rest.partition(". The run continues")[0].split("; ")
+
+
+def run(folder, state, describe=None):
+    """One life of a script that restores, makes a step and saves."""
+    ckpt = ll.checkpoint_io(folder, describe=describe)
+    restored = []
+    found = warned(lambda: restored.append(ckpt.restore(state)))
+    stepped = dataclasses.replace(restored[0], step=restored[0].step + 1)  # a state that knows no optimizer
+    ckpt.save(stepped)
+    return found
+
+
+def test_a_changed_hyperparameter_is_named_though_nobody_described_it(tmp_path):
+    assert run(tmp_path, started()) == []
+    assert run(tmp_path, started()) == []
+    assert run(tmp_path, started(adamw(lr=0.2, weight_decay=0.5))) == [
+        "optimizer lr was 0.1, is 0.2",
+        "optimizer weight_decay was not given, is 0.5",
+    ]
+    assert run(tmp_path, started(adamw(lr=0.2, weight_decay=0.5))) == []  # it has been saved with these
+
+
+def test_a_run_that_is_done_says_so_too(tmp_path):
+    """The script of the issue: the loop does not begin, and nothing is saved."""
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(started().replace(step=100))
+    for _ in range(2):
+        ckpt = ll.checkpoint_io(tmp_path)
+        with pytest.warns(
+            UserWarning, match=r"step-00000100 was saved .* optimizer lr was 0\.1, is 0\.3\. .* start over"
+        ):
+            state = ckpt.restore(started(adamw(lr=0.3)))
+        assert ll.after_steps(100)(state)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "difference"),
+    [
+        (adamw, lambda: ll.optimizer(torch.optim.Adam, lr=0.1), "class was torch.optim.adamw.AdamW, is torch.optim.adam.Adam"),
+        (
+            lambda: adamw(lr=ll.warmup_cosine(0.1, warmup=3, total=10)),
+            lambda: adamw(lr=ll.warmup_cosine(0.1, warmup=3, total=20)),
+            "lr total was 10, is 20",
+        ),
+        (
+            lambda: adamw(lr=lambda step: 0.1 * step),
+            lambda: adamw(lr=lambda step: 0.2 * step),
+            "lr was lambda step (0.1), is lambda step (0.2)",
+        ),
+        (
+            lambda: ll.ema(adamw(), decay=0.9),
+            lambda: ll.ema(adamw(), decay=0.99),
+            "averaging weight was weight (1, decay=0.9), is weight (1, decay=0.99)",
+        ),
+        (
+            lambda: ll.optim.apply_if_finite(adamw(), max_consecutive=3),
+            lambda: ll.optim.apply_if_finite(adamw(), max_consecutive=4),
+            "apply_if_finite max_consecutive was 3, is 4",
+        ),
+        (lambda: ll.ema(adamw(), decay=0.9), lambda: ll.ema(adamw(lr=0.5), decay=0.9), "lr was 0.1, is 0.5"),
+        (
+            lambda: adamw(groups=[(lambda name, tensor: tensor.ndim == 1, {"weight_decay": 0.0})]),
+            lambda: adamw(groups=[(lambda name, tensor: tensor.ndim == 1, {"weight_decay": 0.1})]),
+            "group 0 weight_decay was 0.0, is 0.1",
+        ),
+        (
+            lambda: ll.optim.partition({"a": adamw(), "b": adamw()}, lambda name, tensor: "ab"[tensor.ndim == 1]),
+            lambda: ll.optim.partition({"a": adamw(), "b": adamw(lr=0.3)}, lambda name, tensor: "ab"[tensor.ndim == 1]),
+            "b lr was 0.1, is 0.3",
+        ),
+    ],
+)  # fmt: skip
+def test_each_number_of_an_optimizer_is_described(tmp_path, before, after, difference):
+    assert run(tmp_path, started(before())) == []
+    assert run(tmp_path, started(before())) == []
+    assert run(tmp_path, started(after())) == [f"optimizer {difference}"]
+
+
+def test_what_the_user_describes_is_compared(tmp_path):
+    @dataclasses.dataclass
+    class Config:
+        width: int
+        dropout: float = 0.1
+
+    def settings(augment, width, factor):
+        return {"augment": augment, "model": Config(width), "args": argparse.Namespace(factor=factor)}
+
+    assert run(tmp_path, started(), settings(True, 8, 2.0)) == []
+    assert run(tmp_path, started(), settings(True, 8, 2.0)) == []
+    assert run(tmp_path, started(), settings(False, 9, 3.0)) == [
+        "augment was True, is False",
+        "model width was 8, is 9",
+        "args factor was 2.0, is 3.0",
+    ]
+    assert run(tmp_path, started(), {"new": 1}) == []  # what one of the two does not describe is not compared
+    assert run(tmp_path, started()) == []
+    with pytest.raises(TypeError, match="describe is a list; give a mapping of names to settings"):
+        ll.checkpoint_io(tmp_path, describe=[1])
+
+
+def test_a_changed_epoch_is_named_and_honoured(tmp_path):
+    assert run(tmp_path, started(epoch_length=10)) == []
+    assert run(tmp_path, started(epoch_length=20)) == ["epoch_length was 10, is 20"]
+
+
+def test_weights_alone_are_taken_without_a_word(tmp_path):
+    ll.checkpoint_io(tmp_path).save(started())
+    ckpt = ll.checkpoint_io(tmp_path)
+    assert warned(lambda: ckpt.restore(started(adamw(lr=0.5)), weights_only=True)) == []
+
+
+def test_checkpoints_of_before_have_no_settings_and_are_taken_without_a_word(tmp_path):
+    path = ll.checkpoint_io(tmp_path).save(started())
+    from looplib.checkpoint._format_read import read_manifest
+    from looplib.checkpoint._format_write import write_document
+
+    manifest = read_manifest(path)
+    assert manifest.pop("made_with") == {"optimizer": {"class": "torch.optim.adamw.AdamW", "lr": 0.1}}
+    write_document(path, manifest)
+    assert run(tmp_path, started(adamw(lr=0.5)), {"augment": True}) == []
+
+
+def test_descriptions_are_the_same_in_each_process(tmp_path):
+    """No addresses, no order of sets, no hash of a string."""
+    code = f"""
+        import json, sys
+        sys.path.insert(0, {str(ROOT / "tests/checkpoint")!r})
+        import torch, looplib as ll
+        from looplib._core.descriptions import described
+        from test_settings import adamw
+        class Plain:
+            pass
+        settings = [Plain(), adamw(lr=lambda step: 0.1 / (step + 1)), torch.bfloat16, ll.every_n_steps(3),
+                    print, torch.ones(3), torch.ones(30), 2**70, float("inf"), nn := torch.nn.Linear, max]
+        print(json.dumps(described(settings)))
+    """
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            capture_output=True, text=True, check=True, cwd=ROOT, env={"PYTHONHASHSEED": str(seed), "PATH": ""},
+        ).stdout
+        for seed in (1, 2)
+    }  # fmt: skip
+    assert len(outputs) == 1
+    (text,) = outputs
+    assert "0x" not in text
+    assert json.loads(text)[0] == "Plain"
+
+
+class Loader:
+    """What checkpoint_io knows of a loader: a description, and where a state continues in its batches."""
+
+    def __init__(self, batch_size):
+        self.batch_size = batch_size
+        self.description = {"batch_size": batch_size, "order": "shuffled()"}
+        self.calls = 0
+
+    def resume(self, state):
+        self.calls += 1
+        samples = state.batch * state.batch_samples
+        if samples % self.batch_size:
+            raise ValueError("no batch begins there")
+        return state.replace(batch=samples // self.batch_size, epoch_length=24 // self.batch_size)
+
+
+def test_a_described_loader_finds_the_batch_that_continues(tmp_path):
+    position = {"step": 8, "epoch": 1, "batch": 2, "samples": 32, "batch_samples": 4}
+    loader = Loader(4)
+    ll.checkpoint_io(tmp_path, describe={"loader": loader}).save(started(epoch_length=6).replace(**position))
+    same = ll.checkpoint_io(tmp_path, describe={"loader": loader}).restore(started(epoch_length=6))
+    assert (same.batch, same.epoch_length, loader.calls) == (2, 6, 0)  # nothing has changed, so it is not asked
+
+    ckpt = ll.checkpoint_io(tmp_path, describe={"loader": Loader(2)})
+    restored = []
+    assert warned(lambda: restored.append(ckpt.restore(started(epoch_length=12)))) == [
+        "loader batch_size was 4, is 2",
+        "epoch_length was 6, is 12",
+    ]
+    (state,) = restored
+    assert (state.step, state.epoch, state.batch, state.epoch_length, state.samples) == (8, 1, 4, 12, 32)
+
+    state = started(epoch_length=8, seed=3)
+    weights = state.params["weight"].detach().clone()
+    with pytest.raises(ValueError, match="no batch begins there"):
+        ll.checkpoint_io(tmp_path, describe={"loader": Loader(3)}).restore(state)
+    assert torch.equal(state.params["weight"], weights)  # nothing was written, and the state is good
