@@ -7,7 +7,6 @@ them. What stands between loss and update (clipping, accumulation, loss scales) 
 
 from __future__ import annotations
 
-import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,22 +19,14 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
+from looplib._core.engines import Alone
 from looplib._core.random import mix
-from looplib._core.ranks import (
-    Sums,
-    add_up_over_ranks,
-    largest_over_ranks,
-    rank,
-    shards,
-    total_over_ranks,
-    world_size,
-)
-from looplib._core.tracing import UntraceableError, tracing, users_own
+from looplib._core.ranks import rank
+from looplib._core.tracing import tracing, users_own
 from looplib._core.trees import batch_size as count_examples
+from looplib._objective import Objective, mean_over_ranks, objective_of, on_host, scalar_like, weight_on_host
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, LossFn, Metric, Part, TrainState
-
-__all__ = ["make_grad_fn"]
 
 
 def make_grad_fn(
@@ -84,178 +75,171 @@ def make_grad_fn(
     """
     host = _modules.Host(model, training=True)
     names = _modules.trainable_names(model, trainable)
-    if left := host.left_in_eval(names):
-        warnings.warn(
-            f"{left} is in eval mode within a module that is not, and has dropout and parameters to train: they are "
-            "trained without dropout. from_pretrained gives models in eval mode, and peft and other wrappers leave "
-            "them so: call model.train() before make_grad_fn. If it is meant, set p of its dropout to 0",
-            stacklevel=2,
-        )
-    chosen = frozenset(names)
-    weighed = False  # the loss had a weight on the host at the last call, on all ranks alike
+    _warn_of_eval_mode(host, names)
 
     def grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        return many(state, (batch,), part)[0]
+        return microbatches(state, (batch,), part)[0]
 
-    def many(state: TrainState, pieces: Sequence[Any], part: Part) -> list[Gradients]:
-        """The same of several pieces, one after another, with the tensors put into the module once."""
+    def microbatches(state: TrainState, batches: Sequence[Any], part: Part) -> list[Gradients]:
+        """The same of several microbatches, one after another, with the tensors lent to the module once."""
         params, buffers = of_this_model(host, state)
-        if host.engine and tracing():
-            raise UntraceableError(
-                f"{host.engine} sends gradients from within the backward pass, which a graph of a step cannot hold: "
-                "leave out ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block), "
-                "before it is wrapped"
-            )
-        if host.engine and not (part.donate and host.holds(params)):
-            raise RuntimeError(
-                f"{host.engine} works on the module's own parameters, in place, and would be silently wrong on "
-                "others: use make_train_step(..., donate=True) and a bound state (from ll.init_state, or "
-                "state = ll.bind(model, state))"
-            )
-        ranks = world_size()
-        if ranks > 1 and not host.engine:
-            _warn_of_local_gradients(grad_fn, part)
-            ranks = 1
-        if ranks > 1 and part.local:
-            raise RuntimeError(
-                f"reduce_gradients around a model in {host.engine}, which reduces its gradients itself: leave one of "
-                "them out"
-            )
-        apart, later = part.retried is not None and bool(host.replicas), False
-        if part.retried is not None and (reason := host.only_together()):
-            if ranks > 1:
-                raise RuntimeError(f"retry_on_oom cannot give up a pass of this model on one rank alone: {reason}")
-            apart = False
-        elif part.retried is not None and ranks > 1:
-            ranks, later = 1, True
-            if finish not in part.retried:
-                part.retried.append(finish)
-        leaves = {name: _leaf(name, params[name]) for name in names}
-        rest = {} if len(names) == len(params) else {name: t for name, t in params.items() if name not in chosen}
-        frozen = [_leaf(name, tensor) for name, tensor in rest.items() if tensor.requires_grad]
-        stale = [leaf.grad for leaf in leaves.values()]
-        here = state.seed, state.step, rank()
-        seeds = [index if tracing() else mix(*here, index) for index in indices(part, len(pieces))]
+        passes = host.engine.passes(part, batches, batch_size, lambda: host.holds(params))
+        leaves = _Leaves(params, names)
+        seeds = _seeds(state, part, len(batches))
         outs: list[Gradients] = []
-        counted: Sums | None = None
-        own: list[float] = []
-        if ranks > 1 and part.per is None:
-            own = [part.samples if part.samples is not None else sum(map(batch_size, pieces))]
-            # On its way during the first forward pass, unless a weight is to go with it, which is known after that.
-            counted = Sums(own) if part.sums or not weighed else None
-        # Where a pass is one of all ranks, those with fewer pieces take their last one again, for nothing.
-        alike = ranks > 1 and part.sums and host.passes_together()
-        spare = round(largest_over_ranks([len(pieces)])[0]) - len(pieces) if alike else 0
 
         def body() -> None:
-            nonlocal counted, weighed
-            for name, leaf in leaves.items():
-                leaf.grad = part.into.get(name) if part.into else None
-            per = part.per
-            for seed, piece in zip(seeds, pieces, strict=True):
-                if outs:
-                    host.seed(seed)
-                if ranks > 1:
-                    host.sync(part.last and not spare and len(outs) == len(pieces) - 1)
-                samples = batch_size(piece)
+            leaves.begin(part.context.into)
+            normalizer = part.normalizer
+            for seed, batch in zip(seeds, batches, strict=True):
+                first, final = not outs, len(outs) == len(batches) - 1
+                if not first:
+                    host.start(seed)
+                passes.before(final)
+                samples = batch_size(batch)
                 with users_own():
-                    loss, aux = split_loss(loss_fn(model, piece))
-                total: list[float] = []
-                if own and not part.sums:
-                    weight_here = _on_host(loss)
-                    if counted is None:
-                        counted = Sums([*own, *weight_here])
-                        total = counted.read()[1:]
-                    elif weight_here:
-                        total = Sums(weight_here).read()
-                    weighed = bool(weight_here)
-                if counted is not None and not outs:
-                    # The engine's average over the ranks of sums over this is the mean over all samples.
-                    per = counted.read()[0] / ranks
-                elif per is None and not isinstance(loss, Mean):
-                    per = part.samples  # known beforehand, so there is nothing to divide at the end
-                value, factor, weight, divisor = objective_of(loss, samples, part.sums, per, ranks, *total)
-                per = divisor
-                _backward(value, factor, part.scale, leaves.values() if tracing() else ())
-                metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
-                for name, value in aux.items():
-                    metrics[name] = record(name, value, samples)
-                if ranks > 1:  # those of all ranks, once
-                    samples = round(counted.read()[0]) if counted is not None and not outs else 0
-                if len(outs) < len(pieces) - 1:
-                    outs.append(Gradients({}, metrics, {}, samples, weight, divisor, ranks))
-                    del loss, aux, value  # or two graphs would stand side by side
-            for left in reversed(range(spare)):
-                host.sync(part.last and not left)
-                again = split_loss(loss_fn(model, pieces[-1]))[0]
-                _backward(objective_of(again, 0, True, 1.0)[0], 0.0, part.scale)
-            grads = {name: grad for name, leaf in leaves.items() if (grad := leaf.grad) is not None}
-            outs.append(Gradients(grads, metrics, host.buffers(), samples, weight, divisor, ranks))
+                    loss, aux = split_loss(loss_fn(model, batch))
+                objective = _objective(passes, loss, samples, part, normalizer, first)
+                normalizer = objective.normalizer
+                _backward(objective.value, objective.factor, part.scale, leaves.inputs())
+                metrics = _records(loss, aux, samples)
+                weight = objective.weight
+                if final:
+                    for left in reversed(range(passes.spare)):
+                        passes.before_spare(left)
+                        again = split_loss(loss_fn(model, batch))[0]
+                        _backward(objective_of(again, 0, True, 1.0).value, 0.0, part.scale)
+                del loss, aux, objective  # or two graphs would stand side by side
+                grads, after = (leaves.grads(), host.buffers()) if final else ({}, {})
+                counted = passes.samples(samples, first)
+                outs.append(Gradients(grads, metrics, after, counted, weight, normalizer, passes.ranks))
 
         lent = buffers if part.donate else {name: tensor.clone() for name, tensor in buffers.items()}
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
         try:
             torch_private.set_grad_enabled(True)
-            for tensor in frozen:
-                tensor.requires_grad_(False)
-            if apart:
-                host.apart(True)
-            host.run(leaves if len(names) == len(params) else {**params, **leaves}, lent, seeds[0], body)
-        except RuntimeError:
-            host.explain(params, buffers, pieces[min(len(outs), len(pieces) - 1)])
-            raise
+            leaves.freeze()
+            passes.begin()
+            host.run(leaves.among(params), lent, seeds[0], body)
+        except Exception as error:
+            batch = batches[min(len(outs), len(batches) - 1)]
+            raise passes.failure(host.explained(error, params, buffers, batch), finish)  # noqa: B904
         finally:
             _interrupts.begin_hold(thread)
             try:
                 torch_private.set_grad_enabled(grad_mode)
-                for tensor in frozen:
-                    tensor.requires_grad_(True)
-                for leaf, grad in zip(leaves.values(), stale, strict=True):
-                    leaf.grad = grad
-                if apart:
-                    host.apart(False)
-                elif ranks > 1:
-                    host.sync(True)
+                leaves.end()
+                passes.end()
             finally:
                 _interrupts.end_hold(thread)
                 _interrupts.deliver()
-        out = outs[-1]
-        if len(out.grads) < len(names) and not (allow_unused or later or not part.last):
-            raise ValueError(unreached(name for name in names if name not in out.grads))
-        if out.buffers and not part.donate:
-            kept = {name: _kept(buffers[name], lent[name], tensor) for name, tensor in out.buffers.items()}
-            outs[-1] = out._replace(buffers=kept)
+        if passes.deferred:
+            outs[-1] = outs[-1]._replace(finish=finish)
+        elif part.context.last:
+            check_reached(outs[-1])
+        if buffers and not part.donate:
+            kept = {name: _kept(buffers[name], lent[name], after) for name, after in outs[-1].buffers.items()}
+            outs[-1] = outs[-1]._replace(buffers=kept)
         return outs
+
+    def check_reached(out: Gradients) -> None:
+        if len(out.grads) < len(names) and not allow_unused:
+            raise ValueError(unreached(name for name in names if name not in out.grads))
 
     def finish(state: TrainState, out: Gradients) -> Gradients:
         """What an engine would have made of all ranks' sums, and of the buffers."""
         out = mean_over_ranks(out, state.params)
-        if not (allow_unused or out.grads.keys() >= chosen):
-            raise ValueError(unreached(name for name in names if name not in out.grads))
+        check_reached(out)
         if out.buffers:
-            host.run(state.params, out.buffers, 0, host.share_buffers)
+            host.run(state.params, out.buffers, 0, host.engine.share_buffers)
         return out
 
-    grad_fn.many = many  # type: ignore[attr-defined]
+    grad_fn.many = microbatches  # type: ignore[attr-defined]
     return grad_fn
 
 
-def mean_over_ranks(out: Gradients, params: Mapping[str, Tensor]) -> Gradients:
-    """The gradient of the mean over all ranks, from each rank's own of its summed loss; collective.
+def _warn_of_eval_mode(host: _modules.Host, names: Sequence[str]) -> None:
+    if left := host.left_in_eval(names):
+        warnings.warn(
+            f"{left} is in eval mode within a module that is not, and has dropout and parameters to train: they are "
+            "trained without dropout. from_pretrained gives models in eval mode, and peft and other wrappers leave "
+            "them so: call model.train() before make_grad_fn. If it is meant, set p of its dropout to 0",
+            stacklevel=3,
+        )
 
-    What each weighs is summed first, and the gradients after that. One that a rank does not have is zero there.
-    """
-    there = [float(name in out.grads) for name in params]
-    weight = out.weight if out.weight is not None else out.samples
-    sums = Sums([out.samples, *there, *([] if isinstance(weight, Tensor) else [weight])])
-    total = total_over_ranks(weight) if isinstance(weight, Tensor) else None
-    samples, *counts = sums.read()
-    if total is None:
-        total = counts.pop()
-    reached = [name for name, count in zip(params, counts, strict=True) if count]
-    grads = {name: out.grads[name] if name in out.grads else torch.zeros_like(params[name]) for name in reached}
-    add_up_over_ranks(grads.values(), out.per / (total + (total == 0)))
-    return out._replace(grads=grads, samples=round(samples), weight=None, per=1.0)
+
+class _Leaves:
+    """The parameters that are trained, as leaves of the graph of a call, with its gradients in `grad`."""
+
+    __slots__ = ("_frozen", "_leaves", "_stale")
+
+    def __init__(self, params: dict[str, Tensor], names: Sequence[str]) -> None:
+        self._leaves = {name: _leaf(name, params[name]) for name in names}
+        self._frozen: list[Tensor] = []
+        if len(names) < len(params):
+            rest = (_leaf(name, tensor) for name, tensor in params.items() if name not in self._leaves)
+            self._frozen = [tensor for tensor in rest if tensor.requires_grad]
+        self._stale = [leaf.grad for leaf in self._leaves.values()]
+
+    def freeze(self) -> None:
+        for tensor in self._frozen:
+            tensor.requires_grad_(False)
+
+    def begin(self, into: Mapping[str, Tensor] | None) -> None:
+        """Let gradients add up from nothing, or into these."""
+        for name, leaf in self._leaves.items():
+            leaf.grad = into.get(name) if into else None
+
+    def inputs(self) -> Iterable[Tensor]:
+        return self._leaves.values() if tracing() else ()
+
+    def among(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All parameters, these among them."""
+        return self._leaves if len(self._leaves) == len(params) else {**params, **self._leaves}
+
+    def grads(self) -> dict[str, Tensor]:
+        return {name: grad for name, leaf in self._leaves.items() if (grad := leaf.grad) is not None}
+
+    def end(self) -> None:
+        for tensor in self._frozen:
+            tensor.requires_grad_(True)
+        for leaf, grad in zip(self._leaves.values(), self._stale, strict=True):
+            leaf.grad = grad
+
+
+def _kept(before: Tensor, lent: Tensor, after: Tensor) -> Tensor:
+    """A buffer after the forward pass: the very one from before it where nothing was written, as in most masks."""
+    # torch counts the writes to a tensor, but neither those of batch norm's kernels nor those through `.data`.
+    may_be_untouched = after is lent and not lent.is_floating_point() and on_host(lent)
+    if may_be_untouched and torch_private.version(lent) == 0 and torch.equal(lent, before):
+        return before
+    return after.detach()
+
+
+def _seeds(state: TrainState, part: Part, count: int) -> list[int]:
+    here = state.seed, state.step, rank()
+    return [index if tracing() else mix(*here, index) for index in indices(part, count)]
+
+
+def _objective(
+    passes: Alone, loss: Any, samples: int, part: Part, normalizer: Tensor | float | None, first: bool
+) -> Objective:
+    """What to differentiate of a microbatch, by what all ranks agree on where there are several."""
+    agreed = total = None
+    if passes.ranks > 1:
+        agreed, total = passes.agree(weight_on_host(loss), first)
+    if agreed is not None:
+        normalizer = agreed
+    elif normalizer is None and not isinstance(loss, Mean):
+        normalizer = part.context.samples  # known beforehand, so there is nothing to divide at the end
+    return objective_of(loss, samples, part.summed, normalizer, passes.ranks, total)
+
+
+def _records(loss: Any, aux: Mapping[str, Any], samples: int) -> dict[str, Metric]:
+    metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
+    for name, value in aux.items():
+        metrics[name] = record(name, value, samples)
+    return metrics
 
 
 def indices(part: Part, count: int) -> Iterable[int]:
@@ -297,12 +281,6 @@ def check_history(params: Mapping[str, Tensor]) -> None:
             )
 
 
-def _kept(before: Tensor, lent: Tensor, after: Tensor) -> Tensor:
-    # torch counts the writes to a tensor, but batch norm's kernels write their float statistics uncounted.
-    untouched = after is lent and torch_private.version(lent) == 0 and not lent.is_floating_point()
-    return before if untouched else after.detach()
-
-
 def unreached(names: Iterable[str]) -> str:
     return (
         f"no gradient reached {', '.join(names)}: the loss does not depend on them. Choose what is trained "
@@ -324,94 +302,14 @@ def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
     return out, {}
 
 
-def objective_of(
-    loss: Any, samples: int, sums: bool, per: Tensor | float | None, ranks: int = 1, total: float | None = None
-) -> tuple[Tensor, Tensor | float, Tensor | float | None, Tensor | float]:
-    """What to differentiate, times what: to the mean loss, or to the summed loss over `per`, with its weight.
-
-    On several ranks, whose gradients are then averaged, the mean is that over all ranks, and `per` the same on each;
-    `total` is what the losses of all ranks weigh, where that is known.
-    """
-    value = loss.total if isinstance(loss, Mean) else loss
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"loss_fn returned a {type(value).__name__}; return a scalar tensor, a Mean(total, weight), or "
-            "(loss, aux)" + ("; for a model's output, return output.loss" if hasattr(value, "loss") else "")
-        )
-    if value.numel() != 1:
-        raise ValueError(
-            f"the loss has shape {tuple(value.shape)}; return a scalar: loss.mean(), or for an exact average "
-            "over what counts, Mean(loss.sum(), weight)"
-        )
-    if not value.requires_grad:
-        raise ValueError(
-            "the loss does not depend on any trainable parameter: it was computed without them, detached, or "
-            "under no_grad"
-        )
-    if not isinstance(loss, Mean):
-        if not sums and ranks == 1:
-            return value, 1.0, None, 1.0
-        per = max(samples, 1) if per is None else per
-        return value, samples / per, samples if ranks == 1 else None, per
-    weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
-    if ranks > 1 and not sums:
-        total_weight = total_over_ranks(weight * loss.times) if total is None else total
-        weight = total_weight / (ranks * loss.times)
-    one = _one(value) if isinstance(weight, Tensor) or isinstance(per, Tensor) else 1.0
-    if not sums:
-        return value, one / weight if isinstance(weight, Tensor) or weight else math.inf, None, 1.0
-    if loss.times != 1:
-        weight = weight * loss.times
-    if per is None:
-        per = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
-    return value, one * loss.times / per, weight, per
-
-
-def _on_host(loss: Any) -> list[float]:
-    """What a loss weighs, where no device must be waited for to know it; else nothing."""
-    if not isinstance(loss, Mean):
-        return []
-    if not isinstance(loss.weight, Tensor):
-        return [loss.weight * loss.times]
-    plain = type(loss.weight) is Tensor and loss.weight.device.type == "cpu"
-    return [loss.weight.detach().item() * loss.times] if plain else []
-
-
-def _warn_of_local_gradients(grad_fn: Any, part: Part) -> None:
-    if not part.local and not hasattr(grad_fn, "warned"):
-        grad_fn.warned = True
-        warnings.warn(
-            f"there are {world_size()} ranks and the model is in no engine that reduces its gradients: each rank "
-            "trains one of its own. Wrap the model in DistributedDataParallel or fully_shard, or the grad_fn in "
-            "ll.grads.reduce_gradients",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-
-
 _run_backward = torch_private.run_backward
-
-
-_constants: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
-
-
-def _one(like: Tensor, value: float = 1.0) -> Tensor:
-    """A scalar on the device and of the dtype of another tensor, made once."""
-    kind = like.device, like.dtype, value
-    if tracing():
-        return torch.full((), value, device=like.device, dtype=like.dtype)
-    if (constant := _constants.get(kind)) is None:
-        if len(_constants) > 100:
-            _constants.clear()
-        constant = _constants[kind] = torch.full((), value, device=like.device, dtype=like.dtype)
-    return constant
 
 
 def _backward(loss: Tensor, factor: Tensor | float, scale: Tensor | None, inputs: Iterable[Tensor] = ()) -> None:
     """`(loss * factor * scale).backward()` for a loss that has been looked at: the factors need no operation."""
     if loss.dim():
         loss = loss.reshape(())
-    seed = factor if isinstance(factor, Tensor) else _one(loss, factor)
+    seed = factor if isinstance(factor, Tensor) else scalar_like(loss, factor)
     if scale is not None:
         seed = seed * scale
     if scale is not None or seed is factor:
@@ -442,7 +340,7 @@ def of_whole(name: str, grad_fn: GradFn, scaled: bool = False) -> GradFn:
     """
 
     def whole(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        if part.sums:
+        if part.summed:
             raise ValueError(_order(name, "accumulate"))
         if part.scale is not None and not scaled:
             raise ValueError(_order(name, "scale_loss"))
@@ -465,14 +363,3 @@ def _order(name: str, wrapper: str) -> str:
         wrapper, "each piece alone"
     )
     return f"{name} within {wrapper} would act on {what}: put it around, {name}({wrapper}(grad_fn, ...), ...)"
-
-
-def multiply(grads: Mapping[str, Tensor], factor: Tensor | float) -> None:
-    """All gradients times a factor, in place."""
-    parts = shards(grads.values())
-    if not isinstance(factor, Tensor):
-        if factor != 1:
-            torch_private.foreach_mul_(parts, factor)
-        return
-    for device in {part.device for part in parts}:
-        torch_private.foreach_mul_([part for part in parts if part.device == device], factor.to(device))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from looplib._core import ownership as _donation
 from looplib._core import trees, updates
+from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.torch_private import pytree
 
 __all__ = [
@@ -320,15 +321,19 @@ class Gradients(NamedTuple):
     >>> out.grads["weight"], out.samples, sorted(out.metrics)
     (tensor([[1., 1.]]), 4, ['loss'])
 
+    A wrapper changes what it is about and keeps the rest: `out._replace(grads=...)`.
+
     Attributes:
-        grads: name -> gradient of the mean loss; of the summed loss where `Part.sums` asked for that. The
-            tensors are the caller's own.
+        grads: name -> gradient of the mean loss; with `Part.reduction` "sum", of the summed loss over `normalizer`.
+            The tensors are the caller's own.
         metrics: name -> mergeable record; holds "loss".
         buffers: name -> the buffers after the forward pass.
-        samples: examples in the batch.
+        samples: samples in the batch.
         weight: what the summed loss is to be divided by; None when `grads` are the mean's already.
-        per: where there is a weight, `grads` are those of the summed loss over `per`.
+        normalizer: what the summed loss was divided by already.
         ranks: of how many ranks `grads` are the average, which an engine such as DDP has taken.
+        finish: `finish(state, gradients)` makes one gradient of all ranks' sums, where an engine has sent nothing yet
+            (see `retry_on_oom`); else None.
     """
 
     grads: Grads
@@ -336,39 +341,44 @@ class Gradients(NamedTuple):
     buffers: dict[str, Tensor]
     samples: int
     weight: Tensor | float | None = None
-    per: Tensor | float = 1.0
+    normalizer: Tensor | float = 1.0
     ranks: int = 1
+    finish: Callable[[TrainState, Gradients], Gradients] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which part of an optimizer step a call of a `GradFn` is, for those that wrap one.
+    """One microbatch of an optimizer step, or all of it: what a `GradFn` is asked for.
+
+    A wrapper hands it on to the function that it wraps, as it is or changed by `dataclasses.replace(part, ...)`.
+
+    >>> import looplib as ll
+    >>> ll.types.Part(index=2, reduction="sum").reduction
+    'sum'
 
     Attributes:
-        index: the microbatch, which the randomness depends on.
-        sums: give the gradient of the summed loss over `per`, and its weight, rather than that of the mean.
-        per: what summed losses are divided by, so that gradients of half precision stay as small as a mean's; None
-            for `samples`, or the part's own weight (1 if that is less) where the loss has one.
-        samples: examples in all parts of the step, where that is known.
-        into: gradients so far, to be added to in place.
+        index: the microbatch's, which its random numbers depend on.
+        reduction: "mean" for the gradient of the mean loss; "sum" for that of the summed loss over `normalizer`,
+            together with its weight.
+        normalizer: what summed losses are divided by, so that gradients of half precision stay as small as a mean's;
+            None to let the function choose: the step's samples where they are known, else the microbatch's own weight
+            (at least 1).
         scale: multiplies the loss before the backward pass.
-        last: no other part of this step comes after: now an engine reduces the gradients of all parts over the ranks.
-        local: who asked adds up the ranks' gradients itself.
-        retried: the call may be given up and made again, so an engine sends nothing, and puts here what makes one
-            gradient of all ranks' sums, for when none has given up.
-        donate: the state's buffers may be written in place.
+        donate: whether the state's buffers may be written in place.
+        context: what looplib's own functions tell each other. It makes no promises; hand it on.
     """
 
     index: int = 0
-    sums: bool = False
-    per: Tensor | float | None = None
-    samples: int | None = None
-    into: Mapping[str, Tensor] | None = None
+    reduction: Literal["mean", "sum"] = "mean"
+    normalizer: Tensor | float | None = None
     scale: Tensor | None = None
-    last: bool = True
-    local: bool = False
-    retried: list[Callable[[TrainState, Gradients], Gradients]] | None = None
     donate: bool = False
+    context: Context = NO_CONTEXT
+
+    @property
+    def summed(self) -> bool:
+        """Whether the gradient of the summed loss is asked for, with its weight."""
+        return self.reduction == "sum"
 
 
 WHOLE = Part()

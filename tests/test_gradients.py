@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import looplib as ll
+from looplib._core.engines import Context
 
 
 @given(seed=st.integers(0, 1000), scale=st.floats(1e-4, 1e4), max_norm=st.floats(1e-3, 1e3))
@@ -33,7 +34,7 @@ def test_a_norm_that_is_not_positive_is_refused():
             ll.clip_by_global_norm(lambda state, batch, part: None, wrong)
     clipped = ll.clip_by_global_norm(lambda state, batch, part: None, 1.0)
     with pytest.raises(ValueError, match=r"put it around, clip_by_global_norm\(accumulate"):
-        clipped(ll.TrainState(), None, ll.types.Part(sums=True))
+        clipped(ll.TrainState(), None, ll.types.Part(reduction="sum"))
 
 
 def test_parts_add_up_to_the_whole():
@@ -52,12 +53,12 @@ def test_parts_add_up_to_the_whole():
     for fn in (loss_fn, token_loss):
         grad_fn = ll.make_grad_fn(model, fn)
         whole = grad_fn(state, (x, y))
-        grads, weight, per = None, 0, None
+        grads, weight, normalizer = None, 0, None
         for index, batch in enumerate(zip(x.split(4), y.split(4), strict=True)):
-            out = grad_fn(state, batch, ll.types.Part(index=index, sums=True, per=per, into=grads))
-            grads, weight, per = out.grads, weight + out.weight, out.per
+            out = grad_fn(state, batch, ll.types.Part(index, "sum", normalizer, context=Context(into=grads)))
+            grads, weight, normalizer = out.grads, weight + out.weight, out.normalizer
         for name, grad in grads.items():
-            torch.testing.assert_close(grad * per / weight, whole.grads[name], rtol=1e-14, atol=1e-16)
+            torch.testing.assert_close(grad * normalizer / weight, whole.grads[name], rtol=1e-14, atol=1e-16)
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -19,13 +19,16 @@ from torch.nn.parameter import is_lazy
 from looplib._core import interrupts as _interrupts
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
-from looplib._core.ranks import is_sharded, shards
+from looplib._core.engines import engine_of
 from looplib._core.torch_private import pytree
 
 R = TypeVar("R")
 
 
 Slot = tuple[dict[str, Any], str]
+
+
+Swap = tuple[dict[str, Any], str, Any, Tensor]
 
 
 # Children by which torch's wrappers hold the module they wrap: not part of a name.
@@ -126,12 +129,13 @@ class Host:
         self.places = [
             [(owner, key, name) for name, slots in group.items() for owner, key in slots] for group in self.slots
         ]
-        self.replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        self.learned: set[nn.Module] = set()
-        self.shards = [module for module in model.modules() if _is_sharded(module)]
-        self.waits = [type(module).__name__ for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
-        self.waits += [name for name, tensor in tensors(self.slots.params).items() if is_sharded(tensor)]
-        self.engine = next((type(m).__name__ for m in model.modules() if _owns_parameters(m)), None)
+        self.unfilled = [
+            (module._buffers, key, f"{prefix}.{key}".lstrip("."))
+            for prefix, module in named_modules(model)
+            for key, tensor in module._buffers.items()
+            if tensor is None
+        ]
+        self.engine = engine_of(model, tensors(self.slots.params))
 
     def left_in_eval(self, names: Sequence[str]) -> str | None:
         """The outermost part in eval mode, of a module that is not, with dropout and some of these parameters."""
@@ -146,22 +150,11 @@ class Host:
 
     def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
         """`body()` with these tensors in the module and the random streams at `seed`."""
-        swaps = []
-        for places, lent in zip(self.places, (params, buffers), strict=True):
-            for owner, key, name in places:
-                if (own := owner[key]) is not (tensor := lent[name]):
-                    swaps.append((owner, key, own, tensor))
-                    if own.shape != tensor.shape:
-                        self.explain(params, buffers, None)
-        # FSDP2 gathers its own parameters, whatever stands in the slots: they take the values for the call.
-        lent_to: list[Tensor] = []
-        if self.shards and not self.holds(params):
-            own_params = tensors(self.slots.params)
-            with torch.no_grad():
-                lent_to = shards(own_params.values())
-                saved = [tensor.clone() for tensor in lent_to]
-                torch_private.foreach_copy_(lent_to, shards(params[name] for name in own_params))
-            swaps = [swap for swap in swaps if not any(swap[2] is own for own in own_params.values())]
+        if self.unfilled:
+            self._refuse_filled()
+        swaps = self._swaps(params, buffers)
+        if lent := self.engine.lend(params, self.params):
+            swaps = [swap for swap in swaps if id(swap[2]) not in lent.owners]
         modes = [(module, mode) for module, mode in self.modes if module.training is not mode]
         device = next(iter(params.values())).device if params else _CPU
         if device != self.device:
@@ -174,18 +167,20 @@ class Host:
                 owner[key] = tensor
             for module, mode in modes:
                 module.training = mode
-            self.seed(seed)
-            return body()
+            self._seed(seed)
+            out = body()
+            if self.unfilled:
+                self._refuse_filled()
+            return out
         finally:
             _interrupts.begin_hold(thread)
             try:
                 for owner, key, own, _ in swaps:
                     owner[key] = own
-                for shard in self.shards:  # the outermost stays gathered after a forward pass alone
-                    shard.reshard()  # type: ignore[operator]
-                if lent_to:
-                    with torch.no_grad():
-                        torch_private.foreach_copy_(lent_to, saved)
+                for owner, key, _ in self.unfilled:
+                    owner[key] = None
+                self.engine.take_back(lent)
+                self._set_modes()
                 for module, mode in modes:
                     module.training = not mode
                 for generator, stream in zip(generators, streams, strict=True):
@@ -194,62 +189,46 @@ class Host:
                 _interrupts.end_hold(thread)
                 _interrupts.deliver()
 
-    def seed(self, seed: int) -> None:
-        """Put the random streams at a seed, within `run`."""
+    def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[Swap]:
+        """What stands in the slots and what is to stand there, where these differ."""
+        swaps = []
+        for owner, key, name in self.places[0]:
+            if (own := owner[key]) is not (tensor := params[name]):
+                swaps.append((owner, key, own, tensor))
+                if own.shape != tensor.shape:
+                    self.explain(params, buffers, None)
+        for owner, key, name in self.places[1]:  # of any shape: a forward pass may put a longer one there
+            if (own := owner[key]) is not (tensor := buffers[name]):
+                swaps.append((owner, key, own, tensor))
+        return swaps
+
+    def start(self, seed: int) -> None:
+        """Before another microbatch, within `run`: its random streams, and the modes of the first one."""
+        self._set_modes()
+        self._seed(seed)
+
+    def _seed(self, seed: int) -> None:
         for generator in self.generators:
             generator.manual_seed(seed)
         _tracing.stream = seed
 
-    def passes_together(self) -> bool:
-        """Whether all ranks must make as many passes: each gathers shards, or the first reduces, to learn a graph."""
-        return bool(self.shards) or any(r.static_graph and r not in self.learned for r in self.replicas)
+    def _set_modes(self) -> None:
+        """The modes that this module runs in, whatever a loss function has made of them."""
+        for module, mode in self.modes:
+            if module.training is not mode:
+                module.training = mode
 
-    def sync(self, now: bool) -> None:
-        """Whether the engines reduce the gradients over the ranks in the backward passes to come."""
-        for replica in self.replicas:
-            # A static graph is learned in the first backward pass, which must reduce; an average stays one.
-            replica.require_backward_grad_sync = now or (replica.static_graph and replica not in self.learned)
-            self.learned.add(replica)
-        for shard in self.shards:
-            shard.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
+    def _refuse_filled(self) -> None:
+        if filled := [name for owner, key, name in self.unfilled if owner[key] is not None]:
+            raise ValueError(
+                f"the forward pass put a tensor into {', '.join(filled)}, which register_buffer(..., None) left "
+                "empty, so no state and no checkpoint has it: run the model on one batch before ll.init_state and "
+                "before functions are made of it, or register a tensor"
+            )
 
-    def only_together(self) -> str | None:
-        """Why all ranks must make a pass, or none of them, and what to do; None where one rank may give it up."""
-        hooks = [hook for replica in self.replicas for hook, _ in replica._comm_hooks]
-        if self.shards:
-            return (
-                f"{self.engine} gathers its shards in each forward pass, on all ranks together. Give it batches that "
-                "fit, in pieces by ll.accumulate; if the model fits one device, DistributedDataParallel will do"
-            )
-        if self.waits:  # for the statistics of all, or for the results of those that hold the rest of a layer
-            return (
-                f"{self.waits[0]} waits for other ranks in each forward pass. Give it batches that fit, in pieces by "
-                "ll.accumulate"
-            )
-        if any(replica.static_graph for replica in self.replicas):
-            return (
-                "DistributedDataParallel(static_graph=True) learns the graph in a first backward pass that reduces. "
-                "Leave out static_graph=True"
-            )
-        if hooks:
-            return (
-                f"its communication hook {getattr(hooks[0], '__name__', hooks[0])} acts in the backward pass. Leave "
-                "out the hook"
-            )
-        return None
-
-    def apart(self, now: bool) -> None:
-        """Whether passes through replicas are to send nothing, so that one rank alone may give one up."""
-        for replica in self.replicas:
-            if now:  # what is left of a pass before, which the next forward pass would do with the other ranks
-                replica.reducer._rebuild_buckets()
-            replica.require_backward_grad_sync = replica.require_forward_param_sync = not now
-
-    def share_buffers(self) -> None:
-        """Give all replicas the buffers of the first rank, where they are to have them."""
-        for replica in self.replicas:
-            if replica.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-                replica._sync_buffers()  # type: ignore[no-untyped-call]
+    def params(self) -> dict[str, Tensor]:
+        """The module's own parameters."""
+        return tensors(self.slots.params)
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that stand in the module now: some modules put new ones there, rather than write."""
@@ -276,17 +255,19 @@ class Host:
                 "batch, or let make_loader(..., device=...) do it"
             )
 
+    def explained(
+        self, error: Exception, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
+    ) -> Exception:
+        """The error, or a better one where it is torch's and the state or the batch explains it."""
+        if isinstance(error, RuntimeError):
+            try:
+                self.explain(params, buffers, batch)
+            except ValueError as better:
+                return better
+        return error
+
 
 _CPU = torch.device("cpu")
-
-
-def _owns_parameters(module: nn.Module) -> bool:
-    """An engine that works on its own parameters whatever stands in the slots, without an error."""
-    return isinstance(module, DistributedDataParallel) or _is_sharded(module)
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return "FSDPModule" in {kind.__name__ for kind in type(module).__mro__}  # without importing FSDP2
 
 
 def _generators(device: torch.device) -> tuple[torch.Generator, ...]:

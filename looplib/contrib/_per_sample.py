@@ -22,7 +22,8 @@ from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import tracing, users_own
 from looplib._core.trees import batch_size as count_examples
-from looplib.gradients import multiply, objective_of, of_this_model, record, split_loss
+from looplib._objective import mean_of, multiply
+from looplib.gradients import of_this_model, record, split_loss
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Grads, LossFn, Metric, Part, TrainState
 
@@ -74,9 +75,9 @@ def make_per_sample_grad_fn(
     """
     host = _modules.Host(model, training=True)
     names = _modules.trainable_names(model, trainable)
-    if host.engine:
+    if host.engine.name:
         raise ValueError(
-            f"{host.engine} works on gradients of whole batches, which per-sample gradients pass by: give the module "
+            f"{host.engine.name} works on gradients of whole batches, which per-sample gradients pass by: give the module "
             "that it wraps"
         )
     if mixing := _batch_norms(host):
@@ -86,7 +87,7 @@ def make_per_sample_grad_fn(
         )
 
     def per_sample_grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        if part.sums:
+        if part.summed:
             raise ValueError(
                 "gradients of each example do not add up within accumulate: bring them together inside, "
                 "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)"
@@ -133,9 +134,7 @@ def make_per_sample_grad_fn(
             def body() -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
                 with users_own():
                     loss, aux = split_loss(loss_fn(model, example))
-                counted = loss._replace(weight=loss.weight + (loss.weight == 0)) if isinstance(loss, Mean) else loss
-                value, factor, _, _ = objective_of(counted, 1, sums=False, per=None)
-                value = (value * factor).reshape(())
+                value = mean_of(loss)
                 sums = {name: _total_and_weight(name, value) for name, value in {"loss": loss, **aux}.items()}
                 after = host.buffers()
                 if written := [name for name, t in lent.items() if after[name] is not t or torch_private.version(t)]:
@@ -202,7 +201,8 @@ def _sum(values: Tensor) -> Tensor:
 
 def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, part: Part) -> Gradients:
     """Gradients of each example of this part."""
-    out = grad_fn(state, batch, dataclasses.replace(part, sums=False, per=None, into=None))
+    alone = dataclasses.replace(part.context, into=None)
+    out = grad_fn(state, batch, dataclasses.replace(part, reduction="mean", normalizer=None, context=alone))
     params = state.params
     for name, grad in out.grads.items():
         if grad.shape != (expected := (out.samples, *params[name].shape)):
@@ -215,12 +215,12 @@ def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, part
 
 def _together(out: Gradients, grads: Grads, part: Part, metrics: dict[str, Metric]) -> Gradients:
     """Gradients summed over the examples, as those of an ordinary GradFn; `grads` may be written."""
-    per = part.per if part.sums and part.per is not None else max(out.samples, 1)
-    multiply(grads, 1 / per)
-    if part.into:
+    normalizer = part.normalizer if part.summed and part.normalizer is not None else max(out.samples, 1)
+    multiply(grads, 1 / normalizer)
+    if into := part.context.into:
         for name, grad in grads.items():
-            grads[name] = part.into[name].add_(grad)
+            grads[name] = into[name].add_(grad)
     metrics = {**out.metrics, **metrics}
-    if part.sums:
-        return Gradients(grads, metrics, out.buffers, out.samples, out.samples, per)
+    if part.summed:
+        return Gradients(grads, metrics, out.buffers, out.samples, out.samples, normalizer)
     return Gradients(grads, metrics, out.buffers, out.samples)

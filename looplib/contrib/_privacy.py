@@ -11,8 +11,9 @@ from torch import Tensor
 
 from looplib._core.random import mix
 from looplib._core.tracing import tracing
+from looplib._objective import multiply
 from looplib.contrib._per_sample import _examples, _sum, _together
-from looplib.gradients import check_parts, multiply, of_whole
+from looplib.gradients import check_parts, of_whole
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Grads, Metric, Part, TrainState
 
@@ -122,7 +123,7 @@ def add_noise(
         raise ValueError(f"clip_per_sample has max_norm={norm} and add_noise max_norm={max_norm}: give both the same")
 
     def noisy(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        out = grad_fn(state, batch, dataclasses.replace(part, sums=True))
+        out = grad_fn(state, batch, dataclasses.replace(part, reduction="sum"))
         if "clipped" not in out.metrics:
             raise ValueError(
                 "add_noise got gradients that are not clipped example by example, which no noise makes private: "
@@ -131,7 +132,7 @@ def add_noise(
         size = expected_batch_size or out.samples
         if not size:
             raise ValueError("the batch is empty: with Poisson sampling, give add_noise(..., expected_batch_size=)")
-        multiply(out.grads, out.per / size)
+        multiply(out.grads, out.normalizer / size)
         generators = {  # in a trace of a step they are those of the step, which no two steps share either
             device: None if tracing() else torch.Generator(device).manual_seed(mix(state.seed, state.step, _NOISE))
             for device in {grad.device for grad in out.grads.values()}

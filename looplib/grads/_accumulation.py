@@ -16,10 +16,11 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check_optional_count
-from looplib._core.ranks import several, total_over_ranks
+from looplib._core.ranks import several
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
-from looplib.gradients import check_parts, indices, multiply
+from looplib._objective import mean_of_sums, sum_of_weights
+from looplib.gradients import check_parts, indices
 from looplib.metrics._mean import merge
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
@@ -95,43 +96,40 @@ def over(
 ) -> Gradients:
     """The gradients of all pieces together, of so many examples."""
     # Other ranks may have more pieces, and what they send each other comes in one order.
-    if len(pieces) == 1 and dtype is None and (part.sums or not several()):
+    if len(pieces) == 1 and dtype is None and (part.summed or not several()):
         return grad_fn(state, pieces[0], part)
-    whole = dataclasses.replace(part, sums=True, samples=count if part.samples is None else part.samples)
+    context = part.context
+    if context.samples is None:
+        context = dataclasses.replace(context, samples=count)
+    whole = dataclasses.replace(part, reduction="sum", context=context)
     many = getattr(grad_fn, "many", None)
     if many is not None and dtype is None:
         outs: list[Gradients] = many(state, pieces, whole)
     else:
         outs = _one_by_one(grad_fn, state, pieces, whole, dtype)
-    grads, _, buffers, _, _, per, ranks = outs[-1]
-    metrics, samples = merge(*[out.metrics for out in outs]), sum(out.samples for out in outs)
     weights = [out.weight for out in outs if out.weight is not None]
-    weight = _total(weights) if weights else None
-    out = Gradients(grads, metrics, buffers, samples, weight, per, ranks)
-    return out if part.sums else _mean(out)
-
-
-def _mean(out: Gradients) -> Gradients:
-    """The gradients of the mean loss, from those of the summed loss over `per`."""
-    if out.weight is not None:
-        total = total_over_ranks(out.weight) if out.ranks > 1 else out.weight
-        multiply(out.grads, _factor(out.per * out.ranks, total))
-    return out._replace(weight=None, per=1.0)
+    out = outs[-1]._replace(
+        metrics=merge(*[out.metrics for out in outs]),
+        samples=sum(out.samples for out in outs),
+        weight=sum_of_weights(weights) if weights else None,
+    )
+    return out if part.summed else mean_of_sums(out)
 
 
 def _one_by_one(
     grad_fn: GradFn, state: TrainState, pieces: Sequence[Any], part: Part, dtype: torch.dtype | None
 ) -> list[Gradients]:
     """A call for each piece, which adds to the gradients of those before it."""
-    per, grads = part.per, part.into
+    normalizer, grads = part.normalizer, part.context.into
     wide: dict[str, Tensor] = {}
     if dtype is not None:  # each call gives its own alone
         _add(wide, grads or {}, dtype)
         grads = None
     outs: list[Gradients] = []
     for index, piece in zip(indices(part, len(pieces)), pieces, strict=True):
-        last = part.last and len(outs) == len(pieces) - 1
-        out = grad_fn(state, piece, dataclasses.replace(part, index=index, per=per, into=grads, last=last))
+        last = part.context.last and len(outs) == len(pieces) - 1
+        context = dataclasses.replace(part.context, into=grads, last=last)
+        out = grad_fn(state, piece, dataclasses.replace(part, index=index, normalizer=normalizer, context=context))
         if out.ranks > 1 and dtype is not None:
             raise RuntimeError(
                 f"accumulate(dtype={dtype}) adds up in memory of its own, which DDP and FSDP2 do not reduce over the "
@@ -143,7 +141,7 @@ def _one_by_one(
                 f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
                 "accumulated hands its `part` on to the one that it wraps (see ll.types.Part)"
             )
-        per = out.per
+        normalizer = out.normalizer
         if dtype is None:
             grads = out.grads
         else:
@@ -166,24 +164,9 @@ def _given(batch: Any) -> Sequence[Any]:
     return batch
 
 
-def _factor(per: Tensor | float, total: Tensor | float) -> Tensor | float:
-    """`per / total`; the gradient of a batch without any weight is zero, as that of a whole one is."""
-    if not isinstance(total, Tensor):
-        return per / (total or 1)
-    if total.device.type != "mps":
-        total = total.double()
-    return per / (total + (total == 0))
-
-
 def _even(count: int, pieces: int) -> list[int]:
     pieces = max(1, min(pieces, count))
     return [count // pieces + (index < count % pieces) for index in range(pieces)]
-
-
-def _total(weights: Sequence[Tensor | float]) -> Tensor | float:
-    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
-    number = sum(weight for weight in weights if not isinstance(weight, Tensor))
-    return torch.stack(tensors).sum() + number if tensors else number
 
 
 def _add(wide: dict[str, Tensor], grads: Mapping[str, Tensor], dtype: torch.dtype) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.ranks import is_sharded
-from looplib.gradients import multiply, of_whole
+from looplib._objective import multiply
+from looplib.gradients import of_whole
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 

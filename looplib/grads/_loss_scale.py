@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from looplib.gradients import multiply, of_whole
+from looplib._objective import multiply
+from looplib.gradients import of_whole
 from looplib.metrics._mean import Mean
 from looplib.optim._loss_scale import _scale_of
 from looplib.optim._skipping import _finite

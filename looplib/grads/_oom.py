@@ -11,13 +11,15 @@ import torch
 
 from looplib._core.checks import check_optional_count
 from looplib._core.collective import named, raise_of
+from looplib._core.engines import PassFailed
 from looplib._core.memory import half, out_of_memory
 from looplib._core.ranks import gather, largest_over_ranks, rank, several
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
+from looplib._objective import mean_of_sums
 from looplib.gradients import check_parts
-from looplib.grads._accumulation import _mean, over
+from looplib.grads._accumulation import over
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
@@ -61,18 +63,23 @@ def retry_on_oom(
     check_parts(grad_fn, "retry_on_oom")
     check_optional_count("size", size, advice="give a whole number of examples, at least 1")
     fitting = size
-    engine: list[Callable[[TrainState, Gradients], Gradients]] = []  # if there is one, what it does at the end
+    finish: Callable[[TrainState, Gradients], Gradients] | None = None  # of an engine's passes, once one was made
 
     def attempt(state: TrainState, batch: Any, pieces: int, count: int, part: Part) -> tuple[Gradients | None, float]:
-        """The gradients, or None where memory ran out on any rank; and the size of the pieces there."""
+        """The gradients, or None where memory ran out on any rank; and the size of the microbatches there."""
+        nonlocal finish
         saved = {name: tensor.clone() for name, tensor in state.buffers.items()} if part.donate else {}
         out, error, failed, largest = None, None, 0.0, float(pieces)
         try:
             out = over(grad_fn, state, split(batch, count, pieces, batch_size), count, part)
+            finish = out.finish or finish
         except Exception as raised:
-            failed = pieces if pieces > 1 and out_of_memory(raised) else math.inf
-            error = raised if failed == math.inf else None
-        if together := bool(engine) and several():
+            if isinstance(raised, PassFailed):
+                finish = raised.finish
+            error = _original(raised)
+            failed = pieces if pieces > 1 and out_of_memory(error) else math.inf
+            error = error if failed == math.inf else None
+        if together := finish is not None and several():
             failed, largest = largest_over_ranks([failed, largest])
         if not failed:
             return out, largest
@@ -88,18 +95,13 @@ def retry_on_oom(
 
     def retrying(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         nonlocal fitting
-        if tracing():
-            raise UntraceableError(
-                "retry_on_oom cannot try again within a compiled step: leave it out and give ll.accumulate(grad_fn, "
-                "size=...), or leave out ll.compile_step"
-            )
-        if part.into is not None or not part.last:
-            raise ValueError(
-                "retry_on_oom within accumulate would add to gradients that a failed attempt has spoiled: put it "
-                "around, retry_on_oom(accumulate(grad_fn, ...))"
-            )
-        own = several() and not part.local  # what an engine would average, or this rank's alone
-        asked = dataclasses.replace(part, retried=engine, sums=part.sums or own)
+        _refuse_what_cannot_be_retried(part)
+        own = several() and not part.context.local  # what an engine would average, or this rank's alone
+        asked = dataclasses.replace(
+            part,
+            reduction="sum" if own else part.reduction,
+            context=dataclasses.replace(part.context, retryable=True),
+        )
         count = batch_size(batch)
         while True:
             pieces = max(1, count if fitting is None else min(fitting, count))
@@ -107,19 +109,46 @@ def retry_on_oom(
             if out is not None:
                 break
             fitting = half(round(size), count)
-        if own and engine:
-            if part.sums:
-                raise ValueError(
-                    "retry_on_oom of a model in DistributedDataParallel gives the gradient of a whole step, and was "
-                    "asked for a part of one: put it around what asks"
-                )
-            out = engine[0](state, out)
-        elif own and not part.sums:
-            out = _mean(out)
+        if own:
+            out = _finished(out, finish, state, part)
         return out._replace(metrics={**out.metrics, "microbatch_size": Mean(round(size))})
 
     retrying.of_whole = "retry_on_oom"  # type: ignore[attr-defined]
     return retrying
+
+
+def _refuse_what_cannot_be_retried(part: Part) -> None:
+    if tracing():
+        raise UntraceableError(
+            "retry_on_oom cannot try again within a compiled step: leave it out and give ll.accumulate(grad_fn, "
+            "size=...), or leave out ll.compile_step"
+        )
+    if part.context.into is not None or not part.context.last:
+        raise ValueError(
+            "retry_on_oom within accumulate would add to gradients that a failed attempt has spoiled: put it "
+            "around, retry_on_oom(accumulate(grad_fn, ...))"
+        )
+
+
+def _finished(
+    out: Gradients,
+    finish: Callable[[TrainState, Gradients], Gradients] | None,
+    state: TrainState,
+    part: Part,
+) -> Gradients:
+    """The gradients as they were asked for, from those of this rank's summed loss."""
+    if finish is None:
+        return out if part.summed else mean_of_sums(out)
+    if part.summed:
+        raise ValueError(
+            "retry_on_oom of a model in DistributedDataParallel gives the gradient of a whole step, and was "
+            "asked for a part of one: put it around what asks"
+        )
+    return finish(state, out)
+
+
+def _original(raised: Exception) -> Exception:
+    return raised.error if isinstance(raised, PassFailed) else raised
 
 
 def _raise(error: Exception | None, together: bool) -> NoReturn:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from looplib._core import ranks as _ranks
-from looplib.gradients import check_parts, mean_over_ranks
+from looplib._objective import mean_over_ranks
+from looplib.gradients import check_parts
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
 
@@ -42,11 +43,12 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
     def reduced(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         if not _ranks.several():
             return grad_fn(state, batch, part)
-        if part.sums:
+        if part.summed:
             raise ValueError(
                 "reduce_gradients within accumulate would send each piece: put it around, "
                 "reduce_gradients(accumulate(grad_fn, ...))"
             )
-        return mean_over_ranks(grad_fn(state, batch, replace(part, sums=True, local=True)), state.params)
+        own = replace(part, reduction="sum", context=replace(part.context, local=True))
+        return mean_over_ranks(grad_fn(state, batch, own), state.params)
 
     return reduced

@@ -67,6 +67,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from looplib._core.engines import Context
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import UntraceableError
 from looplib._core.trees import batch_size, split
@@ -606,20 +607,20 @@ def assert_reduces_alike(
         wide, rows, whole = in_float64(grad_fn, state, batch)
         _check_draws(grad_fn, wide, rows, whole, tolerance)
         parts = split(rows, count, [len(part) for part in torch.arange(count).tensor_split(ranks)])
-        outs = [grad_fn(wide, part, Part(sums=True, local=True)) for part in parts]
+        outs = [grad_fn(wide, part, Part(reduction="sum", context=Context(local=True))) for part in parts]
         weights = [out.weight for out in outs if out.weight is not None]
         if len(weights) < ranks:
             fail(
                 "a part of a batch came without its weight",
                 [f"rank {rank} of {ranks}" for rank, out in enumerate(outs) if out.weight is None],
                 "A GradFn that wraps another hands its third argument on to it, grad_fn(state, batch, part), and the "
-                "weight and per of what that returns: out._replace(grads=...). See ll.types.Part.",
+                "weight and normalizer of what that returns: out._replace(grads=...). See ll.types.Part.",
             )
         total = sum(weights)
         added: dict[str, Tensor] = {}
         for out in outs:
             for name, grad in out.grads.items():
-                mine = grad * (out.per / (total + (total == 0)))
+                mine = grad * (out.normalizer / (total + (total == 0)))
                 added[name] = added[name] + mine if name in added else mine
         _compare(whole, added, wide, tolerance, f"the parts of {ranks} ranks, of {count} rows together")
 
@@ -707,7 +708,7 @@ def assert_all_gradients(
         try:
             out = grad_fn(copy_state(state), copied(batch))
         except ValueError:  # a parameter that is not reached is an error of the whole step alone; others come again
-            out = grad_fn(copy_state(state), copied(batch), Part(last=False))
+            out = grad_fn(copy_state(state), copied(batch), Part(context=Context(last=False)))
     kept = {name for name, tensor in state.params.items() if frozen is not None and frozen(name, tensor)}
     if frozen is not None and not kept:
         raise ValueError(f"frozen chose none of the parameters, which are {listed(list(state.params))}")

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import looplib as ll
+from looplib._core.engines import Context
 from looplib._core.random import mix
 
 
@@ -349,9 +350,9 @@ def test_parts_add_up_to_the_whole(sizes, max_norm, per, wrapper):
 
     grads, weight, given = None, 0, per
     for index, piece in enumerate(pieces):
-        out = grad_fn(state, piece, ll.types.Part(index=index, sums=True, per=given, into=grads))
+        out = grad_fn(state, piece, ll.types.Part(index, "sum", given, context=Context(into=grads)))
         assert grads is None or all(out.grads[name] is grad for name, grad in grads.items())
-        grads, weight, given = out.grads, weight + out.weight, out.per
+        grads, weight, given = out.grads, weight + out.weight, out.normalizer
     assert given == (per or sizes[0])
     close({name: grad * given / weight for name, grad in grads.items()}, whole.grads)
 
@@ -408,9 +409,9 @@ def noise_of(state, batch, max_norm=2.0, multiplier=0.5, size=None, wrap=lambda 
     state = ll.init_state(model).replace(**state)
     clip = wrap(ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, mean_loss), max_norm))
     out = ll.contrib.add_noise(clip, max_norm, multiplier, expected_batch_size=size)(state, batch)
-    part = clip(state, batch, ll.types.Part(sums=True))
+    part = clip(state, batch, ll.types.Part(reduction="sum"))
     size = size or len(batch[1])
-    return torch.cat([(out.grads[name] * size - part.grads[name] * part.per).flatten() for name in part.grads])
+    return torch.cat([(out.grads[name] * size - part.grads[name] * part.normalizer).flatten() for name in part.grads])
 
 
 def test_noise_has_its_standard_deviation_and_its_place():

@@ -772,7 +772,7 @@ with ll.distributed.setup(timeout=60), warnings.catch_warnings(record=True) as c
         torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-15)
         crowded, where = False, "nowhere"
 
-    found["part"] = asked(model, sums=True)
+    found["part"] = asked(model, reduction="sum")
     found["unused"] = asked(wrap(Model(branch=True)), lower=1.0)
     found["twice"] = asked(model, lambda grad_fn: ll.grads.reduce_gradients(ll.grads.retry_on_oom(grad_fn)))
     found["static"] = asked(wrap(Model(), static_graph=True))

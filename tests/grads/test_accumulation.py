@@ -187,7 +187,7 @@ def test_the_wrapped_function_is_called_once_for_each_piece_and_told_which():
     grad_fn = ll.make_grad_fn(model, mean_loss)
 
     def watched(state, batch, part=None):
-        parts.append((part.index, part.last, part.into is None, len(batch[0])))
+        parts.append((part.index, part.context.last, part.context.into is None, len(batch[0])))
         return grad_fn(state, batch, part)
 
     batch = torch.randn(10, 5, dtype=torch.double), torch.randint(0, 3, (10,))

@@ -784,13 +784,15 @@ def test_reducing_in_one_process_is_what_reduce_gradients_does_on_many(tmp_path)
     grad_fn, state, batch = ll.make_grad_fn(model, token_loss), ll.init_state(model), tokens()
     out = [
         grad_fn(
-            state, {name: column.tensor_split(2)[rank] for name, column in batch.items()}, ll.types.Part(sums=True)
+            state,
+            {name: column.tensor_split(2)[rank] for name, column in batch.items()},
+            ll.types.Part(reduction="sum"),
         )
         for rank in range(2)
     ]
     whole = grad_fn(state, batch).grads
     for name, grad in whole.items():
-        added = sum(o.grads[name] * o.per for o in out) / sum(o.weight for o in out)
+        added = sum(o.grads[name] * o.normalizer for o in out) / sum(o.weight for o in out)
         torch.testing.assert_close(added, grad, rtol=1e-12, atol=1e-14)
 
 

@@ -1,0 +1,333 @@
+"""What DistributedDataParallel and FSDP2 add to taking gradients.
+
+A process alone runs a loss and its gradient, microbatch by microbatch. An engine that reduces gradients over ranks
+has to be told which backward pass is the last one, divides by the number of ranks, which is right only if all of them
+know what the whole batch weighs, and may need as many passes on each rank. All of this is in `Together`; `Alone` has
+the same methods and does nothing, and `Apart` is for passes that one rank may give up (see `retry_on_oom`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from looplib._core import torch_private
+from looplib._core.ranks import Sums, is_sharded, largest_over_ranks, shards, world_size
+from looplib._core.tracing import UntraceableError, tracing
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What looplib's own functions tell each other when one calls another's `GradFn`.
+
+    Attributes:
+        into: gradients so far, to be added to in place.
+        samples: samples in all microbatches of the step, where that is known.
+        last: no other microbatch of this step comes after: an engine now reduces the gradients over the ranks.
+        local: the caller adds up the ranks' gradients itself.
+        retryable: the caller may give the pass up and make it again, so an engine sends nothing meanwhile. The
+            result then has a `finish`, and an error of the pass comes as a `PassFailed`.
+    """
+
+    into: Mapping[str, Tensor] | None = None
+    samples: int | None = None
+    last: bool = True
+    local: bool = False
+    retryable: bool = False
+
+
+NO_CONTEXT = Context()
+
+
+class Asked(Protocol):
+    """What an engine reads of a `Part`."""
+
+    @property
+    def normalizer(self) -> Tensor | float | None: ...
+    @property
+    def donate(self) -> bool: ...
+    @property
+    def summed(self) -> bool: ...
+    @property
+    def context(self) -> Context: ...
+
+
+class PassFailed(Exception):
+    """An error of a retryable pass that other ranks make as well, so that all have to hear of it."""
+
+    def __init__(self, error: Exception, finish: Callable[..., Any]) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.finish = finish
+
+
+class Alone:
+    """The passes of a process that shares them with no other: nothing to add."""
+
+    ranks = 1
+    spare = 0
+    deferred = False
+
+    def begin(self) -> None: ...
+
+    def before(self, final: bool) -> None: ...
+
+    def before_spare(self, left: int) -> None: ...
+
+    def agree(self, weight: list[float], first: bool) -> tuple[float | None, float | None]:
+        """The normalizer and the total weight that all ranks agree on; None for each that is this rank's own."""
+        return None, None
+
+    def samples(self, own: int, first: bool) -> int:
+        return own
+
+    def failure(self, error: Exception, finish: Callable[..., Any]) -> Exception:
+        """What to raise for an error of a pass."""
+        return error
+
+    def end(self) -> None: ...
+
+
+ALONE = Alone()
+
+
+class Apart(Alone):
+    """Passes through replicas that send nothing, so that this rank alone may give one up."""
+
+    def __init__(self, engine: Engine, deferred: bool) -> None:
+        self.engine, self.deferred = engine, deferred
+
+    def begin(self) -> None:
+        for replica in self.engine.replicas:
+            # What is left of a pass before, which the next forward pass would do with the other ranks.
+            replica.reducer._rebuild_buckets()
+            replica.require_backward_grad_sync = replica.require_forward_param_sync = False
+
+    def failure(self, error: Exception, finish: Callable[..., Any]) -> Exception:
+        return PassFailed(error, finish) if self.deferred else error
+
+    def end(self) -> None:
+        for replica in self.engine.replicas:
+            replica.require_backward_grad_sync = replica.require_forward_param_sync = True
+
+
+class Together(Alone):
+    """The passes of one step on all ranks, whose gradients an engine averages."""
+
+    def __init__(
+        self, engine: Engine, ranks: int, part: Asked, batches: Sequence[Any], batch_size: Callable[[Any], int]
+    ) -> None:
+        self.engine, self.ranks, self.summed, self.last = engine, ranks, part.summed, part.context.last
+        self.own: list[float] = []
+        self.counted: Sums | None = None
+        if part.normalizer is None:
+            known = part.context.samples
+            self.own = [sum(map(batch_size, batches)) if known is None else known]
+            if self.summed or not engine.weighed:
+                # On its way during the first forward pass, unless a weight is to go with it, which is known after it.
+                self.counted = Sums(self.own)
+        # Where a pass is one of all ranks, those with fewer microbatches take their last one again, for nothing.
+        if self.summed and engine.passes_together():
+            self.spare = round(largest_over_ranks([len(batches)])[0]) - len(batches)
+
+    def before(self, final: bool) -> None:
+        self.engine.sync(self.last and final and not self.spare)
+
+    def before_spare(self, left: int) -> None:
+        self.engine.sync(self.last and not left)
+
+    def agree(self, weight: list[float], first: bool) -> tuple[float | None, float | None]:
+        total = None
+        if self.own and not self.summed:
+            if self.counted is None:
+                self.counted = Sums([*self.own, *weight])
+                total = next(iter(self.counted.read()[1:]), None)
+            elif weight:
+                total = Sums(weight).read()[0]
+            self.engine.weighed = bool(weight)
+        # The engine's average over the ranks of sums over this is the mean over all samples.
+        return self._count() / self.ranks if self._counts(first) else None, total
+
+    def samples(self, own: int, first: bool) -> int:
+        """Those of all ranks, once."""
+        return round(self._count()) if self._counts(first) else 0
+
+    def _counts(self, first: bool) -> bool:
+        return first and self.counted is not None
+
+    def _count(self) -> float:
+        assert self.counted is not None
+        return self.counted.read()[0]
+
+    def end(self) -> None:
+        self.engine.sync(True)
+
+
+class NoEngine:
+    """A module that no engine wraps."""
+
+    name: str | None = None
+
+    def __init__(self) -> None:
+        self.warned = False
+
+    def passes(
+        self, part: Asked, batches: Sequence[Any], batch_size: Callable[[Any], int], bound: Callable[[], bool]
+    ) -> Alone:
+        """How the microbatches of one call are run; `bound` says whether the state's are the module's own parameters."""
+        if not (self.warned or part.context.local) and (ranks := world_size()) > 1:
+            self.warned = True
+            warnings.warn(
+                f"there are {ranks} ranks and the model is in no engine that reduces its gradients: each rank "
+                "trains one of its own. Wrap the model in DistributedDataParallel or fully_shard, or the grad_fn in "
+                "ll.grads.reduce_gradients",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        return ALONE
+
+    def lend(self, params: Mapping[str, Tensor], own: Callable[[], Mapping[str, Tensor]]) -> Lent | None:
+        return None
+
+    def take_back(self, lent: Lent | None) -> None: ...
+
+    def share_buffers(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Values that an engine's own parameters have taken for the time of a call."""
+
+    owners: set[int]  # ids of these parameters
+    shards: list[Tensor]
+    saved: list[Tensor]
+
+
+class Engine(NoEngine):
+    """A module in DistributedDataParallel, or sharded by FSDP2."""
+
+    def __init__(self, model: nn.Module, name: str, params: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.name = name
+        self.weighed = False  # the loss had a weight on the host at the last call, on all ranks alike
+        modules = list(model.modules())
+        self.replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        self.learned: set[nn.Module] = set()
+        self.shards = [module for module in modules if _is_sharded(module)]
+        self.waits = [type(module).__name__ for module in modules if isinstance(module, nn.SyncBatchNorm)]
+        self.waits += [name for name, tensor in params.items() if is_sharded(tensor)]
+
+    def passes(
+        self, part: Asked, batches: Sequence[Any], batch_size: Callable[[Any], int], bound: Callable[[], bool]
+    ) -> Alone:
+        self._refuse_strangers(part.donate and bound())
+        ranks, context = world_size(), part.context
+        if ranks > 1 and context.local:
+            raise RuntimeError(
+                f"reduce_gradients around a model in {self.name}, which reduces its gradients itself: leave one of "
+                "them out"
+            )
+        if not context.retryable:
+            return Together(self, ranks, part, batches, batch_size) if ranks > 1 else ALONE
+        if (reason := self.only_together()) and ranks > 1:
+            raise RuntimeError(f"retry_on_oom cannot give up a pass of this model on one rank alone: {reason}")
+        return ALONE if reason else Apart(self, deferred=ranks > 1)
+
+    def _refuse_strangers(self, bound: bool) -> None:
+        if tracing():
+            raise UntraceableError(
+                f"{self.name} sends gradients from within the backward pass, which a graph of a step cannot hold: "
+                "leave out ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block), "
+                "before it is wrapped"
+            )
+        if not bound:
+            raise RuntimeError(
+                f"{self.name} works on the module's own parameters, in place, and would be silently wrong on "
+                "others: use make_train_step(..., donate=True) and a bound state (from ll.init_state, or "
+                "state = ll.bind(model, state))"
+            )
+
+    def passes_together(self) -> bool:
+        """Whether all ranks must make as many passes: each gathers shards, or the first reduces, to learn a graph."""
+        return bool(self.shards) or any(r.static_graph and r not in self.learned for r in self.replicas)
+
+    def sync(self, now: bool) -> None:
+        """Whether the engines reduce the gradients over the ranks in the backward passes to come."""
+        for replica in self.replicas:
+            # A static graph is learned in the first backward pass, which must reduce; an average stays one.
+            replica.require_backward_grad_sync = now or (replica.static_graph and replica not in self.learned)
+            self.learned.add(replica)
+        for shard in self.shards:
+            shard.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
+
+    def only_together(self) -> str | None:
+        """Why all ranks must make a pass, or none of them, and what to do; None where one rank may give it up."""
+        hooks = [hook for replica in self.replicas for hook, _ in replica._comm_hooks]
+        if self.shards:
+            return (
+                f"{self.name} gathers its shards in each forward pass, on all ranks together. Give it batches that "
+                "fit, in pieces by ll.accumulate; if the model fits one device, DistributedDataParallel will do"
+            )
+        if self.waits:  # for the statistics of all, or for the results of those that hold the rest of a layer
+            return (
+                f"{self.waits[0]} waits for other ranks in each forward pass. Give it batches that fit, in pieces by "
+                "ll.accumulate"
+            )
+        if any(replica.static_graph for replica in self.replicas):
+            return (
+                "DistributedDataParallel(static_graph=True) learns the graph in a first backward pass that reduces. "
+                "Leave out static_graph=True"
+            )
+        if hooks:
+            return (
+                f"its communication hook {getattr(hooks[0], '__name__', hooks[0])} acts in the backward pass. Leave "
+                "out the hook"
+            )
+        return None
+
+    def lend(self, params: Mapping[str, Tensor], own: Callable[[], Mapping[str, Tensor]]) -> Lent | None:
+        """FSDP2 gathers its own parameters, whatever stands in the slots: they take the values for the call."""
+        if not self.shards:
+            return None
+        own_params = own()
+        if all(tensor is params[name] for name, tensor in own_params.items()):
+            return None
+        with torch.no_grad():
+            lent_to = shards(own_params.values())
+            saved = [tensor.clone() for tensor in lent_to]
+            torch_private.foreach_copy_(lent_to, shards(params[name] for name in own_params))
+        return Lent(set(map(id, own_params.values())), lent_to, saved)
+
+    def take_back(self, lent: Lent | None) -> None:
+        for shard in self.shards:  # the outermost stays gathered after a forward pass alone
+            shard.reshard()  # type: ignore[operator]
+        if lent is not None:
+            with torch.no_grad():
+                torch_private.foreach_copy_(lent.shards, lent.saved)
+
+    def share_buffers(self) -> None:
+        """Give all replicas the buffers of the first rank, where they are to have them."""
+        for replica in self.replicas:
+            if replica.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+                replica._sync_buffers()  # type: ignore[no-untyped-call]
+
+
+def engine_of(model: nn.Module, params: Mapping[str, Tensor]) -> NoEngine:
+    """What runs this module's passes: the engine that it is wrapped in, if there is one."""
+    owners = [module for module in model.modules() if _owns_parameters(module)]
+    return Engine(model, type(owners[0]).__name__, params) if owners else NoEngine()
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    """An engine that works on its own parameters whatever stands in the slots, without an error."""
+    return isinstance(module, DistributedDataParallel) or _is_sharded(module)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return "FSDPModule" in {kind.__name__ for kind in type(module).__mro__}  # without importing FSDP2

@@ -1,0 +1,197 @@
+"""Sum over weight: the arithmetic of losses, microbatches and ranks.
+
+    gradient of the mean loss = (sum of the gradients of all totals) / (sum of all weights)
+
+A *total* is the summed loss of a microbatch on a rank, and its *weight* what the sum is over: samples, or tokens. A
+whole batch on one rank differentiates `total / weight` at once. A microbatch does not know the other weights, so it
+differentiates `total / normalizer`, adds that to what the ones before it gave, and reports its weight; whoever adds up
+multiplies by `normalizer / sum of weights` at the end. The normalizer is any number, the same for all microbatches of a
+step, that keeps gradients of half precision as small as a mean's. An engine such as DDP averages over its ranks what
+they have added up, so there the sum of weights is divided by the number of ranks.
+
+Where all weights together are zero, the sum of weights counts as 1: nothing counts, so the gradient of the totals is
+zero, and so is the result, however the batch was cut. The loss is 0 / 0 then, which a metric shows as NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from looplib._core import torch_private
+from looplib._core.ranks import Sums, add_up_over_ranks, shards, total_over_ranks
+from looplib._core.tracing import tracing
+from looplib.metrics._mean import Mean
+from looplib.types import Gradients
+
+
+class Objective(NamedTuple):
+    """What to differentiate: `value` times `factor`. The result has this weight, and was divided by `normalizer`."""
+
+    value: Tensor
+    factor: Tensor | float
+    weight: Tensor | float | None
+    normalizer: Tensor | float
+
+
+def objective_of(
+    loss: Any,
+    samples: int,
+    summed: bool,
+    normalizer: Tensor | float | None,
+    ranks: int = 1,
+    total: float | None = None,
+) -> Objective:
+    """The objective of a loss function's scalar or `Mean`: the mean loss, or where `summed` the summed one.
+
+    On several ranks, whose gradients are then averaged, the mean is that over all ranks, and `normalizer` the same on
+    each; `total` is what the losses of all ranks weigh, where that is known.
+    """
+    value = _scalar(loss.total if isinstance(loss, Mean) else loss)
+    if not isinstance(loss, Mean):
+        if not summed and ranks == 1:
+            return Objective(value, 1.0, None, 1.0)
+        normalizer = max(samples, 1) if normalizer is None else normalizer
+        return Objective(value, samples / normalizer, samples if ranks == 1 else None, normalizer)
+    weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+    if summed:
+        return _summed(value, weight, loss.times, normalizer)
+    if ranks > 1:
+        total_weight = total_over_ranks(weight * loss.times) if total is None else total
+        weight = _not_zero(total_weight, 1) / (ranks * loss.times)
+    else:
+        weight = _not_zero(weight, loss.times)
+    return Objective(value, (scalar_like(value) if isinstance(weight, Tensor) else 1.0) / weight, None, 1.0)
+
+
+def mean_of(loss: Any) -> Tensor:
+    """The mean loss itself, of one sample within a transform of torch.func's, whose values nobody may look at."""
+    value = _scalar(loss.total if isinstance(loss, Mean) else loss)
+    if not isinstance(loss, Mean):
+        return (value * 1.0).reshape(())
+    weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+    weight = weight + (weight == 0)
+    return (value * ((scalar_like(value) if isinstance(weight, Tensor) else 1.0) / weight)).reshape(())
+
+
+def _scalar(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"loss_fn returned a {type(value).__name__}; return a scalar tensor, a Mean(total, weight), or "
+            "(loss, aux)" + ("; for a model's output, return output.loss" if hasattr(value, "loss") else "")
+        )
+    if value.numel() != 1:
+        raise ValueError(
+            f"the loss has shape {tuple(value.shape)}; return a scalar: loss.mean(), or for an exact average "
+            "over what counts, Mean(loss.sum(), weight)"
+        )
+    if not value.requires_grad:
+        raise ValueError(
+            "the loss does not depend on any trainable parameter: it was computed without them, detached, or "
+            "under no_grad"
+        )
+    return value
+
+
+def _summed(value: Tensor, weight: Tensor | float, times: int, normalizer: Tensor | float | None) -> Objective:
+    one = scalar_like(value) if isinstance(weight, Tensor) or isinstance(normalizer, Tensor) else 1.0
+    if times != 1:
+        weight = weight * times
+    if normalizer is None:
+        normalizer = weight.clamp(min=1) if isinstance(weight, Tensor) else max(weight, 1)
+    return Objective(value, one * times / normalizer, weight, normalizer)
+
+
+def _not_zero(weight: Tensor | float, times: int) -> Tensor | float:
+    """The weight, of which there are so many, or what makes 1 of them all where it is zero."""
+    if not isinstance(weight, Tensor):
+        return weight or 1 / times
+    if on_host(weight):  # where to look costs less than to compute
+        return weight if weight.item() else torch.full_like(weight, 1 / times, dtype=torch.float64)
+    zero = weight == 0
+    return weight + (zero if times == 1 else zero / times)
+
+
+def on_host(weight: Tensor) -> bool:
+    """Whether its value can be had without waiting for a device."""
+    plain = type(weight) is Tensor and weight.device.type == "cpu"
+    return plain and not tracing() and not torch_private.functorch_level()
+
+
+def weight_on_host(loss: Any) -> list[float]:
+    """What a loss weighs, where no device must be waited for to know it; else nothing."""
+    if not isinstance(loss, Mean):
+        return []
+    if not isinstance(loss.weight, Tensor):
+        return [loss.weight * loss.times]
+    plain = type(loss.weight) is Tensor and loss.weight.device.type == "cpu"
+    return [loss.weight.detach().item() * loss.times] if plain else []
+
+
+_constants: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
+
+
+def scalar_like(like: Tensor, value: float = 1.0) -> Tensor:
+    """A scalar on the device and of the dtype of another tensor, made once."""
+    kind = like.device, like.dtype, value
+    if tracing():
+        return torch.full((), value, device=like.device, dtype=like.dtype)
+    if (constant := _constants.get(kind)) is None:
+        if len(_constants) > 100:
+            _constants.clear()
+        constant = _constants[kind] = torch.full((), value, device=like.device, dtype=like.dtype)
+    return constant
+
+
+def mean_of_sums(out: Gradients) -> Gradients:
+    """The gradients of the mean loss, from those of the summed loss over `normalizer`."""
+    if out.weight is not None:
+        total = total_over_ranks(out.weight) if out.ranks > 1 else out.weight
+        multiply(out.grads, _factor(out.normalizer * out.ranks, total))
+    return out._replace(weight=None, normalizer=1.0)
+
+
+def mean_over_ranks(out: Gradients, params: Mapping[str, Tensor]) -> Gradients:
+    """The gradient of the mean over all ranks, from each rank's own of its summed loss; collective.
+
+    What each weighs is summed first, and the gradients after that. One that a rank does not have is zero there.
+    """
+    there = [float(name in out.grads) for name in params]
+    weight = out.weight if out.weight is not None else out.samples
+    sums = Sums([out.samples, *there, *([] if isinstance(weight, Tensor) else [weight])])
+    total = total_over_ranks(weight) if isinstance(weight, Tensor) else None
+    samples, *counts = sums.read()
+    if total is None:
+        total = counts.pop()
+    reached = [name for name, count in zip(params, counts, strict=True) if count]
+    grads = {name: out.grads[name] if name in out.grads else torch.zeros_like(params[name]) for name in reached}
+    add_up_over_ranks(grads.values(), out.normalizer / (total + (total == 0)))
+    return out._replace(grads=grads, samples=round(samples), weight=None, normalizer=1.0, finish=None)
+
+
+def _factor(normalizer: Tensor | float, total: Tensor | float) -> Tensor | float:
+    if not isinstance(total, Tensor):
+        return normalizer / (total or 1)
+    if total.device.type != "mps":
+        total = total.double()
+    return normalizer / (total + (total == 0))
+
+
+def sum_of_weights(weights: Sequence[Tensor | float]) -> Tensor | float:
+    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+    number = sum(weight for weight in weights if not isinstance(weight, Tensor))
+    return torch.stack(tensors).sum() + number if tensors else number
+
+
+def multiply(grads: Mapping[str, Tensor], factor: Tensor | float) -> None:
+    """All gradients times a factor, in place."""
+    parts = shards(grads.values())
+    if not isinstance(factor, Tensor):
+        if factor != 1:
+            torch_private.foreach_mul_(parts, factor)
+        return
+    for device in {part.device for part in parts}:
+        torch_private.foreach_mul_([part for part in parts if part.device == device], factor.to(device))
