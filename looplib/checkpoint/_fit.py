@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from looplib.checkpoint._format_read import Reader
@@ -30,6 +31,24 @@ def check_fit(
     if misfits:
         more = f"\n  and {len(misfits) - 10} more" if len(misfits) > 10 else ""
         raise ValueError(f"{path} does not fit the state:\n  " + "\n  ".join(misfits[:10]) + more)
+
+
+def without_later_entries(tree: Any, reader: Reader, leaf_path: str = "") -> Any:
+    """The tree of a state without the entries `started` of optimizers that an older checkpoint does not have.
+
+    An optimizer whose state has none takes all parameters for started after the first step, as it was then.
+    """
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: without_later_entries(value, reader, f"{leaf_path}/{key}")
+        for key, value in tree.items()
+        if not _is_later(key, value) or f"{leaf_path}/{key}" in reader.tensors
+    }
+
+
+def _is_later(key: Any, value: Any) -> bool:
+    return key == "started" and isinstance(value, Tensor) and value.dtype is torch.bool
 
 
 def _difference(leaf_path: str, leaf: Any, reader: Reader, convert: bool) -> str:

@@ -20,7 +20,7 @@ from looplib._core import ownership as _donation
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib.checkpoint._describe import counts_in, trees_of
-from looplib.checkpoint._fit import check_fit
+from looplib.checkpoint._fit import check_fit, without_later_entries
 from looplib.checkpoint._format import MANIFEST, leaves_of, local, sound
 from looplib.checkpoint._format_read import Reader, read_document
 from looplib.checkpoint._position import position
@@ -69,7 +69,7 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     reader = Reader(path, manifest)
     with sound(path / MANIFEST):
         counts = counts_in(manifest)
-    tree = trees_of(template)
+    tree = without_later_entries(trees_of(template), reader)
     leaves = leaves_of(tree)
     wanted = {leaf_path: leaf for leaf_path, leaf in leaves.items() if selected(leaf_path)}
     check_fit(path, wanted, reader, selected, convert)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib.optim._recipe import Recipe, value_at
 from looplib.types import Optimizer, TrainState
 
 
@@ -96,6 +97,37 @@ def of_another(state: TrainState, error: Exception) -> ValueError:
         f"state.opt_state {found}, and is not of this optimizer ({error}): give the one that made it, with its "
         "wrappers"
     )
+
+
+def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
+    """The learning rate and the hyperparameters that move, at a step, by name and group."""
+    numbers: dict[str, float] = {}
+    count = len(recipe.groups)
+    moving = recipe.moving
+    for number in (count, *range(count)):  # the defaults first
+        overrides = recipe.groups[number][1] if number < count else recipe.defaults
+        own = opt_state.get("hyperparameters", [{}] * (count + 1))[number]
+        kept = {**opt_state.get("groups", [{}] * (count + 1))[number], **own}
+        given = {**recipe.defaults, **overrides}
+        suffix = f"/{number}" if number < count else ""
+        for key in dict.fromkeys(["lr", *moving[number]]):
+            if key in overrides or key in own:
+                value = kept[key] if key in kept else value_at(given[key], step)
+                numbers |= _named(key, suffix, value, given[key])
+    return numbers
+
+
+def _named(key: str, suffix: str, value: Any, given: Any) -> dict[str, float]:
+    """A hyperparameter as numbers: itself, or those members of a tuple that are schedules."""
+    if isinstance(value, (Real, Tensor)):
+        return {key + suffix: _number(value)}
+    if isinstance(value, tuple):
+        return {f"{key}[{i}]{suffix}": _number(value[i]) for i, member in enumerate(given) if callable(member)}
+    return {}
+
+
+def _number(value: Any) -> float:
+    return float(value.detach().item() if isinstance(value, Tensor) else value)
 
 
 Value = float | Tensor | Callable[[Tensor], float | Tensor]

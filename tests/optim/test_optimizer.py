@@ -152,13 +152,13 @@ def test_fused_where_torch_has_it_unless_the_user_says():
 
 
 def test_the_kernel_called_directly_equals_the_class(monkeypatch):
-    module = sys.modules["looplib.optim._optimizer"]
+    module = sys.modules["looplib.optim._update"]
     options = {"lr": lambda step: 0.1 / (1 + step), "groups": [(is_vector, {"weight_decay": 0.0, "maximize": True})]}
     for cls in (torch.optim.Adam, torch.optim.AdamW):
         for amsgrad in (False, True):
             direct = train(ll.optimizer(cls, amsgrad=amsgrad, **options), 10)
             with monkeypatch.context() as patch:
-                patch.setattr(module, "_KERNELS", {})
+                patch.setattr(module, "DIRECT", set())
                 through_class = train(ll.optimizer(cls, amsgrad=amsgrad, **options), 10)
             leaves = [torch.utils._pytree.tree_leaves(state) for state in (direct, through_class)]
             assert all(torch.equal(one, two) for one, two in zip(*leaves, strict=True))
@@ -291,7 +291,8 @@ def test_a_third_partys_class_reads_keys_of_its_own_from_a_group(donate, tmp_pat
 
     first = pure()
     step, state = step_of(first), ll.copy_state(ll.init_state(net(), first))
-    assert state.opt_state.keys() == {"state"}  # what is given and stays is none of the class's own numbers
+    # What is given and stays is none of the class's own numbers.
+    assert state.opt_state.keys() == {"state", "started"}
     for number, batch in enumerate(batches(10)):
         if number == 4:
             kept = ll.copy_state(state)

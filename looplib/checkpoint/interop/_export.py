@@ -24,7 +24,9 @@ from looplib._core import modules as _modules
 from looplib._core import ranks as _ranks
 from looplib._core.collective import together
 from looplib._core.ranks import is_sharded, shards
-from looplib.optim._optimizer import _Engine
+from looplib.optim._first_state import first_state
+from looplib.optim._recipe import Recipe
+from looplib.optim._update import not_started
 from looplib.types import TrainState
 
 R = TypeVar("R")
@@ -345,17 +347,19 @@ def optimizer_state_dict(
         # A look at what an optimizer of this kind keeps, on parameters of one number each.
         cls = type(torch_optimizer)
         chosen = {key: group[key] for key in inspect.signature(cls).parameters if key in group and key != "params"}
-        engine = _Engine(cls, chosen, ())
+        recipe = Recipe(cls, chosen)
         own = state.params
         tiny = {
             name: torch.zeros((1,) * own[name].ndim, dtype=own[name].dtype, device=own[name].device) for name in ids
         }
-        kept = engine.init(tiny)["state"]
+        kept = first_state(recipe, tiny)["state"]
+        late = not_started(recipe, core, state.step)
         entries = {
             ids[name]: _converted(name, core["state"][name], kept[name], "the state", cls.__name__, exported)
             for name in ids
+            if name not in late
         }
-        if state.step or not engine.lazy:  # a lazy one begins its first step with nothing, whatever stands there
+        if state.step or cls is not torch.optim.SGD:  # which has nothing before its first step
             packed["state"] |= {id: entry for id, entry in entries.items() if entry}
     if state.step and "groups" in core:
         for described, values in zip(packed["param_groups"], core["groups"], strict=True):
@@ -397,7 +401,7 @@ def load_optimizer_state_dict(
     grouped, core = _matched(model, state, torch_optimizer)
     cls = type(torch_optimizer).__name__
     entries = dict(core["state"])
-    found = False
+    loaded: set[str] = set()
 
     def fitted(value: Tensor, like: Tensor, place: str) -> Tensor:
         if value.shape != like.shape:
@@ -408,17 +412,19 @@ def load_optimizer_state_dict(
         for name, param in zip(names, group["params"], strict=True):
             if name in entries and (given := torch_optimizer.state.get(param)):
                 entries[name] = _converted(name, given, entries[name], f"this {cls}", "the state", fitted)
-                found = True
-    if not found and any(entries.values()):
+                loaded.add(name)
+    if not loaded and any(entries.values()):
         raise ValueError(
             f"this {cls} keeps nothing for any parameter: it has made no step, and no load_state_dict has filled it"
         )
-    if found and state.step == 0:
+    if loaded and state.step == 0:
         raise ValueError(
             f"the state is at step 0, where an optimizer begins anew, and this {cls} has made steps: give "
             "state.replace(step=..., epoch=..., batch=..., samples=...)"
         )
     new: dict[str, Any] = {**core, "state": entries}
+    if "started" in core:
+        new["started"] = torch.tensor([name in loaded for name in entries])
     if "groups" in core:
         new["groups"] = [
             {key: _copied(group[key]) for key in values}

@@ -1,0 +1,82 @@
+"""A third party's class against its own raw loop, on a few small parameters, before a run relies on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from looplib._core.random import mix
+from looplib._core.ranks import is_sharded
+from looplib._core.torch_private import pytree
+from looplib.optim._first_state import first_state
+from looplib.optim._recipe import Recipe, value_at
+from looplib.optim._rehearsal import sample_gradient, streams_at
+from looplib.optim._update import STREAM, Plan, eager_update
+from looplib.types import Params
+
+_STEPS = 3
+
+
+def check_against_raw_loop(recipe: Recipe, params: Params) -> None:
+    """Refuse a class whose pure updates are not those of its own `step()` in a raw loop.
+
+    What a class keeps where nobody looks (closures, attributes of its module, lists of parameters of its own) shows
+    in this. A few steps on the smallest parameters of each group and rank are compared, bit by bit.
+    """
+    chosen = _small(recipe, params)
+    if any(map(is_sharded, chosen.values())):
+        return
+    raw = _raw_loop(recipe, chosen)
+    if raw is None:
+        return  # the class cannot step on these numbers, so it says nothing about others
+    plans: list[Plan] = []
+    now, opt_state = dict(chosen), first_state(recipe, chosen)
+    structure = None
+    for step in range(_STEPS):
+        grads = {name: sample_gradient(tensor, step) for name, tensor in now.items()}
+        now, opt_state = eager_update(plans, recipe, grads, opt_state, now, step, False, 0)
+        structure = structure or pytree.tree_structure(opt_state)
+    if structure != pytree.tree_structure(opt_state):
+        raise TypeError(
+            f"{recipe.cls.__name__} keeps more after {_STEPS} updates than after one, and an opt_state has one structure "
+            "for the whole run; looplib takes optimizers that make their state in the first update of a parameter"
+        )
+    for name, tensor in raw.items():
+        if not torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(now[name])):
+            raise TypeError(
+                f"{recipe.cls.__name__} keeps something out of reach of a pure update: after {_STEPS} updates, "
+                f"{name} is not what it is in a raw loop; looplib takes optimizers that keep their state in `state` "
+                "and `param_groups`"
+            )
+
+
+def _small(recipe: Recipe, params: Params) -> Params:
+    """Copies of the smallest parameters of each group, one for each number of dimensions."""
+    found: dict[Any, str] = {}
+    for number, names in enumerate(recipe.members(params)):
+        for name in names:
+            kind = number, params[name].ndim
+            if kind not in found or params[name].numel() < params[found[kind]].numel():
+                found[kind] = name
+    chosen = set(found.values())
+    return {name: p.detach().clone().requires_grad_() for name, p in params.items() if name in chosen}
+
+
+def _raw_loop(recipe: Recipe, params: Params) -> Params | None:
+    """The parameters after some steps of the class itself."""
+    copies = {name: tensor.detach().clone().requires_grad_() for name, tensor in params.items()}
+    made = recipe.build(copies, recipe.members(copies))
+    device = next(iter(copies.values())).device
+    try:
+        for step in range(_STEPS):
+            values = [{key: value_at(value, step) for key, value in moving.items()} for moving in recipe.moving]
+            for group, moving in zip(made.param_groups, values, strict=True):
+                group.update(moving)
+            for tensor in copies.values():
+                tensor.grad = sample_gradient(tensor, step)
+            with streams_at(mix(0, step, STREAM), device):
+                made.step()
+    except (RuntimeError, ValueError, ArithmeticError):
+        return None
+    return {name: tensor.detach() for name, tensor in copies.items()}

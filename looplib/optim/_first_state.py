@@ -1,0 +1,114 @@
+"""The first state of an optimizer class: what it keeps for parameters that no update has moved yet."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core.torch_private import pytree
+from looplib.optim._hyperparameters import injected
+from looplib.optim._kernels import fused_groups
+from looplib.optim._recipe import Recipe
+from looplib.optim._rehearsal import rehearse
+from looplib.types import Params
+
+SGD, SparseAdam = torch.optim.SGD, torch.optim.SparseAdam
+
+
+def first_state(recipe: Recipe, params: Params) -> dict[str, Any]:
+    """The state before the first update, in the structure that it has for the whole run.
+
+    `state` holds what the class keeps for each parameter, by name. Where the class makes that only in a parameter's
+    own first update, of values that nobody knows before, zeros stand there in the meantime, and `started` says for
+    each parameter whether it has had that update. `groups` and `shared` hold what the class keeps for a group and for
+    all parameters, and `hyperparameters` those that are injected.
+    """
+    if not params:
+        raise ValueError(f"{recipe.cls.__name__} got no parameters to optimize")
+    numbers = _injected(recipe)
+    params = {name: tensor.detach() for name, tensor in params.items()}
+    members = recipe.members(params)
+    if recipe.cls is SGD:
+        state = _of_sgd(recipe, params, members)
+    elif recipe.cls is SparseAdam:
+        recipe.build(params, members)  # for what it refuses
+        state = {
+            name: {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            for name, p in params.items()
+        }
+    elif recipe.ours:
+        state = _of_torch(recipe, params, members)
+    else:
+        return {**_of_others(recipe, params, members), **numbers}
+    starts = {"started": _none_yet(params)} if dampened(recipe) else {}
+    return {"state": state, **starts, **numbers}
+
+
+def dampened(recipe: Recipe) -> bool:
+    """Whether this is SGD with dampening, whose first buffer is no average with zeros."""
+    return recipe.cls is SGD and any(map(bool, recipe.group_values("dampening")))
+
+
+def makes_state_late(recipe: Recipe) -> bool:
+    """Whether the values of a parameter's state are known only in its own first update."""
+    return dampened(recipe) or not recipe.ours
+
+
+def _injected(recipe: Recipe) -> dict[str, Any]:
+    for values in recipe.moving:
+        for key, value in values.items():
+            if isinstance(value, (tuple, list)) and any(isinstance(member, injected) for member in value):
+                raise TypeError(
+                    f"{key} has an injected member: injected stands for a hyperparameter as a whole, so give a "
+                    "number or a schedule there"
+                )
+    numbers = [
+        {key: torch.tensor(v.value, dtype=torch.float64) for key, v in values.items() if isinstance(v, injected)}
+        for values in recipe.moving
+    ]
+    return {"hyperparameters": numbers} if any(numbers) else {}
+
+
+def _none_yet(params: Params) -> Tensor:
+    return torch.zeros(len(params), dtype=torch.bool)
+
+
+def _of_sgd(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """A momentum buffer where there is, or may come to be, momentum.
+
+    It begins as -0.0, to which momentum may be applied and the first gradient added with the gradient's own bits,
+    0.0 and -0.0 among them. So the first update is no special case, at whatever step a parameter has it.
+    """
+    recipe.build(params, members)  # for what it refuses
+    with_momentum = {
+        name
+        for names, momentum in zip(members, recipe.group_values("momentum", 0), strict=True)
+        for name in (names if momentum else ())
+    }
+    return {
+        name: {"momentum_buffer": torch.full_like(p, -0.0)} if name in with_momentum else {}
+        for name, p in params.items()
+    }
+
+
+def _of_torch(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """What torch's classes make at a parameter's first gradient, of which only the presence counts."""
+    made = recipe.build(params, members, fused_groups(recipe, params, members))
+    for tensor in params.values():
+        tensor.grad = tensor.new_zeros(()).expand_as(tensor)  # it is only looked at, so it takes no memory
+    lists = len(inspect.signature(made._init_group).parameters) - 1
+    for group in made.param_groups:
+        made._init_group(group, *([] for _ in range(lists)))
+    return {name: dict(made.state[tensor]) for name, tensor in params.items()}
+
+
+def _of_others(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> dict[str, Any]:
+    kept = rehearse(recipe, params, members)
+    empty = pytree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, kept.state)
+    state: dict[str, Any] = {"state": empty, "started": _none_yet(params)}
+    state |= {"groups": kept.groups} if any(kept.groups) else {}
+    return {**state, "shared": kept.shared} if kept.shared else state

@@ -1,0 +1,146 @@
+"""Which kernel an update takes: a fused one, or what torch takes by default.
+
+torch's fused kernels read parameters, gradients and moments as flat runs of memory and pair numbers by their place
+there. So they are right only where all of these are dense, do not overlap themselves, and share their strides.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core import torch_private
+from looplib._core.ranks import is_sharded, shards
+from looplib.optim._recipe import KERNEL_OPTIONS, Recipe
+from looplib.types import Params
+
+# Classes whose kernel is called directly: their `step` builds its lists anew each time, for ten times the price.
+DIRECT = {torch.optim.Adam, torch.optim.AdamW}
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def chosen_by_user(recipe: Recipe) -> list[bool]:
+    """For each group, whether the user chose its kernel."""
+    return [bool(KERNEL_OPTIONS & {**recipe.defaults, **values}.keys()) for values in recipe.overrides]
+
+
+def fused_groups(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[bool]:
+    """For each group, whether looplib takes the fused kernel where the user chose none."""
+    if not recipe.ours or "fused" not in inspect.signature(recipe.cls).parameters:
+        return [False] * len(members)
+    return [
+        not chosen and bool(names) and _all_supported(recipe, [params[name] for name in names])
+        for chosen, names in zip(chosen_by_user(recipe), members, strict=True)
+    ]
+
+
+def _all_supported(recipe: Recipe, tensors: Sequence[Tensor]) -> bool:
+    if any(map(is_sharded, tensors)):
+        if recipe.cls not in DIRECT:
+            return False  # torch's other fused kernels take no DTensor
+        tensors = shards(tensors)
+    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+    return all(is_dense(tensor) for tensor in tensors) and all(_supports(recipe, *kind) for kind in kinds)
+
+
+def _supports(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has a fused kernel for such tensors: found out by a step on a single number."""
+    try:
+        tensor = torch.zeros(1, device=device, dtype=dtype)
+        tensor.grad = torch.zeros_like(tensor)
+        recipe.build({"": tensor}, [*[[]] * len(recipe.groups), [""]], [*[False] * len(recipe.groups), True]).step()
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+_strides_of = Tensor.stride
+_is_contiguous = Tensor.is_contiguous
+
+
+def aligned(lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether tensors at the same index in each list are dense and share their strides."""
+    try:
+        if all(map(_is_contiguous, chain.from_iterable(lists))):
+            return True
+        first, *others = ([*map(_strides_of, tensors)] for tensors in lists)
+    except RuntimeError:  # sparse tensors have no strides
+        return False
+    return all(strides == first for strides in others) and all(map(is_dense, lists[0]))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills one run of memory, each of its numbers in a place of its own."""
+    if tensor.layout is not torch.strided:
+        return False
+    return tensor.is_contiguous() or _dense(tuple(tensor.shape), tensor.stride())
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def check_fused(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> None:
+    """Refuse `fused=True` for parameters that a fused kernel would compute wrongly."""
+    for names, fused in zip(members, recipe.group_values("fused"), strict=True):
+        for name in names if fused and recipe.ours else ():
+            if not is_sharded(params[name]) and not is_dense(params[name]):
+                raise ValueError(
+                    f"fused=True for {name}, whose strides {params[name].stride()} leave gaps or overlap (shape "
+                    f"{tuple(params[name].shape)}): fused kernels read dense memory. Leave fused= out, or make the "
+                    "parameter contiguous"
+                )
+
+
+def realigned(name: str, grad: Tensor, param: Tensor, state: dict[str, Any]) -> Tensor:
+    """The gradient with the parameter's strides, for a user's `fused=True`; moments with others are refused."""
+    for key, moment in state.items():
+        if isinstance(moment, Tensor) and moment.shape == param.shape and not aligned([[param], [moment]]):
+            raise ValueError(
+                f"fused=True for {name}: its {key} has strides {moment.stride()}, and the parameter {param.stride()}; "
+                "fused kernels need the same. Leave fused= out, or make the state anew"
+            )
+    if grad.layout is not torch.strided or aligned([[param], [grad]]):
+        return grad
+    return torch.empty_like(param).copy_(grad)
+
+
+def fused_adam(
+    values: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], one: Tensor
+) -> bool:
+    """Adam's or AdamW's fused kernel, in place, as the class calls it; False, and nothing done, if it would be wrong."""
+    lists = [params, grads, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]]
+    lists.append([state["max_exp_avg_sq"] for state in states] if values["amsgrad"] else [])
+    if not _PLAIN.issuperset(map(type, params)) and any(map(is_sharded, params)):
+        # Each element by itself: so this rank's part, without what DTensor asks of each operation.
+        lists = [shards(tensors) for tensors in lists]
+    if not aligned(lists if lists[4] else lists[:4]):
+        return False
+    steps = [state["step"] for state in states]
+    torch_private.foreach_add_(steps, one)
+    kernel: Any = torch_private.fused_adamw_ if values["decoupled_weight_decay"] else torch_private.fused_adam_
+    kernel(
+        *lists,
+        steps,
+        lr=values["lr"],
+        beta1=values["betas"][0],
+        beta2=values["betas"][1],
+        weight_decay=values["weight_decay"],
+        eps=values["eps"],
+        amsgrad=values["amsgrad"],
+        maximize=values["maximize"],
+    )
+    return True

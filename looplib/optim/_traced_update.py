@@ -1,0 +1,283 @@
+"""The update in a trace: a class's own step, written down as tensor operations.
+
+Hyperparameters that move are tensors there, where torch's optimizers expect numbers. `_Numbers` answers for them what
+can be asked of a number, and what torch's functions do with a number they do with these tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from looplib._core import torch_private
+from looplib._core import tracing as _tracing
+from looplib._core.tracing import UntraceableError, on_host
+from looplib.optim._first_state import makes_state_late
+from looplib.optim._recipe import Recipe
+from looplib.optim._update import LR_IN_STATE
+from looplib.types import Grads, Params
+
+# Their plain forms ask more of a count than a tensor can say while torch compiles; those for CUDA graphs do not.
+_BRANCHING = {torch.optim.ASGD, torch.optim.RAdam}
+
+
+def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, step: int) -> tuple[Params, Any]:
+    """The next parameters and state, as operations of a graph."""
+    _check(recipe, grads, opt_state)
+    states = opt_state["state"]
+    late = _not_started(recipe, opt_state, step)
+    tensors = {name: params[name].detach().clone() for name in grads}
+    working = {
+        name: {} if name in late else {key: _precise(key, value) for key, value in states[name].items()}
+        for name in grads
+    }
+    instance, numbers = _lent(recipe, {name: params[name] for name in states}, tensors, opt_state, step)
+    if recipe.cls in LR_IN_STATE:
+        _take_rates(instance, LR_IN_STATE[recipe.cls], tensors, working)
+    for name, grad in grads.items():
+        tensors[name].grad = grad
+        instance.state[tensors[name]] = working[name]
+    step_in_place = inspect.unwrap(recipe.cls.step)
+    with torch.no_grad(), numbers:
+        (_taking_tensors(step_in_place) if recipe.ours else step_in_place)(instance)
+    made = {name: _as_before(dict(instance.state[tensor]), states[name]) for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor.grad = None
+    starts = {}
+    if late & grads.keys() and "started" in opt_state:
+        begun = {name for name in grads if made[name] is not states[name]}
+        starts["started"] = _with_started(opt_state["started"], [name in begun for name in states])
+    return {**params, **tensors}, {**opt_state, "state": {**states, **made}, **starts}
+
+
+def _check(recipe: Recipe, grads: Grads, opt_state: Mapping[str, Any]) -> None:
+    cls, advice = recipe.cls.__name__, "take the step without ll.compile_step, or one of torch.optim's classes"
+    if any(isinstance(value, dict) for state in opt_state["state"].values() for value in state.values()):
+        raise UntraceableError(
+            f"{cls} keeps objects for its parameters, whose numbers a graph would keep for ever: {advice}"
+        )
+    if "groups" in opt_state or "shared" in opt_state:
+        raise UntraceableError(
+            f"{cls} changes numbers of its own at each update, which a graph would keep for ever: {advice}"
+        )
+    if sparse := [name for name, grad in grads.items() if grad.is_sparse]:
+        raise UntraceableError(
+            f"the gradient of {', '.join(sparse)} is sparse, which a graph of a step cannot hold: leave out "
+            "Embedding(sparse=True), or take the step without ll.compile_step"
+        )
+
+
+def _not_started(recipe: Recipe, opt_state: Mapping[str, Any], step: int) -> frozenset[str]:
+    """The parameters whose state the class is to make now: the graph is one for each set of them."""
+    names = list(opt_state["state"])
+    if not makes_state_late(recipe):
+        return frozenset()
+    if "started" not in opt_state:
+        return frozenset(names if on_host(lambda step: step == 0, step) else ())
+    flags = on_host(lambda started: tuple(bool(flag) for flag in started), opt_state["started"])
+    return frozenset(name for name, flag in zip(names, flags, strict=True) if not flag)
+
+
+def _with_started(started: Tensor, begun: list[bool]) -> Tensor:
+    if all(begun):
+        return torch.ones_like(started)
+    flags = [torch.ones_like(flag) if now else flag for flag, now in zip(torch.split(started, 1), begun, strict=True)]
+    return torch.cat(flags)
+
+
+def _lent(
+    recipe: Recipe, params: Params, tensors: Params, opt_state: Mapping[str, Any], step: int
+) -> tuple[Any, _Numbers]:
+    """An instance over the tensors, with hyperparameters that move as tensors."""
+    members = recipe.members(params)
+    with torch_private.disable_current_modes():  # in which a schedule's tensor has a value, for the class to check
+        instance = recipe.build(params, members)
+    numbers = _Numbers()
+    given = opt_state.get("hyperparameters") or [{}] * len(members)
+    for group, names, moving, own in zip(instance.param_groups, members, recipe.moving, given, strict=True):
+        group["params"] = [tensors[name] for name in names if name in tensors]
+        for key, value in moving.items():
+            group[key] = numbers.of_state(own[key]) if key in own else numbers.at(value, step)
+        # The plain forms: what they ask of a count they ask of a tensor while torch compiles. Those for CUDA
+        # graphs (capturable) divide 0 by 0 at a learning rate of 0, and are for those that ask more of a count.
+        forms = {"fused": False, "foreach": False, "capturable": recipe.cls in _BRANCHING}
+        group |= {key: form for key, form in forms.items() if key in group}
+    constructed = {name: dict(instance.state[params[name]]) for name in tensors if params[name] in instance.state}
+    instance.state.clear()
+    for name, state in constructed.items():
+        instance.state[tensors[name]] = state
+    return instance, numbers
+
+
+def _take_rates(instance: Any, key: str, tensors: Params, working: Mapping[str, dict[str, Any]]) -> None:
+    """Give a first state the learning rate of this update, where it was made for another."""
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    for group in instance.param_groups:
+        for tensor in group["params"] if isinstance(group["lr"], Tensor) else ():
+            state = working[names[id(tensor)]]
+            old = state[key]
+            rate = (group["lr"] * (1 + 1j if old.is_complex() else 1)).to(old.device, old.dtype)
+            state[key] = torch.where(state["step"].to(old.device) == 0, rate, old)
+
+
+def _as_before(state: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """A state in the dtypes that it had; what was there, if the class has made none yet."""
+    if old and not state:
+        return old
+    return {
+        key: value.to(old[key].dtype) if isinstance(value, Tensor) and isinstance(old.get(key), Tensor) else value
+        for key, value in state.items()
+    }
+
+
+def _precise(key: str, value: Any) -> Any:
+    """A copy to update in a trace; counts in double precision, since bias corrections come of them there."""
+    if not isinstance(value, Tensor):
+        return value
+    wide = key == "step" and value.is_floating_point() and not value.dim() and value.device.type != "mps"
+    return value.double() if wide else value.clone()
+
+
+class _Numbers(TorchFunctionMode):
+    """Hyperparameters that are tensors, since they move, where torch's optimizers expect numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, tuple[Tensor, Callable[[Any], Any], Any]] = {}
+
+    def at(self, value: Any, step: int) -> Any:
+        if isinstance(value, (tuple, list)):
+            return tuple(self.at(member, step) if callable(member) else member for member in value)
+        made = on_host(lambda step: value(step), step)
+        if isinstance(made, Tensor):
+            self.known[id(made)] = made, value, step
+        return made
+
+    def of_state(self, tensor: Tensor) -> Tensor:
+        self.known[id(tensor)] = tensor, float, tensor
+        return tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _COMPARISONS and id(args[0]) in self.known and not isinstance(args[1], Tensor):
+            return self._compared(name, args)
+        if name.rstrip("_") in _DRAWS:
+            raise UntraceableError(
+                "the optimizer draws random numbers in its step, which a graph would draw from another stream: take "
+                "the step without ll.compile_step"
+            )
+        return _WITH_TENSORS.get(name, _plainly)(func, args, kwargs)
+
+    def _compared(self, name: str, args: Any) -> Any:
+        _, value, source = self.known[id(args[0])]
+        compare, other = _COMPARISONS[name], args[1]
+        if _tracing.differentiable:  # also where it is 0 it has a gradient, which the branch for 0 would not have
+            return bool(compare(0.5, other))
+        return on_host(lambda source: bool(compare(value(source), other)), source)
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    name: getattr(operator, name.strip("_")) for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+} | {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+
+_DRAWS = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "bernoulli"}
+_DRAWS |= {
+    "multinomial",
+    "poisson",
+    "uniform",
+    "exponential",
+    "cauchy",
+    "geometric",
+    "log_normal",
+    "random",
+    "dropout",
+}
+
+
+def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _item(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0]
+
+
+def _root(func: Any, args: Any, kwargs: Any) -> Any:
+    if _tracing.differentiable and args[1] == 0.5:
+        # RAdam takes a root below 0 in its first steps, which it does not use; its gradient would be NaN.
+        return func(args[0].clamp(min=1e-30), 0.5)
+    return func(*args, **kwargs)
+
+
+def _addc(func: Any, args: Any, kwargs: Any) -> Any:
+    if not isinstance(kwargs.get("value"), Tensor):
+        return func(*args, **kwargs)
+    into, one, two = args
+    return into.add_((one / two if func.__name__ == "addcdiv_" else one * two) * kwargs["value"])
+
+
+def _add(func: Any, args: Any, kwargs: Any) -> Any:
+    if not isinstance(kwargs.get("alpha"), Tensor):
+        return func(*args, **kwargs)
+    into, other = args
+    wide = torch.promote_types(into.dtype, other.dtype)  # in which torch's kernel multiplies: for Muon
+    return getattr(into, func.__name__)(other.to(wide) * kwargs["alpha"])
+
+
+def _lerp(func: Any, args: Any, kwargs: Any) -> Any:
+    weight = kwargs.get("weight", args[2] if args[2:] else None)
+    if not isinstance(weight, Tensor):
+        return func(*args, **kwargs)
+    return args[0].add_((args[1] - args[0]) * weight)
+
+
+_WITH_TENSORS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "item": _item,
+    **dict.fromkeys(("pow", "__pow__"), _root),
+    **dict.fromkeys(("addcdiv_", "addcmul_"), _addc),
+    **dict.fromkeys(("add_", "add", "sub", "sub_"), _add),
+    "lerp_": _lerp,
+}
+
+
+@functools.cache
+def _taking_tensors(step: Any) -> Any:
+    """A copy of a class's step whose module has a `max` and a `min` that take tensors: Adafactor limits its steps so.
+
+    The functions of the module that it calls are copies with the same two, so nothing is written to the module.
+    """
+    module = step.__globals__
+    space = dict(module)
+    for name, value in module.items():
+        own = inspect.unwrap(value) if callable(value) else value
+        if isinstance(own, FunctionType) and own.__globals__ is module:
+            space[name] = _in(space, own)
+    space |= {"max": _limited(max, "maximum", "min"), "min": _limited(min, "minimum", "max")}
+    return _in(space, step)
+
+
+def _in(space: dict[str, Any], function: FunctionType) -> FunctionType:
+    copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _limited(plain: Callable[..., Any], by: str, bound: str) -> Callable[..., Any]:
+    def of(*values: Any) -> Any:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        numbers = [value for value in values if not isinstance(value, Tensor)]
+        if not tensors:
+            return plain(*values)
+        found = functools.reduce(getattr(torch, by), tensors)
+        return torch.clamp(found, **{bound: plain(numbers)}) if numbers else found
+
+    return of

@@ -1,0 +1,408 @@
+"""The eager update: a class's own step, or its fused kernel, on tensors that are lent to it.
+
+A pure update works on copies of what it writes, a donated one in place. Nothing of a run stays behind: a `Plan` holds
+only what follows from the names, shapes, dtypes and device of the parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core import ownership as _donation
+from looplib._core import torch_private
+from looplib._core.random import mix
+from looplib.optim._first_state import first_state, makes_state_late
+from looplib.optim._kernels import DIRECT, aligned, check_fused, fused_adam, fused_groups, realigned
+from looplib.optim._mismatch import mismatch
+from looplib.optim._recipe import Recipe, copied, value_at
+from looplib.optim._rehearsal import Kept, own_attributes, packed, rehearse, streams_at, unpacked
+from looplib.types import Grads, Params
+
+States = dict[str, dict[str, Any]]
+
+_dtype_of = operator.attrgetter("dtype")
+_shape_of = operator.attrgetter("shape")
+
+# Classes whose first state holds the learning rate of the update that makes it, and under which key.
+LR_IN_STATE = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
+
+STREAM = 0x0F71  # sets the draws of an update apart from those of a forward pass
+
+
+class Plan:
+    """What follows from parameters of these names, shapes, dtypes and device: nothing that a run changes.
+
+    Attributes:
+        members: the names in each group.
+        values: for each group, its hyperparameters as the class completes them.
+        moving: for each group, those that are schedules or injected.
+        fused: for each group, whether looplib takes the fused kernel, strides permitting.
+        asked: for each group, whether the user asked for the fused kernel.
+        direct: whether all groups with a fused kernel may have it called without the class's `step`.
+        sample: the keys under which the class keeps the state of the first parameter of each group.
+        objects: name -> key -> the class of an object that the class keeps for a parameter.
+        idle: instances of the class that no update is using, each with its attributes as they were made.
+        fell_back: whether an update took torch's default kernel since strides did not permit the fused one.
+    """
+
+    def __init__(self, recipe: Recipe, params: Params, states: Mapping[str, Any], key: Any) -> None:
+        self.recipe, self.key, self.fell_back = recipe, key, False
+        self.members = recipe.members(params)
+        check_fused(recipe, params, self.members)
+        self.fused = fused_groups(recipe, params, self.members)
+        self.moving = recipe.moving
+        made = recipe.build(params, self.members)
+        self.values = [{key: value for key, value in group.items() if key != "params"} for group in made.param_groups]
+        self.mutable = [{k for k, v in values.items() if isinstance(v, (list, dict, set))} for values in self.values]
+        self.asked = [recipe.ours and bool(values.get("fused")) for values in self.values]
+        alike = all(len({(params[n].device, params[n].dtype) for n in names}) < 2 for names in self.members)
+        self.direct = alike and recipe.cls in DIRECT and not any(v["capturable"] for v in self.values)
+        firsts = {names[0]: params[names[0]] for names in self.members if names}
+        kept = Kept(state=first_state(recipe, firsts)["state"]) if recipe.ours else self._rehearsed(firsts)
+        self.sample = {name: set(state) for name, state in kept.state.items()}
+        self.flags = kept.flags
+        self.late = makes_state_late(recipe)
+        nested = any(isinstance(value, dict) for state in states.values() for value in state.values())
+        self.objects = self._rehearsed(params).objects if nested and not recipe.ours else {}
+        self.one = torch.ones((), device=next(iter(params.values())).device)
+        self.idle: list[tuple[Any, dict[str, Any]]] = []
+        self.give_back((made, own_attributes(made)))
+
+    def _rehearsed(self, params: Params) -> Kept:
+        return rehearse(self.recipe, params, [[name for name in names if name in params] for names in self.members])
+
+    def take(self, params: Params) -> tuple[Any, dict[str, Any]]:
+        """An instance of the class for one update, so that updates in several threads share none."""
+        if self.idle:
+            return self.idle.pop()
+        made = self.recipe.build(params, self.members)
+        return made, own_attributes(made)
+
+    def give_back(self, lent: tuple[Any, dict[str, Any]]) -> None:
+        """Empty an instance: tensors belong to states, and attributes are as they were made."""
+        instance, attributes = lent
+        instance.state = defaultdict(dict)
+        for group in instance.param_groups:
+            group["params"] = []
+        if not self.recipe.ours:
+            vars(instance).update(attributes)
+        self.idle.append(lent)
+
+    def values_at(self, opt_state: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
+        """The hyperparameters of each group at a step, with the numbers that the class keeps in its groups."""
+        own = opt_state.get("groups")
+        if own is None and not any(self.moving):
+            return self.values
+        numbers = [
+            {**v, **{k: value_at(m, step) for k, m in moving.items()}}
+            for v, moving in zip(self.values, self.moving, strict=True)
+        ]
+        for values, injected in zip(numbers, opt_state.get("hyperparameters", ()), strict=False):
+            values.update({key: value.item() for key, value in injected.items()})
+        for values, kept in zip(numbers, own or (), strict=False):
+            values.update({key: copied(value) for key, value in kept.items() if value is not None})
+        return numbers
+
+
+def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[str, Any]) -> Plan:
+    """The plan for these parameters, made if none of the last few fits."""
+    names = [*states]
+    tensors = [params[name] for name in names]
+    # Predicates of groups may look at shapes; without groups nothing depends on them.
+    shapes = [*map(_shape_of, tensors)] if recipe.groups else None
+    key = names, [*map(_dtype_of, tensors)], tensors[0].device, shapes
+    for plan in plans:
+        if plan.key == key:
+            return plan
+    plan = Plan(recipe, dict(zip(names, tensors, strict=True)), states, key)
+    plans.insert(0, plan)
+    del plans[8:]
+    return plan
+
+
+def check_state(recipe: Recipe, opt_state: Any, grads: Grads) -> None:
+    """Refuse a state that has nothing for these gradients, or that no bare class has made."""
+    if not isinstance(opt_state, dict) or "state" not in opt_state:
+        raise mismatch(recipe, opt_state)
+    if not grads.keys() <= opt_state["state"].keys():
+        raise ValueError(
+            f"the optimizer's state has nothing for {sorted(grads.keys() - opt_state['state'].keys())}: make the state "
+            "with the same model, and the same trainable=, as the gradient function"
+        )
+
+
+def check_keys(recipe: Recipe, opt_state: Mapping[str, Any], sample: Mapping[str, set[str]]) -> None:
+    """Refuse a state that another class has made."""
+    states = opt_state["state"]
+    for name, kept in sample.items():
+        found = states[name].keys()
+        if found != kept and (recipe.ours or (kept and not found & kept)):
+            raise mismatch(recipe, opt_state, name, kept)
+
+
+def _check_dtypes(plan: Plan, grads: Grads, params: Params) -> None:
+    dtypes = [*map(_dtype_of, grads.values())]
+    if dtypes == plan.key[1]:
+        return
+    for name, dtype in zip(grads, dtypes, strict=True):
+        if dtype is not params[name].dtype:
+            raise ValueError(
+                f"the gradient of {name} is {dtype}, the parameter {params[name].dtype}: to train weights "
+                "of half precision on gradients in float32, wrap the optimizer, ll.optim.master_weights(optimizer)"
+            )
+
+
+def not_started(recipe: Recipe, opt_state: Mapping[str, Any], step: int) -> frozenset[str]:
+    """The parameters that have had no update, where the class makes their state in the first."""
+    started = opt_state.get("started")
+    if started is None:  # a state from before there was this entry, of a run that began with all parameters
+        return frozenset(opt_state["state"]) if makes_state_late(recipe) and step == 0 else frozenset()
+    if started.all():
+        return frozenset()
+    return frozenset(name for name, flag in zip(opt_state["state"], started.tolist(), strict=True) if not flag)
+
+
+def eager_update(
+    plans: list[Plan],
+    recipe: Recipe,
+    grads: Grads,
+    opt_state: Any,
+    params: Params,
+    step: int,
+    donate: bool,
+    seed: int,
+) -> tuple[Params, Any]:
+    """The next parameters and state, by the class's own arithmetic."""
+    states = opt_state["state"]
+    plan = plan_for(plans, recipe, params, states)
+    check_keys(recipe, opt_state, plan.sample)
+    _check_dtypes(plan, grads, params)
+    if donate:
+        tensors = {name: params[name] for name in grads}
+        working: States = {name: states[name] for name in grads}
+    else:
+        tensors, working = _copies(grads, params, states)
+    late = not_started(recipe, opt_state, step) if plan.late else frozenset()
+    kept = {name: dict(states[name]) for name in grads} if donate and (late or not recipe.ours) else {}
+    for name in late & grads.keys():
+        working[name] = {}
+    values = plan.values_at(opt_state, step)
+    if recipe.cls in LR_IN_STATE:
+        _take_rates(plan, values, tensors, working)
+    new_state: dict[str, Any] = dict(opt_state)
+    grad_mode = torch.is_grad_enabled()
+    try:
+        if recipe.ours:
+            torch_private.set_grad_enabled(bool(recipe.defaults.get("differentiable", False)))
+        left = _launch(plan, values, grads, tensors, working) if plan.direct else range(len(values))
+        if left and recipe.ours:
+            _run(plan, left, values, grads, tensors, working, params)
+        elif left:
+            with streams_at(mix(seed, step, STREAM), plan.key[2]):
+                new_state |= _run_others(plan, values, grads, tensors, working, params, opt_state, late, donate)
+    finally:
+        torch_private.set_grad_enabled(grad_mode)
+    _donation.updates += donate
+    if late:
+        new_state |= _starts(opt_state, late, working, donate)
+    for name, old in kept.items():
+        working[name] = _into_old(working[name], old)
+    new_state["state"] = {**states, **working}
+    return {**params, **tensors}, new_state
+
+
+def _take_rates(plan: Plan, values: Sequence[Mapping[str, Any]], tensors: Params, working: States) -> None:
+    """Give a first state the learning rate of this update, where it was made for another."""
+    key = LR_IN_STATE[plan.recipe.cls]
+    for moving, group, names in zip(plan.moving, values, plan.members, strict=True):
+        for name in names if "lr" in moving else ():
+            if name in tensors and not working[name]["step"]:
+                rate = float(group["lr"])
+                working[name][key].fill_(complex(rate, rate) if working[name][key].is_complex() else rate)
+
+
+def _launch(
+    plan: Plan, values: Sequence[dict[str, Any]], grads: Grads, tensors: Params, working: States
+) -> list[int]:
+    """Call Adam's fused kernel for the groups that take it; returns the other groups."""
+    left = []
+    whole = len(grads) == len(plan.key[0])
+    for number, members in enumerate(plan.members):
+        names = members if whole else [name for name in members if name in grads]
+        if not names:
+            continue
+        if plan.fused[number] or plan.asked[number]:
+            own = [tensors[name] for name in names]
+            given = [grads[name] for name in names]
+            states = [working[name] for name in names]
+            if fused_adam(values[number], own, given, states, plan.one):
+                continue
+            if plan.asked[number]:
+                given = [realigned(*each) for each in zip(names, given, own, states, strict=True)]
+                if fused_adam(values[number], own, given, states, plan.one):
+                    continue
+            plan.fell_back = True
+        left.append(number)
+    return left
+
+
+def _run(
+    plan: Plan,
+    groups: Sequence[int],
+    values: Sequence[dict[str, Any]],
+    grads: Grads,
+    tensors: Params,
+    working: States,
+    params: Params,
+) -> None:
+    """The own step of a class of torch's on these tensors, in place."""
+    lent = instance, _ = plan.take(params)
+    given = dict(grads)
+    for number in groups:
+        group, names = instance.param_groups[number], [name for name in plan.members[number] if name in tensors]
+        group.update(values[number])
+        group["params"] = [tensors[name] for name in names]
+        if plan.fused[number] and names:
+            group["fused"] = _fits(names, grads, tensors, working)
+            plan.fell_back |= not group["fused"]
+        elif plan.asked[number]:
+            given |= {name: realigned(name, grads[name], tensors[name], working[name]) for name in names}
+    for name in grads:
+        instance.state[tensors[name]] = working[name]
+    # Without torch's profiler hook and grad-mode wrapper, 7 us a step.
+    _step_with(plan, inspect.unwrap(plan.recipe.cls.step), lent, given, tensors)
+
+
+def _fits(names: Sequence[str], grads: Grads, tensors: Params, working: States) -> bool:
+    """Whether parameters, gradients and moments have the strides that a fused kernel needs."""
+    states = [working[name] for name in names]
+    if any(state.keys() != states[0].keys() for state in states):
+        return False
+    moments = [key for key, value in states[0].items() if isinstance(value, Tensor) and key != "step"]
+    lists = [[tensors[name] for name in names], [grads[name] for name in names]]
+    return aligned([*lists, *([state[key] for state in states] for key in moments)])
+
+
+def _run_others(
+    plan: Plan,
+    values: Sequence[dict[str, Any]],
+    grads: Grads,
+    tensors: Params,
+    working: States,
+    params: Params,
+    opt_state: Mapping[str, Any],
+    late: frozenset[str],
+    donate: bool,
+) -> dict[str, Any]:
+    """The own step of a third party's class on these tensors, in place; returns what it keeps beside parameters."""
+    recipe, first = plan.recipe, late & grads.keys()
+    whole = {name: tensors.get(name, params[name]) for name in opt_state["state"]}
+    # For parameters that begin now, a new instance: what its constructor keeps for them is where they start.
+    made = recipe.build(whole, plan.members) if first else None
+    lent = plan.take(whole) if made is None else (made, own_attributes(made))
+    instance = lent[0]
+    for flag in plan.flags:
+        setattr(instance, flag, len(late) < len(whole))
+    for number, (group, names) in enumerate(zip(instance.param_groups, plan.members, strict=True)):
+        group.update(values[number])
+        group.update({key: deepcopy(values[number][key]) for key in plan.mutable[number]})
+        group["params"] = [tensors[name] for name in names if name in tensors]
+    started = {tensor: dict(instance.state[tensor]) for name, tensor in tensors.items() if name in first}
+    instance.state = defaultdict(dict, started)
+    for name in grads.keys() - first:
+        kinds = plan.objects.get(name)
+        instance.state[tensors[name]] = unpacked(working[name], kinds) if kinds else working[name]
+    for key, value in opt_state.get("shared", {}).items():
+        if value is not None:
+            instance.state[key] = value if donate else copied(value)
+    made_state = _step_with(plan, recipe.cls.step, lent, grads, tensors)
+    for name, tensor in tensors.items():
+        working[name], kinds = (
+            packed(recipe, name, made_state[tensor])
+            if (name in first or name in plan.objects)
+            else (made_state[tensor], {})
+        )
+        plan.objects |= {name: kinds} if kinds else {}
+    kept: dict[str, Any] = {}
+    if "groups" in opt_state:
+        kept["groups"] = [
+            {key: copied(group.get(key)) for key in own}
+            for group, own in zip(instance.param_groups, opt_state["groups"], strict=True)
+        ]
+    if "shared" in opt_state:
+        new = {key: made_state.get(key) for key in opt_state["shared"]}
+        kept["shared"] = _into_old(new, opt_state["shared"]) if donate else new
+    return kept
+
+
+def _step_with(plan: Plan, step: Any, lent: tuple[Any, Any], grads: Grads, tensors: Params) -> Any:
+    """A step of an instance with these gradients; returns its state, and leaves it empty."""
+    instance = lent[0]
+    stale = {name: tensor.grad for name, tensor in tensors.items()}
+    try:
+        for name, grad in grads.items():
+            tensors[name].grad = grad
+        step(instance)
+        return instance.state
+    except RuntimeError as error:
+        if "sparse" not in str(error).lower():
+            raise
+        kinds = {name: "sparse" if grad.is_sparse else "dense" for name, grad in grads.items()}
+        raise ValueError(
+            f"{plan.recipe.cls.__name__} cannot take these gradients ({error}): {kinds}. Sparse ones come from "
+            "Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters with trainable=), "
+            "SGD and Adagrad take both kinds, the others dense ones only"
+        ) from error
+    finally:
+        for name, tensor in tensors.items():
+            tensor.grad = stale[name]
+        plan.give_back(lent)
+
+
+def _starts(opt_state: Mapping[str, Any], late: frozenset[str], working: States, donate: bool) -> dict[str, Any]:
+    """Which parameters have had an update now; where the class has made no state yet, what stood there stays."""
+    states = opt_state["state"]
+    begun = {name for name in late & working.keys() if working[name] or not states[name]}
+    working |= {name: states[name] for name in late & working.keys() - begun}
+    if "started" not in opt_state:
+        return {}
+    started = opt_state["started"] if donate else opt_state["started"].clone()
+    for index, name in enumerate(states):
+        if name in begun:
+            started[index] = True
+    return {"started": started}
+
+
+def _into_old(new: dict[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """New values in the tensors of a donated state, so that those who share them are told by one table."""
+    return {
+        key: old[key].copy_(value)
+        if isinstance(value, Tensor)
+        and isinstance(old.get(key), Tensor)
+        and old[key] is not value
+        and (old[key].shape, old[key].dtype) == (value.shape, value.dtype)
+        else value
+        for key, value in new.items()
+    }
+
+
+def _copies(grads: Grads, params: Params, states: Mapping[str, dict[str, Any]]) -> tuple[Params, States]:
+    """Copies of what an update of these parameters writes, in one sweep."""
+    grad_mode = torch.is_grad_enabled()
+    try:
+        torch_private.set_grad_enabled(False)
+        tensors = {name: params[name].clone() for name in grads}
+        working = {name: {key: copied(value) for key, value in states[name].items()} for name in grads}
+    finally:
+        torch_private.set_grad_enabled(grad_mode)
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(params[name].requires_grad)
+    return tensors, working
