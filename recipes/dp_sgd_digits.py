@@ -56,7 +56,10 @@ def main(
 
     # A batch may be empty, of which the default collate_fn could make no tensors.
     loader = ll.make_loader(
-        range(count), batch_sampler=poisson, collate_fn=lambda rows: (pictures[rows], labels[rows]), seed=seed
+        range(count),
+        order=ll.data.batch_sampler(poisson),
+        collate_fn=lambda rows: (pictures[rows], labels[rows]),
+        seed=seed,
     )
     model = make_model(width)
     optimizer = ll.ema(ll.optimizer(torch.optim.SGD, lr=lr, momentum=momentum), decay=ll.optim.ema_warmup(decay))

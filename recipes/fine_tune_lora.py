@@ -66,8 +66,8 @@ def main(
     tables.set_format("torch")
     options: dict[str, Any] = {"seed": seed, "collate_fn": hf.DataCollatorWithPadding(tokenizer)}
     lengths = [len(ids) for ids in tables["train"]["input_ids"]]
-    loader = ll.make_loader(tables["train"], batch_size=batch_size, lengths=lengths, **options)
-    test_batches = ll.make_loader(tables["test"], batch_size=64, shuffle=False, **options)
+    loader = ll.make_loader(tables["train"], batch_size=batch_size, order=ll.data.by_length(lengths), **options)
+    test_batches = ll.make_loader(tables["test"], batch_size=64, order=ll.data.in_order(), **options)
     labels = {"id2label": dict(enumerate(PACKAGES)), "label2id": {name: i for i, name in enumerate(PACKAGES)}}
     found: dict[str, float] = {}
     for method, rate in (("head", 2 * lr), ("full", lr / 6), ("lora", lr)):
@@ -145,7 +145,9 @@ def make_base(folder: Path, docstrings: list[tuple[str, str]], steps: int, width
     model = hf.ModernBertForMaskedLM(config)
     collate = hf.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.25)
     lengths = [len(example["input_ids"]) for example in examples]
-    loader = ll.make_loader(examples, batch_size=size, lengths=lengths, collate_fn=collate, seed=seed)
+    loader = ll.make_loader(
+        examples, batch_size=size, order=ll.data.by_length(lengths), collate_fn=collate, seed=seed
+    )
     state = fit(model, loader, 3e-3, steps, seed)
     ll.checkpoint.save_pretrained(model, state, folder)
     tokenizer.save_pretrained(folder)

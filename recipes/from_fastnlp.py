@@ -49,11 +49,11 @@ def main(
         model = DistributedDataParallel(model.to(device)) if ll.distributed.launched() else model.to(device)
         train_set, test_set = load_data()
         loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, device=device)
-        test_batches = ll.make_loader(test_set, batch_size=256, shuffle=False, device=device)
+        test_batches = ll.make_loader(test_set, batch_size=256, order=ll.data.in_order(), device=device)
         if overfit_batches:  # whole ones, of which each rank takes its rows
             whole = ll.make_loader(train_set, batch_size=batch_size, seed=seed, divide=False)
             few = list(islice(whole(ll.TrainState()), overfit_batches))
-            loader = test_batches = ll.make_loader(few, shuffle=False, device=device)
+            loader = test_batches = ll.make_loader(few, batch_size=None, order=ll.data.in_order(), device=device)
 
         half = torch.float16 if fp16 == "float16" else torch.bfloat16
         cast = partial(ll.autocast, dtype=half, enabled=fp16 != "float32")

@@ -53,7 +53,7 @@ def main(
         train_set, eval_set = load_data()
         size = per_device_train_batch_size * gradient_accumulation_steps * ll.distributed.world_size()  # of an update
         loader = ll.make_loader(train_set, batch_size=size, seed=seed, device=device)
-        eval_batches = ll.make_loader(eval_set, batch_size=size, shuffle=False, device=device)
+        eval_batches = ll.make_loader(eval_set, batch_size=size, order=ll.data.in_order(), device=device)
 
         steps = num_train_epochs * len(loader)
         rate = ll.warmup_cosine(learning_rate, warmup=warmup_steps, total=steps)

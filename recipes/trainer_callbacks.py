@@ -81,12 +81,12 @@ class Flow(hf.DefaultFlowCallback):  # type: ignore[misc]
 
 
 def train(args: TrainingArguments, callbacks: Any, model: nn.Module, train_set: Any, test_set: Any) -> ll.TrainState:
-    size, shuffle = args.per_device_train_batch_size, args.train_sampling_strategy != "sequential"
-    options: dict[str, Any] = {"seed": args.seed, "collate_fn": default_data_collator}
-    loader = ll.make_loader(train_set, batch_size=size, shuffle=shuffle, **options)
-    test_batches = ll.make_loader(test_set, batch_size=args.per_device_eval_batch_size, shuffle=False, **options)
-    ended, steps = ll.after_epochs(int(args.num_train_epochs)), int(args.num_train_epochs) * len(loader)
-    hooks = Callbacks(args, callbacks, steps, model=model, train_dataloader=loader, eval_dataloader=test_batches)
+    size, eval_size, epochs = args.per_device_train_batch_size, args.per_device_eval_batch_size, args.num_train_epochs
+    order = ll.data.in_order() if args.train_sampling_strategy == "sequential" else ll.data.shuffled()
+    loader = ll.make_loader(train_set, batch_size=size, order=order, seed=args.seed, collate_fn=default_data_collator)
+    held = ll.make_loader(test_set, batch_size=eval_size, order=ll.data.in_order(), collate_fn=default_data_collator)
+    ended, steps = ll.after_epochs(epochs), -int(-epochs * len(loader) // 1)  # rounded up, as by the Trainer
+    hooks = Callbacks(args, callbacks, steps, model=model, train_dataloader=loader, eval_dataloader=held)
 
     def gradients(state: ll.TrainState, batch: Any, *part: Any) -> ll.types.Gradients:
         hooks.fire("on_pre_optimizer_step", state, grads=(found := clipped(state, batch, *part)).grads)
@@ -118,7 +118,7 @@ def train(args: TrainingArguments, callbacks: Any, model: nn.Module, train_set: 
             log(state, ll.compute(window.metrics()) | {"learning_rate": rate(state.step - 1)})
             window = ll.Window()
         if hooks.control.should_evaluate:
-            log(state, scores := ll.evaluate(eval_step, state, test_batches, prefix="eval_"))
+            log(state, scores := ll.evaluate(eval_step, state, held, prefix="eval_"))
             hooks.fire("on_evaluate", state, metrics=scores)
             state = ll.update_best(state, scores)
         if hooks.control.should_save:

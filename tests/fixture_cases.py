@@ -520,19 +520,25 @@ LENGTHS = [(7 * i) % 11 + 1 for i in range(23)]
 ORDERS = {
     "shuffled": (23, {"batch_size": 5}),
     "shuffled, another seed": (23, {"batch_size": 5, "seed": 12345}),
-    "in order": (23, {"batch_size": 5, "shuffle": False}),
+    "in order": (23, {"batch_size": 5, "order": ll.data.in_order()}),
     "drop_last": (23, {"batch_size": 5, "drop_last": True}),
     "limit": (23, {"batch_size": 5, "limit": 3}),
-    "weights": (23, {"batch_size": 5, "weights": [i % 4 + 0.5 for i in range(23)]}),
-    "weights, num_samples": (23, {"batch_size": 5, "weights": [i % 4 + 0.5 for i in range(23)], "num_samples": 12}),
-    "lengths": (23, {"batch_size": 3, "lengths": LENGTHS}),
-    "lengths, pool": (23, {"batch_size": 3, "lengths": LENGTHS, "pool": 4}),
-    "lengths, pool 1, drop_last": (23, {"batch_size": 3, "lengths": LENGTHS, "pool": 1, "drop_last": True}),
-    "sampler": (20, {"batch_size": 3, "sampler": [*range(19, -1, -2)]}),
-    "sampler of the epoch": (20, {"batch_size": 3, "sampler": reversed_by_epoch}),
-    "sampler of torch": (20, {"batch_size": 6, "sampler": torch.utils.data.RandomSampler(range(20))}),
-    "batch_sampler": (20, {"batch_sampler": uneven_batches}),
-    "items that are batches": (8, {}),
+    "weights": (23, {"batch_size": 5, "order": ll.data.weighted([i % 4 + 0.5 for i in range(23)])}),
+    "weights, num_samples": (
+        23,
+        {"batch_size": 5, "order": ll.data.weighted([i % 4 + 0.5 for i in range(23)], num_samples=12)},
+    ),
+    "lengths": (23, {"batch_size": 3, "order": ll.data.by_length(LENGTHS)}),
+    "lengths, pool": (23, {"batch_size": 3, "order": ll.data.by_length(LENGTHS, pool=4)}),
+    "lengths, pool 1, drop_last": (
+        23,
+        {"batch_size": 3, "order": ll.data.by_length(LENGTHS, pool=1), "drop_last": True},
+    ),
+    "sampler": (20, {"batch_size": 3, "order": ll.data.sampler([*range(19, -1, -2)])}),
+    "sampler of the epoch": (20, {"batch_size": 3, "order": ll.data.sampler(reversed_by_epoch)}),
+    "sampler of torch": (20, {"batch_size": 6, "order": ll.data.sampler(torch.utils.data.RandomSampler(range(20)))}),
+    "batch_sampler": (20, {"order": ll.data.batch_sampler(uneven_batches)}),
+    "items that are batches": (8, {"batch_size": None}),
     "large": (3000, {"batch_size": 1000, "seed": 2, "limit": 1}),
 }
 
@@ -630,7 +636,9 @@ def orders_of_this_rank():
         found[name + ", parts"] = parts
     found["uneven, parts"] = [
         [part.tolist(), bool(counts)]
-        for part, counts in ll.make_loader(torch.arange(7), batch_size=3, shuffle=False).parts(ll.TrainState())
+        for part, counts in ll.make_loader(torch.arange(7), batch_size=3, order=ll.data.in_order()).parts(
+            ll.TrainState()
+        )
     ]
     found["stream"] = order_of(ll.make_loader(Count(12), batch_size=4), (0, 1))
     found["undivided"] = order_of(ll.make_loader(torch.arange(9), batch_size=4, divide=False), (0, 1))

@@ -89,7 +89,7 @@ def add_noise(
 
     How much privacy a run gives is for a library to say (Opacus' `RDPAccountant`, Google's `dp_accounting`), from the
     noise multiplier, the sampling rate and the number of steps. Most of them assume Poisson sampling, in which
-    each example is in a batch by its own coin (`make_loader(..., batch_sampler=)`): then the size of a batch
+    each example is in a batch by its own coin (`order=ll.data.batch_sampler(...)`): then the size of a batch
     is private, and `expected_batch_size` belongs here. A batch may then be empty, and its gradient is noise alone.
 
     Not for adversaries: torch's generators are not cryptographically secure, and floating-point noise leaks in ways

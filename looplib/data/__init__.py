@@ -2,6 +2,19 @@
 
 from looplib._core.trees import batch_size
 from looplib.data._loader import Loader, make_loader
+from looplib.data._orders import Order, batch_sampler, by_length, in_order, sampler, shuffled, weighted
 from looplib.data._without_samples import without_samples
 
-__all__ = ["Loader", "batch_size", "make_loader", "without_samples"]
+__all__ = [
+    "Loader",
+    "Order",
+    "batch_sampler",
+    "batch_size",
+    "by_length",
+    "in_order",
+    "make_loader",
+    "sampler",
+    "shuffled",
+    "weighted",
+    "without_samples",
+]

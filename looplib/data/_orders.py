@@ -1,280 +1,398 @@
-"""Where everything random in the data comes from: the order of an epoch, and the draws made while reading it.
+"""Orders of samples: the values that `make_loader(order=...)` takes.
 
-Both are functions of a place, not of a stream that goes on. The global batches of an epoch are planned from
-(seed, epoch) before anything is read; and for the moment of reading, the three global random streams (torch,
-`random`, numpy) are seeded for the place that is read, and put back after.
+An order knows nothing of the dataset until a loader asks it for a function that draws an epoch. Whatever an order
+cannot do with a dataset or a batch size, it says here, when the loader is made.
 """
 
 from __future__ import annotations
 
-import operator
-import random
-import sys
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
-from typing import Any
+from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
-from looplib._core import interrupts as _interrupts
-from looplib._core.random import mix
+from looplib._core.checks import check_optional_count
+from looplib.data._plan import Draw, Plan, listed, same_plan
 
-Order = Callable[[int, torch.Generator], Any]
-
-
-# Words, not 0 to 3, so that no seed here is one that a step draws its dropout from.
-ORDER, ITEM, COLLATE, STREAM = (int.from_bytes(word, "big") for word in (b"order", b"item", b"collate", b"stream"))
+Sampler = Callable[[int, torch.Generator], Any] | Iterable[Any]
 
 
-def save_streams() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    return (
-        torch.default_generator.get_state(),
-        random.getstate(),
-        numpy and numpy.random.get_state(legacy=False),
-    )
+class Order:
+    """The order in which a loader reads the samples of each epoch, for `make_loader(order=...)`.
 
+    >>> import looplib as ll, torch
+    >>> loader = ll.make_loader(torch.arange(5), batch_size=2, order=ll.data.in_order())
+    >>> loader.order
+    in_order()
+    >>> [batch.tolist() for batch in loader(ll.TrainState())]
+    [[0, 1], [2, 3], [4]]
 
-def restore_streams(saved: tuple[Any, ...]) -> None:
-    torch.default_generator.set_state(saved[0])
-    random.setstate(saved[1])
-    if saved[2] is not None:
-        sys.modules["numpy"].random.set_state(saved[2])
-
-
-def seed_streams(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks through all devices, at 100 us
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        # torch takes the low 32 bits: numpy, a Mersenne twister as well, would draw the same words from them.
-        numpy.random.seed(seed >> 31)
-
-
-@contextmanager
-def kept_streams() -> Iterator[None]:
-    """Whatever is drawn or seeded inside, the global streams go on after it as if it had not been."""
-    _interrupts.install()
-    saved, thread = save_streams(), threading.get_ident()
-    try:
-        yield
-    finally:
-        _interrupts.begin_hold(thread)
-        try:
-            restore_streams(saved)
-        finally:
-            _interrupts.end_hold(thread)
-            _interrupts.deliver()
-
-
-def own_rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Where a rank's rows of a global batch begin and end, as by torch.tensor_split.
-
-    Where there is none for it, the first row stands in.
-    """
-    if rank >= count:
-        return 0, min(1, count)
-    each, more = divmod(count, ranks)
-    low = rank * each + min(rank, more)
-    return low, low + each + (rank < more)
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """The global batches of one epoch, as keys of the dataset: set first, divided and read later.
+    Every order is a function of (seed, epoch): the loader seeds what an order draws.
 
     Attributes:
-        keys: every sample of the epoch in order: (samples,) int64, or a list where keys are not ints.
-        ends: where in `keys` each batch ends; the last end may lie beyond.
-        visits: (samples,) how often that key has come before in the epoch; None where none comes twice.
+        shuffles: the order differs from the dataset's without the user having written it down.
+        distinct: no sample comes twice in an epoch.
+        whole_batches: the order decides the batches, and not only the samples.
+        any_batch_size: the samples come in the same order whatever the batch size.
+        any_length: more samples at the end of the dataset leave the order of those before as it was.
     """
 
-    keys: Tensor | list[Any]
-    ends: Sequence[int]
-    visits: Tensor | None
+    __slots__ = ()
+    shuffles: ClassVar[bool] = False
+    distinct: ClassVar[bool] = False
+    whole_batches: ClassVar[bool] = False
+    any_batch_size: ClassVar[bool] = True
+    any_length: ClassVar[bool] = False
 
-    def __len__(self) -> int:
-        return len(self.ends)
+    def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
+        """The function `(epoch, generator) -> keys` of this order for a dataset."""
+        raise NotImplementedError
 
-    def batch(self, k: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor | list[Any], Tensor | None]:
-        """This rank's part of a batch: keys, and how often each came before."""
-        first = self.ends[k - 1] if k else 0
-        part = slice(first, self.ends[k])
-        if ranks > 1:
-            low, high = own_rows(self.size(k), rank, ranks)
-            part = slice(first + low, first + high)
-        return self.keys[part], None if self.visits is None else self.visits[part]
+    def check_undivided(self) -> None:
+        """Raise ValueError if the order already gives each rank samples of its own."""
 
-    def without(self, keys: Collection[Any]) -> Plan:
-        """The same batches with these keys taken out of them; one that would be empty has a key of its neighbours."""
-        if isinstance(self.keys, Tensor):
-            kept = ~torch.isin(self.keys, torch.tensor([operator.index(key) for key in keys], dtype=torch.int64))
-            left: Tensor | list[Any] = self.keys[kept]
-        else:
-            kept = torch.tensor([key not in keys for key in self.keys])
-            left = [key for key in self.keys if key not in keys]
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
-        ends = before[torch.tensor(self.ends).clamp_(max=len(self.keys))]
-        places = torch.arange(len(ends))
-        most = ends[-1] - places.flip(0)  # so that one is left for each that follows
-        ends = torch.minimum((ends - places).clamp_(min=1).cummax(0).values + places, most)
-        return Plan(left, ends.tolist(), None if self.visits is None else self.visits[kept])
+    def check_repeatable(self, first: Plan, plan: Callable[[int], Plan]) -> None:
+        """Raise ValueError if epoch 0 is not the plan `first` when asked for again."""
 
-    def size(self, k: int) -> int:
-        """Samples in a batch."""
-        return min(self.ends[k], len(self.keys)) - (self.ends[k - 1] if k else 0)
-
-    def smallest(self, first: int) -> int:
-        """Which of the batches from `first` on has the fewest samples."""
-        ends = torch.tensor([0, *self.ends]).clamp_(max=len(self.keys))
-        return first + int(ends.diff()[first:].argmin())
+    def checksum(self, plan: Callable[[int], Plan]) -> int | None:
+        """A number for what the repr leaves out, such as all but the first weights. None if the repr says it all."""
+        return None
 
 
-@dataclass(frozen=True, eq=False)
-class Sampling:
-    """How epochs are planned.
+@dataclass(frozen=True, slots=True)
+class shuffled(Order):
+    """A random permutation of the dataset in each epoch. The default for datasets with a length.
 
-    Attributes:
-        order: `(epoch, generator) -> keys`.
-        batch_size: keys in a batch, or None when `order` gives whole batches of keys.
-        drop_last: leave out a last batch that is not full.
-        distinct: known to give no key twice in an epoch.
-        limit: batches after which an epoch ends, or None for all.
+    >>> import looplib as ll
+    >>> loader = ll.make_loader(range(4), batch_size=2, order=ll.data.shuffled())
+    >>> loader.order
+    shuffled()
     """
 
-    order: Order
-    batch_size: int | None
-    drop_last: bool
-    distinct: bool
-    limit: int | None = None
+    shuffles = True
+    distinct = True
+
+    def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
+        count = _length_of(dataset)
+        return lambda epoch, generator: torch.randperm(count, generator=generator)
 
 
-def plan_epoch(sampling: Sampling, seed: int, epoch: int) -> Plan:
-    """The epoch's global batches: a pure function of its arguments, which reads nothing of the dataset."""
-    generator = torch.Generator().manual_seed(mix(ORDER, seed, epoch))
-    with kept_streams():
-        seed_streams(mix(ORDER, seed, epoch, 1))
-        found = sampling.order(epoch, generator)
-        ends: Sequence[int]
-        if sampling.batch_size is None:
-            batches = [list(listed(batch)) for batch in islice(found, sampling.limit)]
-            keys, ends = _as_keys(chain.from_iterable(batches)), list(accumulate(map(len, batches)))
-        else:
-            keys, size = _as_keys(found), sampling.batch_size
-            ends = range(size, len(keys) + (1 if sampling.drop_last else size), size)[: sampling.limit]
-            keys = keys[: ends[-1]] if ends else keys
-    return Plan(keys, ends, None if sampling.distinct else _visits(keys))
+@dataclass(frozen=True, slots=True)
+class in_order(Order):
+    """The order of the dataset itself, as for evaluation.
+
+    >>> import looplib as ll
+    >>> loader = ll.make_loader(range(4), batch_size=3, order=ll.data.in_order())
+    >>> [batch.tolist() for batch in loader(ll.TrainState())]
+    [[0, 1, 2], [3]]
+
+    It is the one order that a stream accepts, since a stream's order is its own.
+    """
+
+    distinct = True
+    any_length = True
+
+    def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
+        count = _length_of(dataset)
+        return lambda epoch, generator: torch.arange(count)
 
 
-def same_plan(one: Plan, other: Plan) -> bool:
-    return listed(one.keys) == listed(other.keys) and list(one.ends) == list(other.ends)
+@dataclass(frozen=True, slots=True, eq=False, repr=False, init=False)
+class weighted(Order):
+    """Weighted random sampling with replacement, as by torch's WeightedRandomSampler.
+
+    >>> import looplib as ll
+    >>> order = ll.data.weighted([0, 1, 3], num_samples=8)
+    >>> order
+    weighted([0, 1, 3], num_samples=8)
+    >>> loader = ll.make_loader(["never", "rare", "frequent"], batch_size=4, order=order)
+    >>> len(loader), "never" in [text for batch in loader(ll.TrainState()) for text in batch]
+    (2, False)
+
+    Args:
+        weights: (len(dataset),) the probability of each sample, relative to the others.
+        num_samples: samples in an epoch. Defaults to the length of the dataset.
+
+    Raises ValueError for weights that are negative, not finite or all 0, for a `num_samples` below 1, and, from
+    `make_loader`, if there is not one weight for each sample.
+    """
+
+    weights: Tensor
+    num_samples: int | None
+    shuffles = True
+
+    def __init__(self, weights: Sequence[float] | Tensor, num_samples: int | None = None) -> None:
+        check_optional_count("num_samples", num_samples, advice="expected an int of at least 1")
+        object.__setattr__(self, "weights", _numbers("weights", weights))
+        object.__setattr__(self, "num_samples", num_samples)
+
+    def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
+        _check_one_each("weights", self.weights, dataset)
+        count = self.num_samples or len(dataset)
+        # By cumulative weights: torch.multinomial ends at 2**24 of them.
+        bounds = self.weights.cumsum(0)
+
+        def draw(epoch: int, generator: torch.Generator) -> Tensor:
+            # The largest number that rand gives, 1 - 2**-53, times the total is still rounded below the total.
+            points = torch.rand(count, dtype=torch.float64, generator=generator) * bounds[-1]
+            return torch.searchsorted(bounds, points, right=True)
+
+        return draw
+
+    def checksum(self, plan: Callable[[int], Plan]) -> int | None:
+        return _checksum(self.weights)
+
+    def __repr__(self) -> str:
+        count = "" if self.num_samples is None else f", num_samples={self.num_samples}"
+        return f"weighted({_shown(self.weights)}{count})"
 
 
-def listed(values: Any) -> Any:
-    return values.tolist() if isinstance(values, Tensor) else values
+@dataclass(frozen=True, slots=True, eq=False, repr=False, init=False)
+class by_length(Order):
+    """Length grouping (bucketing): random batches of samples of similar lengths, to save padding.
+
+    >>> import looplib as ll
+    >>> texts = ["a", "bb", "cccc", "dddddd", "ee", "ffff", "g", "hhhhhh"]
+    >>> lengths = [len(text) for text in texts]
+    >>> loader = ll.make_loader(texts, batch_size=2, order=ll.data.by_length(lengths, pool=4))
+    >>> [sorted(map(len, batch)) for batch in loader(ll.TrainState())][0]
+    [6, 6]
+
+    The samples are shuffled and sorted by length within pools of several batches. Then the batches are shuffled, except
+    for the first: it is a full batch with the longest sample of the epoch, so that a run that will
+    not fit into memory fails at its first batch. (The batch that held that sample, or the sample itself where it
+    was in the last batch and this one is not full, changes places with the first.) The last batch stays last if it
+    is not full. The batches are those of the `group_by_length` of transformers.
+
+    Args:
+        lengths: (len(dataset),) the length of each sample.
+        pool: number of batches to sort together. More of them save more padding, and differ less from epoch to epoch;
+            with 1, the batches are those of a plain shuffle. Defaults to 50, or as many as a quarter of a small
+            dataset has.
+
+    Raises ValueError for lengths that are negative, not finite or all 0, for a `pool` below 1, and, from
+    `make_loader`, if there is not one length for each sample, or no `batch_size`.
+    """
+
+    lengths: Tensor
+    pool: int | None
+    shuffles = True
+    distinct = True
+    any_batch_size = False
+
+    def __init__(self, lengths: Sequence[float] | Tensor, pool: int | None = None) -> None:
+        check_optional_count("pool", pool, advice="expected a number of batches, an int of at least 1")
+        object.__setattr__(self, "lengths", _numbers("lengths", lengths))
+        object.__setattr__(self, "pool", pool)
+
+    def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
+        if batch_size is None:
+            raise ValueError("order=by_length(...) needs a batch_size, to make batches of similar lengths")
+        _check_one_each("lengths", self.lengths, dataset)
+        lengths, count, size = self.lengths, len(self.lengths), batch_size
+        pool_size = size * (self.pool or max(1, min(50, count // (4 * size))))
+
+        def draw(epoch: int, generator: torch.Generator) -> Tensor:
+            keys = torch.randperm(count, generator=generator)
+            if drop_last:  # before the sort: after it, what is dropped would be the longest
+                keys = keys[: count - count % size]
+            pools = torch.arange(len(keys)) // pool_size
+            order = lengths[keys].argsort(stable=True)
+            keys = keys[order][pools[order].argsort(stable=True)]
+            full = len(keys) // size
+            batches = keys[: full * size].view(full, size)[torch.randperm(full, generator=generator)]
+            return _longest_first(batches, keys[full * size :], lengths)
+
+        return draw
+
+    def checksum(self, plan: Callable[[int], Plan]) -> int | None:
+        return _checksum(self.lengths)
+
+    def __repr__(self) -> str:
+        pool = "" if self.pool is None else f", pool={self.pool}"
+        return f"by_length({_shown(self.lengths)}{pool})"
 
 
-def _as_keys(found: Any) -> Tensor | list[Any]:
-    if isinstance(found, Tensor):
-        if found.dim() != 1 or found.is_floating_point() or found.dtype == torch.bool:
+def _longest_first(batches: Tensor, rest: Tensor, lengths: Tensor) -> Tensor:
+    """The keys of full batches and of the rest, the longest sample in the first batch."""
+    if len(batches):
+        first = int(lengths[batches].amax(1).argmax())
+        batches[[0, first]] = batches[[first, 0]]
+        if len(rest) and lengths[rest].max() > lengths[batches[0]].max():
+            ours, theirs = lengths[batches[0]].argmax(), lengths[rest].argmax()
+            batches[0, ours], rest[theirs] = rest[theirs].clone(), batches[0, ours].clone()
+    return torch.cat([batches.flatten(), rest])
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class sampler(Order):
+    """Your own order of samples: a function of the epoch and a generator, or a torch Sampler.
+
+    >>> import looplib as ll, torch
+    >>> def backwards(epoch, generator):
+    ...     return range(3, -1, -1)
+    >>> loader = ll.make_loader(range(4), batch_size=2, order=ll.data.sampler(backwards))
+    >>> [batch.tolist() for batch in loader(ll.TrainState())]
+    [[3, 2], [1, 0]]
+
+    Args:
+        source: `(epoch, generator) -> indices`, or something to iterate over with a length, such as a torch Sampler or
+            a list. What it draws from the global streams, from the generator it is given, or from a torch
+            `generator` of its own is seeded by (seed, epoch). It must give the same indices whenever it is asked for
+            an epoch. Indices may be any keys that the dataset accepts.
+
+    Raises:
+        TypeError: an iterator, or something without a length, which could be read only once or never ends.
+        ValueError: from `make_loader`, a source that gives two different orders for one epoch, or that divides the
+            samples among ranks by itself (DistributedSampler).
+    """
+
+    source: Sampler
+
+    def __post_init__(self) -> None:
+        kind, own = type(self).__name__, self.source
+        if isinstance(own, Iterator) or (isinstance(own, Iterable) and not hasattr(own, "__len__")):
             raise TypeError(
-                f"the sampler gave a {found.dtype} tensor of shape {tuple(found.shape)}; "
-                "expected indices of the dataset: a 1-D tensor of an integer type"
+                f"{kind} got a {type(own).__name__}, which has no __len__ and so may never end or be read once "
+                "only; give a torch Sampler, a sequence, or a function (epoch, generator) -> indices"
             )
-        return found.cpu().long()
-    keys = list(found)
-    try:
-        return torch.tensor([operator.index(key) for key in keys], dtype=torch.int64)
-    except TypeError:
-        return keys
+        if not isinstance(own, Iterable) and not callable(own):
+            raise TypeError(
+                f"{kind} got a {type(own).__name__}; give a torch Sampler, a sequence, or a function "
+                "(epoch, generator) -> indices"
+            )
+
+    def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
+        return _seeded(self.source)
+
+    def check_undivided(self) -> None:
+        if divided := divided_by_rank(self.source):
+            raise ValueError(
+                f"{type(self).__name__} is or holds a {divided}, which gives each rank samples of its own, and "
+                "repeats or drops some; a looplib loader divides each batch among the ranks by itself: give it the "
+                "plain dataset and the batch_size of all ranks together, or divide=False to keep this division"
+            )
+
+    def check_repeatable(self, first: Plan, plan: Callable[[int], Plan]) -> None:
+        if not same_plan(first, plan(0)):
+            raise ValueError(
+                f"{type(self).__name__} gave two different orders when asked twice for epoch 0; it must be a function "
+                "of the epoch: draw from the global streams, from its own torch `generator` attribute, or from the "
+                "generator given to a function (epoch, generator), and keep no count"
+            )
+
+    def checksum(self, plan: Callable[[int], Plan]) -> int | None:
+        first = plan(0)
+        return crc32(repr((listed(first.keys), list(first.ends))).encode())
+
+    def __repr__(self) -> str:
+        own = self.source
+        if not isinstance(own, Iterable):
+            text = getattr(own, "__qualname__", type(own).__name__)
+        elif isinstance(own, (list, tuple, range)):
+            text = repr(own) if len(own) <= _SHOWN else f"[{', '.join(map(repr, own[:_SHOWN]))}, ...]"
+        else:
+            text = f"{type(own).__name__}(...)"
+        return f"{type(self).__name__}({text})"
 
 
-def number_of(key: Any) -> int:
-    """An int that stands for a key of the dataset, so that its draws can be seeded by it."""
-    try:
-        return operator.index(key)
-    except TypeError:
-        return crc32(repr(key).encode())
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class batch_sampler(sampler):
+    """Your own batches: like `sampler`, but of lists of indices, each of them a batch.
 
+    >>> import looplib as ll
+    >>> order = ll.data.batch_sampler([[0, 1, 2], [3]])
+    >>> loader = ll.make_loader(range(4), order=order)
+    >>> [batch.tolist() for batch in loader(ll.TrainState())]
+    [[0, 1, 2], [3]]
 
-def _visits(keys: Tensor | list[Any]) -> Tensor:
-    numbers = keys if isinstance(keys, Tensor) else torch.tensor([number_of(key) for key in keys])
-    ranked, places = numbers.sort(stable=True)
-    visits = torch.empty_like(places)
-    visits[places] = torch.arange(len(ranked)) - torch.searchsorted(ranked, ranked)
-    return visits
+    It takes the place of `batch_size` and `drop_last`.
 
-
-def in_order(count: int) -> Order:
-    return lambda epoch, generator: torch.arange(count)
-
-
-def shuffled(count: int) -> Order:
-    return lambda epoch, generator: torch.randperm(count, generator=generator)
-
-
-def weighted(weights: Tensor, count: int) -> Order:
-    """With replacement. By cumulated weights: torch.multinomial ends at 2**24 of them."""
-    bounds = weights.cumsum(0)
-
-    def order(epoch: int, generator: torch.Generator) -> Tensor:
-        # The largest number that rand gives, 1 - 2**-53, times the total is still rounded below the total.
-        points = torch.rand(count, dtype=torch.float64, generator=generator) * bounds[-1]
-        return torch.searchsorted(bounds, points, right=True)
-
-    return order
-
-
-def similar_lengths(lengths: Tensor, batch_size: int, drop_last: bool, pool: int | None) -> Order:
-    """Batches cut from pools of so many, each sorted by length, and then shuffled as batches.
-
-    A pool is 50 batches, or a quarter of a small dataset, so that its batches differ from epoch to epoch. The
-    batch that is not full stays last.
+    Args:
+        source: as for `sampler`, of batches of indices.
     """
-    count = len(lengths)
-    pool_size = batch_size * (pool or max(1, min(50, count // (4 * batch_size))))
 
-    def order(epoch: int, generator: torch.Generator) -> Tensor:
-        keys = torch.randperm(count, generator=generator)
-        if drop_last:  # before the sort: after it, what is dropped would be the longest
-            keys = keys[: count - count % batch_size]
-        pools = torch.arange(len(keys)) // pool_size
-        by_length = lengths[keys].argsort(stable=True)
-        keys = keys[by_length][pools[by_length].argsort(stable=True)]
-        full = len(keys) // batch_size
-        batches = keys[: full * batch_size].view(full, batch_size)[torch.randperm(full, generator=generator)]
-        return torch.cat([batches.flatten(), keys[full * batch_size :]])
-
-    return order
+    whole_batches = True
+    any_batch_size = False
 
 
-def order_of(sampler: Callable[[int, torch.Generator], Any] | Iterable[Any]) -> Order:
-    """A user's order: a function of (epoch, generator), or an object to iterate, such as a torch Sampler.
+def divided_by_rank(part: Any) -> str | None:
+    """The name of what divides samples among ranks: torch's sampler, or a shard of accelerate's or transformers'."""
+    while part is not None:
+        if isinstance(part, DistributedSampler) or hasattr(part, "process_index"):
+            return type(part).__name__
+        part = getattr(part, "sampler", None)
+    return None
 
-    An object's draws come from the global streams, which are seeded by then, or from torch generators that
-    it or the samplers within it hold, which are seeded here.
+
+def _seeded(source: Sampler) -> Draw:
+    """A user's order as a function of (epoch, generator).
+
+    The draws of an object to iterate over come from the global streams, which are seeded by then, or from torch
+    generators that it or the samplers within it hold, which are seeded here.
     """
-    if not isinstance(sampler, Iterable):
-        return sampler
+    if not isinstance(source, Iterable):
+        return source
 
-    def order(epoch: int, generator: torch.Generator) -> list[Any]:
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        owned = []
-        part: Any = sampler
+    def draw(epoch: int, generator: torch.Generator) -> list[Any]:
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(epoch)
+        states = []
+        part: Any = source
         while part is not None:
             if isinstance(getattr(part, "generator", None), torch.Generator):
-                owned.append((part.generator, part.generator.get_state()))
+                states.append((part.generator, part.generator.get_state()))
                 part.generator.set_state(generator.get_state())
             part = getattr(part, "sampler", None)
         try:
-            return list(sampler)
+            return list(source)
         finally:
-            for own, state in reversed(owned):  # the same one may be held twice
+            for own, state in reversed(states):  # the same one may be held twice
                 own.set_state(state)
 
-    return order
+    return draw
+
+
+def _length_of(dataset: Any) -> int:
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__} without __len__; give it one, or give a sampler: "
+            "order=ll.data.sampler(...)"
+        )
+    return len(dataset)
+
+
+def _numbers(name: str, values: Sequence[float] | Tensor) -> Tensor:
+    numbers = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    if numbers.dim() != 1 or not len(numbers):
+        raise ValueError(f"{name} has the shape {tuple(numbers.shape)}; expected one number for each sample")
+    if not numbers.isfinite().all() or (numbers < 0).any() or not numbers.any():
+        raise ValueError(
+            f"{name} go from {numbers.min().item()} to {numbers.max().item()}; expected finite numbers, none of them "
+            "negative and not all 0"
+        )
+    return numbers.clone()  # a later change of the user's array must not change the order
+
+
+def _check_one_each(name: str, numbers: Tensor, dataset: Any) -> None:
+    count = _length_of(dataset)
+    if len(numbers) != count:
+        raise ValueError(
+            f"{name} has the shape {tuple(numbers.shape)}; expected ({count},), one for each of the {count} samples"
+        )
+
+
+def _checksum(numbers: Tensor) -> int:
+    return crc32(numbers.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+_SHOWN = 6  # numbers that a repr shows
+
+
+def _shown(numbers: Tensor) -> str:
+    texts = [repr(int(number) if number.is_integer() else number) for number in numbers[:_SHOWN].tolist()]
+    return f"[{', '.join(texts)}{', ...' if len(numbers) > _SHOWN else ''}]"

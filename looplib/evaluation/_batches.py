@@ -98,7 +98,7 @@ def _first_read(reading: Reading) -> int:
     """The batch that reading begins with. A looplib loader need not read what comes before, where that is all the
     same; a stream reads it as well, and would take its own end for a mistake."""
     batches, start = reading.batches, reading.start
-    if not callable(batches) or getattr(batches, "_length", 0) is None:
+    if not callable(batches) or getattr(batches, "order", "unknown") is None:
         return 0
     if reading.check is None or start == 0:
         return start

@@ -89,7 +89,7 @@ def _check_unshuffled(batches: Any) -> None:
     if getattr(batches, "shuffles", False) or isinstance(sampler, torch.utils.data.RandomSampler):
         raise ValueError(
             "predictions would come out in a shuffled order, and nothing says which is whose: give a loader made "
-            "with shuffle=False"
+            "with order=ll.data.in_order()"
         )
 
 

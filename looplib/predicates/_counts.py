@@ -73,6 +73,23 @@ def _fraction(value: Number) -> Fraction:
     return value if isinstance(value, Fraction) else Fraction(value).limit_denominator(1_000_000)
 
 
+def _epochs(predicate: Predicate, value: Number) -> Fraction:
+    """A number of epochs as a fraction, if it is one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Fraction)) or not 0 <= value < math.inf:
+        raise ValueError(f"{predicate!r}: expected numbers of epochs, at least 0 and finite, got {value!r}.")
+    return _fraction(value)
+
+
+def _length(predicate: Predicate, state: TrainState, instead: str) -> int:
+    """The number of batches in an epoch, which a fraction of one is counted in."""
+    if state.epoch_length is None:
+        raise ValueError(
+            f"{predicate!r}: a fraction of an epoch needs state.epoch_length, which a stream does not have; use "
+            f"{instead}, or ll.init_state(..., epoch_length=...)."
+        )
+    return state.epoch_length
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class every_n_steps(_Every):
     """Fires when the last batch brought `step` to a multiple of n, or to `offset` more than one.
@@ -168,10 +185,7 @@ class every_n_epochs(_Every):
 
     def __post_init__(self) -> None:
         given = [self.n, self.offset, self.first] + ([] if self.last == math.inf else [self.last])
-        for value in given:
-            if isinstance(value, bool) or not isinstance(value, (int, float, Fraction)) or not 0 <= value < math.inf:
-                raise ValueError(f"{self!r}: expected numbers of epochs, at least 0 and finite, got {value!r}.")
-        exact = [_fraction(value) for value in given]
+        exact = [_epochs(self, value) for value in given]
         if exact[0] == 0:
             raise ValueError(f"{self!r}: n must be above 0, and at least a millionth of an epoch.")
         per_epoch = math.lcm(*(value.denominator for value in exact))
@@ -183,12 +197,7 @@ class every_n_epochs(_Every):
         n, offset, first, last, per_epoch = self._parts
         if per_epoch == 1:  # only ends of epochs, so that a stream will do
             return not state.batch and _crossed(state.epoch - 1, state.epoch, n, offset, first, last)
-        length = state.epoch_length
-        if length is None:
-            raise ValueError(
-                f"{self!r}: a fraction of an epoch needs state.epoch_length, which a stream does not have; use "
-                "every_n_steps or every_n_samples, or ll.init_state(..., epoch_length=...)."
-            )
+        length = _length(self, state, "every_n_steps or every_n_samples")
         now = (state.epoch * length + state.batch) * per_epoch
         return _crossed(now - per_epoch, now, n * length, offset * length, first * length, last * length)
 
@@ -251,7 +260,7 @@ class at_step(Predicate):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _After(Predicate):
-    n: int
+    n: Number
     _every: ClassVar[type[every_n_steps | every_n_epochs | every_n_samples]]
 
     def __post_init__(self) -> None:
@@ -259,9 +268,9 @@ class _After(Predicate):
             raise ValueError(f"{self!r}: n must be an int of at least 0.")
 
     def once(self) -> Predicate:
-        if self.n == 0:
+        if not self.n:
             raise ValueError(f"{self!r}.once(): it is true before the first batch, so no batch is its first.")
-        return self._every(self.n).once()
+        return self._every(self.n).once()  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.n!r})"
@@ -293,14 +302,30 @@ class after_epochs(_After):
     >>> done = ll.after_epochs(10)
     >>> done(ll.TrainState(epoch=9, batch=99)), done(ll.TrainState(epoch=10))
     (False, True)
+    >>> done = ll.after_epochs(1.5)
+    >>> [batch for batch in range(5) if done(ll.TrainState(epoch=1, batch=batch, epoch_length=5))]
+    [3, 4]
 
-    ``after_epochs(0)`` is always true. Raises ValueError for an `n` that is no int of at least 0.
+    Args:
+        n: epochs, at least 0. A fraction ends within an epoch, at the batch that reaches or crosses the point, so a loop
+            asks for it after each step and breaks; it needs a state with an `epoch_length`, and is read to a
+            millionth, so that 0.1 is a tenth.
+
+    ``after_epochs(0)`` is always true. Raises ValueError for an `n` that is negative or not finite, and when called
+    for a fraction with the state of a stream.
     """
 
     _every = every_n_epochs
 
+    def __post_init__(self) -> None:
+        _epochs(self, self.n)
+
     def _fires(self, state: TrainState) -> bool:
-        return state.epoch >= self.n
+        n = _fraction(self.n)
+        if n.denominator == 1:  # an end of an epoch, so that a stream will do
+            return state.epoch >= n
+        length = _length(self, state, "after_steps or after_samples")
+        return state.epoch * length + state.batch >= n * length
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -194,11 +194,13 @@ def test_a_loader_moves_and_divides_them(monkeypatch, data, batch):
         def __getitem__(self, index):
             return batch
 
-    loader = ll.make_loader(Whole(), shuffle=False, device="meta", collate_fn=lambda item: item)
+    loader = ll.make_loader(
+        Whole(), batch_size=None, order=ll.data.in_order(), device="meta", collate_fn=lambda item: item
+    )
     (moved,) = loader(ll.TrainState())
     assert [tensor.device.type for tensor in fields(moved)] == ["meta", "meta"]
     monkeypatch.setattr("looplib._core.ranks.world_size", lambda: 2)
     monkeypatch.setattr("looplib._core.ranks.rank", lambda: 1)
-    loader = ll.make_loader(Whole(), shuffle=False, collate_fn=lambda item: item)
+    loader = ll.make_loader(Whole(), batch_size=None, order=ll.data.in_order(), collate_fn=lambda item: item)
     (part,) = loader(ll.TrainState())
     assert torch.equal(fields(part)[0], data[1][4:])

@@ -119,7 +119,8 @@ def looplib(run: Run, donate: bool = True) -> None:
         assert ckpt
         state = ckpt.restore(state)
     if run.batch_size:
-        batches = ll.make_loader(run.data, batch_size=run.batch_size, shuffle=run.shuffle)(state)
+        order = ll.data.shuffled() if run.shuffle else ll.data.in_order()
+        batches = ll.make_loader(run.data, batch_size=run.batch_size, order=order)(state)
     save_now = ll.every_n_steps(run.save_every or sys.maxsize)
     try:
         for batch in batches:

@@ -31,8 +31,8 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+import looplib as ll
 from looplib.data import Loader, make_loader, without_samples
-from looplib.data._orders import Sampling, in_order, plan_epoch, shuffled, weighted
 from looplib.state import end_epoch
 from looplib.types import TrainState
 
@@ -149,13 +149,13 @@ def test_a_run_from_batch_k_is_the_tail_of_the_whole(count, batch_size, start, e
         st.sampled_from(
             [
                 {},
-                {"shuffle": False},
-                {"weights": [i + 1 for i in range(count)]},
-                {"lengths": [i % 7 + 1 for i in range(count)]},
-                {"lengths": [i % 7 + 1 for i in range(count)], "pool": 2, "limit": 3},
+                {"order": ll.data.in_order()},
+                {"order": ll.data.weighted([i + 1 for i in range(count)])},
+                {"order": ll.data.by_length([i % 7 + 1 for i in range(count)])},
+                {"order": ll.data.by_length([i % 7 + 1 for i in range(count)], pool=2), "limit": 3},
                 {"limit": 2},
-                {"sampler": SubsetRandomSampler(range(count))},
-                {"sampler": lambda epoch, generator: torch.randperm(count, generator=generator)},
+                {"order": ll.data.sampler(SubsetRandomSampler(range(count)))},
+                {"order": ll.data.sampler(lambda epoch, generator: torch.randperm(count, generator=generator))},
             ]
         )
     )
@@ -169,7 +169,7 @@ def test_a_run_from_batch_k_is_the_tail_of_the_whole(count, batch_size, start, e
 
 def test_in_order_is_what_a_dataloader_gives():
     data = [{"x": torch.full((2,), i), "name": str(i)} for i in range(10)]
-    ours, theirs = make_loader(data, batch_size=3, shuffle=False)(at()), DataLoader(data, batch_size=3)
+    ours, theirs = make_loader(data, batch_size=3, order=ll.data.in_order())(at()), DataLoader(data, batch_size=3)
     for batch, expected in zip(ours, theirs, strict=True):
         assert torch.equal(batch["x"], expected["x"])
         assert batch["name"] == expected["name"]
@@ -214,11 +214,17 @@ def test_a_million_samples_make_no_million_python_objects():
     assert len(batch[0]) == 64
 
 
-def test_the_plan_of_an_epoch_can_be_had_without_a_dataset():
-    plan = plan_epoch(Sampling(shuffled(10), batch_size=4, drop_last=False, distinct=True), seed=0, epoch=2)
-    whole = [plan.batch(k)[0].tolist() for k in range(len(plan))]
+def test_the_plan_of_an_epoch_can_be_had_without_reading():
+    class Unread(Augmented):
+        def __getitem__(self, index):
+            raise AssertionError(index)
+
+    def plan_of(loader, epoch):
+        return [loader.indices(at(epoch, k)).tolist() for k in range(len(loader))]
+
+    whole = plan_of(make_loader(Unread(10), batch_size=4), epoch=2)
     assert whole == batches_of(make_loader(range(10), batch_size=4), epoch=2)
-    assert plan_epoch(Sampling(in_order(3), 1, False, True), 0, 0).keys.tolist() == [0, 1, 2]
+    assert plan_of(make_loader(Unread(3), batch_size=1, order=ll.data.in_order()), 0) == [[0], [1], [2]]
 
 
 def test_what_is_returned_keeps_no_state_alive():
@@ -236,7 +242,7 @@ def test_what_is_returned_keeps_no_state_alive():
 
 def test_weights_are_the_frequencies_and_zero_is_never():
     weights = [0, 1, 2, 0, 5, 0]
-    loader = make_loader(range(6), batch_size=100, weights=weights, num_samples=20_000)
+    loader = make_loader(range(6), batch_size=100, order=ll.data.weighted(weights, num_samples=20_000))
     assert len(loader) == 200
     counts = Counter(samples_of(loader))
     assert set(counts) == {1, 2, 4}
@@ -244,7 +250,7 @@ def test_weights_are_the_frequencies_and_zero_is_never():
         p = weights[index] / 8
         assert abs(counts[index] - 20_000 * p) < 5 * (20_000 * p * (1 - p)) ** 0.5
     assert samples_of(loader, 1) != samples_of(loader)
-    assert len(make_loader(range(6), batch_size=4, weights=torch.tensor(weights))) == 2
+    assert len(make_loader(range(6), batch_size=4, order=ll.data.weighted(torch.tensor(weights)))) == 2
 
 
 @given(
@@ -253,14 +259,15 @@ def test_weights_are_the_frequencies_and_zero_is_never():
 )
 def test_the_outermost_draws_still_fall_on_samples_with_weight(weights, drawn):
     weights = [0.0, *weights, 0.0]
-    draw = weighted(torch.tensor(weights, dtype=torch.float64), 1)
+    order = ll.data.weighted(torch.tensor(weights, dtype=torch.float64), num_samples=1)
+    loader = make_loader(range(len(weights)), batch_size=1, order=order)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "rand", lambda *args, **options: torch.tensor([drawn], dtype=torch.float64))
-        assert weights[draw(0, torch.Generator()).item()] > 0
+        assert weights[loader.indices(at()).item()] > 0
 
 
 def test_a_sample_drawn_again_in_an_epoch_is_augmented_anew():
-    loader = make_loader(Augmented(3), batch_size=5, weights=[1, 1, 1], num_samples=60)
+    loader = make_loader(Augmented(3), batch_size=5, order=ll.data.weighted([1, 1, 1], num_samples=60))
     rows = torch.cat(list(loader(at())))
     assert len(rows) == len({tuple(row) for row in rows.tolist()}) == 60
     # The first time that an index comes, it gets what it gets in an order without repetition.
@@ -268,7 +275,10 @@ def test_a_sample_drawn_again_in_an_epoch_is_augmented_anew():
     first = {row[0].item(): row for row in rows.flip(0)}
     assert same_rows(plain, first)
     assert torch.equal(
-        rows, torch.cat(list(make_loader(Augmented(3), batch_size=7, weights=[1] * 3, num_samples=60)(at())))
+        rows,
+        torch.cat(
+            list(make_loader(Augmented(3), batch_size=7, order=ll.data.weighted([1] * 3, num_samples=60))(at()))
+        ),
     )
 
 
@@ -279,7 +289,7 @@ def test_batches_of_similar_lengths(count, batch_size, drop_last):
     lengths = [random.randint(1, 500) for _ in range(count)]
     if drop_last and count < batch_size:
         return
-    loader = make_loader(range(count), batch_size=batch_size, lengths=lengths, drop_last=drop_last)
+    loader = make_loader(range(count), batch_size=batch_size, order=ll.data.by_length(lengths), drop_last=drop_last)
     batches = batches_of(loader)
     samples = list(itertools.chain.from_iterable(batches))
     assert len(set(samples)) == len(samples) == (count - count % batch_size if drop_last else count)
@@ -306,13 +316,20 @@ def test_a_pool_is_so_many_batches_of_the_shuffle_sorted_together(count, batch_s
         return
     lengths = [(i * 37) % 101 + 1 for i in range(count)]  # all different
     options = {"batch_size": batch_size, "drop_last": drop_last, "seed": 5}
-    found = batches_of(make_loader(range(count), lengths=lengths, pool=pool, **options), epoch)
+    found = batches_of(make_loader(range(count), order=ll.data.by_length(lengths, pool=pool), **options), epoch)
     plain = batches_of(make_loader(range(count), **options), epoch)
     expected = []
     for first in range(0, len(plain), pool):
         together = sorted(itertools.chain.from_iterable(plain[first : first + pool]), key=lengths.__getitem__)
         expected += [together[i : i + batch_size] for i in range(0, len(together), batch_size)]
-    assert sorted(found) == sorted(expected)
+    full = [batch for batch in expected if len(batch) == batch_size]
+    rest = [batch for batch in expected if len(batch) < batch_size]
+    if full:
+        longest = max(full, key=lambda batch: lengths[batch[-1]])
+        if rest and lengths[rest[0][-1]] > lengths[longest[-1]]:  # a full batch is to have the longest sample
+            longest[-1], rest[0][-1] = rest[0][-1], longest[-1]
+        assert found[0] == longest
+    assert sorted(found) == sorted(full + rest)
     assert [len(batch) for batch in found] == [len(batch) for batch in plain]
     if count <= pool * batch_size and count % batch_size == 0:
         ranges = sorted((min(batch), max(batch)) for batch in [[lengths[i] for i in batch] for batch in found])
@@ -322,15 +339,18 @@ def test_a_pool_is_so_many_batches_of_the_shuffle_sorted_together(count, batch_s
 def test_the_pool_is_fifty_batches_or_a_quarter_of_a_small_dataset():
     for count, pool in ((4000, 50), (800, 50), (400, 25), (16, 1), (3, 1)):
         lengths = torch.arange(count).flip(0) + 1
-        one, other = (make_loader(range(count), batch_size=4, lengths=lengths, **o) for o in ({}, {"pool": pool}))
+        one, other = (
+            make_loader(range(count), batch_size=4, order=ll.data.by_length(lengths, **o))
+            for o in ({}, {"pool": pool})
+        )
         assert batches_of(one) == batches_of(other)
         if count > 16:
-            smaller = make_loader(range(count), batch_size=4, lengths=lengths, pool=pool - 1)
+            smaller = make_loader(range(count), batch_size=4, order=ll.data.by_length(lengths, pool=pool - 1))
             assert batches_of(one) != batches_of(smaller)
 
 
 def test_batches_of_similar_lengths_are_others_in_each_epoch():
-    loader = make_loader(range(400), batch_size=8, lengths=range(1, 401))
+    loader = make_loader(range(400), batch_size=8, order=ll.data.by_length(range(1, 401)))
     first, second = ({frozenset(batch) for batch in batches_of(loader, epoch)} for epoch in range(2))
     assert len(first & second) < 5
     longest = [max(batch) for batch in batches_of(loader)[:10]]
@@ -338,7 +358,7 @@ def test_batches_of_similar_lengths_are_others_in_each_epoch():
 
 
 def test_with_drop_last_long_samples_are_not_dropped_more_often():
-    loader = make_loader(range(39), batch_size=4, lengths=range(1, 40), drop_last=True)
+    loader = make_loader(range(39), batch_size=4, order=ll.data.by_length(range(1, 40)), drop_last=True)
     dropped = Counter(i for epoch in range(1000) for i in set(range(39)) - set(samples_of(loader, epoch)))
     p = 3 / 39
     assert all(abs(dropped[i] - 1000 * p) < 5 * (1000 * p * (1 - p)) ** 0.5 for i in range(39))
@@ -366,15 +386,15 @@ class NumpySampler(Sampler):
 def test_a_sampler_is_a_function_of_seed_and_epoch(make_sampler):
     before = global_streams()
     sampler = make_sampler()
-    loader = make_loader(range(12), batch_size=5, sampler=sampler)
+    loader = make_loader(range(12), batch_size=5, order=ll.data.sampler(sampler))
     orders = [samples_of(loader, epoch) for epoch in range(4)]
     assert same_streams(before, global_streams())
     assert all(sorted(order) == [*range(12)] for order in orders)
     assert len(set(map(tuple, orders))) == 4
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    again = make_loader(range(12), batch_size=5, sampler=make_sampler())
+    again = make_loader(range(12), batch_size=5, order=ll.data.sampler(make_sampler()))
     assert orders == [samples_of(again, epoch) for epoch in range(4)]
-    assert orders[0] != samples_of(make_loader(range(12), batch_size=5, sampler=sampler, seed=1))
+    assert orders[0] != samples_of(make_loader(range(12), batch_size=5, order=ll.data.sampler(sampler), seed=1))
 
 
 def test_a_samplers_own_generator_is_left_as_it_was():
@@ -382,14 +402,14 @@ def test_a_samplers_own_generator_is_left_as_it_was():
     before = generator.get_state()
     sampler = BatchSampler(RandomSampler(range(12), generator=generator), 5, False)
     sampler.generator = generator
-    loader = make_loader(range(12), batch_sampler=sampler)
+    loader = make_loader(range(12), order=ll.data.batch_sampler(sampler))
     assert samples_of(loader) == samples_of(loader)
     assert torch.equal(generator.get_state(), before)
 
 
 def test_set_epoch_is_called_for_samplers_that_have_it():
     sampler = torch.utils.data.DistributedSampler(range(12), num_replicas=2, rank=1, seed=3)
-    loader = make_loader(range(12), batch_size=6, sampler=sampler, divide=False)
+    loader = make_loader(range(12), batch_size=6, order=ll.data.sampler(sampler), divide=False)
     for epoch in (0, 1, 5):
         samples = samples_of(loader, epoch)
         sampler.set_epoch(epoch)
@@ -399,7 +419,7 @@ def test_set_epoch_is_called_for_samplers_that_have_it():
 def test_a_batch_sampler_decides_the_batches():
     parts = [[0, 1, 2], [3], [9, 9]]
     for sampler in (parts, lambda epoch, generator: parts, lambda epoch, generator: map(torch.tensor, parts)):
-        loader = make_loader(range(10), batch_sampler=sampler)
+        loader = make_loader(range(10), order=ll.data.batch_sampler(sampler))
         assert len(loader) == 3
         assert batches_of(loader) == parts
         assert batches_of(loader, batch=1) == parts[1:]
@@ -411,16 +431,16 @@ def test_keys_need_not_be_numbers():
             return name, random.random()
 
     names = ["anna", "bert", "carl", "anna"]
-    loader = make_loader(Faces(), batch_size=3, sampler=names)
+    loader = make_loader(Faces(), batch_size=3, order=ll.data.sampler(names))
     (first, drawn), (second, more) = loader(at())
     assert [*first, *second] == names
     assert len({*drawn.tolist(), *more.tolist()}) == 4
-    in_twos = list(make_loader(Faces(), batch_sampler=[names[:2], names[2:]])(at()))
+    in_twos = list(make_loader(Faces(), order=ll.data.batch_sampler([names[:2], names[2:]]))(at()))
     assert torch.equal(torch.cat([drawn, more]), torch.cat([draw for _, draw in in_twos]))
 
 
 def test_an_order_that_varies_in_length_needs_a_state_without_a_length():
-    loader = make_loader(range(9), batch_size=1, sampler=lambda epoch, generator: range(3 + epoch))
+    loader = make_loader(range(9), batch_size=1, order=ll.data.sampler(lambda epoch, generator: range(3 + epoch)))
     assert len(loader) == 3
     assert len(batches_of(loader, 2)) == 5
     with pytest.raises(ValueError, match=r"epoch 2 has 5 batches, but epoch 0 has 3; .*end_epoch"):
@@ -429,10 +449,10 @@ def test_an_order_that_varies_in_length_needs_a_state_without_a_length():
 
 def test_items_that_are_batches_already():
     batches = [torch.arange(i, i + 3) for i in range(5)]
-    loader = make_loader(batches)
+    loader = make_loader(batches, batch_size=None)
     assert len(loader) == 5
     assert {tuple(batch) for batch in batches_of(loader)} == {tuple(batch.tolist()) for batch in batches}
-    from_numpy = make_loader([np.ones(3)])
+    from_numpy = make_loader([np.ones(3)], batch_size=None)
     assert isinstance(next(from_numpy(at())), torch.Tensor)
 
 
@@ -442,8 +462,10 @@ def test_items_that_are_batches_already():
 def test_augmentation_is_a_function_of_seed_epoch_and_index():
     before = global_streams()
     reference = rows_by_index(make_loader(Augmented(20), batch_size=4))
-    assert same_rows(reference, rows_by_index(make_loader(Augmented(20), batch_size=7, shuffle=False)))
-    assert same_rows(reference, rows_by_index(make_loader(Augmented(20), batch_size=3, lengths=range(20))))
+    assert same_rows(reference, rows_by_index(make_loader(Augmented(20), batch_size=7, order=ll.data.in_order())))
+    assert same_rows(
+        reference, rows_by_index(make_loader(Augmented(20), batch_size=3, order=ll.data.by_length(range(20))))
+    )
     drawn = torch.stack([*reference.values()])[:, 1:]
     assert drawn.unique().numel() == drawn.numel()
     for other in (
@@ -490,7 +512,7 @@ def test_collate_fn_draws_as_a_function_of_seed_epoch_and_batch():
     values = [batch[0].item() for epoch in range(2) for batch in loader(at(epoch))]
     assert len(set(values)) == 8
     assert values[6:] == [batch[0].item() for batch in loader(at(1, 2, 4))]
-    in_order = make_loader([0.0] * 12, batch_size=3, collate_fn=add_noise, shuffle=False)
+    in_order = make_loader([0.0] * 12, batch_size=3, collate_fn=add_noise, order=ll.data.in_order())
     assert values[:4] == [batch[0].item() for batch in in_order(at())]
     assert same_streams(before, global_streams())
 
@@ -522,8 +544,8 @@ def test_subsets_and_stacks_are_augmented_item_by_item():
         one, other = (
             torch.cat([torch.as_tensor(b[0] if isinstance(b, list) else b) for b in loader(at())])
             for loader in (
-                make_loader(wrapped, batch_size=3, shuffle=False),
-                make_loader(wrapped, batch_size=10, shuffle=False),
+                make_loader(wrapped, batch_size=3, order=ll.data.in_order()),
+                make_loader(wrapped, batch_size=10, order=ll.data.in_order()),
             )
         )
         assert torch.equal(one, other)
@@ -580,7 +602,7 @@ def test_tensors_come_as_the_dataloader_gives_them(which):
 
 def test_tensors_are_copied_out_of_the_dataset():
     data = TensorDataset(torch.zeros(6))
-    for (x,) in make_loader(data, batch_size=3, shuffle=False)(at()):
+    for (x,) in make_loader(data, batch_size=3, order=ll.data.in_order())(at()):
         x += 1
     assert not data.tensors[0].any()
 
@@ -661,7 +683,7 @@ def test_a_stop_iteration_out_of_the_dataset_does_not_end_the_epoch():
 
 
 def test_an_interrupt_of_the_process_group_leaves_the_workers_alone():
-    loader = make_loader(Offset(40), batch_size=2, shuffle=False, num_workers=1, prefetch_factor=1)
+    loader = make_loader(Offset(40), batch_size=2, order=ll.data.in_order(), num_workers=1, prefetch_factor=1)
     batches = loader(at())
     seen = next(batches).tolist()
     (worker,) = multiprocessing.active_children()
@@ -681,7 +703,9 @@ class Offset(Augmented):
 
 
 def test_worker_init_fn_finds_the_dataset_itself():
-    loader = make_loader(Offset(4), batch_size=2, shuffle=False, num_workers=2, worker_init_fn=give_worker_its_number)
+    loader = make_loader(
+        Offset(4), batch_size=2, order=ll.data.in_order(), num_workers=2, worker_init_fn=give_worker_its_number
+    )
     assert batches_of(loader) == [[100, 101], [202, 203]]
 
 
@@ -693,7 +717,7 @@ def test_a_stream_is_what_a_dataloader_gives():
     expected = [batch[:, 0].tolist() for batch in DataLoader(AugmentedStream(10), batch_size=4)]
     assert [batch[:, 0].tolist() for batch in loader(at())] == expected
     assert len(list(make_loader(AugmentedStream(10), batch_size=4, drop_last=True)(at()))) == 2
-    assert len(list(make_loader(AugmentedStream(10))(at()))) == 10
+    assert len(list(make_loader(AugmentedStream(10), batch_size=None)(at()))) == 10
     assert samples_of(make_loader({"a": 0, "b": 1}.keys(), batch_size=2)) == ["a", "b"]
 
 
@@ -763,22 +787,26 @@ def test_a_dataloader_is_taken_over(kind):
     for theirs, ours in (
         ({"batch_size": 4, "shuffle": True}, {"batch_size": 4}),
         ({"batch_size": 4, "shuffle": True, "drop_last": True}, {"batch_size": 4, "drop_last": True}),
-        ({"batch_size": 3}, {"batch_size": 3, "shuffle": False}),
-        ({"batch_size": None}, {"shuffle": False}),
+        ({"batch_size": 3}, {"batch_size": 3, "order": ll.data.in_order()}),
+        ({"batch_size": None}, {"batch_size": None, "order": ll.data.in_order()}),
         ({"batch_size": 2, "shuffle": True, "collate_fn": add_noise}, {"batch_size": 2, "collate_fn": add_noise}),
         (
             {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 10, 7)},
-            {"batch_size": 4, "weights": [1.0] * 10, "num_samples": 7},
+            {"batch_size": 4, "order": ll.data.weighted([1.0] * 10, num_samples=7)},
         ),
         (
             {"batch_sampler": BatchSampler(SequentialSampler(data), 3, True)},
-            {"batch_size": 3, "shuffle": False, "drop_last": True},
+            {"batch_size": 3, "order": ll.data.in_order(), "drop_last": True},
         ),
-        ({"batch_sampler": [[3, 1], [4]]}, {"batch_sampler": [[3, 1], [4]]}),
-        ({"batch_size": 2, "sampler": NumpySampler(), "shuffle": None}, {"batch_size": 2, "sampler": NumpySampler()}),
+        ({"batch_sampler": [[3, 1], [4]]}, {"order": ll.data.batch_sampler([[3, 1], [4]])}),
+        (
+            {"batch_size": 2, "sampler": NumpySampler(), "shuffle": None},
+            {"batch_size": 2, "order": ll.data.sampler(NumpySampler())},
+        ),
     ):
-        taken = make_loader(kind(Augmented(12) if "sampler" in ours else data, **theirs), seed=5)
-        plain = make_loader(Augmented(12) if "sampler" in ours else data, seed=5, **ours)
+        samples = Augmented(12) if isinstance(theirs.get("sampler"), NumpySampler) else data
+        taken = make_loader(kind(samples, **theirs), seed=5)
+        plain = make_loader(samples, seed=5, **ours)
         assert len(taken) == len(plain)
         assert all(map(torch.equal, taken(at(1)), plain(at(1))))
 
@@ -811,8 +839,8 @@ def test_a_dataloaders_workers_are_taken_over():
 
 def test_options_beside_a_dataloader():
     data = DataLoader(range(4), batch_size=2)
-    with pytest.raises(ValueError, match="batch_size, shuffle given together with a DataLoader"):
-        make_loader(data, batch_size=2, shuffle=True)
+    with pytest.raises(ValueError, match="batch_size, order given together with a DataLoader"):
+        make_loader(data, batch_size=2, order=ll.data.shuffled())
     assert next(make_loader(data, device="meta")(at())).is_meta
 
 
@@ -851,43 +879,91 @@ def test_batches_move_to_a_device_with_all_that_is_in_them(pin_memory):
         (range(4), {"batch_size": 2.0}, TypeError, "batch_size is 2.0"),
         ([], {"batch_size": 2}, ValueError, "no batches: 0 samples, batch_size=2, drop_last=False"),
         (range(3), {"batch_size": 4, "drop_last": True}, ValueError, "no batches: 3 samples"),
-        (range(3), {"drop_last": True}, ValueError, "drop_last=True needs a batch_size"),
-        (range(3), {"lengths": [1, 2, 3]}, ValueError, "lengths needs a batch_size"),
-        (range(3), {"shuffle": True, "weights": [1] * 3}, ValueError, "shuffle and weights are given"),
-        (range(3), {"lengths": [1], "sampler": [1]}, ValueError, "lengths and sampler are given"),
-        (range(3), {"batch_size": 2, "batch_sampler": [[1]]}, ValueError, "batch_size=2 and a batch_sampler"),
-        (range(3), {"batch_size": 2, "num_samples": 2}, ValueError, "num_samples is 2; .*with weights"),
-        (range(3), {"batch_size": 2, "weights": [1, 2]}, ValueError, r"shape \(2,\); expected \(3,\), one for each"),
-        (range(3), {"batch_size": 2, "weights": [1, 2, -1]}, ValueError, r"weights go from -1.0 to 2.0"),
-        (range(3), {"batch_size": 2, "weights": [0, 0, 0]}, ValueError, "not all 0"),
-        (range(3), {"batch_size": 2, "weights": [0, 1, float("nan")]}, ValueError, "finite"),
-        (range(3), {"batch_size": 2, "sampler": iter([1])}, TypeError, "sampler is a list_iterator.*read once"),
-        (range(3), {"batch_sampler": Counting()}, TypeError, "batch_sampler is a Counting, which has no __len__"),
+        (range(3), {"batch_size": None, "drop_last": True}, ValueError, "drop_last=True needs a batch_size"),
         (
             range(3),
-            {"sampler": lambda epoch, generator: torch.eye(2)},
+            {"batch_size": None, "order": ll.data.by_length([1, 2, 3])},
+            ValueError,
+            r"order=by_length\(...\) needs a batch_size",
+        ),
+        (
+            range(3),
+            {"batch_size": 2, "order": ll.data.batch_sampler([[1]])},
+            ValueError,
+            "batch_size=2 and a batch_sampler",
+        ),
+        (
+            range(3),
+            {"batch_size": 2, "order": ll.data.weighted([1, 2])},
+            ValueError,
+            r"weights has the shape \(2,\); expected \(3,\), one for each of the 3 samples",
+        ),
+        (
+            range(3),
+            {"batch_size": 2, "order": ll.data.by_length([1, 2])},
+            ValueError,
+            r"lengths has the shape \(2,\); expected \(3,\), one for each of the 3 samples",
+        ),
+        (
+            range(3),
+            {"batch_size": 1, "order": ll.data.sampler(lambda epoch, generator: torch.eye(2))},
             TypeError,
             r"float32 tensor of shape \(2, 2\)",
         ),
-        (range(3), {"sampler": lambda e, g: torch.ones(3, dtype=bool)}, TypeError, "torch.bool tensor"),
+        (
+            range(3),
+            {"batch_size": 1, "order": ll.data.sampler(lambda e, g: torch.ones(3, dtype=bool))},
+            TypeError,
+            "torch.bool tensor",
+        ),
+        (range(3), {"batch_size": 2, "order": ll.data.shuffled}, TypeError, r"call it: order=ll.data.shuffled\("),
+        (range(3), {"batch_size": 2, "order": [2, 1, 0]}, TypeError, r"order is a list; .*order=ll.data.sampler\("),
         (Failing(), {"num_workers": -1, "batch_size": 1}, ValueError, "num_workers"),
         (Failing(), {"prefetch_factor": 2, "batch_size": 1}, ValueError, "prefetch_factor"),
         (3, {}, TypeError, "dataset is a int; expected something with __len__ and __getitem__"),
         (iter(range(3)), {"batch_size": 1}, TypeError, "dataset is a range_iterator.*read once only"),
-        (AugmentedStream(3), {"shuffle": True}, ValueError, r"shuffle is given for a stream \(AugmentedStream\)"),
-        (AugmentedStream(3), {"weights": [1]}, ValueError, "weights is given for a stream"),
+        (
+            AugmentedStream(3),
+            {"batch_size": 1, "order": ll.data.shuffled()},
+            ValueError,
+            r"order=shuffled\(\) is given for a stream \(AugmentedStream\), whose order is its own",
+        ),
+        (
+            AugmentedStream(3),
+            {"batch_size": 1, "order": ll.data.weighted([1])},
+            ValueError,
+            r"order=weighted\(\[1\]\) is given for a stream",
+        ),
         (AugmentedStream(3), {"limit": 2}, ValueError, r"limit=2 is given for a stream .*epoch_length=2\)"),
         (range(3), {"limit": 0}, ValueError, "limit is 0; expected a number of batches, at least 1, or None"),
         (range(3), {"limit": 0.5}, ValueError, "limit is 0.5; expected a number of batches"),
-        (range(3), {"batch_size": 1, "pool": 2}, ValueError, "pool is 2; .* together with lengths"),
-        (range(3), {"batch_size": 1, "lengths": [1] * 3, "pool": 0}, ValueError, "pool is 0; expected a number of"),
-        (DataLoader(range(3)), {"pool": 2}, ValueError, "pool given together with a DataLoader"),
+        (DataLoader(range(3)), {"order": ll.data.in_order()}, ValueError, "order given together with a DataLoader"),
         (DataLoader(AugmentedStream(3)), {"limit": 2}, ValueError, "limit=2 is given for a stream"),
     ],
 )
 def test_bad_options(dataset, options, kind, message):
     with pytest.raises(kind, match=message):
         make_loader(dataset, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: ll.data.weighted([1, 2, 3], num_samples=0), ValueError, "num_samples is 0; expected an int of at"),
+        (lambda: ll.data.weighted([1, 2, -1]), ValueError, r"weights go from -1.0 to 2.0"),
+        (lambda: ll.data.weighted([0, 0, 0]), ValueError, "not all 0"),
+        (lambda: ll.data.weighted([0, 1, float("nan")]), ValueError, "finite"),
+        (lambda: ll.data.weighted([[1, 2]]), ValueError, r"weights has the shape \(1, 2\); expected one number for"),
+        (lambda: ll.data.by_length([1] * 3, pool=0), ValueError, "pool is 0; expected a number of"),
+        (lambda: ll.data.by_length([1, -1]), ValueError, "lengths go from -1.0 to 1.0"),
+        (lambda: ll.data.sampler(iter([1])), TypeError, "sampler got a list_iterator.*read once"),
+        (lambda: ll.data.batch_sampler(Counting()), TypeError, "batch_sampler got a Counting, which has no __len__"),
+        (lambda: ll.data.sampler(3), TypeError, "sampler got a int; give a torch Sampler, a sequence, or a function"),
+    ],
+)
+def test_bad_orders(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()
 
 
 def test_a_dataset_without_a_length_needs_a_sampler():
@@ -897,7 +973,7 @@ def test_a_dataset_without_a_length_needs_a_sampler():
 
     with pytest.raises(TypeError, match="Squares without __len__; give it one, or give a sampler"):
         make_loader(Squares(), batch_size=2)
-    assert samples_of(make_loader(Squares(), batch_size=2, sampler=[3, 4])) == [9, 16]
+    assert samples_of(make_loader(Squares(), batch_size=2, order=ll.data.sampler([3, 4]))) == [9, 16]
 
 
 def test_datapipes_are_not_divided_among_workers():
@@ -909,7 +985,7 @@ def test_datapipes_are_not_divided_among_workers():
 def test_a_sampler_that_is_no_function_of_the_epoch():
     counter = itertools.count()
     with pytest.raises(ValueError, match="sampler gave two different orders when asked twice for epoch 0"):
-        make_loader(range(9), batch_size=2, sampler=lambda epoch, generator: [next(counter) % 9])
+        make_loader(range(9), batch_size=2, order=ll.data.sampler(lambda epoch, generator: [next(counter) % 9]))
 
 
 def test_states_that_are_not_this_loaders():
@@ -930,8 +1006,11 @@ def test_states_that_are_not_this_loaders():
 
 def test_repr():
     assert repr(make_loader([1, 2, 3], batch_size=2)) == "Loader(list, 2 batches, batch_size=2, seed=0)"
-    assert repr(make_loader(Counting(), seed=4)) == "Loader(Counting, a stream, batch_size=None, seed=4)"
-    assert isinstance(make_loader([1]), Loader)
+    assert (
+        repr(make_loader(Counting(), batch_size=None, seed=4))
+        == "Loader(Counting, a stream, batch_size=None, seed=4)"
+    )
+    assert isinstance(make_loader([1], batch_size=None), Loader)
 
 
 # The first batches of each epoch
@@ -939,15 +1018,18 @@ def test_repr():
 
 LIMITED = {
     "shuffled": lambda count: {"batch_size": 4},
-    "in order": lambda count: {"batch_size": 4, "shuffle": False},
+    "in order": lambda count: {"batch_size": 4, "order": ll.data.in_order()},
     "drop last": lambda count: {"batch_size": 4, "drop_last": True},
-    "weights": lambda count: {"batch_size": 4, "weights": [1.0 + i for i in range(count)], "num_samples": 2 * count},
-    "lengths": lambda count: {"batch_size": 4, "lengths": [1 + i % 5 for i in range(count)], "pool": 2},
-    "sampler": lambda count: {"batch_size": 4, "sampler": SubsetRandomSampler(range(count))},
-    "batch sampler": lambda count: {
-        "batch_sampler": lambda epoch, g: torch.randperm(count, generator=g).split([3, count - 4, 1])
+    "weights": lambda count: {
+        "batch_size": 4,
+        "order": ll.data.weighted([1.0 + i for i in range(count)], num_samples=2 * count),
     },
-    "items": lambda count: {},
+    "lengths": lambda count: {"batch_size": 4, "order": ll.data.by_length([1 + i % 5 for i in range(count)], pool=2)},
+    "sampler": lambda count: {"batch_size": 4, "order": ll.data.sampler(SubsetRandomSampler(range(count)))},
+    "batch sampler": lambda count: {
+        "order": ll.data.batch_sampler(lambda epoch, g: torch.randperm(count, generator=g).split([3, count - 4, 1]))
+    },
+    "items": lambda count: {"batch_size": None},
 }
 
 
@@ -993,7 +1075,7 @@ def test_a_batch_sampler_without_an_end_is_read_to_the_limit():
         while True:
             yield torch.randint(0, 5, (3,), generator=generator)
 
-    loader = make_loader(range(5), batch_sampler=endless, limit=4)
+    loader = make_loader(range(5), order=ll.data.batch_sampler(endless), limit=4)
     assert len(loader) == len(batches_of(loader)) == 4
     assert batches_of(loader, 0, 2) == batches_of(loader)[2:]
 
@@ -1003,12 +1085,12 @@ def test_a_batch_sampler_without_an_end_is_read_to_the_limit():
 
 ORDERS = {
     "shuffled": lambda count: {"batch_size": 4},
-    "in order": lambda count: {"batch_size": 4, "shuffle": False},
+    "in order": lambda count: {"batch_size": 4, "order": ll.data.in_order()},
     "drop last": lambda count: {"batch_size": 4, "drop_last": True},
-    "weights": lambda count: {"batch_size": 4, "weights": [1.0 + i for i in range(count)]},
-    "lengths": lambda count: {"batch_size": 4, "lengths": [1 + i % 5 for i in range(count)]},
+    "weights": lambda count: {"batch_size": 4, "order": ll.data.weighted([1.0 + i for i in range(count)])},
+    "lengths": lambda count: {"batch_size": 4, "order": ll.data.by_length([1 + i % 5 for i in range(count)])},
     "batch sampler": lambda count: {
-        "batch_sampler": lambda epoch, g: torch.randperm(count, generator=g).split([3, count - 3])
+        "order": ll.data.batch_sampler(lambda epoch, g: torch.randperm(count, generator=g).split([3, count - 3]))
     },
 }
 
@@ -1037,17 +1119,17 @@ def test_indices_are_of_the_ranks_own_rows(rank, monkeypatch):
         for part in (loader, without_samples(loader, [4, 11])):
             found = [part.indices(at(0, k)).tolist() for k in range(2)]
             assert found == [batch[:, 0].tolist() for batch in part(at())]
-    batches = make_loader([torch.arange(3), torch.arange(5)], shuffle=False)
+    batches = make_loader([torch.arange(3), torch.arange(5)], batch_size=None, order=ll.data.in_order())
     assert batches.indices(at(0, 1)).tolist() == [1]
 
 
 def test_indices_of_keys_of_batches_and_of_streams():
     named = {"a": 1, "b": 2, "c": 3}
-    loader = make_loader(named, batch_size=2, sampler=["c", "a", "b"], collate_fn=list)
+    loader = make_loader(named, batch_size=2, order=ll.data.sampler(["c", "a", "b"]), collate_fn=list)
     assert [loader.indices(at(0, k)) for k in (0, 1)] == [["c", "a"], ["b"]]
     assert batches_of(without_samples(loader, ["a"])) == [[3], [2]]
     batches = [torch.arange(3), torch.arange(5)]
-    assert make_loader(batches, shuffle=False).indices(at(0, 1)).tolist() == [1]
+    assert make_loader(batches, batch_size=None, order=ll.data.in_order()).indices(at(0, 1)).tolist() == [1]
     stream = make_loader(AugmentedStream(5), batch_size=2)
     assert stream.indices(at()) is None
     with pytest.raises(TypeError, match=r"a stream \(AugmentedStream\) has no numbered rows"):
@@ -1097,7 +1179,7 @@ def test_without_rows_through_workers_and_from_tensors():
 @given(st.integers(1, 12), st.integers(1, 4), st.data())
 @settings(deadline=None)
 def test_no_batch_is_left_empty_while_there_are_samples_for_all(count, batch_size, data):
-    whole = make_loader(Augmented(count), batch_size=batch_size, shuffle=False)
+    whole = make_loader(Augmented(count), batch_size=batch_size, order=ll.data.in_order())
     rows = data.draw(st.sets(st.integers(0, count - 1)))
     left = [row for row in range(count) if row not in rows]
     part = without_samples(whole, rows)

@@ -22,10 +22,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+import looplib as ll
 from looplib._core import ranks as _ranks
 from looplib._core.random import mix
 from looplib.data import make_loader
-from looplib.data._orders import COLLATE
 from looplib.state import end_epoch
 from looplib.types import TrainState
 
@@ -97,14 +97,20 @@ def with_draws(items):
 
 ORDERS = {
     "shuffled": lambda count, size: {"batch_size": size},
-    "in order": lambda count, size: {"batch_size": size, "shuffle": False},
-    "weights": lambda count, size: {"batch_size": size, "weights": [i + 1 for i in range(count)]},
-    "lengths": lambda count, size: {"batch_size": size, "lengths": [i % 7 + 1 for i in range(count)]},
-    "pools": lambda count, size: {"batch_size": size, "lengths": [i % 7 + 1 for i in range(count)], "pool": 2},
+    "in order": lambda count, size: {"batch_size": size, "order": ll.data.in_order()},
+    "weights": lambda count, size: {"batch_size": size, "order": ll.data.weighted([i + 1 for i in range(count)])},
+    "lengths": lambda count, size: {
+        "batch_size": size,
+        "order": ll.data.by_length([i % 7 + 1 for i in range(count)]),
+    },
+    "pools": lambda count, size: {
+        "batch_size": size,
+        "order": ll.data.by_length([i % 7 + 1 for i in range(count)], pool=2),
+    },
     "limited": lambda count, size: {"batch_size": size, "limit": 3},
-    "sampler": lambda count, size: {"batch_size": size, "sampler": [*range(count - 1, -1, -1)]},
+    "sampler": lambda count, size: {"batch_size": size, "order": ll.data.sampler([*range(count - 1, -1, -1)])},
     "batch_sampler": lambda count, size: {
-        "batch_sampler": [[*range(i, min(count, i + 1 + i % size))] for i in range(0, count, size)]
+        "order": ll.data.batch_sampler([[*range(i, min(count, i + 1 + i % size))] for i in range(0, count, size)])
     },
 }
 
@@ -171,7 +177,11 @@ def test_items_that_are_batches_are_divided_by_rows(sizes, ranks, stream):
         {"x": torch.arange(100 * k, 100 * k + size), "names": [f"{k} {i}" for i in range(size)], "scale": 0.5}
         for k, size in enumerate(sizes)
     ]
-    loader = make_loader(dict(enumerate(items)).values()) if stream else make_loader(items, shuffle=False)
+    loader = (
+        make_loader(dict(enumerate(items)).values(), batch_size=None)
+        if stream
+        else make_loader(items, batch_size=None, order=ll.data.in_order())
+    )
     pairs = read(loader, ranks, how="parts")
     for k, item in enumerate(items):
         own = [pairs[rank][k][0] for rank in range(ranks) if pairs[rank][k][1]]
@@ -191,7 +201,7 @@ def test_items_that_are_batches_are_divided_by_rows(sizes, ranks, stream):
 
 def test_an_item_without_rows_is_not_divided():
     for data in (range(4), {0: 1, 1: 2}.keys()):
-        loader = make_loader(data)
+        loader = make_loader(data, batch_size=None)
         assert len(list(loader(at()))) == len(data)
         with (
             as_rank(1, 2),
@@ -238,8 +248,8 @@ def _tensor(batch):
 
 @pytest.mark.parametrize("make", [Augmented, AugmentedStream])
 def test_ranks_draw_their_own_numbers_in_collate_fn_and_the_same_ones_in_the_items(make):
-    plain = make_loader(make(12), batch_size=6, shuffle=False)
-    loader = make_loader(make(12), batch_size=6, shuffle=False, collate_fn=with_draws)
+    plain = make_loader(make(12), batch_size=6, order=ll.data.in_order())
+    loader = make_loader(make(12), batch_size=6, order=ll.data.in_order(), collate_fn=with_draws)
     random.seed(0), torch.manual_seed(0), np.random.seed(0)  # noqa: NPY002
     parts = read(loader, 3)
     again = read(loader, 3)
@@ -258,12 +268,14 @@ def test_the_first_ranks_collate_fn_draws_what_one_process_does():
     for k, (part, batch) in enumerate(zip(first, loader(at()), strict=True)):
         assert torch.equal(part, batch[:3])
         # The rank is no part of its seed: runs of one process keep the bits that they had.
-        drawn = torch.rand((), generator=torch.Generator().manual_seed(mix(COLLATE, 0, 0, k)))
+        drawn = torch.rand(
+            (), generator=torch.Generator().manual_seed(mix(int.from_bytes(b"collate", "big"), 0, 0, k))
+        )
         assert part[0, 4].item() == drawn.item()
 
 
 def test_a_sample_that_comes_again_is_augmented_anew_on_whichever_rank():
-    loader = make_loader(Augmented(3), batch_size=12, weights=[1, 1, 1], num_samples=60)
+    loader = make_loader(Augmented(3), batch_size=12, order=ll.data.weighted([1, 1, 1], num_samples=60))
     found = read(loader, 4)
     whole = torch.cat([part for parts in zip(*found, strict=True) for part in parts])
     assert torch.equal(whole, torch.cat(list(loader(at()))))
@@ -273,7 +285,7 @@ def test_a_sample_that_comes_again_is_augmented_anew_on_whichever_rank():
 def test_a_batch_that_an_item_is_is_the_same_whoever_has_its_rows():
     data = [torch.zeros(4, 2, dtype=torch.float64) for _ in range(3)]
     for items in (data, dict(enumerate(data)).values()):
-        loader = make_loader(items, collate_fn=with_draws)
+        loader = make_loader(items, batch_size=None, collate_fn=with_draws)
         whole = list(loader(at()))
         for k, parts in enumerate(zip(*read(loader, 3), strict=True)):
             assert torch.equal(torch.cat(parts), whole[k])
@@ -285,7 +297,7 @@ def test_a_batch_that_an_item_is_is_the_same_whoever_has_its_rows():
 @pytest.mark.parametrize("make", [Augmented, AugmentedStream])
 def test_workers_that_live_on_learn_of_another_rank(make):
     loader = make_loader(
-        make(24), batch_size=6, shuffle=False, collate_fn=stack, num_workers=2, persistent_workers=True
+        make(24), batch_size=6, order=ll.data.in_order(), collate_fn=stack, num_workers=2, persistent_workers=True
     )
     whole = list(loader(at(1)))
     for ranks in (2, 3):
@@ -319,7 +331,7 @@ def test_a_batch_of_fewer_samples_than_ranks_is_refused_before_anything_is_read(
         loader(at())
     with as_rank(0, 2):
         assert len(list(loader(at()))) == 3
-    parts = make_loader(range(6), batch_sampler=[[1], [2, 3, 4, 5]])
+    parts = make_loader(range(6), order=ll.data.batch_sampler([[1], [2, 3, 4, 5]]))
     with as_rank(0, 2):
         with pytest.raises(ValueError, match="batch 0 of epoch 0 has 1 samples for 2 ranks"):
             parts(at())
@@ -357,8 +369,10 @@ def test_what_divides_by_itself_is_refused():
 
     sampler = DistributedSampler(range(12), num_replicas=2, rank=1)
     for make in (
-        lambda **options: make_loader(range(12), batch_size=3, sampler=sampler, **options),
-        lambda **options: make_loader(range(12), batch_sampler=BatchSampler(sampler, 3, False), **options),
+        lambda **options: make_loader(range(12), batch_size=3, order=ll.data.sampler(sampler), **options),
+        lambda **options: make_loader(
+            range(12), order=ll.data.batch_sampler(BatchSampler(sampler, 3, False)), **options
+        ),
         lambda **options: make_loader(DataLoader(range(12), batch_size=3, sampler=sampler), **options),
     ):
         with pytest.raises(
@@ -370,7 +384,7 @@ def test_what_divides_by_itself_is_refused():
             assert [len(batch) for batch in whole(at())] == [3, 3]
     shard = BatchSamplerShard(BatchSampler(range(12), 3, False), 2, 1)
     with pytest.raises(ValueError, match="batch_sampler is or holds a BatchSamplerShard"):
-        make_loader(range(12), batch_sampler=shard)
+        make_loader(range(12), order=ll.data.batch_sampler(shard))
     with pytest.raises(ValueError, match="dataset is or holds a Shard"):
         make_loader(Shard(), batch_size=2)
     with as_rank(1, 2):
@@ -384,7 +398,7 @@ SETS = [
     (kind, workers, options)
     for kind, options in (
         (Augmented, {}),
-        (Augmented, {"lengths": range(23)}),
+        (Augmented, {"order": ll.data.by_length(range(23))}),
         (AugmentedStream, {"collate_fn": stack}),
     )
     for workers in (0, 2)

@@ -225,7 +225,7 @@ def test_a_skipped_batch_is_had_again_and_the_one_after_it_at_the_same_step(dona
     )
     data = torch.arange(8.0).reshape(8, 1)
     data[4] = math.nan
-    loader = ll.make_loader(data, batch_size=2, shuffle=False)
+    loader = ll.make_loader(data, batch_size=2, order=ll.data.in_order())
     state = ll.init_state(model, optimizer, epoch_length=4)
     found = replay(step, state, loader, 2)
     assert (found.after.skipped, found.state.step, found.after.step, found.batch[0].isnan().item()) == (

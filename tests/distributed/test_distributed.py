@@ -224,8 +224,8 @@ with ll.distributed.setup(required=False, output_dir=folder + "/ranks"):
     plain = torch.utils.data.TensorDataset(data, labels, users)
     own = [[column[n : n + 1] for column in (data, labels, users)] for n in range(rank, 101, world)]
     sets = {
-        "loader": ll.make_loader(plain, batch_size=7, shuffle=False),
-        "small": ll.make_loader(torch.utils.data.Subset(plain, range(3)), batch_size=2, shuffle=False),
+        "loader": ll.make_loader(plain, batch_size=7, order=ll.data.in_order()),
+        "small": ll.make_loader(torch.utils.data.Subset(plain, range(3)), batch_size=2, order=ll.data.in_order()),
         "list": list(zip(data.split(9), labels.split(9), users.split(9))),
         "torch": torch.utils.data.DataLoader(plain, batch_size=10),
     }

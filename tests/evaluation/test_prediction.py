@@ -37,7 +37,9 @@ def predict_fn(model, x):
 def test_outputs_come_in_the_order_of_the_data(workers):
     model, _, state = parts()
     x = torch.arange(33.0).view(11, 3)
-    loader = ll.make_loader(torch.utils.data.TensorDataset(x), batch_size=4, shuffle=False, num_workers=workers)
+    loader = ll.make_loader(
+        torch.utils.data.TensorDataset(x), batch_size=4, order=ll.data.in_order(), num_workers=workers
+    )
     step = ll.make_predict_step(model, lambda model, batch: batch[0])
     assert torch.equal(torch.cat(list(ll.predict(step, state, loader))), x)
     assert torch.equal(torch.cat(list(ll.predict(step, state, loader, start=1, limit=1))), x[4:8])
@@ -98,7 +100,7 @@ def test_stopped_and_torn_it_goes_on_to_the_same_bytes(stop, torn, tmp_path_fact
 @pytest.mark.parametrize(
     "batches_of",
     [
-        lambda x, size: ll.make_loader(x, batch_size=size, shuffle=False),
+        lambda x, size: ll.make_loader(x, batch_size=size, order=ll.data.in_order()),
         lambda x, size: ll.make_loader(Stream(x), batch_size=size),
         lambda x, size: torch.utils.data.DataLoader(x, batch_size=size),
         lambda x, size: x.split(size),
@@ -150,7 +152,7 @@ def test_outputs_of_any_number_of_rows_go_on(tmp_path):
             raise KeyboardInterrupt
         return x.repeat(2)
 
-    for form in (list(batches), ll.make_loader(torch.arange(9.0), batch_size=3, shuffle=False)):
+    for form in (list(batches), ll.make_loader(torch.arange(9.0), batch_size=3, order=ll.data.in_order())):
         path = tmp_path / type(form).__name__
         calls.clear()
         with pytest.raises(KeyboardInterrupt):
@@ -270,7 +272,7 @@ class Sizes(torch.utils.data.Sampler):
 CUTS = {
     "generator": lambda x, sizes: (part for part in x.split(sizes)),
     "batch_sampler": lambda x, sizes: torch.utils.data.DataLoader(x, batch_sampler=Sizes(sizes)),
-    "loader": lambda x, sizes: ll.make_loader(x, batch_sampler=lambda *_: list(Sizes(sizes))),
+    "loader": lambda x, sizes: ll.make_loader(x, order=ll.data.batch_sampler(lambda *_: list(Sizes(sizes)))),
     "list": lambda x, sizes: list(x.split(sizes)),
 }
 
@@ -310,7 +312,7 @@ def test_batches_that_are_cut_differently_are_refused_before_a_sample_is_skipped
 @pytest.mark.parametrize(
     "loader_of",
     [
-        lambda x: ll.make_loader(x, batch_size=4, shuffle=False),
+        lambda x: ll.make_loader(x, batch_size=4, order=ll.data.in_order()),
         lambda x: torch.utils.data.DataLoader(x, batch_size=4),
         lambda x: torch.utils.data.DataLoader(Stream(x), batch_size=4),
     ],

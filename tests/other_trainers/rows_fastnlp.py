@@ -492,7 +492,7 @@ def _(classifier, optimizer, words):
     "weighed by tokens the gradient is the whole batch's. `state.step` counts updates.",
 )
 def _(model, loss_fn, optimizer, train_set):
-    loader = ll.make_loader(train_set, batch_size=2 * 4, shuffle=False)
+    loader = ll.make_loader(train_set, batch_size=2 * 4, order=ll.data.in_order())
     train_step = ll.make_train_step(ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches=2), optimizer)
     # shows
     pieces = [train_set[first : first + 4] for first in range(0, 40, 4)]
@@ -693,11 +693,11 @@ def _(train_set, train_step, model, optimizer):
 @here(
     "Trainer.overfit_batches",
     text="A loader over a few batches, which each epoch gives again, and which are evaluated, too; for -1, `few = "
-    "loader`. (`shuffle=False, limit=2` of a dataset's loader reads the same samples anew.) To ask whether a model "
+    "loader`. (`order=ll.data.in_order(), limit=2` of a dataset's loader reads the same samples anew.) To ask whether a model "
     "learns one batch by heart at all, `looplib.testing.assert_overfits(train_step, state, batch)`.",
 )
 def _(loader, model, optimizer, train_step, eval_step):
-    few = ll.make_loader(list(islice(loader(ll.TrainState()), 2)), shuffle=False)
+    few = ll.make_loader(list(islice(loader(ll.TrainState()), 2)), batch_size=None, order=ll.data.in_order())
     state = ll.init_state(model, optimizer, epoch_length=len(few))
     for batch in few(state):
         state, _ = train_step(state, batch)
@@ -860,7 +860,7 @@ def _(eval_step, state, test_batches, model, optimizer):
     "number of forward passes where a batch has no row for a rank. `divide=False` where each rank has its own set.",
 )
 def _(test_set, state, rank_0_of_2):
-    loader = ll.make_loader(test_set, batch_size=6, shuffle=False)
+    loader = ll.make_loader(test_set, batch_size=6, order=ll.data.in_order())
     mine = list(loader.parts(ll.TrainState()))
     # shows
     assert [(len(x), counts) for (x, y), counts in mine] == [(3, True)] * 4 + [(1, True)]
@@ -1723,8 +1723,8 @@ nothing(
 def _(train_set, optimizer, batch):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    state = ll.init_state(model, optimizer, seed=0)
     loader = ll.make_loader(train_set, batch_size=8, seed=0)
+    state = ll.init_state(model, optimizer, seed=0, epoch_length=len(loader))
     # shows
     step = ll.make_train_step(ll.make_grad_fn(model, lambda model, batch: model(batch[0]).square().mean()), optimizer)
     first, _ = step(state, batch)
@@ -1799,7 +1799,7 @@ def _(train_set, rank_0_of_2):
 
 @here("samplers.SequentialSampler", text="In the order of the dataset.")
 def _(train_set):
-    loader = ll.make_loader(train_set, batch_size=8, shuffle=False)
+    loader = ll.make_loader(train_set, batch_size=8, order=ll.data.in_order())
     # shows
     assert torch.equal(torch.cat([x for x, y in loader(ll.TrainState(epoch=3))]), train_set.tensors[0])
 
@@ -1807,7 +1807,7 @@ def _(train_set):
 @here("samplers.SortedSampler", text="Any sequence of indices is an order; here from long to short.")
 def _(train_set, lengths):
     order = sorted(range(len(train_set)), key=lambda index: -lengths[index])
-    loader = ll.make_loader(train_set, batch_size=8, sampler=order)
+    loader = ll.make_loader(train_set, batch_size=8, order=ll.data.sampler(order))
     # shows
     assert torch.equal(torch.cat([x for x, y in loader(ll.TrainState())]), train_set.tensors[0][order])
 
@@ -1819,7 +1819,7 @@ def _(train_set, lengths):
     "`num_batch_per_bucket` batches, so that fewer are more alike in length; here it is more.",
 )
 def _(train_set, lengths):
-    loader = ll.make_loader(train_set, batch_size=2, lengths=lengths, pool=10)
+    loader = ll.make_loader(train_set, batch_size=2, order=ll.data.by_length(lengths, pool=10))
 
     # shows
     def padding(loader):
@@ -1829,7 +1829,9 @@ def _(train_set, lengths):
     order = torch.cat([loader.indices(ll.TrainState(batch=k)) for k in range(len(loader))])
     assert torch.equal(order.sort().values, torch.arange(40))
     assert padding(loader) < 0.5 * padding(ll.make_loader(train_set, batch_size=2))
-    assert padding(loader) < padding(ll.make_loader(train_set, batch_size=2, lengths=lengths, pool=2))
+    assert padding(loader) < padding(
+        ll.make_loader(train_set, batch_size=2, order=ll.data.by_length(lengths, pool=2))
+    )
     assert not torch.equal(loader.indices(ll.TrainState()), loader.indices(ll.TrainState(epoch=1)))
 
 
@@ -1839,7 +1841,7 @@ def _(train_set, lengths):
 )
 def _(train_set):
     batches = torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(train_set), batch_size=8, drop_last=True)
-    loader = ll.make_loader(train_set, batch_sampler=batches)
+    loader = ll.make_loader(train_set, order=ll.data.batch_sampler(batches))
     # shows
     epoch = list(loader(ll.TrainState(epoch=2)))
     assert equal(list(loader(ll.TrainState(epoch=2, batch=3))), epoch[3:])
@@ -1849,14 +1851,14 @@ def _(train_set):
 @here(
     "samplers.MixSampler",
     "samplers.DopedSampler",
-    text="Several sets as one, and mixed batches. For a `ds_ratio`, `weights` say how likely each sample is: the "
+    text="Several sets as one, and mixed batches. For a `ds_ratio`, the weights say how likely each sample is: the "
     "share of its set, divided by the number of samples that it has.",
 )
 def _(train_set, test_set):
     both = ConcatDataset([train_set, test_set])
     loader = ll.make_loader(both, batch_size=13, seed=0)
     weights = [0.3 / len(train_set)] * len(train_set) + [0.7 / len(test_set)] * len(test_set)
-    by_share = ll.make_loader(both, batch_size=13, weights=weights, num_samples=900)
+    by_share = ll.make_loader(both, batch_size=13, order=ll.data.weighted(weights, num_samples=900))
     # shows
     assert len(loader) == 5
     assert sum(len(x) for x, y in loader(ll.TrainState())) == 65
@@ -1870,7 +1872,7 @@ def _(train_set, test_set):
         first, second = torch.randperm(40, generator=generator), 40 + torch.randperm(25, generator=generator)
         return [*first.split(8), *second.split(8)]
 
-    loader = ll.make_loader(ConcatDataset([train_set, test_set]), batch_sampler=batches)
+    loader = ll.make_loader(ConcatDataset([train_set, test_set]), order=ll.data.batch_sampler(batches))
     # shows
     found = [loader.indices(ll.TrainState(batch=k)) for k in range(len(loader))]
     assert [len(part) for part in found] == [8, 8, 8, 8, 8, 8, 8, 8, 1]
@@ -1888,7 +1890,7 @@ def _(train_set, test_set):
         first, second = torch.randperm(40, generator=generator), 40 + torch.randperm(25, generator=generator)
         return [part for pair in zip_longest(first.split(8), second.split(8)) for part in pair if part is not None]
 
-    loader = ll.make_loader(ConcatDataset([train_set, test_set]), batch_sampler=batches)
+    loader = ll.make_loader(ConcatDataset([train_set, test_set]), order=ll.data.batch_sampler(batches))
     # shows
     found = [loader.indices(ll.TrainState(batch=k)) for k in range(len(loader))]
     assert [bool((part < 40).all()) for part in found] == [True, False, True, False, True, False, True, False, True]
@@ -1947,7 +1949,7 @@ def _(train_set):
     assert [len(x) for x, y in loader(ll.TrainState())] == [16, 16]
     sampler = torch.utils.data.DistributedSampler(train_set, num_replicas=2, rank=0)
     with pytest.raises(ValueError, match="divides each batch among the ranks"):
-        ll.make_loader(train_set, batch_size=16, sampler=sampler)
+        ll.make_loader(train_set, batch_size=16, order=ll.data.sampler(sampler))
 
 
 @here(
@@ -2176,11 +2178,13 @@ def _():
 @here(
     "DistTrainer.sampler",
     text="For a dataset that is another one on each rank already: `divide=False`, and the batch size of one rank. "
-    "`sampler=` is an order of your own, of the epoch, which is divided like any other.",
+    "`ll.data.sampler(...)` is an order of your own, of the epoch, which is divided like any other.",
 )
 def _(train_set, rank_0_of_2):
     mine = ll.make_loader(train_set, batch_size=8, divide=False)
-    backwards = ll.make_loader(train_set, batch_size=8, sampler=lambda epoch, generator: range(39, -1, -1))
+    backwards = ll.make_loader(
+        train_set, batch_size=8, order=ll.data.sampler(lambda epoch, generator: range(39, -1, -1))
+    )
     # shows
     assert [len(x) for x, y in mine(ll.TrainState())] == [8] * 5
     assert backwards.indices(ll.TrainState()).tolist() == [39, 38, 37, 36]
@@ -2204,7 +2208,7 @@ def _(model, metric_fn, state, test_batches):
     text="The set to evaluate has a loader of its own; any size of its batches gives the same scores.",
 )
 def _(eval_step, state, test_set, test_batches):
-    loader = ll.make_loader(test_set, batch_size=7, shuffle=False)
+    loader = ll.make_loader(test_set, batch_size=7, order=ll.data.in_order())
     scores = ll.evaluate(eval_step, state, loader, progress=False)
     # shows
     assert scores == pytest.approx(ll.evaluate(eval_step, state, test_batches), rel=1e-6)

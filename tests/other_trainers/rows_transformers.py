@@ -230,15 +230,19 @@ def _(train_set, state):
 
 @here(
     "TrainingArguments.num_train_epochs",
-    text="A predicate of the state; for a part of an epoch count steps, `ll.after_steps(int(2.5 * len(loader)))`.",
+    text="A predicate of the state. With a fraction, which the Trainer rounds up to whole steps as well, leave the epoch "
+    "by a `break`.",
 )
 def _(train_step, state, loader):
-    done = ll.after_epochs(3)
+    done = ll.after_epochs(2.5)
     while not done(state):
         for batch in loader(state):
             state, metrics = train_step(state, batch)
+            if done(state):
+                break
     # shows
-    assert (state.epoch, state.batch, state.step, state.samples) == (3, 0, 15, 120)
+    assert (state.epoch, state.batch, state.step) == (2, 3, 13)
+    assert state.step == math.ceil(2.5 * len(loader))  # Trainer.set_initial_training_values
 
 
 @here(
@@ -295,13 +299,13 @@ nothing(
 @here(
     "TrainingArguments.train_sampling_strategy",
     "TrainingArguments.length_column_name",
-    text="Shuffled by default. `shuffle=False` is sequential, `lengths=` makes batches of similar lengths as "
-    '`"group_by_length"` does (`pool=50` is its mega-batch, and the default), and `batch_sampler=` any other, '
-    "balanced over ranks or not.",
+    text="Shuffled by default. `ll.data.in_order()` is sequential, `ll.data.by_length(lengths)` makes batches of "
+    'similar lengths as `"group_by_length"` does (`pool=50` is its mega-batch, and the default; the longest sample '
+    "comes first), and `ll.data.batch_sampler(...)` any other, balanced over ranks or not.",
 )
 def _():
     lengths = torch.randint(1, 100, (400,))  # dataset["length"]
-    loader = ll.make_loader(range(400), batch_size=4, lengths=lengths)
+    loader = ll.make_loader(range(400), batch_size=4, order=ll.data.by_length(lengths))
 
     # shows
     def spread(batches):
@@ -313,9 +317,10 @@ def _():
     assert spread(grouped) < spread(shuffled) / 4
     assert spread(theirs) < spread(shuffled) / 4
     assert sorted(torch.cat(grouped).tolist()) == list(range(400))
-    ordered = ll.make_loader(range(40), batch_size=4, shuffle=False)
+    assert lengths[grouped[0]].max() == lengths[theirs[0]].max() == lengths.max()
+    ordered = ll.make_loader(range(40), batch_size=4, order=ll.data.in_order())
     assert torch.cat(list(ordered(start))).tolist() == list(range(40))
-    of_my_own = ll.make_loader(range(4), batch_sampler=lambda epoch, generator: [[3, 1], [0, 2]])
+    of_my_own = ll.make_loader(range(4), order=ll.data.batch_sampler(lambda epoch, generator: [[3, 1], [0, 2]]))
     assert [rows.tolist() for rows in of_my_own(start)] == [[3, 1], [0, 2]]
 
 
@@ -1108,7 +1113,7 @@ def _(state):
     "the set, whatever the size.",
 )
 def _(test_set, eval_step, state, test_batches):
-    loader = ll.make_loader(test_set, batch_size=7, shuffle=False)
+    loader = ll.make_loader(test_set, batch_size=7, order=ll.data.in_order())
     scores = ll.evaluate(eval_step, state, loader)
     # shows
     assert scores == pytest.approx(ll.evaluate(eval_step, state, [test_set[:]]), rel=1e-6)
@@ -1218,7 +1223,7 @@ def _(gpt2, tokens):
 )
 def _():
     lengths = torch.arange(100) % 10
-    loader = ll.make_loader(range(100), batch_size=5, lengths=lengths)
+    loader = ll.make_loader(range(100), batch_size=5, order=ll.data.by_length(lengths))
     # shows
     first, second = (torch.cat(list(loader(ll.TrainState(epoch=epoch)))) for epoch in (0, 1))
     assert not torch.equal(first, second)
@@ -1642,7 +1647,7 @@ def _(state):
     text="Batches of similar lengths.",
 )
 def _(train_set):
-    loader = ll.make_loader(train_set, batch_size=4, lengths=[1, 9] * 20)
+    loader = ll.make_loader(train_set, batch_size=4, order=ll.data.by_length([1, 9] * 20))
     # shows
     assert len(loader) == 10
 

@@ -61,7 +61,7 @@ nothing(
 def _():
     collator = transformers.DefaultDataCollator()
     texts = [{"input_ids": [number] * 4, "label": number} for number in range(10)]
-    loader = ll.make_loader(texts, batch_size=5, shuffle=False, collate_fn=collator)
+    loader = ll.make_loader(texts, batch_size=5, order=ll.data.in_order(), collate_fn=collator)
     # shows
     first = next(iter(loader(ll.TrainState())))
     assert first["input_ids"].shape == (5, 4)
@@ -613,14 +613,14 @@ def _(state, loader, train_step, eval_step, test_batches, log, rows):
     "Trainer._get_dataloader",
     "Trainer._get_train_sampler",
     "Trainer._get_eval_sampler",
-    text="An order of your own is a function of the epoch and a generator, or torch's Sampler; `weights=` draws by "
-    "weight.",
+    text="An order of your own is a function of the epoch and a generator, or torch's Sampler; "
+    "`ll.data.weighted(weights)` draws by weight.",
 )
 def _(train_set):
     def hardest_first(epoch, generator):
         return torch.arange(40).flip(0)
 
-    loader = ll.make_loader(train_set, batch_size=8, sampler=hardest_first)
+    loader = ll.make_loader(train_set, batch_size=8, order=ll.data.sampler(hardest_first))
     # shows
     x, y = next(iter(loader(ll.TrainState())))
     assert torch.equal(x, train_set[list(range(39, 31, -1))][0])

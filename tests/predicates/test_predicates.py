@@ -144,6 +144,18 @@ def test_after_is_true_from_there_on(unit, after, batches, epoch_length, resumes
 
 
 @quick
+@given(some_batches, epoch_lengths, some_resumes, parts_of_epochs)
+def test_after_a_fraction_of_epochs_is_true_from_there_on(batches, epoch_length, resumes, n):
+    expected = counted("epochs", lambda now: now >= n, batches, epoch_length)
+    after = ll.after_epochs(float(n))
+    assert answers(after, batches, epoch_length, resumes) == expected
+    assert answers(ll.after_epochs(n), batches, epoch_length, resumes) == expected
+    assert answers(after.once(), batches, epoch_length, resumes) == first_only(expected)
+    # The number of steps of transformers' Trainer.
+    assert expected.count(False) == min(len(batches), math.ceil(n * epoch_length) - 1)
+
+
+@quick
 @given(some_batches, epoch_lengths, some_resumes, st.sets(st.integers(1, 40), min_size=1))
 def test_at_step_fires_once_for_each(batches, epoch_length, resumes, steps):
     updates = 0
@@ -182,6 +194,9 @@ def test_epochs_of_a_stream_end_with_end_epoch(lengths, n):
 def test_a_fraction_of_a_streams_epoch_is_refused():
     with pytest.raises(ValueError, match=r"every_n_epochs\(0.25\): a fraction of an epoch needs state.epoch_length"):
         ll.every_n_epochs(0.25)(TrainState(batch=3))
+    with pytest.raises(ValueError, match=r"after_epochs\(1.5\): a fraction .* use after_steps or after_samples, or"):
+        ll.after_epochs(1.5)(TrainState(batch=3))
+    assert ll.after_epochs(2.0)(TrainState(epoch=2))
 
 
 def test_nothing_fires_before_the_first_update():
@@ -214,7 +229,7 @@ predicates = st.recursive(
         st.builds(ll.at_step, st.integers(1, 20), st.integers(1, 20)),
         st.builds(ll.at_epoch_end),
         st.builds(ll.after_steps, st.integers(0, 20)),
-        st.builds(ll.after_epochs, st.integers(0, 4)),
+        st.builds(ll.after_epochs, st.sampled_from([0, 0.5, 1, 2.5, 4])),
         st.builds(ll.predicates.after_samples, st.integers(0, 60)),
         st.just(ll.predicates.predicate(lambda state: state.batch_samples > 4)),
     ),
@@ -302,6 +317,8 @@ def test_the_right_side_is_asked_only_where_the_left_leaves_it_open():
         (ll.at_epoch_end(), "at_epoch_end()"),
         (ll.after_steps(10), "after_steps(10)"),
         (ll.after_epochs(10), "after_epochs(10)"),
+        (ll.after_epochs(1.5), "after_epochs(1.5)"),
+        (ll.after_epochs(1.5).once(), "every_n_epochs(1.5).between(1.5, 1.5)"),
         (ll.predicates.after_samples(10), "after_samples(10)"),
         (ll.predicates.after_samples(10).once(), "every_n_samples(10).between(10, 10)"),
         (ll.at_step(1) & ~ll.at_epoch_end() | ll.after_steps(3), "((at_step(1) & ~at_epoch_end()) | after_steps(3))"),
@@ -365,7 +382,9 @@ def test_a_function_is_a_predicate_under_its_name():
         (lambda: ll.at_step(0), r"at_step\(0,?\): expected one or more steps, ints of at least 1"),
         (lambda: ll.at_step(1, 2.0), r"at_step\(1, 2.0\): expected one or more steps, ints of at least 1"),
         (lambda: ll.after_steps(-1), r"after_steps\(-1\): n must be an int of at least 0"),
-        (lambda: ll.after_epochs(1.5), r"after_epochs\(1.5\): n must be an int of at least 0"),
+        (lambda: ll.after_epochs(-1.5), r"after_epochs\(-1.5\): expected numbers of epochs, .* got -1.5"),
+        (lambda: ll.after_epochs(True), r"after_epochs\(True\): expected numbers of epochs, .* got True"),
+        (lambda: ll.after_epochs(math.inf), r"after_epochs\(inf\): expected numbers of epochs, .* got inf"),
         (lambda: ll.predicates.after_samples(True), r"after_samples\(True\): n must be an int of at least 0"),
         (lambda: ll.after_epochs(0).once(), r"after_epochs\(0\).once\(\): it is true before the first batch"),
         (lambda: ll.predicates.every_seconds(0), r"every_seconds\(0\): expected a finite number of seconds above 0"),

@@ -1,0 +1,154 @@
+"""Checks of the arguments of `make_loader`, each of them with what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+
+from looplib.data._orders import Order, divided_by_rank, in_order
+
+
+class NotGiven(Enum):
+    """The default of `batch_size`, which has none that is right for most datasets."""
+
+    BATCH_SIZE = "no batch_size"
+
+
+_SAMPLES_ARE_SHUFFLED = "order=ll.data.in_order() for shuffle=False; samples are shuffled by default"
+_INSTEAD = {
+    "shuffle": _SAMPLES_ARE_SHUFFLED,
+    "weights": "order=ll.data.weighted(weights, num_samples=...)",
+    "num_samples": "order=ll.data.weighted(weights, num_samples=...)",
+    "lengths": "order=ll.data.by_length(lengths, pool=...)",
+    "pool": "order=ll.data.by_length(lengths, pool=...)",
+    "sampler": "order=ll.data.sampler(...)",
+    "batch_sampler": "order=ll.data.batch_sampler(...)",
+    "generator": "seed=..., since the order and all draws are functions of the seed and the epoch",
+    "in_order": "nothing: batches always come in the order of the epoch. (order=ll.data.in_order() does not shuffle)",
+}
+_OWN = {"self", "dataset", "batch_size", "collate_fn", "drop_last"}
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset can only be iterated over."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def check_dataloader_options(options: Mapping[str, Any]) -> None:
+    """Raise TypeError for what is no option of torch's DataLoader, or is said in another way here."""
+    known = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OWN | _INSTEAD.keys()]
+    for name in options:
+        if name in _INSTEAD:
+            raise TypeError(f"make_loader has no argument {name}; write {_INSTEAD[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(
+                name, [*known, "batch_size", "collate_fn", "drop_last", "order", "limit"]
+            )
+            guess = f"did you mean {near[0]}? " if near else ""
+            raise TypeError(
+                f"make_loader has no argument {name}; {guess}Of torch's DataLoader it takes {', '.join(known)}"
+            )
+
+
+def check_beside_dataloader(dataset: Any, given: Mapping[str, bool]) -> None:
+    """Raise ValueError for arguments that a DataLoader, given as the dataset, has itself."""
+    if names := sorted(name for name, is_given in given.items() if is_given):
+        raise ValueError(
+            f"{', '.join(names)} given together with a {type(dataset).__name__}, which has its own; "
+            "give them to it, or give its dataset to make_loader"
+        )
+
+
+def check_batch_size(
+    dataset: Any, batch_size: int | NotGiven | None, order: Order | None, drop_last: bool
+) -> int | None:
+    """The batch size, if it goes with the dataset and the order."""
+    if order is not None and order.whole_batches:
+        if batch_size not in (None, NotGiven.BATCH_SIZE):
+            raise ValueError(f"batch_size={batch_size} and a batch_sampler are given; the sampler makes the batches")
+        batch_size = None
+    if isinstance(batch_size, NotGiven):
+        raise TypeError(
+            "make_loader needs a batch_size: write make_loader(dataset, batch_size=64), or batch_size=None if each "
+            f"item of the dataset (a {type(dataset).__name__}) is a batch already"
+        )
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int)):
+        raise TypeError(f"batch_size is {batch_size!r}; expected a positive int, or None if items are batches")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected a positive int, or None if items are batches")
+    if batch_size is None and drop_last:
+        raise ValueError("drop_last=True needs a batch_size")
+    return batch_size
+
+
+def check_order(order: Any) -> None:
+    """Raise TypeError for what is no order."""
+    if order is None or isinstance(order, Order):
+        return
+    if isinstance(order, type) and issubclass(order, Order):
+        raise TypeError(f"order is the function {order.__name__}; call it: order=ll.data.{order.__name__}(...)")
+    raise TypeError(
+        f"order is a {type(order).__name__}; expected ll.data.shuffled(), in_order(), weighted(weights), "
+        "by_length(lengths), sampler(...) or batch_sampler(...). A torch Sampler, a list of indices or a function "
+        "(epoch, generator) -> indices is given as order=ll.data.sampler(...)"
+    )
+
+
+def check_stream(dataset: Any, order: Order | None, limit: int | None, num_workers: int, divide: bool) -> None:
+    """Raise TypeError or ValueError for what cannot be read as a stream, or asked of one."""
+    kind = type(dataset).__name__
+    if not hasattr(dataset, "__iter__") or isinstance(dataset, Iterator):
+        raise TypeError(
+            f"dataset is a {kind}; expected something with __len__ and __getitem__, or with an __iter__ that "
+            "starts anew each time (not an iterator, which can be read once only)"
+        )
+    if order is not None and not isinstance(order, in_order):
+        raise ValueError(f"order={order!r} is given for a stream ({kind}), whose order is its own")
+    if num_workers and isinstance(dataset, IterDataPipe):
+        raise TypeError(
+            f"dataset is a DataPipe ({kind}), which cannot be divided among workers here; use num_workers=0, or "
+            "an IterableDataset that divides itself by get_worker_info()"
+        )
+    if divide and (divided := divided_by_rank(dataset)):
+        raise ValueError(
+            f"dataset is or holds a {divided}, which gives each rank samples of its own, and repeats or drops some; a "
+            "looplib loader divides each batch among the ranks by itself: give it the plain dataset and the "
+            "batch_size of all ranks together, or divide=False to keep this division"
+        )
+    if limit is not None:
+        raise ValueError(
+            f"limit={limit} is given for a stream ({kind}), whose epochs the state ends: "
+            f"ll.init_state(..., epoch_length={limit})"
+        )
+
+
+def check_samples(dataset: Any) -> None:
+    """Raise TypeError for the columns of a dataset where the dataset itself is expected."""
+    if isinstance(dataset, tuple):
+        columns: list[Any] = list(dataset)
+        instead = "torch.utils.data.TensorDataset(" + ", ".join("xyz"[: len(columns)] or "...") + ")"
+    elif isinstance(dataset, dict):
+        columns, instead = list(dataset.values()), "torch.utils.data.StackDataset(**columns)"
+    else:
+        return
+    sizes = {len(column) for column in columns if _is_column(column)}
+    if len(sizes) == 1 and all(map(_is_column, columns)) and not _has_keys(dataset):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__} of {len(columns)} tensors or arrays of {sizes.pop()} samples each, "
+            f"so its items would be whole columns; write make_loader({instead}, batch_size=...)"
+        )
+
+
+def _is_column(values: Any) -> bool:
+    return (isinstance(values, Tensor) or type(values).__module__ == "numpy") and getattr(values, "ndim", 0) > 0
+
+
+def _has_keys(dataset: Any) -> bool:
+    """Whether a dict can be read by indices, as a dataset is."""
+    return isinstance(dataset, dict) and all(index in dataset for index in range(len(dataset)))

@@ -1,0 +1,73 @@
+"""Division of batches among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+from looplib._core import ranks as _ranks
+from looplib._core.trees import batch_size, split
+from looplib.data._plan import own_rows
+
+
+def rank_and_ranks(divide: bool) -> tuple[int, int]:
+    """This rank and the number of ranks at this moment; (0, 1) for a loader that is not divided."""
+    return (_ranks.rank(), _ranks.world_size()) if divide else (0, 1)
+
+
+def own_part(batch: Any, rank: int, ranks: int) -> tuple[Any, int]:
+    """This rank's rows of a batch that was read whole, and how many rows the batch has."""
+    try:
+        count = batch_size(batch)
+    except TypeError:
+        raise TypeError(
+            f"the dataset's items are taken for batches, as batch_size is None, but a {type(batch).__name__} has no "
+            f"rows to divide among {ranks} ranks; give a batch_size, or divide=False to give each rank the whole"
+        ) from None
+    low, high = own_rows(count, rank, ranks)
+    return split(batch, count, [low, high - low, count - high])[1], count
+
+
+def delivered(
+    read: Iterator[Any], move: Callable[[Any], Any], epoch: int, first: int, rank: int, ranks: int, *, pairs: bool
+) -> Iterator[Any]:
+    """The batches that a loader yields, moved to their device.
+
+    Args:
+        read: batches; of several ranks, (this rank's part, samples in the global batch).
+        move: moves a batch to the device.
+        epoch, first: the position of the first batch.
+        rank, ranks: this rank, and how many there are.
+        pairs: yield (part, whether it counts).
+    """
+    if ranks > 1:
+        return _parts(read, move, epoch, first, rank, ranks, pairs)
+    if pairs:
+        return ((move(batch), True) for batch in read)
+    return read if move is unchanged else (move(batch) for batch in read)
+
+
+def _parts(
+    read: Iterator[Any], move: Callable[[Any], Any], epoch: int, first: int, rank: int, ranks: int, pairs: bool
+) -> Iterator[Any]:
+    with closing(read):  # type: ignore[type-var]
+        for k, (part, count) in enumerate(read, first):
+            if not pairs:
+                check_size(epoch, k, count, ranks)
+            yield (move(part), rank < count) if pairs else move(part)
+
+
+def check_size(epoch: int, k: int, count: int, ranks: int) -> None:
+    """Raise ValueError for a batch of fewer samples than ranks."""
+    if count < ranks:
+        raise ValueError(
+            f"batch {k} of epoch {epoch} has {count} samples for {ranks} ranks, and each needs one at least to train "
+            "on; give drop_last=True if it is a last batch that is not full, or another batch_size (the batches are "
+            "divided among the ranks)"
+        )
+
+
+def unchanged(batch: Any) -> Any:
+    """The batch itself."""
+    return batch

@@ -1,0 +1,166 @@
+"""Plans of epochs: the batches of an epoch as indices, decided before anything is read.
+
+A plan is a function of (seed, epoch). As the batches are planned first and divided among ranks and workers later,
+they are the same for any number of either, and a run can start at any batch without reading those before it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, islice
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from looplib._core.random import mix
+from looplib.data._random_streams import ORDER, kept_streams, seed_streams
+
+Draw = Callable[[int, torch.Generator], Any]  # (epoch, generator) -> the epoch's keys, or its batches of keys
+
+
+def own_rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The first row of a rank in a global batch and the one after its last, as by `torch.tensor_split`.
+
+    A rank without a row gets the first row as a stand-in.
+    """
+    if rank >= count:
+        return 0, min(1, count)
+    each, more = divmod(count, ranks)
+    low = rank * each + min(rank, more)
+    return low, low + each + (rank < more)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The global batches of one epoch, as keys of the dataset.
+
+    Attributes:
+        keys: every sample of the epoch in order: (samples,) int64, or a list where keys are not ints.
+        ends: where in `keys` each batch ends; the last end may lie beyond.
+        visits: (samples,) how often that key has come before in the epoch; None where none comes twice.
+    """
+
+    keys: Tensor | list[Any]
+    ends: Sequence[int]
+    visits: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def batch(self, k: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor | list[Any], Tensor | None]:
+        """One rank's part of a batch: keys, and how often each came before."""
+        first = self.ends[k - 1] if k else 0
+        part = slice(first, self.ends[k])
+        if ranks > 1:
+            low, high = own_rows(self.size(k), rank, ranks)
+            part = slice(first + low, first + high)
+        return self.keys[part], None if self.visits is None else self.visits[part]
+
+    def without(self, keys: Collection[Any]) -> Plan:
+        """The same batches without these keys; a batch that would be empty takes a key of its neighbours."""
+        if isinstance(self.keys, Tensor):
+            kept = ~torch.isin(self.keys, torch.tensor([operator.index(key) for key in keys], dtype=torch.int64))
+            left: Tensor | list[Any] = self.keys[kept]
+        else:
+            kept = torch.tensor([key not in keys for key in self.keys])
+            left = [key for key in self.keys if key not in keys]
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
+        ends = before[torch.tensor(self.ends).clamp_(max=len(self.keys))]
+        batches = torch.arange(len(ends))
+        most = ends[-1] - batches.flip(0)  # so that one is left for each that follows
+        ends = torch.minimum((ends - batches).clamp_(min=1).cummax(0).values + batches, most)
+        return Plan(left, ends.tolist(), None if self.visits is None else self.visits[kept])
+
+    def size(self, k: int) -> int:
+        """The number of samples in a batch."""
+        return min(self.ends[k], len(self.keys)) - (self.ends[k - 1] if k else 0)
+
+    def smallest(self, first: int) -> int:
+        """The batch with the fewest samples, of those from `first` on."""
+        ends = torch.tensor([0, *self.ends]).clamp_(max=len(self.keys))
+        return first + int(ends.diff()[first:].argmin())
+
+
+@dataclass(frozen=True, eq=False)
+class Epochs:
+    """The plans of all epochs: `epochs(epoch)` is the plan of one, and reads nothing of the dataset.
+
+    Attributes:
+        draw: `(epoch, generator) -> keys`.
+        seed: what the generator and the global streams are seeded with, together with the epoch.
+        batch_size: keys in a batch, or None when `draw` gives whole batches of keys.
+        drop_last: leave out a last batch that is not full.
+        limit: batches after which an epoch ends, or None for all.
+        distinct: `draw` gives no key twice in an epoch.
+    """
+
+    draw: Draw
+    seed: int
+    batch_size: int | None
+    drop_last: bool
+    limit: int | None
+    distinct: bool
+
+    def __call__(self, epoch: int) -> Plan:
+        generator = torch.Generator().manual_seed(mix(ORDER, self.seed, epoch))
+        with kept_streams():
+            seed_streams(mix(ORDER, self.seed, epoch, 1))
+            drawn = self.draw(epoch, generator)
+            ends: Sequence[int]
+            if self.batch_size is None:
+                batches = [list(listed(batch)) for batch in islice(drawn, self.limit)]
+                keys, ends = _as_keys(chain.from_iterable(batches)), list(accumulate(map(len, batches)))
+            else:
+                keys, size = _as_keys(drawn), self.batch_size
+                ends = range(size, len(keys) + (1 if self.drop_last else size), size)[: self.limit]
+                keys = keys[: ends[-1]] if ends else keys
+        return Plan(keys, ends, None if self.distinct else _visits(keys))
+
+    def samples(self, epoch: int) -> int:
+        """Samples that the order draws for an epoch, those that `drop_last` and `limit` leave out included."""
+        return len(replace(self, drop_last=False, limit=None)(epoch).keys)
+
+
+def same_plan(one: Plan, other: Plan) -> bool:
+    """Whether two plans have the same batches."""
+    return listed(one.keys) == listed(other.keys) and list(one.ends) == list(other.ends)
+
+
+def listed(values: Any) -> Any:
+    """A tensor as a list; everything else as it is."""
+    return values.tolist() if isinstance(values, Tensor) else values
+
+
+def number_of(key: Any) -> int:
+    """An int that stands for a key of the dataset, to seed its draws with."""
+    try:
+        return operator.index(key)
+    except TypeError:
+        return crc32(repr(key).encode())
+
+
+def _as_keys(drawn: Iterable[Any] | Tensor) -> Tensor | list[Any]:
+    if isinstance(drawn, Tensor):
+        if drawn.dim() != 1 or drawn.is_floating_point() or drawn.dtype == torch.bool:
+            raise TypeError(
+                f"the sampler gave a {drawn.dtype} tensor of shape {tuple(drawn.shape)}; "
+                "expected indices of the dataset: a 1-D tensor of an integer type"
+            )
+        return drawn.cpu().long()
+    keys = list(drawn)
+    try:
+        return torch.tensor([operator.index(key) for key in keys], dtype=torch.int64)
+    except TypeError:
+        return keys
+
+
+def _visits(keys: Tensor | list[Any]) -> Tensor:
+    numbers = keys if isinstance(keys, Tensor) else torch.tensor([number_of(key) for key in keys])
+    ranked, places = numbers.sort(stable=True)
+    visits = torch.empty_like(places)
+    visits[places] = torch.arange(len(ranked)) - torch.searchsorted(ranked, ranked)
+    return visits

@@ -1,0 +1,198 @@
+"""Samples of a dataset with indices: the batches of a plan, read here or in worker processes.
+
+A job is the position of a batch and its keys. The process that reads a sample seeds the global streams for that
+sample, so nothing depends on which process that is, or on what it has read before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)
+
+from looplib._core.random import mix
+from looplib.data._divide import check_size, own_part, unchanged
+from looplib.data._plan import Plan, listed, number_of
+from looplib.data._position import check_position
+from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
+from looplib.data._workers import Engines, ended_early
+from looplib.types import TrainState
+
+Job = tuple[int, int, Any, Any, int, int]  # epoch, batch, the keys to read, how often each came before, rank, ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """The source of a loader over a dataset with indices.
+
+    Attributes:
+        reader: reads the batch of a job.
+        engines: DataLoaders over the reader.
+        plan: the plan of an epoch.
+        length: batches in epoch 0.
+        batched: a batch has several keys, and a rank reads its own. Otherwise an item is a batch, which each rank
+            reads whole and takes its rows of.
+        in_process: no DataLoader is needed.
+    """
+
+    reader: Items | Rows
+    engines: Engines
+    plan: Callable[[int], Plan]
+    length: int
+    batched: bool
+    in_process: bool
+
+    def read(self, state: TrainState, rank: int, ranks: int, *, train: bool) -> Iterator[Any]:
+        """What is left of the state's epoch: batches; of several ranks, (this rank's part, samples in the batch)."""
+        epoch, first, plan = state.epoch, state.batch, self.plan(state.epoch)
+        check_position(state, len(plan), self.length)
+        divided = ranks > 1 and self.batched
+        if divided and train:
+            k = plan.smallest(first)
+            check_size(epoch, k, plan.size(k), ranks)
+        cut = (rank, ranks) if self.batched else (0, 1)
+        # What is returned holds no state: a loop would keep the epoch's first one alive to its end.
+        jobs = ((epoch, k, *plan.batch(k, *cut), rank, ranks) for k in range(first, len(plan)))
+        read = (
+            (self.reader[job] for job in jobs) if self.in_process else self._through_engine(epoch, first, plan, jobs)
+        )
+        return ((batch, plan.size(k)) for k, batch in enumerate(read, first)) if divided else read
+
+    def _through_engine(self, epoch: int, first: int, plan: Plan, jobs: Iterator[Job]) -> Iterator[Any]:
+        def start(engine: Any) -> Iterator[Any]:
+            # As lists: a tensor would go to the worker as a file descriptor, and with all of its storage.
+            engine.sampler.jobs = (
+                (epoch, k, listed(keys), listed(visits), *place) for epoch, k, keys, visits, *place in jobs
+            )
+            return iter(engine)
+
+        end = object()
+        with self.engines.run(epoch, start) as source:
+            for k in range(first, len(plan)):
+                if (batch := next(source, end)) is end:
+                    raise RuntimeError(f"the DataLoader ended before batch {k} of epoch {epoch}, of {len(plan)}")
+                yield batch
+
+
+def samples_engine(reader: Items | Rows, options: dict[str, Any]) -> DataLoader[Any]:
+    """A DataLoader that runs jobs."""
+    generator = torch.Generator()
+    return DataLoader(reader, batch_size=None, sampler=Jobs(), collate_fn=unchanged, generator=generator, **options)
+
+
+class Jobs:
+    """The sampler of an engine: its jobs are set before each iteration."""
+
+    jobs: Iterator[Job] = iter(())
+
+    def __iter__(self) -> Iterator[Job]:
+        return self.jobs
+
+
+class Items(Dataset[Any]):
+    """Reads the batch of a job item by item, each under streams seeded for it. Runs in the workers too."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
+        self.dataset, self.collate, self.seed, self.batched = dataset, collate, seed, batched
+        self.in_lists = batched and _reads_lists(dataset)
+        self.draws = not (_draws_nothing(dataset) and collate in (default_collate, default_convert))
+
+    def __getitem__(self, job: Job) -> Any:
+        epoch, k, _, _, rank, ranks = job
+        with kept_streams() if self.draws else nullcontext():
+            items = self._items(job)
+            if self.draws:
+                # The first rank draws what one process does. Of an item that is a batch, each has the whole.
+                own = [rank] if rank and self.batched else []
+                seed_streams(mix(COLLATE, self.seed, epoch, k, *own))
+            try:
+                batch = self.collate(items if self.batched else items[0])
+            except StopIteration as error:
+                raise ended_early(f"collate_fn, given batch {k} of epoch {epoch},") from error
+        return batch if self.batched or ranks == 1 else own_part(batch, rank, ranks)
+
+    def _items(self, job: Job) -> Any:
+        epoch, _, keys, visits, *_ = job
+        keys, visits = listed(keys), repeat(0) if visits is None else listed(visits)
+        if not self.draws:
+            return [self.dataset[key] for key in keys]
+        seed, items = mix(ITEM, self.seed, epoch), []
+        for key, visit in zip(keys, visits, strict=False):
+            seed_streams(mix(seed, number_of(key), visit))
+            try:
+                if self.in_lists:
+                    return self.dataset.__getitems__(keys)
+                items.append(self.dataset[key])
+            except StopIteration as error:
+                raise ended_early(
+                    f"dataset.__getitems__({keys})" if self.in_lists else f"dataset[{key!r}]"
+                ) from error
+        return items
+
+
+class Rows(Dataset[Any]):
+    """Reads the batch of a job from tensors, all samples at once: the bits of default_collate over the items."""
+
+    def __init__(self, dataset: Any, tensors: Sequence[Tensor], rows: Tensor | None) -> None:
+        self.dataset, self.tensors, self.rows = dataset, tensors, rows
+
+    def __getitem__(self, job: Job) -> list[Tensor]:
+        keys = torch.as_tensor(job[2])
+        if self.rows is not None:
+            keys = self.rows[keys]
+        return [tensor.index_select(0, keys.to(tensor.device)) for tensor in self.tensors]
+
+
+def reader_of(
+    dataset: Any, collate_fn: Callable[[Any], Any], seed: int, batch_size: int | None, *, batched: bool
+) -> Items | Rows:
+    """The fastest reader of a dataset that gives the bits of `collate_fn` over its items."""
+    if batch_size and collate_fn is default_collate and (found := _rows_of(dataset)):
+        return Rows(dataset, *found)
+    return Items(dataset, collate_fn, seed, batched=batched)
+
+
+def _rows_of(dataset: Any) -> tuple[Sequence[Tensor], Tensor | None] | None:
+    """The tensors of a TensorDataset and the rows that its Subsets choose, if that is what it is."""
+    if type(dataset) is TensorDataset:
+        plain = all(type(t) is Tensor and t.layout is torch.strided and not t.is_nested for t in dataset.tensors)
+        return (dataset.tensors, None) if plain else None
+    if type(dataset) is Subset and (found := _rows_of(dataset.dataset)):
+        tensors, rows = found
+        chosen = torch.as_tensor(dataset.indices)
+        if chosen.dtype == torch.int64 and chosen.dim() == 1 and bool((chosen >= 0).all()):
+            return tensors, chosen if rows is None else rows[chosen]
+    return None
+
+
+def _reads_lists(dataset: Any) -> bool:
+    """Whether its `__getitems__` does more than call its parts' item by item, as Subset's and StackDataset's do."""
+    method = getattr(type(dataset), "__getitems__", None)
+    if method is Subset.__getitems__:
+        return _reads_lists(dataset.dataset)
+    if method is StackDataset.__getitems__:
+        parts = dataset.datasets
+        return any(map(_reads_lists, parts.values() if isinstance(parts, dict) else parts))
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    if type(dataset) is Subset:
+        return _draws_nothing(dataset.dataset)
+    if type(dataset) is TensorDataset:
+        return all(type(tensor) is Tensor for tensor in dataset.tensors)
+    return type(dataset) in (list, tuple, range, Tensor)

@@ -1,0 +1,147 @@
+"""Streams: datasets that can only be iterated over, read from their start in every epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert, get_worker_info
+
+from looplib._core.random import mix
+from looplib.data._divide import own_part
+from looplib.data._plan import own_rows
+from looplib.data._random_streams import (
+    COLLATE,
+    STREAM,
+    kept_streams,
+    restore_streams,
+    save_streams,
+    seed_streams,
+)
+from looplib.data._workers import Engines, ended_early
+from looplib.types import TrainState
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """The source of a loader over a stream.
+
+    Attributes:
+        engines: DataLoaders over the stream.
+        name: what errors call it.
+    """
+
+    engines: Engines
+    name: str
+
+    def read(self, state: TrainState, rank: int, ranks: int, *, train: bool) -> Iterator[Any]:
+        """What is left of the state's epoch: batches; of several ranks, (this rank's part, samples in the batch)."""
+        # What is returned holds no state: a loop would keep the epoch's first one alive to its end.
+        return self._batches(state.epoch, state.batch, state.epoch_length, rank, ranks)
+
+    def _batches(self, epoch: int, first: int, length: int | None, rank: int, ranks: int) -> Iterator[Any]:
+        """The batches of a pass from number `first` on, to the stream's end or to `length`."""
+        count = 0
+        with closing(self._pass(epoch, rank, ranks, length)) as batches:
+            for batch in batches:
+                count += 1
+                if count > first:
+                    yield batch
+        self._check_end(epoch, first, length, count)
+
+    def _pass(self, epoch: int, rank: int, ranks: int, length: int | None) -> Generator[Any, None, None]:
+        """The first `length` batches of a pass, or all. Its own global streams go on from batch to batch."""
+        inside, end, count = save_streams(), object(), 0
+
+        def start(engine: Any) -> Iterator[Any]:
+            nonlocal inside
+            engine.dataset.place.copy_(torch.tensor([epoch, rank, ranks]))
+            with kept_streams():
+                source: Iterator[Any] = iter(engine)
+                inside = save_streams()
+            return source
+
+        with self.engines.run(epoch, start) as source:
+            while length is None or count < length:
+                with kept_streams():
+                    restore_streams(inside)
+                    batch = next(source, end)
+                    inside = save_streams()
+                if batch is end:
+                    break
+                count += 1
+                yield batch
+
+    def _check_end(self, epoch: int, first: int, length: int | None, count: int) -> None:
+        if count == 0:
+            raise ValueError(f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
+        if length is not None and count < length:
+            raise ValueError(
+                f"{self.name} ended after {count} batches, but state.epoch_length is {length}; make the stream "
+                "longer, or leave epoch_length out of init_state and call state = ll.end_epoch(state) after the for "
+                "loop"
+            )
+        if count <= first:
+            raise ValueError(
+                f"{self.name} ended after {count} batches, and the state stands at batch {first} of epoch {epoch}; "
+                "call state = ll.end_epoch(state) after the for loop over a stream"
+            )
+
+
+def stream_engine(
+    source: Stream, batch_size: int | None, drop_last: bool, options: dict[str, Any]
+) -> DataLoader[Any]:
+    """A DataLoader over a stream."""
+    return DataLoader(
+        source,
+        batch_size=batch_size,
+        drop_last=drop_last,
+        collate_fn=source.batch,
+        generator=torch.Generator(),
+        **options,
+    )
+
+
+class Stream(IterableDataset[Any]):
+    """A stream whose passes begin with streams seeded for the epoch, in a worker that stays alive too.
+
+    Each rank reads all of it, and keeps its own rows of each batch.
+    """
+
+    def __init__(self, dataset: Iterable[Any], collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
+        self.dataset, self.collate, self.seed, self.batched = dataset, collate, seed, batched
+        self.draws = collate not in (default_collate, default_convert)
+        self.place: Tensor = torch.tensor([0, 0, 1]).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        epoch, self.rank, self.ranks = self.place.tolist()
+        self.here, self.taken = (self.seed, epoch, info.id if info else 0), 0
+        seed_streams(mix(STREAM, *self.here))
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        return iter(self.dataset)
+
+    def batch(self, items: Any) -> Any:
+        """The collate_fn of an engine: among several ranks, this one's part, and how many samples there are."""
+        if self.ranks == 1:
+            return self._collated(items)
+        if not self.batched:
+            return own_part(self._collated(items), self.rank, self.ranks)
+        low, high = own_rows(len(items), self.rank, self.ranks)
+        # What collate draws for its own rows must not move the stream, which is to be the same on all ranks.
+        with kept_streams() if self.draws else nullcontext():
+            if self.draws:
+                seed_streams(mix(COLLATE, *self.here, self.taken, self.rank))
+                self.taken += 1
+            return self._collated(items[low:high]), len(items)
+
+    def _collated(self, items: Any) -> Any:
+        try:
+            return self.collate(items)
+        except StopIteration as error:
+            raise ended_early(f"collate_fn, in epoch {self.here[1]} of the stream,") from error

@@ -1,0 +1,144 @@
+"""A run that continues with another batch size or dataset."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_loader import AugmentedStream, samples_of
+
+import looplib as ll
+from looplib.data import make_loader, without_samples
+from looplib.types import TrainState
+
+# Another batch size or dataset
+
+
+def continued(loader, other, batches, epoch=1):
+    """Samples of an epoch: some batches from the one loader, and the rest from the other. And where the run ended."""
+    state = TrainState(epoch_length=len(loader))
+    seen = []
+    while state.epoch <= epoch:
+        for batch in loader(state):
+            if state.epoch == epoch:
+                seen += batch.tolist()
+            state = consume(state, len(batch))
+            if (state.epoch, state.batch) == (epoch, batches):
+                loader = other
+                state = other.resume(state)
+                break
+    return seen, state
+
+
+def consume(state, samples):
+    """What a train step does to the counts."""
+    ends = state.batch + 1 == state.epoch_length
+    return state.replace(
+        step=state.step + 1,
+        epoch=state.epoch + ends,
+        batch=0 if ends else state.batch + 1,
+        samples=state.samples + samples,
+        batch_samples=samples,
+    )
+
+
+@given(
+    count=st.integers(1, 60),
+    size=st.integers(1, 8),
+    other=st.integers(1, 16),
+    batches=st.integers(1, 40),
+    kind=st.sampled_from(["shuffled", "in_order", "weighted", "sampler"]),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_run_continues_within_an_epoch_with_another_batch_size(count, size, other, batches, kind):
+    order = {
+        "shuffled": ll.data.shuffled(),
+        "in_order": ll.data.in_order(),
+        "weighted": ll.data.weighted([1 + i % 3 for i in range(count)]),
+        "sampler": ll.data.sampler(lambda epoch, generator: torch.randperm(count, generator=generator)),
+    }[kind]
+    one, two = (make_loader(range(count), batch_size=size, order=order, seed=2) for size in (size, other))
+    if batches >= len(one):
+        return
+    if batches * size % other and batches * size < count:
+        with pytest.raises(
+            ValueError, match=rf"{batches * size} samples of epoch 1 have been read, and no batch begin"
+        ):
+            continued(one, two, batches)
+        return
+    seen, state = continued(one, two, batches)
+    assert seen == samples_of(one, 1)  # each sample once, in the order of before
+    assert (state.epoch, state.batch, state.samples, state.epoch_length) == (2, 0, 2 * count, len(two))
+
+
+def test_at_the_end_of_an_epoch_any_loader_continues():
+    state = TrainState(step=25, epoch=1, epoch_length=25, samples=100, batch_samples=4)
+    for loader in (
+        make_loader(range(300), batch_size=8),
+        make_loader(range(50), batch_size=8, order=ll.data.by_length([*range(50)])),
+        make_loader(range(9), order=ll.data.batch_sampler([[1, 2], [3]])),
+    ):
+        found = loader.resume(state)
+        assert (found.step, found.epoch, found.batch, found.samples) == (25, 1, 0, 100)
+        assert found.epoch_length == len(loader)
+        assert len(list(loader(found))) == len(loader)
+
+
+def test_samples_at_the_end_of_a_dataset_in_order_continue_within_an_epoch():
+    one, two = (make_loader(range(count), batch_size=4, order=ll.data.in_order()) for count in (20, 30))
+    seen, state = continued(one, two, 3)
+    assert (seen, state.samples) == ([*range(30)], 50)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: make_loader(range(120), batch_size=8),
+            r"25 batches of 4 samples are not an epoch of the 120 samples",
+        ),
+        (
+            lambda: make_loader(range(100), batch_size=8, order=ll.data.by_length([*range(100)])),
+            r"by_length\(\[0, 1, 2, 3, 4, 5, ...\]\) puts the samples into another order",
+        ),
+        (
+            lambda: make_loader(range(100), order=ll.data.batch_sampler([[i] for i in range(100)])),
+            "batch_sampler.* puts the samples into another order",
+        ),
+        (lambda: without_samples(make_loader(range(100), batch_size=8), [3]), "into another order"),
+        (lambda: make_loader([torch.zeros(3)] * 9, batch_size=None), "into another order"),
+    ],
+)
+def test_a_run_that_cannot_continue_within_an_epoch_is_told_what_keeps_everything(make, message):
+    state = TrainState(step=35, epoch=1, batch=10, epoch_length=25, samples=140, batch_samples=4)
+    loader = make()
+    with pytest.raises(ValueError, match=message) as error:
+        loader.resume(state)
+    way = re.search(r"state\.replace\(epoch=2, batch=0, epoch_length=\d+\)", str(error.value))
+    assert len(list(loader(eval(way[0], {"state": state})))) == len(loader)
+
+
+def test_counts_that_do_not_say_where_a_run_stands_are_not_guessed_from():
+    loader = make_loader(range(100), batch_size=8)
+    at_batch = {"batch": 10, "epoch_length": 25, "batch_samples": 4}
+    assert loader.resume(TrainState(samples=40, **at_batch)).batch == 5
+    for wrong in (
+        TrainState(samples=39, **at_batch),  # batches of several sizes
+        TrainState(samples=40, **at_batch | {"batch_samples": 0}),
+        TrainState(samples=40, **at_batch | {"epoch_length": None}),
+    ):
+        with pytest.raises(ValueError, match="do not say which samples of epoch 0 have been read"):
+            loader.resume(wrong)
+    with pytest.raises(TypeError, match="a loader over a stream"):
+        make_loader(AugmentedStream(9), batch_size=2).resume(TrainState(batch=2))
+
+
+def test_a_state_that_fits_is_resumed_as_it_is():
+    for loader in (make_loader(range(10), batch_size=4), make_loader(range(9), batch_size=3, limit=2)):
+        state = consume(TrainState(epoch_length=len(loader)), loader.batch_size)
+        assert loader.resume(state) is state
+    # The same number of batches, of another size.
+    state = consume(TrainState(epoch_length=3), 2)
+    with pytest.raises(ValueError, match="no batch begins there"):
+        make_loader(range(12), batch_size=4, limit=3).resume(state)
