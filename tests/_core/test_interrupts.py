@@ -134,8 +134,8 @@ def guarded():
 def wait_for_interrupt():
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        time.sleep(60)
-    assert time.monotonic() - begin < 30  # it wakes a thread that sleeps
+        time.sleep(500)
+    assert time.monotonic() - begin < 400  # it wakes a thread that sleeps
 
 
 class Stop(BaseException):
@@ -967,10 +967,10 @@ def test_an_update_in_another_thread_holds_no_signal_up():
     entered, leave = threading.Event(), threading.Event()
     parts.step(parts.state, parts.batches[0])  # puts up the guards
     assert guarded()
-    Halfway.action = lambda: [entered.set(), leave.wait(60)]
+    Halfway.action = lambda: [entered.set(), leave.wait(300)]
     thread = threading.Thread(target=train, args=(other.state, other.step, other.loader(other.state)))
     thread.start()
-    assert entered.wait(60)
+    assert entered.wait(300)
     with pytest.raises(KeyboardInterrupt):
         press()
     leave.set()

@@ -323,7 +323,7 @@ def test_an_error_while_drawing_closes_the_bar_and_frees_the_lock(stream):
 
     taker = threading.Thread(target=take, daemon=True)
     taker.start()
-    taker.join(timeout=10)
+    taker.join(timeout=300)
     assert taken == [True]
     assert list(bar) == []
 

@@ -286,7 +286,7 @@ def test_forked_processes_end_as_they_did_before():
             if own:
                 stop_now = after_signal(signal.SIGTERM)
             started.set()
-            time.sleep(30) if not own else [time.sleep(0.01) for _ in range(3000) if not stop_now(ll.TrainState())]
+            time.sleep(10**6) if not own else [time.sleep(0.01) for _ in range(30000) if not stop_now(ll.TrainState())]
             sys.exit(3)
 
         stop_now = after_signal(signal.SIGTERM)
@@ -300,7 +300,7 @@ def test_forked_processes_end_as_they_did_before():
             process.join()
             print(process.exitcode, stop_now(ll.TrainState()))
     """
-    out, error = python(code).communicate(timeout=60)
+    out, error = python(code).communicate(timeout=300)
     assert out == "-15 False\n3 False\n", error
 
 
@@ -311,22 +311,22 @@ def test_a_run_that_hangs_is_ended_by_a_second_signal():
         from looplib.predicates import _signals as signals
         from looplib.predicates import after_signal
 
-        signals._ONE_SIGNAL = 0.5
+        signals._ONE_SIGNAL = 10**6  # seconds: all that come now are one, however slow the machine
         stop_now = after_signal(signal.SIGTERM)
         print("ready")
         while not stop_now(ll.TrainState()):
             time.sleep(0.01)
         signal.raise_signal(signal.SIGTERM)  # the same, sent twice
-        time.sleep(0.5)
+        signals._ONE_SIGNAL = 0
         print("hangs")
-        time.sleep(60)
+        time.sleep(10**6)
     """
     process = python(code)
     read_until(process, "ready")
     process.send_signal(signal.SIGTERM)
     read_until(process, "hangs")
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=300)
     assert process.returncode == -signal.SIGTERM
 
 
@@ -509,7 +509,7 @@ def told_to_end(folder, place, number):
     process = python(RUN, folder, place)
     read_until(process, place)
     process.send_signal(number)
-    out, error = process.communicate("\n", timeout=60)
+    out, error = process.communicate("\n", timeout=300)
     assert process.returncode == 0, error
     return out
 
@@ -522,7 +522,7 @@ def test_a_process_told_to_end_saves_and_goes_on_to_the_same_bits(tmp_path):
     assert out.startswith("after_signal(signal.SIGTERM, signal.SIGUSR1) is true at step 10 (epoch 1, batch 0)")
     assert "\nleft at 10 " in out
 
-    out, error = python(RUN, tmp_path / "told", "", tmp_path / "whole").communicate(timeout=60)
+    out, error = python(RUN, tmp_path / "told", "", tmp_path / "whole").communicate(timeout=300)
     resumed, whole = re.findall("^left at 30 .*$", out, re.MULTILINE)
     assert out.startswith("from 10\n"), error
     assert resumed == whole

@@ -4,13 +4,12 @@ import importlib.util
 import random
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from shared import struck
 from sklearn.metrics import log_loss, roc_auc_score
 
 import looplib as ll
@@ -176,15 +175,11 @@ def test_the_model_has_the_products_of_all_pairs_of_fields():
 
 def test_a_run_killed_half_way_ends_with_the_same_numbers(whole, tmp_path):
     _, folder, scores = whole
-    command = [sys.executable, str(RECIPE)]
-    command += [argument for name, value in SMALL.items() for argument in (f"--{name}", str(value))]
     log = tmp_path / "runs/click_through/log.jsonl"
     at = random.randrange(1, 8)  # of 14 rows
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
-        while run.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") >= at):
-            time.sleep(0.001)
-        run.send_signal(signal.SIGKILL)
-        run.communicate()
+    command = struck(RECIPE, signal.SIGKILL, at)
+    command += [argument for name, value in SMALL.items() for argument in (f"--{name}", str(value))]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True)
     assert run.returncode == -signal.SIGKILL, f"killed after {at} rows"
     assert load().main(**SMALL, directory=str(log.parent)) == scores, f"killed after {at} rows"
     assert ll.log.read_columns(log) == ll.log.read_columns(folder / "log.jsonl")

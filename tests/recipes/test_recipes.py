@@ -4,11 +4,11 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from shared import struck
 from torch import nn
 
 import looplib as ll
@@ -133,21 +133,18 @@ def test_interrupted_digits_go_on_to_the_same_bits(tmp_path, monkeypatch, interr
 
 def test_a_process_stopped_by_ctrl_c_goes_on_by_the_same_command(tmp_path, interruptible):
     settings = {"epochs": 8, "batch_size": 32, "width": 8, "log_every": 1}
-    command = [sys.executable, str(RECIPES / "classify_digits.py")]
-    command += [argument for name, value in settings.items() for argument in (f"--{name}", str(value))]
+    options = [argument for name, value in settings.items() for argument in (f"--{name}", str(value))]
+    command = [sys.executable, str(RECIPES / "classify_digits.py"), *options]
     expected = tmp_path / "expected"
     load("classify_digits").main(**settings, directory=str(expected))
     log = tmp_path / "runs/digits/log.jsonl"
 
     at = random.randrange(20, 200)  # of 360 steps
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        while run.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") > at):
-            time.sleep(0.001)
-        run.send_signal(signal.SIGINT)
-        out, err = run.communicate()
-    assert "the same command goes on from there" in out, f"interrupted at {at}: {out}\n{err}"
+    interrupted = [*struck(RECIPES / "classify_digits.py", signal.SIGINT, at), *options]
+    run = subprocess.run(interrupted, cwd=tmp_path, capture_output=True, text=True)
+    assert "the same command goes on from there" in run.stdout, f"interrupted at {at}: {run.stdout}\n{run.stderr}"
     assert run.returncode == 130
-    assert "Traceback" not in err
+    assert "Traceback" not in run.stderr
 
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr

@@ -866,9 +866,9 @@ def test_torch_warns_of_no_loop_over_the_members():
         for name in ("convolutions", "attention", "an encoder of torch with dropout in attention"):
             make, loss_fn, data = t.MODELS[name]
             step, stack = t.stacked(
-                lambda number: t.ll.dynamic_loss_scale(t.ll.optimizer(t.optim.Rprop, lr=1e-2)),
+                lambda number: t.ll.optim.dynamic_loss_scale(t.ll.optimizer(t.optim.Rprop, lr=1e-2)),
                 make,
-                t.ll.scale_loss,
+                t.ll.grads.scale_loss,
                 loss_fn,
             )
             for batch in data()[:1]:
