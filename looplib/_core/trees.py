@@ -395,38 +395,41 @@ def concat(parts: Sequence[Any], counts: Sequence[int], root: str = "batch") -> 
 
 
 def _joined(parts: list[Any], counts: list[int], path: Path, root: str) -> Any:
-    first = parts[0]
     if all(map(_dimensions, parts)):
-        for part, count in zip(parts, counts, strict=True):
-            if len(part) != count:
-                raise ValueError(
-                    f"{named(path, root)} has shape {tuple(part.shape)} in a part of {count} samples: give one row "
-                    "for each sample"
-                )
-        return _joined_rows(parts, named(path, root))
-    in_lists = [_is_list(part) and len(part) == count for part, count in zip(parts, counts, strict=True)]
-    if all(in_lists) and not all(_holds_fields(part, count) for part, count in zip(parts, counts, strict=True)):
-        return type(first)(chain.from_iterable(parts))
-    nodes = [node_of(part) for part in parts]
-    if any(node is None or type(part) is not type(first) for node, part in zip(nodes, parts, strict=True)):
-        if not all(same(first, part) for part in parts):
-            raise ValueError(
-                f"{named(path, root)} has no samples and differs between the parts: "
-                f"{', '.join(_short(part) for part in parts[:3])}; give the same value with each, or one for each "
-                "sample"
-            )
-        return first
-    inner = [node for node in nodes if node is not None]
-    columns = zip(*(_children_like(inner[0], part) for part in parts), strict=True)
-    return inner[0].rebuild(
-        [
-            _joined(list(members), counts, (*path, key), root)
-            for key, members in zip(inner[0].keys, columns, strict=True)
-        ]
+        return _joined_rows(parts, counts, named(path, root))
+    if _are_lists_of_samples(parts, counts):
+        return type(parts[0])(chain.from_iterable(parts))
+    node = node_of(parts[0])
+    if node is None or any(type(part) is not type(parts[0]) for part in parts):
+        return _in_all(parts, named(path, root))
+    columns = zip(*(_children_like(node, part) for part in parts), strict=True)
+    return node.rebuild(
+        [_joined(list(members), counts, (*path, key), root) for key, members in zip(node.keys, columns, strict=True)]
     )
 
 
-def _joined_rows(parts: list[Any], name: str) -> Any:
+def _are_lists_of_samples(parts: list[Any], counts: list[int]) -> bool:
+    """Are these lists with one item for each sample, of which some part, if not each, can be nothing else?"""
+    pairs = list(zip(parts, counts, strict=True))
+    lists = all(_is_list(part) and len(part) == count for part, count in pairs)
+    return lists and not all(_holds_fields(part, count) for part, count in pairs)
+
+
+def _in_all(parts: list[Any], name: str) -> Any:
+    """The leaf without samples that all parts have."""
+    if not all(same(parts[0], part) for part in parts):
+        raise ValueError(
+            f"{name} has no samples and differs between the parts: {', '.join(map(_short, parts[:3]))}; give the "
+            "same value with each, or one for each sample"
+        )
+    return parts[0]
+
+
+def _joined_rows(parts: list[Any], counts: list[int], name: str) -> Any:
+    for part, count in zip(parts, counts, strict=True):
+        if len(part) != count:
+            shape = tuple(part.shape)
+            raise ValueError(f"{name} has shape {shape} in a part of {count} samples: give one row for each sample")
     if all(isinstance(part, Tensor) for part in parts):
         return torch.cat(parts)
     numpy = sys.modules.get("numpy")
@@ -448,9 +451,14 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        if not same_kind(one, other):
             return False
         return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
     if hasattr(one, "tobytes") and hasattr(one, "shape"):  # NumPy's
         return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
     return bool(one == other or (one != one and other != other))
+
+
+def same_kind(one: Tensor, other: Tensor) -> bool:
+    """Do two tensors have the same shape, dtype and device?"""
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device

@@ -153,7 +153,7 @@ def test_reading_begins_a_new_window(clock):
     clock.sleep(0.4)
     assert cost.read("costs/")["costs/rest_seconds"] >= 0.4 / 4
     assert cost.read() == {}
-    train(state, train_step, batches())
+    train(state, train_step, cost.data(slowly(batches(), 0.01, clock)))
     assert cost.read()["rest_seconds"] < 0.4 / 4
 
 

@@ -411,7 +411,7 @@ def test_what_a_checkpoint_lacks_is_not_taken_from_the_template(monkeypatch):
 
         return types.SimpleNamespace(save=ckpt.save, restore=restore)
 
-    monkeypatch.setattr("looplib.testing._checks.checkpoint_io", forgetful)
+    monkeypatch.setattr("looplib.testing._resume.checkpoint_io", forgetful)
     with fails("stopped after 1 batches", "metrics['loss'].total", ", then nan"):
         testing.assert_resumes(*put_together(model), [rows()] * 3)
 

@@ -1,0 +1,61 @@
+"""Computation in float64 without dropout, so that only mistakes make numbers differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from looplib._core import trees
+from looplib.state import copy_state
+from looplib.testing._compare import copied
+from looplib.types import TrainState
+
+
+def in_float64(function: Callable[[TrainState, Any], Any], state: TrainState, batch: Any) -> tuple[Any, Any, Any]:
+    """Copies of state and batch, and what the function makes of them: in float64, or else in their own dtypes."""
+    own = copy_state(state)
+    try:
+        wide_trees = {
+            tree: trees.map_leaves(_wide, getattr(own, tree)) for tree in ("params", "buffers", "opt_state")
+        }
+        wide, rows = own.replace(**wide_trees), trees.map_leaves(_wide, copied(batch))
+        return wide, rows, function(wide, copied(rows))
+    except (RuntimeError, TypeError):  # a dtype that the code insists on, or a device without float64
+        return own, copied(batch), function(own, copied(batch))
+
+
+def _wide(leaf: Any) -> Any:
+    floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.detach().double().requires_grad_(leaf.requires_grad) if floats else leaf
+
+
+class WithoutDropout(TorchFunctionMode):
+    """torch's dropout lets everything through, whichever layer asks for it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if function is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        if function is F.multi_head_attention_forward:
+            kwargs["training"] = False
+        return function(*args, **kwargs)
+
+
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.dropout_,
+}

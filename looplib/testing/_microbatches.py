@@ -1,0 +1,165 @@
+"""Gradients of microbatches and of the shares of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core.engines import Context
+from looplib._core.trees import batch_size, split
+from looplib.grads._accumulation import accumulate
+from looplib.testing._compare import copied, same
+from looplib.testing._float64 import WithoutDropout, in_float64
+from looplib.testing._report import fail, listed
+from looplib.testing._surroundings import streams_kept
+from looplib.types import GradFn, Gradients, Part, TrainState
+
+
+def assert_pieces_equal_whole(
+    grad_fn: GradFn, state: TrainState, batch: Any, *, microbatches: int = 3, tolerance: float = 1e-4
+) -> None:
+    """Check gradient accumulation: the microbatches of `ll.accumulate` give the gradient of the whole batch.
+
+    >>> import looplib as ll, torch
+    >>> from looplib import testing
+    >>> model = torch.nn.Linear(2, 1)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    >>> testing.assert_pieces_equal_whole(grad_fn, ll.init_state(model), torch.randn(8, 2))
+
+    The computation is in float64 if the loss function accepts it, and without the dropout of torch's own layers,
+    since microbatches draw different random numbers from the whole batch.
+
+    Args:
+        grad_fn: the one that your script accumulates, without wrappers that act on a whole step's gradient, such as
+            `clip_by_global_norm`, which goes around `accumulate`.
+        state: the state to take the gradient at.
+        batch: as ragged as your real batches: if every sample has the same number of tokens, no wrong average shows.
+        microbatches: number of microbatches, best one that does not divide the batch evenly.
+        tolerance: how far gradients may be apart, relative to the largest of them. Mistakes are usually 1e-2 or more.
+
+    Raises:
+        AssertionError: the parameters, and how far their gradients are apart.
+        ValueError: fewer samples than microbatches; a loss that draws random numbers by itself; a `grad_fn` of a
+            whole step.
+    """
+    __tracebackhide__ = True
+    accumulated = accumulate(_of_parts(grad_fn), microbatches)
+    count = batch_size(batch)
+    if not 2 <= microbatches <= count:
+        raise ValueError(
+            f"microbatches is {microbatches}, and the batch has {count} rows: give 2 or more, up to that"
+        )
+    with streams_kept(state), WithoutDropout():
+        wide, rows, whole = in_float64(grad_fn, state, batch)
+        _check_draws(grad_fn, wide, rows, whole, tolerance)
+        _compare(whole, accumulated(wide, rows).grads, wide, tolerance, f"{microbatches} pieces of {count} rows")
+
+
+def assert_reduces_alike(
+    grad_fn: GradFn, state: TrainState, batch: Any, *, ranks: int = 2, tolerance: float = 1e-4
+) -> None:
+    """Check gradient reduction: the shares of a batch on n ranks add up to the gradient of the whole.
+
+    >>> import looplib as ll, torch
+    >>> from looplib import testing
+    >>> model = torch.nn.Linear(2, 1)
+    >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    >>> testing.assert_reduces_alike(grad_fn, ll.init_state(model), torch.randn(7, 2), ranks=3)
+
+    No process is started: the batch is divided as looplib's loaders do, the gradient of each share is taken in turn,
+    and they are added up by their weights as `ll.grads.reduce_gradients` does. This takes milliseconds, and tests the
+    loss function and its wrappers. It does not test that the script reduces gradients and wraps its model correctly:
+    see `assert_ranks_train_alike`.
+
+    Args:
+        grad_fn, state, batch, tolerance: as for `assert_pieces_equal_whole`.
+        ranks: number of shares.
+
+    Raises:
+        AssertionError: the parameters, and how far their gradients are apart; a share without a weight.
+        ValueError: fewer samples than ranks; a loss that draws random numbers by itself; a `grad_fn` of a whole step.
+    """
+    __tracebackhide__ = True
+    _of_parts(grad_fn)
+    count = batch_size(batch)
+    if not 2 <= ranks <= count:
+        raise ValueError(f"ranks is {ranks}, and the batch has {count} rows: give 2 or more, up to that")
+    with streams_kept(state), WithoutDropout():
+        wide, rows, whole = in_float64(grad_fn, state, batch)
+        _check_draws(grad_fn, wide, rows, whole, tolerance)
+        parts = split(rows, count, [len(part) for part in torch.arange(count).tensor_split(ranks)])
+        outs = [grad_fn(wide, part, Part(reduction="sum", context=Context(local=True))) for part in parts]
+        weights = [out.weight for out in outs if out.weight is not None]
+        if len(weights) < ranks:
+            fail(
+                "a part of a batch came without its weight",
+                [f"rank {rank} of {ranks}" for rank, out in enumerate(outs) if out.weight is None],
+                "A GradFn that wraps another hands its third argument on to it, grad_fn(state, batch, part), and the "
+                "weight and normalizer of what that returns: out._replace(grads=...). See ll.types.Part.",
+            )
+        total = sum(weights)
+        added: dict[str, Tensor] = {}
+        for out in outs:
+            for name, grad in out.grads.items():
+                mine = grad * (out.normalizer / (total + (total == 0)))
+                added[name] = added[name] + mine if name in added else mine
+        _compare(whole, added, wide, tolerance, f"the parts of {ranks} ranks, of {count} rows together")
+
+
+def _of_parts(grad_fn: GradFn) -> GradFn:
+    name = getattr(grad_fn, "of_whole", None)
+    if name not in (None, "retry_on_oom"):
+        raise ValueError(
+            f"this grad_fn ends in {name}, which acts on the gradient of a whole step, not on a part's: give the one "
+            f"that {name} is put around"
+        )
+    return grad_fn
+
+
+def _check_draws(grad_fn: GradFn, state: TrainState, batch: Any, first: Gradients, tolerance: float) -> None:
+    other = grad_fn(state.replace(seed=state.seed + 1), copied(batch))
+    if drawn := _apart(first.grads, other.grads, tolerance):
+        raise ValueError(
+            f"the gradient of {listed(list(drawn))} differs from one state.seed to another: the loss draws random "
+            "numbers, and pieces draw others than the whole, so there is nothing to compare. Turn off what draws "
+            "(dropout of torch's own layers is off already), such as by model.eval() on that layer before "
+            "ll.make_grad_fn"
+        )
+
+
+def _apart(whole: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float) -> dict[str, float]:
+    """The distance of the gradients that are apart by more than a part of the largest of all, by name."""
+    largest = max((float(grad.abs().max()) for grad in whole.values() if grad.numel()), default=0.0)
+    gaps = {
+        name: float((found[name].to(grad.dtype) - grad).abs().max()) if name in found else math.inf
+        for name, grad in whole.items()
+        if grad.numel()
+    }
+    return {name: gap for name, gap in gaps.items() if not gap <= tolerance * largest}
+
+
+def _compare(whole: Gradients, found: Mapping[str, Tensor], state: TrainState, tolerance: float, what: str) -> None:
+    __tracebackhide__ = True
+    apart = _apart(whole.grads, found, tolerance)
+    if not apart:
+        return
+    lines = [
+        f"{name}: apart by {gap:.3g}, of {float(whole.grads[name].abs().max()):.3g} at most"
+        for name, gap in sorted(apart.items(), key=lambda item: -item[1])
+    ]
+    written = [name for name, tensor in whole.buffers.items() if not same(tensor, state.buffers[name])]
+    why = (
+        f"The forward pass moved {listed(written)}: BatchNorm, or another layer in training mode that takes its "
+        "statistics over the batch, sees only a part at a time, so that its result depends on the size of the parts. "
+        "GroupNorm or LayerNorm does not; on ranks, torch.nn.SyncBatchNorm sees all; or put the layer in eval mode."
+        if written
+        else "Usually a loss that is a mean over something else than the rows (tokens, pixels, what a mask leaves) "
+        "returned as a plain scalar, which weighs by its rows: return ll.Mean(total, weight), the sum and the "
+        "number of what counts. Or a sum over the rows: return a mean, or ll.Mean(total, number of rows). Or a "
+        "term that looks across rows, such as a contrastive loss or a balance of experts, which parts cannot give."
+    )
+    fail(f"{what} do not give the gradient of the whole batch", lines, why)

@@ -1,0 +1,114 @@
+"""Overfitting of one batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from looplib._core.checks import check_count
+from looplib.metrics._mean import compute
+from looplib.state import copy_state
+from looplib.testing._compare import copied
+from looplib.testing._report import fail
+from looplib.testing._surroundings import streams_kept
+from looplib.types import TrainState, TrainStep
+
+
+def assert_overfits(
+    step: TrainStep,
+    state: TrainState,
+    batch: Any,
+    *,
+    steps: int = 200,
+    fraction: float = 0.1,
+    below: float | None = None,
+    metric: str = "loss",
+) -> None:
+    """Check that a run can overfit one batch: the loss falls to a fraction of its first value within some steps.
+
+    >>> import looplib as ll, torch
+    >>> from looplib import testing
+    >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.Adam, lr=0.1)
+    >>> step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    >>> testing.assert_overfits(step, ll.init_state(model, optimizer), torch.ones(4, 2))
+
+    It stops as soon as the loss is there. Give a batch of a few samples, and a learning rate for so short a run: a
+    schedule with a long warmup would hardly have begun.
+
+    Args:
+        step: the train step, pure or donated.
+        state: the state at the beginning.
+        batch: the batch of all steps.
+        steps: the largest number of steps.
+        fraction: the goal as a fraction of the first loss.
+        below: the goal as a loss, for losses that are not above 0 or whose minimum is far from 0, such as that of a
+            density or with label smoothing.
+        metric: name of the metric to look at.
+
+    Raises:
+        AssertionError: the goal was not reached; the message has the loss along the way.
+        ValueError: a first loss that is not above 0, without `below`; a metric that the step does not have.
+    """
+    __tracebackhide__ = True
+    check_count("steps", steps, advice="give 1 or more")
+    curve: list[float] = []
+    skipped, current, goal = 0, copy_state(state), math.nan
+    with streams_kept(state):
+        for _ in range(steps):
+            current, metrics = step(current, copied(batch))
+            if metric not in metrics:
+                raise ValueError(f"the step has no metric {metric!r}; it has {', '.join(metrics)}")
+            curve.append(compute({metric: metrics[metric]})[metric])
+            skipped += current.skipped
+            goal = _goal(metric, curve[0], fraction, below)
+            if curve[-1] <= goal:
+                return
+            if not math.isfinite(curve[-1]):
+                break
+    shown = sorted({0, *(len(curve) * k // 5 for k in range(1, 5)), len(curve) - 1})
+    lines = [f"{metric} {curve[k]:.4g} in step {k + 1}" for k in shown]
+    if skipped:
+        lines.append(f"{skipped} of {len(curve)} updates were skipped")
+    moved = any(not torch.equal(tensor, state.params[name]) for name, tensor in current.params.items())
+    fail(
+        f"one batch was not learned by heart in {len(curve)} steps: the goal was a {metric} of {goal:.4g}",
+        lines,
+        _usual_cause(curve, moved),
+    )
+
+
+def _goal(metric: str, first: float, fraction: float, below: float | None) -> float:
+    if below is not None:
+        return below
+    if first <= 0:
+        raise ValueError(
+            f"the first {metric} is {first:.4g}, of which there is no fraction: give below=, the value to be reached"
+        )
+    return fraction * first
+
+
+def _usual_cause(curve: list[float], moved: bool) -> str:
+    if not math.isfinite(curve[-1]):
+        return (
+            "It blew up: usually a learning rate that is too large (try a tenth, a warmup, "
+            "ll.clip_by_global_norm), a log or a division of zero in the loss, or half precision without "
+            "ll.grads.scale_loss."
+        )
+    if not moved:
+        return (
+            "No parameter has moved: usually a learning rate of 0 (the start of a warmup), updates that are all "
+            "skipped, or a step that returns the state that it was given."
+        )
+    if curve[-1] > curve[0]:
+        return (
+            "It rises: usually a learning rate that is too large (try a tenth), or a loss with the wrong sign, "
+            "such as an accuracy or a log-likelihood to be maximized."
+        )
+    return (
+        "Usually labels or masks that changed from step to step or stand beside other rows' inputs, a softmax "
+        "before cross_entropy (which does it itself), predictions and targets of shapes (n,) and (n, 1) that "
+        "broadcast, a branch that is detached or frozen (see assert_all_gradients), strong dropout or weight "
+        "decay, inputs that are not normalized, or simply a learning rate that is too small or too few steps."
+    )

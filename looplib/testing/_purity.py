@@ -1,0 +1,100 @@
+"""Purity of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from looplib.state import copy_state
+from looplib.testing._compare import copied, differences, is_spent, leaves, recorded
+from looplib.testing._report import about_kernels, fail
+from looplib.testing._surroundings import Surroundings, seed_streams, stream_positions, streams_kept
+from looplib.types import TrainState
+
+
+def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch: Any, *, other: Any = None) -> None:
+    """Check that a step is pure: the same inputs give the same bits, whatever ran before, and nothing else changes.
+
+    >>> import looplib as ll, torch
+    >>> from looplib import testing
+    >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    >>> step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    >>> testing.assert_pure(step, ll.init_state(model, optimizer), torch.ones(4, 2))
+
+    The step is called three times: on copies of the state and the batch; on different weights with a different seed,
+    after torch's, NumPy's and Python's streams were reseeded; and on copies of the state and the batch again. The
+    first and the third result must be equal to the bit. The random streams, the batch, the state that was given
+    (unless the step donates) and the modules that the step reaches must be as they were.
+
+    A step that remembers something from its very first call passes, because no call comes before it. Use `restart` of
+    `assert_resumes` to find that.
+
+    Args:
+        step: a train, eval or predict step.
+        state: the state to begin with.
+        batch: the batch of all three calls.
+        other: a different batch for the second call.
+
+    Raises AssertionError with the names of what differs, and by how much.
+    """
+    __tracebackhide__ = True
+    with streams_kept(state):
+        given, inputs = dict(leaves(copy_state(state))), dict(leaves(copied(batch), "batch"))
+        surroundings, positions = Surroundings(step), stream_positions(state)
+        mine, rows = copy_state(state), copied(batch)
+        first = recorded(step(mine, rows))
+        if moved := [
+            f"{name} moved on" for name, now in stream_positions(state).items() if differences(now, positions[name])
+        ]:
+            fail(
+                "the step drew from a global random stream",
+                moved,
+                "So its result depends on what ran before it, and it changes what runs after. Draw from torch "
+                "within the loss function, where looplib seeds the stream by the state's seed and step and puts it "
+                "back, and make what NumPy or Python draw in the dataset, where the loader seeds them.",
+            )
+        if changed := differences(inputs, dict(leaves(rows, "batch"))):
+            fail(
+                "the step wrote to its batch",
+                changed,
+                "Whoever reads the batch after it (a second step, a metric, the next epoch of a dataset in memory) "
+                "reads something else. Usually an operation in place on an input (x += ..., x.clamp_(...), "
+                "labels[mask] = -100, batch.pop(...)): make a new tensor, such as x = x + ...",
+            )
+        if not is_spent(mine) and (changed := differences(given, dict(leaves(mine)))):
+            fail(
+                "the step wrote to the state that it was given",
+                changed,
+                "A state that was kept is no longer what it was. Usually an operation in place on model.weight.data, "
+                "on a tensor of state.extra, or on one of opt_state in an optimizer of one's own: make a new tensor, "
+                "or make the step with donate=True, which tells everyone that the old state is spent.",
+            )
+        if changed := surroundings.spoiled() or differences(given, dict(leaves(state))):
+            fail(
+                "the step changed tensors or modes that belong to neither its state nor its result",
+                changed,
+                "Usually a loss function that calls model.eval(), model.train() or requires_grad_(...) and does "
+                "not put it back, a torch optimizer that steps on the module itself, or a gradient left in .grad. "
+                "Let the step return what it changes, as a part of the state.",
+            )
+        seed_streams(0)
+        step(_perturbed(state), copied(batch if other is None else other))
+        second = recorded(step(copy_state(state), copied(batch)))
+        if differing := differences(first, second):
+            fail(
+                "the step is not a function of its state and its batch: two calls on equal ones differ",
+                differing,
+                "Between them torch's, NumPy's and Python's random streams were seeded otherwise, and the step ran "
+                f"on other weights.{surroundings.hint()} Usually something that remembers between calls (a counter "
+                "or a cached tensor in a module, a closure or an optimizer, a torch.Generator of one's own), or "
+                "the time: put what must be remembered into a buffer or state.extra, and draw from torch's own "
+                "stream." + about_kernels(state),
+            )
+
+
+def _perturbed(state: TrainState) -> TrainState:
+    """A state of the same run with different weights and a different seed."""
+    params = {
+        name: (t.detach() * 1.125).to(t.dtype).requires_grad_(t.requires_grad) for name, t in state.params.items()
+    }
+    return copy_state(state).replace(params=params, seed=state.seed + 1)

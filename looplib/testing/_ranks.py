@@ -1,0 +1,137 @@
+"""Training on several ranks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from looplib.data._loader import Loader
+from looplib.distributed import _processes as distributed
+from looplib.testing._compare import differences
+from looplib.testing._report import fail
+from looplib.testing._resume import run
+from looplib.testing._surroundings import streams_kept
+from looplib.types import TrainState, TrainStep
+
+Params = dict[str, Tensor]
+
+
+def assert_ranks_train_alike(
+    begin: Callable[[], tuple[TrainStep, TrainState, Loader]],
+    *,
+    ranks: int = 2,
+    steps: int = 3,
+    tolerance: float = 1e-4,
+    timeout: float = 60,
+) -> None:
+    """Check distributed training: n processes end with the same weights, those of a run in one process.
+
+    `begin()` does what the script does up to its loop; `assert_reduces_alike` is the quick check without processes.
+    In a file `tests/test_train.py`:
+
+        def begin():  # at the top of the file, so that a new process can import it
+            model = make_model().double()
+            wrapped = DistributedDataParallel(model) if ll.distributed.launched() else model
+            optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
+            train_step = ll.make_train_step(ll.make_grad_fn(wrapped, loss_fn), optimizer, donate=True)
+            loader = ll.make_loader(data.double(), batch_size=8)
+            return train_step, ll.init_state(wrapped, optimizer, epoch_length=len(loader)), loader
+
+        def test_ranks_train_alike():
+            testing.assert_ranks_train_alike(begin, ranks=2)
+
+    `begin` is called in this process, and in n new ones on this host's CPU, within `ll.distributed.setup()` and with
+    the environment that torchrun sets. This takes some seconds. Seed the initialization of the weights, turn dropout
+    off (each rank draws its own), and use float64: Adam turns the rounding of a gradient near zero into a whole step.
+
+    Args:
+        begin: makes `(train_step, state, loader)`; a function at the top of a module that can be imported.
+        ranks: number of processes.
+        steps: number of batches.
+        tolerance: how far weights may be apart, relative to the largest change of any.
+        timeout: seconds that ranks wait for each other.
+
+    Raises:
+        AssertionError: the weights that differ from rank to rank, or from those of one process.
+        TypeError: a `begin` that a new process cannot import.
+        torch.multiprocessing.ProcessRaisedException: an error in one of them, with its traceback.
+    """
+    __tracebackhide__ = True
+    try:
+        pickle.dumps(begin)
+    except (AttributeError, pickle.PicklingError) as error:
+        raise TypeError(
+            f"begin is {begin!r}, which a new process cannot import: put it at the top of a module, as a def"
+        ) from error
+    step, state, loader = begin()
+    with streams_kept(state), tempfile.TemporaryDirectory() as folder:
+        before = {name: tensor.detach().cpu().clone() for name, tensor in state.params.items()}
+        *_, (_, _, end) = run(step, state, loader, 0, steps)
+        alone = {name: tensor.detach().cpu() for name, tensor in end.params.items()}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = (begin, ranks, steps, port, folder, timeout)
+        spawn(_train_on_rank, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
+        trained = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
+    _check_that_ranks_agree(trained, steps)
+    _check_that_ranks_train_like_one(before, alone, trained[0], ranks, steps, tolerance)
+
+
+def _check_that_ranks_agree(trained: list[Params], steps: int) -> None:
+    __tracebackhide__ = True
+    drifted = [
+        f"rank {rank}: {line}" for rank, params in enumerate(trained) for line in differences(trained[0], params)
+    ]
+    if drifted:
+        fail(
+            f"after {steps} steps the ranks' weights differ from those of rank 0",
+            drifted,
+            "So each trains a model of its own: usually gradients that nothing reduces (wrap the model in "
+            "DistributedDataParallel or fully_shard, or the grad_fn in ll.grads.reduce_gradients, within what "
+            "clips), weights that are initialized by another seed on each rank and not broadcast, or parameters that "
+            "each rank updates by itself.",
+        )
+
+
+def _check_that_ranks_train_like_one(
+    before: Params, alone: Params, together: Params, ranks: int, steps: int, tolerance: float
+) -> None:
+    __tracebackhide__ = True
+    largest = max(float((alone[name] - tensor).abs().max()) for name, tensor in before.items() if tensor.numel())
+    gaps = {name: float((together[name] - tensor).abs().max()) for name, tensor in alone.items() if tensor.numel()}
+    apart = {name: gap for name, gap in gaps.items() if not gap <= tolerance * largest}
+    if apart:
+        fail(
+            f"after {steps} steps {ranks} ranks have other weights than one process",
+            [f"{name}: apart by {gap:.3g}, of changes of {largest:.3g} at most" for name, gap in apart.items()],
+            "Usually a loss or gradient that is divided by the number of ranks once more or once less, a loss that "
+            "is a mean over something else than the rows (return ll.Mean(total, weight); see "
+            "assert_reduces_alike), BatchNorm, batches that are not divided or not the same (a loader of another "
+            "kind), dropout or another draw, weights that depend on the rank or the time, or float32 with Adam: "
+            "use float64 here.",
+        )
+
+
+def _train_on_rank(
+    rank: int, begin: Callable[[], Any], ranks: int, steps: int, port: int, folder: str, timeout: float
+) -> None:
+    """One process of `assert_ranks_train_alike`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    with distributed.setup(timeout=timeout):
+        step, state, loader = begin()
+        *_, (_, _, end) = run(step, state, loader, 0, steps)
+        whole: dict[str, Any] = dict(end.params)
+        params = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in whole.items()}
+        torch.save({name: tensor.detach().cpu() for name, tensor in params.items()}, Path(folder) / f"{rank}.pt")

@@ -1,0 +1,140 @@
+"""Exact resume of a run."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from looplib._core import trees
+from looplib.checkpoint._io import checkpoint_io
+from looplib.data._loader import Loader
+from looplib.state import copy_state
+from looplib.testing._compare import copied, differences, recorded
+from looplib.testing._report import about_kernels, fail
+from looplib.testing._surroundings import Surroundings, seed_streams, streams_kept
+from looplib.types import _TREES, TrainState, TrainStep
+
+
+def assert_resumes(
+    step: TrainStep,
+    state: TrainState,
+    batches: Sequence[Any] | Loader,
+    *,
+    steps: int | None = None,
+    restart: Callable[[], tuple[TrainStep, TrainState]] | None = None,
+    directory: str | os.PathLike[str] | None = None,
+) -> None:
+    """Check exact resume: a run that is stopped anywhere, saved and restored ends like an uninterrupted one, to the bit.
+
+    >>> import looplib as ll, torch
+    >>> from looplib import testing
+    >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    >>> step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    >>> loader = ll.make_loader(torch.randn(10, 2), batch_size=4)
+    >>> state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    >>> testing.assert_resumes(step, state, loader, steps=5)
+
+    One run goes through all batches and is saved after each. Every checkpoint is then restored into a template whose
+    numbers were all overwritten, and trained to the end. The metrics of each batch and the final state must be equal
+    to the bit. n batches take n * (n + 1) / 2 steps: 4 to 8 are plenty.
+
+    Args:
+        step: the train step, pure or donated.
+        state: the state at the beginning.
+        batches: a list; or a looplib loader, which is asked for the rest of the epoch at each start, and whose
+            batches are compared too. With a loader, let `steps` go beyond the end of an epoch.
+        steps: number of batches. Defaults to those of the list, or 6 of a loader.
+        restart: makes the step and a first state again, as a new process of the script does. Without it the same step
+            continues, so what it remembers from its very first call is not missed.
+        directory: where to save. Defaults to a temporary directory.
+
+    Raises:
+        AssertionError: the batch after which the run was stopped, the first one that differs, and how.
+        ValueError: fewer than 2 batches.
+        TypeError, ValueError: from `checkpoint_io`, for a state that cannot be saved or restored.
+    """
+    __tracebackhide__ = True
+    steps = _checked_steps(steps, batches)
+    with streams_kept(state), tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary if directory is None else directory)
+        surroundings = Surroundings(step)
+        uninterrupted: dict[int, dict[str, Any]] = {}
+        for done, outputs, current in run(step, copy_state(state), batches, 0, steps):
+            uninterrupted[done] = outputs
+            if done < steps:
+                checkpoint_io(folder / f"after-{done}").save(current)
+        end = recorded(current, "state")
+        for stop in range(1, steps):
+            again, template = (step, state) if restart is None else restart()
+            seed_streams(stop)
+            restored = checkpoint_io(folder / f"after-{stop}").restore(_spoiled(template))
+            for done, outputs, current in run(again, restored, batches, stop, steps):  # noqa: B007
+                if differing := differences(uninterrupted[done], outputs):
+                    _fail_to_resume(stop, f"batch {done} of {steps}", differing, surroundings, state)
+            if differing := differences(end, recorded(current, "state")):
+                _fail_to_resume(stop, f"the state after {steps} batches", differing, surroundings, state)
+
+
+def _checked_steps(steps: int | None, batches: Sequence[Any] | Loader) -> int:
+    most = None if isinstance(batches, Loader) else len(batches)
+    if steps is None:
+        steps = 6 if most is None else most
+    if steps < 2 or (most is not None and steps > most):
+        there = "" if most is None else f" and the list has {most}"
+        raise ValueError(f"steps is {steps}{there}; a run is stopped between two batches: give 2 or more")
+    return steps
+
+
+def _fail_to_resume(
+    stop: int, where: str, differing: list[str], surroundings: Surroundings, state: TrainState
+) -> NoReturn:
+    __tracebackhide__ = True
+    fail(
+        f"a run that was stopped after {stop} batches and restored is not the run that went on: {where} differs",
+        differing,
+        f"So something that the run depends on is not in its checkpoint.{surroundings.hint()} Usually a count, an "
+        "average or a cache that a closure, a module's attribute or an optimizer's wrapper keeps between steps "
+        "(put it into a buffer, opt_state or state.extra, which are saved), a loader or dataset that draws from a "
+        "generator of its own, or a step that is not pure: see assert_pure." + about_kernels(state),
+    )
+
+
+def run(
+    step: TrainStep, state: TrainState, batches: Sequence[Any] | Loader, start: int, stop: int
+) -> Iterator[tuple[int, dict[str, Any], TrainState]]:
+    """A run: the number of steps so far, the batch and metrics by name, and the state, after each step."""
+    at = start
+    while at < stop:
+        before = at
+        for batch in batches(state) if isinstance(batches, Loader) else batches[start:stop]:
+            read = recorded(batch, "batch")
+            state, metrics = step(state, copied(batch))
+            at += 1
+            yield at, {**read, **recorded(metrics, "metrics")}, state
+            if at == stop:
+                return
+        if at == before or state.epoch_length is None:
+            raise ValueError(
+                f"the loader ended after {at - before} batches, and steps is {stop}: give a state with "
+                "epoch_length=len(loader), or, of a stream, fewer steps than it has batches"
+            )
+
+
+def _spoiled(state: TrainState) -> TrainState:
+    """A template as a new process has it, with different numbers in all tensors and counts."""
+
+    def spoil(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        wrong = math.nan if leaf.is_floating_point() or leaf.is_complex() else 1
+        return torch.full_like(leaf, wrong).requires_grad_(leaf.requires_grad)
+
+    spoiled = {name: trees.map_leaves(spoil, getattr(state, name)) for name in _TREES}
+    return state.replace(**spoiled, step=0, epoch=0, batch=0, samples=0, seed=state.seed + 1)

@@ -1,0 +1,174 @@
+"""Independence of samples in a batch, and of the past of a sequence from its future."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core import trees
+from looplib._core.trees import batch_size
+from looplib.testing._compare import beyond_part, leaves
+from looplib.testing._float64 import in_float64
+from looplib.testing._report import fail, kind_of, listed
+from looplib.testing._surroundings import streams_kept
+from looplib.types import PredictStep, TrainState
+
+
+def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any, *, tolerance: float = 1e-5) -> None:
+    """Check that samples are independent: each row of the output depends on its own sample alone.
+
+    >>> import looplib as ll, torch
+    >>> from looplib import testing
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    >>> predict_step = ll.make_predict_step(model, lambda model, x: model(x))
+    >>> testing.assert_rows_independent(predict_step, ll.init_state(model), torch.randn(6, 2))
+
+    If samples are independent, taking rows before the function or after it gives the same. Both are compared with
+    half of the rows replaced by copies of one row, and with one row alone. The computation is in float64 if the
+    function accepts it. Outputs may be apart by `tolerance` times the largest one, since the same sample may round
+    differently in a batch of a different size.
+
+    Args:
+        function: a predict step, or any `(state, batch) -> outputs` with one row for each sample, such as the loss
+            of each sample.
+        state: the state to predict with.
+        batch: 2 samples or more that differ, in any container that looplib's steps take.
+        tolerance: how far numbers may be apart, relative to the largest of them.
+
+    Raises:
+        AssertionError: the output, its rows, and by how much they change.
+        ValueError: a batch of one sample or that cannot be cut, an output without one row for each sample.
+
+    After Karpathy, "A Recipe for Training Neural Networks", 2019: "use backprop to chart dependencies".
+    """
+    __tracebackhide__ = True
+    count = batch_size(batch)
+    if count < 2:
+        raise ValueError(f"the batch has {count} row; give 2 or more, which differ, so that one could see another")
+    with streams_kept(state):
+        wide, rows, out = in_float64(function, state, batch)
+        whole = _outputs_of(out, count)
+        half = count // 2
+        ways = {
+            "among copies of row 0": [*range(half), *[0] * (count - half)],
+            f"among copies of row {count - 1}": [*[count - 1] * half, *range(half, count)],
+            "alone": [0],
+        }
+        for way, index in ways.items():
+            outputs = dict(leaves(function(wide, _taken(rows, count, index)), "output"))
+            changed = [
+                text
+                for name, expected in whole.items()
+                if (text := _rows_apart(name, expected[index], outputs.get(name), index, tolerance))
+            ]
+            if changed:
+                fail(
+                    f"rows of a batch see each other: their outputs change when they stand {way}",
+                    changed,
+                    "Usually BatchNorm in training mode, a mean, softmax or normalization over dimension 0, "
+                    "attention with batch and length the wrong way round (batch_first), a reshape or view that "
+                    "mixes rows where a transpose is meant, a squeeze() that drops a batch of one, or random "
+                    "draws. Name the dimension that is meant, reshape with einops, and predict in eval mode, as "
+                    "ll.make_predict_step does.",
+                )
+
+
+def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, tolerance: float = 1e-5) -> None:
+    """Check causality: the output at each position of a sequence depends on the positions up to it alone.
+
+    >>> import looplib as ll, torch
+    >>> from looplib import testing
+    >>> model = torch.nn.GRU(2, 3, batch_first=True)
+    >>> predict_step = ll.make_predict_step(model, lambda model, x: model(x)[0])
+    >>> testing.assert_causal(predict_step, ll.init_state(model), torch.randn(2, 8, 2))
+
+    The positions from some t on get the values of other positions or samples, and the outputs before t must not
+    change by more than `tolerance` times the largest of them.
+
+    Args:
+        function: `(state, tokens) -> outputs`, tensors of (batch, length, ...). For a batch with more in it than
+            tokens: `lambda state, tokens: predict_step(state, {**batch, "input_ids": tokens})`.
+        state: the state to predict with.
+        tokens: (batch, length, ...), integers or floats, which differ from position to position.
+        tolerance: how far numbers may be apart, relative to the largest of them.
+
+    Raises:
+        AssertionError: the output, the first position that sees the future, and how far it looks.
+        ValueError: tokens that are all alike, an output that is not (batch, length, ...).
+    """
+    __tracebackhide__ = True
+    if tokens.dim() < 2 or tokens.shape[1] < 2:
+        raise ValueError(
+            f"tokens have the shape {tuple(tokens.shape)}; give (batch, length, ...), of length 2 or more"
+        )
+    length = tokens.shape[1]
+    with streams_kept(state):
+        wide, inputs, out = in_float64(function, state, tokens)
+        whole = _outputs_of(out, len(inputs))
+        if odd := [f"{name} {tuple(t.shape)}" for name, t in whole.items() if t.dim() < 2 or t.shape[1] != length]:
+            raise ValueError(
+                f"outputs must be (batch, length, ...) with length {length}, and there is {', '.join(odd)}"
+            )
+        for cut in sorted({1, length // 4 or 1, length // 2, length - 1}):
+            outputs = dict(leaves(function(wide, _with_another_future(inputs, cut)), "output"))
+            changed = []
+            for name, expected in whole.items():
+                gap = beyond_part(expected[:, :cut], outputs[name][:, :cut], tolerance)
+                if gap.any():
+                    first = gap.transpose(0, 1).flatten(1).any(1).nonzero()[0].item()
+                    changed.append(f"{name}: from place {first} on, of those before {cut}")
+            if changed:
+                fail(
+                    f"outputs see the future: they change when only the places from {cut} on are others",
+                    changed,
+                    "Usually attention without is_causal or with a mask the wrong way round (True means attend in "
+                    "scaled_dot_product_attention, and do not attend in nn.MultiheadAttention), a convolution "
+                    "padded on both sides, a recurrent layer that is bidirectional, or a normalization over the "
+                    "length.",
+                )
+
+
+def _with_another_future(inputs: Tensor, cut: int) -> Tensor:
+    """Sequences with the same values before a position, and different ones from there on."""
+    future = inputs[:, cut:]
+    for other in (inputs[:, :1].expand_as(future), future.flip(1), future.roll(1, 0)):
+        if not torch.equal(other, future):
+            return torch.cat([inputs[:, :cut], other], 1)
+    raise ValueError(f"tokens from place {cut} on are all alike; give some that differ from place to place")
+
+
+def _outputs_of(out: Any, count: int) -> dict[str, Tensor]:
+    """The outputs by name, each with one row for each sample."""
+    outputs = dict(leaves(out, "output"))
+    for name, leaf in outputs.items():
+        if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count:
+            raise ValueError(
+                f"{name} is {kind_of(leaf)}, of a batch of {count} rows; return tensors with one row for each example"
+            )
+    return outputs
+
+
+def _taken(batch: Any, count: int, index: list[int]) -> Any:
+    """The samples of a batch at these indices."""
+    try:
+        return trees.take(batch, count, index)
+    except trees.UnevenBatchError as error:
+        raise ValueError(
+            f"the batch has {count} rows, and in it is {kind_of(error.leaf)}: its rows cannot be taken; give tensors "
+            "with one row for each example"
+        ) from error
+
+
+def _rows_apart(name: str, expected: Tensor, found: Any, index: list[int], tolerance: float) -> str:
+    """The rows that differ, in words; empty where none does."""
+    if not isinstance(found, Tensor) or expected.shape != found.shape:
+        return f"{name}: {kind_of(expected)}, then {kind_of(found)}"
+    gap = beyond_part(expected, found, tolerance)
+    if not gap.any():
+        return ""
+    rows = gap.flatten(1).any(1) if gap.dim() > 1 else gap
+    which = sorted({index[i] for i in rows.nonzero().flatten().tolist()})
+    by = float((expected.double() - found.double()).abs()[gap].max())
+    return f"{name}: row {listed([str(i) for i in which])} changed by {by:.3g} at most"

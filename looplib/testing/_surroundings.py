@@ -1,0 +1,137 @@
+"""The surroundings of a step: random streams, modules, and what closures and attributes remember.
+
+They are looked at before and after a step, which may not change them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from looplib._core.closures import Variable, walk
+from looplib._core.modules import _generators, named_modules
+from looplib.testing._compare import copied_leaf, differences, recorded, same
+from looplib.testing._report import listed
+from looplib.types import TrainState
+
+
+def _streams(state: TrainState) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """The global random streams, as functions that get and set where each stands."""
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        "Python's random": (random.getstate, random.setstate)
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found["numpy.random"] = numpy.random.get_state, numpy.random.set_state
+    for device in {torch.device("cpu"), *(tensor.device for tensor in state.params.values())}:
+        for generator in _generators(device):
+            found[f"torch's random stream on {generator.device}"] = generator.get_state, generator.set_state
+    return found
+
+
+def stream_positions(state: TrainState) -> dict[str, dict[str, Any]]:
+    return {name: recorded(get()) for name, (get, _) in _streams(state).items()}
+
+
+@contextmanager
+def streams_kept(state: TrainState) -> Iterator[None]:
+    """A test that uses a check draws what it would have drawn without it."""
+    kept = [(put, get()) for get, put in _streams(state).values()]
+    try:
+        yield
+    finally:
+        for put, place in kept:
+            put(place)
+
+
+def seed_streams(seed: int) -> None:
+    """Seed all global streams, as no run does."""
+    seed += 20_000_000
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+
+
+class Surroundings:
+    """What a step can reach besides its arguments: modules, and what closures and attributes remember."""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+        self.fixed, self.memory = self._look()
+
+    def spoiled(self) -> list[str]:
+        """What has changed of that which no step may change: parameters, buffers, gradients and modes of modules."""
+        return differences(self.fixed, self._look()[0])
+
+    def hint(self) -> str:
+        """What else has changed since, as a sentence about where the memory may be."""
+        now = self._look()[1]
+        changed = [name for name, value in now.items() if not same(value, self.memory.get(name))]
+        return f" Besides the state, {listed(changed)} changed in these calls." if changed else ""
+
+    def _look(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        fixed: dict[str, Any] = {}
+        memory: dict[str, Any] = {}
+        for variable in walk(self.step, in_whole=_is_searched):
+            if isinstance(variable.value, nn.Module):
+                _add_module(variable.value, fixed, memory)
+            elif name := _name_of(variable):
+                memory |= _remembered(name, variable.value)
+        return fixed, memory
+
+
+def _add_module(model: nn.Module, fixed: dict[str, Any], memory: dict[str, Any]) -> None:
+    for prefix, module in named_modules(model):
+        path = f"{type(model).__name__}.{prefix}".rstrip(".")
+        fixed[f"{path}.training"] = module.training
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and not nn.parameter.is_lazy(tensor):
+                fixed[f"{path}.{name}"] = copied_leaf(tensor)
+                fixed[f"{path}.{name}.requires_grad"] = tensor.requires_grad
+                fixed[f"{path}.{name}.grad"] = copied_leaf(tensor.grad) if tensor.is_leaf else None
+        for name, value in vars(module).items():
+            if not name.startswith("_") and name != "training":
+                memory |= _remembered(f"{path}.{name}", value)
+
+
+def _is_searched(thing: Any) -> bool:
+    """Whether to search all attributes of an object that a step leads to, and not only those that code names."""
+    if isinstance(thing, (type, TrainState)):
+        return False
+    return dataclasses.is_dataclass(thing) or callable(thing)
+
+
+def _name_of(variable: Variable) -> str:
+    """A variable of a function or an object as messages name it; empty for looplib's, which remember nothing of a run."""
+    owner = variable.owner
+    module = owner.__module__ if isinstance(owner, types.FunctionType) else type(owner).__module__
+    if owner is None or isinstance(owner, nn.Module) or module.split(".")[0] in ("looplib", "builtins"):
+        return ""
+    if isinstance(owner, types.FunctionType):
+        return f"{owner.__name__}'s {variable.path}"
+    return f"{type(owner).__name__}.{variable.key}"
+
+
+def users_own(function: Callable[..., Any]) -> Any:
+    """The first function that a function leads to and that is not looplib's, or the function itself."""
+    functions = (thing.value for thing in walk(function) if isinstance(thing.value, types.FunctionType))
+    return next((inner for inner in functions if not inner.__module__.startswith("looplib.")), function)
+
+
+def _remembered(name: str, value: Any) -> dict[str, Any]:
+    """A number, a text or a tensor, or those in a container."""
+    members = {name: value}
+    if isinstance(value, Mapping):
+        members = {f"{name}[{key!r}]": member for key, member in value.items()}
+    elif isinstance(value, (list, tuple)):
+        members = {f"{name}[{i}]": member for i, member in enumerate(value)}
+    plain = (bool, int, float, str, Tensor, type(None))
+    return {place: copied_leaf(leaf) for place, leaf in members.items() if isinstance(leaf, plain)}
