@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from looplib._core.checks import is_count
 from looplib.log._plots import dress, figure_of, save, smoothed
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
@@ -111,30 +112,19 @@ def find_lr(
         low, high: the first and the last learning rate, above 0.
         steps: updates, at least 10.
         smooth: the share of the past in the smoothed loss, from 0 to below 1, as in `plot`.
-        diverged: end when the smoothed loss is above its lowest by `diverged - 1` times that, so at 4 at four times
+        diverged: above 1; end when the smoothed loss is above its lowest by `diverged - 1` times that, so at 4 at four times
             as much; `math.inf` to go to the end unless the loss is infinite or NaN.
 
     Raises:
-        ValueError: a range that is none, too few steps, batches that run out and cannot be read again, a state
-            without an optimizer's, a loss that is infinite or NaN from the beginning.
+        ValueError: a range that is none, too few steps, a `smooth` or `diverged` out of its range, batches that run
+            out and cannot be read again, a state without an optimizer's, a loss that is infinite or NaN from the
+            beginning.
         TypeError: an optimizer in place of the function that makes it.
         RuntimeError: a module wrapped in DDP or FSDP2, which run on their own parameters alone.
 
     Source: Smith, "Cyclical learning rates for training neural networks", 2017 (arXiv 1506.01186).
     """
-    if not 0 < low < high < math.inf:
-        raise ValueError(f"low is {low} and high is {high}; give learning rates with 0 < low < high")
-    if steps < 10:
-        raise ValueError(f"steps is {steps}; give at least 10, for a curve")
-    if isinstance(optimizer_of_lr, Optimizer) or not callable(optimizer_of_lr):
-        raise TypeError(
-            f"optimizer_of_lr is a {type(optimizer_of_lr).__name__}; give a function of the learning rate, such as "
-            "lambda lr: ll.optimizer(torch.optim.AdamW, lr=lr)"
-        )
-    if state.opt_state is None:
-        raise ValueError(
-            "the state has no opt_state: make it with the optimizer, ll.init_state(model, optimizer_of_lr(low))"
-        )
+    _check(optimizer_of_lr, state, low, high, steps, smooth, diverged)
     first = state.step
 
     def lr(step: int) -> float:
@@ -164,6 +154,31 @@ def find_lr(
     if not losses:
         raise ValueError(f"the loss is {loss} at the first batch, before any update: look at the data or the model")
     return LRCurve(tuple(lrs), tuple(losses), tuple(averages), _steepest(lrs, losses, averages, steps // 10))
+
+
+def _check(
+    optimizer_of_lr: Any, state: TrainState, low: float, high: float, steps: int, smooth: float, diverged: float
+) -> None:
+    if not 0 < low < high < math.inf:
+        raise ValueError(f"low is {low} and high is {high}; give learning rates with 0 < low < high")
+    if not is_count(steps, 10):
+        raise ValueError(f"steps is {steps}; give at least 10, for a curve")
+    if not 0 <= smooth < 1:
+        raise ValueError(f"smooth is {smooth}; give the share of the past to keep at each loss, from 0 to below 1")
+    if not diverged > 1:
+        raise ValueError(
+            f"diverged is {diverged}; give the multiple of the lowest loss at which to end, above 1, such as 4, or "
+            "math.inf to go to the end"
+        )
+    if isinstance(optimizer_of_lr, Optimizer) or not callable(optimizer_of_lr):
+        raise TypeError(
+            f"optimizer_of_lr is a {type(optimizer_of_lr).__name__}; give a function of the learning rate, such as "
+            "lambda lr: ll.optimizer(torch.optim.AdamW, lr=lr)"
+        )
+    if state.opt_state is None:
+        raise ValueError(
+            "the state has no opt_state: make it with the optimizer, ll.init_state(model, optimizer_of_lr(low))"
+        )
 
 
 def _again(batches: Any, state: TrainState, count: int) -> Iterator[Any]:

@@ -47,11 +47,11 @@ def accuracy(
     predictions: Tensor,
     labels: Tensor,
     *,
-    ignore_index: int | None = None,
+    ignore_index: int | None = -100,
     weights: Tensor | None = None,
     top_k: int = 1,
 ) -> Mean:
-    """The part of the labels that was predicted.
+    """Accuracy: the part of the labels that was predicted, or is among the `top_k` highest scores.
 
     >>> import looplib as ll, torch
     >>> logits, labels = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.1, 0.4]]), torch.tensor([1, 2])
@@ -61,7 +61,7 @@ def accuracy(
     Args:
         predictions: logits or probabilities (..., classes), or predicted classes (...), integers or booleans.
         labels: (...), integers or booleans.
-        ignore_index: a label that counts nothing, such as -100 of padding.
+        ignore_index: a label that counts nothing. The default is that of torch's losses; None to count every label.
         weights: (...), of each label.
         top_k: a label counts where fewer than k classes score higher; of equal scores the first class is higher,
             as for argmax. A NaN is never a hit.
@@ -83,7 +83,7 @@ def accuracy(
                 f"{tuple(labels.shape)} and top_k={top_k}: give classes as integers or booleans, such as "
                 "logits > 0, or logits (..., classes)"
             )
-    valid = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+    valid = _valid(labels, ignore_index)
     if predictions.dim() == labels.dim():
         right = predictions == labels
     else:
@@ -94,9 +94,16 @@ def accuracy(
         right = (~behind).sum(-1) < top_k
         right &= ~score.squeeze(-1).isnan()
     if weights is None:
-        return Mean((right & valid).sum(), labels.numel() if ignore_index is None else valid.sum())
+        return Mean((right & valid).sum(), valid.sum())
     weights = torch.where(valid.flatten(), _wide(weights), 0)
     return Mean((weights * right.flatten()).sum(), weights.sum())
+
+
+def _valid(labels: Tensor, ignore_index: int | None) -> Tensor:
+    """Which labels count."""
+    if ignore_index is None or (ignore_index < 0 and not labels.dtype.is_signed):
+        return torch.ones_like(labels, dtype=torch.bool)  # torch would compare a uint8 with 156 in place of -100
+    return labels != ignore_index
 
 
 def perplexity(loss: Mean) -> Reading:

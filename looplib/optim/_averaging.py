@@ -1,4 +1,4 @@
-"""Averages of the weights along the way: EMA, SWA, Lookahead, and the state to evaluate them with.
+"""Weight averaging: EMA, SWA, and the state to evaluate with.
 
 An average is part of the optimizer's state, moved by the very update that moves the weights, so that it is
 skipped, donated, interrupted and checkpointed with them. It counts the updates of the optimizer that it wraps, which
@@ -159,18 +159,23 @@ def _averaging(
         return counted, (count == 0, float(weight(count)) if count else 1.0)
 
     def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
-        begun, average = opt_state["n_averaged"] > 0, opt_state["average"]
-        if not begun.any():
-            return optimizer.evaluation(params, buffers, opt_state["inner_state"])
-        chosen = {name: tensor.to(params[name].dtype) for name, tensor in average["params"].items()}
-        statistics = {name: tensor.to(buffers[name].dtype) for name, tensor in average.get("buffers", {}).items()}
-        averaged = {**params, **chosen}, {**buffers, **statistics}
-        if begun.all():
-            return averaged
-        without = optimizer.evaluation(params, buffers, opt_state["inner_state"])  # for some members of a stack
-        return _member_by_member(begun, averaged[0], without[0]), _member_by_member(begun, averaged[1], without[1])
+        return _evaluated(optimizer, params, buffers, opt_state)
 
     return wrap(optimizer, init, update, evaluation)
+
+
+def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
+    """The averages, where there are any yet, and what the optimizer itself evaluates with elsewhere."""
+    begun, average = opt_state["n_averaged"] > 0, opt_state["average"]
+    if not begun.any():
+        return optimizer.evaluation(params, buffers, opt_state["inner_state"])
+    chosen = {name: tensor.to(params[name].dtype) for name, tensor in average["params"].items()}
+    statistics = {name: tensor.to(buffers[name].dtype) for name, tensor in average.get("buffers", {}).items()}
+    averaged = {**params, **chosen}, {**buffers, **statistics}
+    if begun.all():
+        return averaged
+    without = optimizer.evaluation(params, buffers, opt_state["inner_state"])  # for some members of a stack
+    return _member_by_member(begun, averaged[0], without[0]), _member_by_member(begun, averaged[1], without[1])
 
 
 def _member_by_member(flags: Tensor, tensors: Tensors, others: Tensors) -> Tensors:
@@ -188,6 +193,8 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _moved(average: Tensors, now: Tensors, first: bool, weight: float, in_place: bool) -> Tensors:
+    if not average:  # a model without floating-point buffers; kernels over lists refuse empty ones
+        return average
     with torch.no_grad():
         old, new = list(average.values()), [_wide(now[name]) for name in average]
         if not in_place:

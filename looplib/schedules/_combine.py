@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from looplib.schedules._schedule import _Schedule
+from looplib.schedules._schedule import _Schedule, function, functions, increasing_counts, number_or_function
 from looplib.types import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class join(_Schedule):
-    """One schedule after another: each begins at its own step 0 where the one before it ends.
+    """Join schedules, one after another: each begins at its own step 0 where the one before it ends.
 
     >>> import looplib as ll
     >>> lr = ll.schedules.join([ll.schedules.constant(1.0), ll.schedules.linear(1.0, total=10)], boundaries=[100])
@@ -28,7 +28,7 @@ class join(_Schedule):
     boundaries: Sequence[int]
 
     def __post_init__(self) -> None:
-        _Schedule.__post_init__(self)
+        self._check(schedules=functions, boundaries=increasing_counts)
         if len(self.schedules) != len(self.boundaries) + 1:
             raise ValueError(
                 f"join: there is one boundary between two schedules, got {len(self.schedules)} schedules and "
@@ -42,7 +42,7 @@ class join(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class scaled(_Schedule):
-    """A schedule times a number, or times another schedule.
+    """Scale a schedule: times a number, or times another schedule.
 
     >>> import looplib as ll
     >>> lr = ll.schedules.linear(1.0, total=4)
@@ -55,6 +55,9 @@ class scaled(_Schedule):
 
     schedule: Schedule
     factor: float | Schedule
+
+    def __post_init__(self) -> None:
+        self._check(schedule=function, factor=number_or_function)
 
     def __call__(self, step: int) -> float:
         factor = self.factor(step) if callable(self.factor) else self.factor

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, field
 
-from looplib.schedules._schedule import _SHAPES, Shape, _mix, _Schedule
+from looplib.schedules._schedule import _SHAPES, Shape, _mix, _Schedule, count, number, shape
 
 
 @dataclass(frozen=True, slots=True)
 class cosine_restarts(_Schedule):
-    """Falls from `start` to `final` along a cosine, `cycles` times in `total` steps; `final` from then on.
+    """Cosine decay with warm restarts (SGDR): from `start` to `final`, `cycles` times in `total` steps.
 
     >>> import looplib as ll
     >>> [round(ll.schedules.cosine_restarts(1.0, total=8, cycles=2)(step), 3) for step in (0, 2, 3, 4, 6, 8)]
     [1.0, 0.5, 0.146, 1.0, 0.5, 0.0]
 
-    Each cycle is `growth` (an int) times as long as the one before it: 70 steps in 3 cycles with a growth
-    of 2 are cycles of 10, 20 and 40 steps.
+    From step `total` on it is `final`. Each cycle is `growth` (an int) times as long as the one before it: 70 steps
+    in 3 cycles with a growth of 2 are cycles of 10, 20 and 40 steps.
     Raises ValueError for a number that is not finite, or a count that is no int of at least 1.
     Source: https://arxiv.org/abs/1608.03983
     """
@@ -31,7 +31,7 @@ class cosine_restarts(_Schedule):
     _parts: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _Schedule.__post_init__(self)
+        self._check(start=number, final=number, total=count, cycles=count, growth=count)
         object.__setattr__(self, "_parts", sum(self.growth**cycle for cycle in range(self.cycles)))
 
     def __call__(self, step: int) -> float:
@@ -50,7 +50,7 @@ class cosine_restarts(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class cyclic(_Schedule):
-    """Straight lines from `start` up to `peak` in `rise` steps and back in `fall` steps, without end.
+    """Cyclical rate: from `start` up to `peak` in `rise` steps and back in `fall` steps, without end.
 
     >>> import looplib as ll
     >>> [ll.schedules.cyclic(0.0, 1.0, rise=2, fall=4, cycle_factor=0.5)(step) for step in (0, 1, 2, 4, 6, 8)]
@@ -70,6 +70,9 @@ class cyclic(_Schedule):
     cycle_factor: float = 1.0
     step_factor: float = 1.0
 
+    def __post_init__(self) -> None:
+        self._check(start=number, peak=number, rise=count, fall=count, cycle_factor=number, step_factor=number)
+
     def __call__(self, step: int) -> float:
         cycle, place = divmod(step, self.rise + self.fall)
         height = min(place / self.rise, (self.rise + self.fall - place) / self.fall)
@@ -79,7 +82,7 @@ class cyclic(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class one_cycle(_Schedule):
-    """From `start` to `peak`, then to `final`, which the last of `total` updates uses.
+    """One-cycle policy: from `start` to `peak`, then to `final`, which the last of `total` updates uses.
 
     >>> import looplib as ll
     >>> lr = ll.schedules.one_cycle(0.04, 1.0, 0.0, total=100)
@@ -105,7 +108,7 @@ class one_cycle(_Schedule):
     three_phase: bool = False
 
     def __post_init__(self) -> None:
-        _Schedule.__post_init__(self)
+        self._check(start=number, peak=number, final=number, total=count, rise=number, shape=shape)
         if not (0 <= self.rise <= 0.5 if self.three_phase else 0 <= self.rise < 1):
             allowed = "[0, 0.5], with three phases" if self.three_phase else "[0, 1)"
             raise ValueError(f"one_cycle: rise must be a fraction in {allowed}, got {self.rise!r}.")

@@ -13,12 +13,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from looplib.schedules._schedule import _Schedule
+from looplib.schedules._schedule import _Schedule, count, increasing_counts, number
 
 
 @dataclass(frozen=True, slots=True)
 class constant(_Schedule):
-    """The same `value` at every step.
+    """Constant: the same `value` at every step.
 
     >>> import looplib as ll
     >>> ll.schedules.constant(3e-4)(1000)
@@ -29,13 +29,16 @@ class constant(_Schedule):
 
     value: float
 
+    def __post_init__(self) -> None:
+        self._check(value=number)
+
     def __call__(self, step: int) -> float:
         return self.value
 
 
 @dataclass(frozen=True, slots=True)
 class linear(_Schedule):
-    """A straight line from `start` at step 0 to `final` at step `total`, and `final` from then on.
+    """Linear decay: a straight line from `start` at step 0 to `final` at step `total`, and `final` from then on.
 
     >>> import looplib as ll
     >>> [ll.schedules.linear(1.0, total=4)(step) for step in (0, 1, 2, 4, 100)]
@@ -49,6 +52,9 @@ class linear(_Schedule):
     _: KW_ONLY
     total: int
 
+    def __post_init__(self) -> None:
+        self._check(start=number, final=number, total=count)
+
     def __call__(self, step: int) -> float:
         weight = max(0, self.total - step) / self.total
         return weight * self.start + (1.0 - weight) * self.final
@@ -56,7 +62,7 @@ class linear(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class cosine(_Schedule):
-    """Half a cosine wave from `start` at step 0 to `final` at step `total`, and `final` from then on.
+    """Cosine decay: half a cosine wave from `start` at step 0 to `final` at step `total`, and `final` from then on.
 
     >>> import looplib as ll
     >>> [round(ll.schedules.cosine(1.0, total=4)(step), 3) for step in (0, 1, 2, 4, 100)]
@@ -73,6 +79,9 @@ class cosine(_Schedule):
     total: int
     cycles: float = 0.5
 
+    def __post_init__(self) -> None:
+        self._check(start=number, final=number, total=count, cycles=number)
+
     def __call__(self, step: int) -> float:
         angle = 2.0 * math.pi * self.cycles * (min(step, self.total) / self.total)
         weight = 0.5 * (1.0 + math.cos(angle))
@@ -81,7 +90,7 @@ class cosine(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class polynomial(_Schedule):
-    """From `start` to `final` as a power of what is left of `total` steps, and `final` from then on.
+    """Polynomial decay: from `start` to `final` as a power of what is left of `total` steps, and `final` from then on.
 
     >>> import looplib as ll
     >>> [ll.schedules.polynomial(1.0, total=4, power=2.0)(step) for step in (0, 1, 2, 4, 100)]
@@ -98,7 +107,7 @@ class polynomial(_Schedule):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        _Schedule.__post_init__(self)
+        self._check(start=number, final=number, total=count, power=number)
         if self.power <= 0:
             raise ValueError(f"polynomial: power must be above 0, got {self.power!r}.")
 
@@ -109,7 +118,7 @@ class polynomial(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class exponential(_Schedule):
-    """`start` times `factor` to the power of the step.
+    """Exponential decay: `start` times `factor` to the power of the step.
 
     >>> import looplib as ll
     >>> [ll.schedules.exponential(1.0, factor=0.5)(step) for step in (0, 1, 3)]
@@ -122,13 +131,16 @@ class exponential(_Schedule):
     _: KW_ONLY
     factor: float
 
+    def __post_init__(self) -> None:
+        self._check(start=number, factor=number)
+
     def __call__(self, step: int) -> float:
         return self.start * self.factor**step
 
 
 @dataclass(frozen=True, slots=True)
 class step_decay(_Schedule):
-    """`start`, multiplied by `factor` after every `every` steps.
+    """Step decay: `start`, multiplied by `factor` after every `every` steps.
 
     >>> import looplib as ll
     >>> [ll.schedules.step_decay(1.0, every=30, factor=0.5)(step) for step in (0, 29, 30, 60)]
@@ -142,13 +154,16 @@ class step_decay(_Schedule):
     every: int
     factor: float = 0.1
 
+    def __post_init__(self) -> None:
+        self._check(start=number, every=count, factor=number)
+
     def __call__(self, step: int) -> float:
         return self.start * self.factor ** (step // self.every)
 
 
 @dataclass(frozen=True, slots=True)
 class multistep_decay(_Schedule):
-    """`start`, multiplied by `factor` at each of the `boundaries`.
+    """Piecewise-constant decay: `start`, multiplied by `factor` at each of the `boundaries`.
 
     >>> import looplib as ll
     >>> [ll.schedules.multistep_decay(1.0, boundaries=[30, 80], factor=0.5)(step) for step in (0, 29, 30, 80)]
@@ -162,19 +177,23 @@ class multistep_decay(_Schedule):
     boundaries: Sequence[int]
     factor: float = 0.1
 
+    def __post_init__(self) -> None:
+        self._check(start=number, boundaries=increasing_counts, factor=number)
+
     def __call__(self, step: int) -> float:
         return self.start * self.factor ** bisect_right(self.boundaries, step)
 
 
 @dataclass(frozen=True, slots=True)
 class inverse_sqrt(_Schedule):
-    """`start` over the root of ``1 + step / timescale``: half of it after three times the timescale.
+    """Inverse square root decay: `start` over the root of ``1 + step / timescale``.
 
     >>> import looplib as ll
     >>> [ll.schedules.inverse_sqrt(1.0, timescale=100)(step) for step in (0, 300, 1500)]
     [1.0, 0.5, 0.25]
 
-    The schedule of the Transformer is ``ll.schedules.warmup(ll.schedules.inverse_sqrt(peak, timescale=n), n)``.
+    It is half of `start` after three times the timescale. The schedule of the Transformer is
+    ``ll.schedules.warmup(ll.schedules.inverse_sqrt(peak, timescale=n), n)``.
     Raises ValueError for a number that is not finite, or a `timescale` that is no int of at least 1.
     Source: https://arxiv.org/abs/1706.03762
     """
@@ -182,6 +201,9 @@ class inverse_sqrt(_Schedule):
     start: float
     _: KW_ONLY
     timescale: int
+
+    def __post_init__(self) -> None:
+        self._check(start=number, timescale=count)
 
     def __call__(self, step: int) -> float:
         return self.start / math.sqrt((step + self.timescale) / self.timescale)

@@ -1,19 +1,16 @@
-"""What schedules share: the shapes of curves, their repr and their checks."""
+"""Curve shapes and checks of arguments that the schedules share."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
 from itertools import pairwise
 from typing import Any, Literal
 
 from looplib._core.checks import is_count, is_number
+from looplib.types import Schedule
 
 Shape = Literal["linear", "cosine", "1-sqrt"]
-
-
-Natural = int  # at least 0, where a plain int is at least 1
 
 
 # What is left to fall after a fraction of the way; a rise is the same curve run backwards.
@@ -30,42 +27,54 @@ def _mix(start: float, final: float, weight: float) -> float:
 
 
 class _Schedule:
-    """What they share: every field is checked by its annotation, and numbers are made Python floats."""
+    """A schedule is a record whose fields are checked when it is made."""
 
     __slots__ = ()
 
-    def __post_init__(self) -> None:
-        for item in fields(self):  # type: ignore[arg-type]
-            if item.init:
-                name = f"{type(self).__name__}: {item.name}"
-                value = _checked(name, str(item.type), getattr(self, item.name))
-                object.__setattr__(self, item.name, value)
+    def _check(self, **checks: Callable[[str, Any], Any]) -> None:
+        """Check each of these fields, and keep what its check returns: numbers as floats, sequences as tuples."""
+        for field, check in checks.items():
+            object.__setattr__(self, field, check(f"{type(self).__name__}: {field}", getattr(self, field)))
 
 
-def _checked(name: str, kind: str, value: Any) -> Any:
-    if kind == "float | Schedule":
-        kind = "Schedule" if callable(value) else "float"
-    match kind:
-        case "float":
-            if not is_number(value):
-                raise ValueError(f"{name} must be a finite number, got {value!r}.")
-            return float(value)
-        case "int" | "Natural":
-            lowest = 1 if kind == "int" else 0
-            if not is_count(value, lowest):
-                raise ValueError(f"{name} must be an int of at least {lowest}, got {value!r}.")
-        case "Sequence[int]":
-            value = tuple(value)
-            if any(type(step) is not int for step in value) or any(a >= b for a, b in pairwise((0, *value))):
-                raise ValueError(f"{name} must be ints of at least 1 that increase, got {value!r}.")
-        case "Schedule":
-            if not callable(value):
-                raise TypeError(
-                    f"{name}: expected a function of the step (ll.schedules.constant(x) is one), got {value!r}."
-                )
-        case "Sequence[Schedule]":
-            return tuple(_checked(name, "Schedule", inner) for inner in value)
-        case "Shape":
-            if value not in _SHAPES:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, _SHAPES))}, got {value!r}.")
-    return value
+def number(name: str, value: Any) -> float:
+    if not is_number(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}.")
+    return float(value)
+
+
+def count(name: str, value: Any, least: int = 1) -> int:
+    if not is_count(value, least):
+        raise ValueError(f"{name} must be an int of at least {least}, got {value!r}.")
+    return value  # type: ignore[no-any-return]
+
+
+def count_or_zero(name: str, value: Any) -> int:
+    return count(name, value, least=0)
+
+
+def increasing_counts(name: str, value: Any) -> tuple[int, ...]:
+    steps = tuple(value)
+    if any(type(step) is not int for step in steps) or any(a >= b for a, b in pairwise((0, *steps))):
+        raise ValueError(f"{name} must be ints of at least 1 that increase, got {steps!r}.")
+    return steps
+
+
+def function(name: str, value: Any) -> Schedule:
+    if not callable(value):
+        raise TypeError(f"{name}: expected a function of the step (ll.schedules.constant(x) is one), got {value!r}.")
+    return value  # type: ignore[no-any-return]
+
+
+def functions(name: str, value: Any) -> tuple[Schedule, ...]:
+    return tuple(function(name, inner) for inner in value)
+
+
+def number_or_function(name: str, value: Any) -> float | Schedule:
+    return function(name, value) if callable(value) else number(name, value)
+
+
+def shape(name: str, value: Any) -> Shape:
+    if value not in _SHAPES:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, _SHAPES))}, got {value!r}.")
+    return value  # type: ignore[no-any-return]

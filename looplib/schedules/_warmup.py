@@ -5,28 +5,31 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
 
-from looplib.schedules._schedule import _SHAPES, Natural, Shape, _mix, _Schedule
+from looplib.schedules._schedule import _SHAPES, Shape, _mix, _Schedule, count, count_or_zero, function, number, shape
 from looplib.types import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class warmup(_Schedule):
-    """A straight line from `start` to where the schedule begins, in `steps` steps, and then the schedule.
+    """Linear warmup before a schedule: from `start` to where the schedule begins, in `steps` steps.
 
     >>> import looplib as ll
     >>> lr = ll.schedules.warmup(ll.schedules.linear(1.0, total=10), steps=4)
     >>> [lr(step) for step in (0, 2, 4, 9, 14)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
 
-    The schedule's own step 0 is at the end of the warmup: step `steps` gives ``schedule(0)``, and a
+    The schedule's own step 0 follows the warmup: step `steps` gives ``schedule(0)``, and a
     schedule of 10 steps ends after ``steps + 10``. No steps are no warmup.
     Raises TypeError for a `schedule` that cannot be called, and ValueError for a `start` that is not
     finite or `steps` that are no int of at least 0.
     """
 
     schedule: Schedule
-    steps: Natural
+    steps: int
     start: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._check(schedule=function, steps=count_or_zero, start=number)
 
     def __call__(self, step: int) -> float:
         if step < self.steps:
@@ -36,24 +39,25 @@ class warmup(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class warmup_linear(_Schedule):
-    """From 0 to `peak` in `warmup` steps, then along a line to `final` at step `total` and after it.
+    """Linear warmup and linear decay: from 0 to `peak` in `warmup` steps, then to `final` at step `total`.
 
     >>> import looplib as ll
     >>> lr = ll.schedules.warmup_linear(1.0, warmup=2, total=6)
     >>> [lr(step) for step in (0, 1, 2, 4, 6, 100)]
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
 
+    After step `total` it is `final`.
     Raises ValueError for a number that is not finite, a count that is no int, or a `warmup` above `total`.
     """
 
     peak: float
     _: KW_ONLY
-    warmup: Natural
+    warmup: int
     total: int
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        _Schedule.__post_init__(self)
+        self._check(peak=number, warmup=count_or_zero, total=count, final=number)
         if self.warmup > self.total:
             raise ValueError(
                 f"{type(self).__name__}: warmup={self.warmup} is above total={self.total}; total counts the "
@@ -71,7 +75,7 @@ class warmup_linear(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class warmup_cosine(warmup_linear):
-    """From 0 to `peak` in `warmup` steps, then along a cosine to `final` at step `total` and after it.
+    """Linear warmup and cosine decay: from 0 to `peak` in `warmup` steps, then to `final` at step `total`.
 
     >>> import looplib as ll
     >>> lr = ll.warmup_cosine(3e-4, warmup=100, total=2000)
@@ -80,6 +84,7 @@ class warmup_cosine(warmup_linear):
     >>> lr
     warmup_cosine(peak=0.0003, warmup=100, total=2000, final=0.0)
 
+    After step `total` it is `final`.
     Raises ValueError for a number that is not finite, a count that is no int, or a `warmup` above `total`.
     """
 
@@ -95,7 +100,7 @@ class warmup_cosine(warmup_linear):
 
 @dataclass(frozen=True, slots=True)
 class warmup_stable_decay(_Schedule):
-    """Up to `peak` in `warmup` steps, level, and in the last `decay` of `total` steps down to `final`.
+    """Warmup-stable-decay: up to `peak` in `warmup` steps, level, and in the last `decay` of `total` down to `final`.
 
     >>> import looplib as ll
     >>> lr = ll.schedules.warmup_stable_decay(1.0, warmup=2, decay=4, total=10)
@@ -110,8 +115,8 @@ class warmup_stable_decay(_Schedule):
 
     peak: float
     _: KW_ONLY
-    warmup: Natural
-    decay: Natural
+    warmup: int
+    decay: int
     total: int
     start: float = 0.0
     final: float = 0.0
@@ -119,7 +124,16 @@ class warmup_stable_decay(_Schedule):
     decay_shape: Shape = "cosine"
 
     def __post_init__(self) -> None:
-        _Schedule.__post_init__(self)
+        self._check(
+            peak=number,
+            warmup=count_or_zero,
+            decay=count_or_zero,
+            total=count,
+            start=number,
+            final=number,
+            warmup_shape=shape,
+            decay_shape=shape,
+        )
         if self.warmup + self.decay > self.total:
             raise ValueError(
                 f"warmup_stable_decay: warmup={self.warmup} and decay={self.decay} are more than "

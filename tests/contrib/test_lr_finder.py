@@ -178,6 +178,14 @@ def test_a_sweep_that_cannot_be_is_refused():
         ({"batches": iter(batches)}, "the batches ended after 8, and cannot be read again for 100 steps"),
         ({"batches": [(batches[0][0] * math.nan, batches[0][1])]}, "the loss is nan at the first batch"),
         ({"state": ll.init_state(model)}, "the state has no opt_state: make it with the optimizer"),
+        ({"steps": 10.5}, r"steps is 10\.5; give at least 10"),
+        ({"smooth": 234}, "smooth is 234; give the share of the past to keep at each loss, from 0 to below 1"),
+        ({"smooth": 1.0}, r"smooth is 1\.0; give"),
+        ({"smooth": -0.1}, r"smooth is -0\.1; give"),
+        ({"smooth": math.nan}, "smooth is nan; give"),
+        ({"diverged": 0}, "diverged is 0; give the multiple of the lowest loss at which to end, above 1"),
+        ({"diverged": 1}, "diverged is 1; give"),
+        ({"diverged": math.nan}, "diverged is nan; give"),
     ):
         values = {"state": state, "batches": batches, "diverged": math.inf, **changes}
         with pytest.raises(ValueError, match=message):

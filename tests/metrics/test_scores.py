@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
 
 import looplib as ll
 from looplib import metrics as S
@@ -111,6 +112,35 @@ def test_accuracy_of_tokens_and_of_a_model_that_broke():
     same(number(S.accuracy(logits, labels, ignore_index=-100, weights=torch.full((3, 5), 0.3))), float(expected))
     assert number(S.accuracy(torch.full((4, 3), torch.nan), torch.zeros(4, dtype=torch.long), top_k=3)) == 0
     assert number(S.accuracy(torch.tensor([True, False]), torch.tensor([True, True]))) == 0.5
+
+
+@settings(max_examples=40, deadline=None)
+@given(columns(st.integers(0, 3), st.sampled_from([-100, 0, 1, 2, 3]), weight), st.data())
+def test_labels_of_minus_100_count_nothing_as_in_torchs_losses(drawn, data):
+    (predicted, labels, weights), sizes = drawn
+    kept = labels != -100
+    logits = torch.nn.functional.one_hot(predicted, 4).double()
+    for predictions in (predicted, logits):
+        record = split(S.accuracy, (predictions, labels), sizes, data)
+        weighted = split(lambda p, y, w: S.accuracy(p, y, weights=w), (predictions, labels, weights), sizes, data)
+        if not kept.any():
+            same(number(record), math.nan)
+            continue
+        same(number(record), reference.accuracy_score(labels[kept], predicted[kept]))
+        theirs = MulticlassAccuracy(4, average="micro", ignore_index=-100)
+        assert number(record) == pytest.approx(theirs(predictions, labels).item(), rel=1e-6)
+        if weights[kept].sum():
+            expected = reference.accuracy_score(labels[kept], predicted[kept], sample_weight=weights[kept])
+            same(number(weighted), expected)
+    assert number(S.accuracy(predicted, labels, ignore_index=None)) == (predicted == labels).double().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.bool])
+def test_labels_without_a_sign_all_count(dtype):
+    """torch compares a uint8 with 156 when it is asked for -100."""
+    labels = torch.tensor([156, 65436, 1, 0]).to(dtype)
+    assert number(S.accuracy(labels, labels)) == 1.0
+    assert int(S.accuracy(labels, labels).weight) == 4
 
 
 @settings(max_examples=60, deadline=None)

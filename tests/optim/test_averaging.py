@@ -610,3 +610,28 @@ def test_a_state_of_another_optimizer_is_named():
             ll.eval_state(wrong, ll.init_state(net(), adamw()))
         with pytest.raises(ValueError, match=r"opt_state is None, and is not of this optimizer"):
             ll.eval_state(wrong, ll.init_state(net()))
+
+
+@both_steps
+@both_states
+@pytest.mark.parametrize("wrapper", [lambda inner, **o: ll.ema(inner, 0.9, **o), ll.optim.swa], ids=["ema", "swa"])
+@pytest.mark.parametrize("counter", [False, True], ids=["no buffers", "a counter"])
+def test_buffers_may_be_averaged_where_there_are_none(wrapper, counter, donate, bound):
+    """The bits are those without `buffers`, and torch's own class takes such a model as well."""
+
+    def model():
+        model = net(norm=nn.LayerNorm)
+        if counter:
+            model.register_buffer("count", torch.tensor(3))
+        return model
+
+    plain, averaged = (wrapper(adamw(), start=2, buffers=buffers) for buffers in (False, True))
+    data = batches(6)
+    one, other = (run(model(), optimizer, data, donate, bound) for optimizer in (plain, averaged))
+    found, expected = ll.eval_state(averaged, other), ll.eval_state(plain, one)
+    for name, tensor in expected.params.items():
+        assert torch.equal(found.params[name], tensor)
+        assert not torch.equal(tensor, one.params[name])
+    assert {name: int(buffer) for name, buffer in found.buffers.items()} == ({"count": 3} if counter else {})
+    raw = model()
+    AveragedModel(raw, use_buffers=True).update_parameters(raw)
