@@ -32,7 +32,7 @@ Swap = tuple[dict[str, Any], str, Any, Tensor]
 
 
 # Children by which torch's wrappers hold the module they wrap: not part of a name.
-_TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 class Members(NamedTuple):
@@ -54,7 +54,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         parallel = isinstance(module, (DataParallel, DistributedDataParallel))
         for name, child in module._modules.items():
             if child is not None:
-                transparent = name in _TRANSPARENT or (parallel and name == "module")
+                transparent = name in TRANSPARENT or (parallel and name == "module")
                 yield from walk(child, prefix if transparent else f"{prefix}.{name}".lstrip("."))
 
     yield from walk(model, "")

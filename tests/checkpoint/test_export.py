@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import looplib as ll
-from looplib.checkpoint.interop import _export as export
+from looplib.checkpoint import interop as export
 
 
 class Net(nn.Module):

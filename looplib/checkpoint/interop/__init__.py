@@ -1,13 +1,9 @@
 """Weights and optimizer state as other programs read and write them."""
 
-from looplib.checkpoint.interop._export import (
-    load_optimizer_state_dict,
-    load_state_dict,
-    optimizer_state_dict,
-    save_pretrained,
-    save_safetensors,
-    state_dict,
-)
+from looplib.checkpoint.interop._optimizer_state import load_optimizer_state_dict, optimizer_state_dict
+from looplib.checkpoint.interop._pretrained import save_pretrained
+from looplib.checkpoint.interop._safetensors import save_safetensors
+from looplib.checkpoint.interop._state_dict import load_state_dict, state_dict
 
 __all__ = [
     "load_optimizer_state_dict",

@@ -1,0 +1,60 @@
+"""Names of tensors: those of a module's `state_dict` and those of a state, and the module with a state's values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from looplib._core import modules as _modules
+from looplib.types import TrainState
+
+R = TypeVar("R")
+
+
+def check_state(model: nn.Module, state: TrainState) -> None:
+    """Raise ValueError for a state of another module."""
+    slots = _modules.members(model)
+    _modules.check_names("parameters", state.params, slots.params, model)
+    _modules.check_names("buffers", state.buffers, slots.buffers, model)
+
+
+def lend(model: nn.Module, state: TrainState, body: Callable[[], R]) -> R:
+    """Call `body()` while the module has the state's values."""
+    check_state(model, state)
+    return _modules.Host(model, training=False).run(state.params, state.buffers, 0, body)
+
+
+def cleaner(model: nn.Module) -> Callable[[str], str]:
+    """A function that removes what wrappers add to the names in a module's `state_dict`."""
+
+    def parts_of(path: str) -> list[str]:
+        return [part for part in path.split(".") if part not in _modules.TRANSPARENT]
+
+    parallel = [
+        parts_of(path) if path else []
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, (DataParallel, DistributedDataParallel))
+    ]
+
+    def clean(key: str) -> str:
+        parts = parts_of(key)
+        return ".".join(part for i, part in enumerate(parts) if part != "module" or parts[:i] not in parallel)
+
+    return clean
+
+
+def state_names(model: nn.Module) -> dict[str, str]:
+    """The name that a state has for each tensor in the module's `state_dict`, by its name there."""
+    clean = cleaner(model)
+    names = {id(own): name for slots in _modules.members(model) for name, own in _modules.tensors(slots).items()}
+    entries = model.state_dict(keep_vars=True)
+    return {clean(key): names[id(own)] for key, own in entries.items() if id(own) in names}
+
+
+def some(items: Collection[Any]) -> str:
+    """The first of many items, for messages."""
+    shown = ", ".join(map(str, list(items)[:8])) or "none"
+    return f"{shown} and {len(items) - 8} more" if len(items) > 8 else shown

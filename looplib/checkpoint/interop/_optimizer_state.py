@@ -1,0 +1,252 @@
+"""`optimizer_state_dict`: the optimizer's state as a `torch.optim` optimizer has it, and back.
+
+A torch optimizer counts its parameters by group; a state has them by the names of the innermost module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from looplib._core import modules as _modules
+from looplib._core import ranks as _ranks
+from looplib.checkpoint.interop._names import check_state, some
+from looplib.checkpoint.interop._whole import copied_like, shape_of, whole
+from looplib.optim._state_of_class import kept_by_class
+from looplib.types import TrainState
+
+
+def optimizer_state_dict(
+    model: nn.Module,
+    state: TrainState,
+    torch_optimizer: torch.optim.Optimizer,
+    *,
+    full_state_dict: bool = True,
+    cpu_offload: bool = False,
+) -> dict[str, Any]:
+    """`state_dict` of a `torch.optim` optimizer, from a state: with it a raw loop continues from there.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> state = ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=1e-3))
+    >>> state = ll.bind(model, state)  # the weights
+    >>> raw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    >>> raw.load_state_dict(ll.checkpoint.optimizer_state_dict(model, state, raw))
+
+    The tensors are copies: torch's `load_state_dict` keeps those that it is given, and writes into them. The
+    hyperparameters are `torch_optimizer`'s own, the learning rate too: a schedule is a function of `state.step`, a
+    raw loop sets it, or a torch scheduler does. For the same bits give `fused=True` where looplib does (it does
+    where torch can, unless told).
+
+    Tensors of which each rank holds a part are gathered, as by `state_dict`, so all ranks call this. An optimizer
+    over such parameters itself goes on with parts: `raw.load_state_dict(ll.checkpoint.optimizer_state_dict(model, state, raw,
+    full_state_dict=False))`.
+
+    Args:
+        model: the module, wrapped or not.
+        state: a state of this module, with the state of an `ll.optimizer`, wrapped by `apply_if_finite` or not.
+        torch_optimizer: of the class and the kind that `ll.optimizer` was given, over the module's own parameters,
+            in any groups and any order; it is not changed. One that keeps values in its groups (schedule-free ones
+            do) needs the groups of `ll.optimizer` in the same order, those of the defaults last.
+        full_state_dict: gather what ranks hold parts of; False leaves this rank's parts, as DTensors.
+        cpu_offload: give tensors on the CPU; if they are gathered, on the first of several ranks alone, and an empty
+            dict on the others. Both are torch's `StateDictOptions`.
+
+    Raises:
+        ValueError: `torch_optimizer` is over other parameters, keeps other things, or has other groups.
+        TypeError: `torch_optimizer` is no torch optimizer, or the state has none of an `ll.optimizer`.
+        DonatedStateError: the state is spent.
+    """
+    matched = _matched(model, state, torch_optimizer)
+    keeps = _ranks.is_first() or not (cpu_offload and full_state_dict)
+
+    def exported(value: Tensor, like: Tensor, _: str) -> Tensor | None:
+        value = whole(value) if full_state_dict else value
+        device = torch.device("cpu") if cpu_offload else like.device
+        return value.detach().to(device, like.dtype, copy=True) if keeps else None
+
+    packed: dict[str, Any] = torch_optimizer.state_dict()
+    packed["state"] = {}
+    in_state = matched.opt_state["state"]
+    cls = type(torch_optimizer)
+    for group, described, names in zip(
+        torch_optimizer.param_groups, packed["param_groups"], matched.names, strict=True
+    ):
+        ids = {name: id for name, id in zip(names, described["params"], strict=True) if name in in_state}
+        if not ids:
+            continue
+        kept = kept_by_class(cls, group, state.params, ids, matched.opt_state, state.step)
+        entries = {
+            id: _converted(name, in_state[name], kept.entries[name], "the state", cls.__name__, exported)
+            for name, id in ids.items()
+            if name not in kept.late
+        }
+        packed["state"] |= {id: entry for id, entry in entries.items() if entry and not kept.empty}
+    if state.step and "groups" in matched.opt_state:
+        for described, values in zip(packed["param_groups"], matched.opt_state["groups"], strict=True):
+            described.update({key: _copied(value) for key, value in values.items()})
+    return packed if keeps else {}
+
+
+def load_optimizer_state_dict(
+    model: nn.Module, state: TrainState, torch_optimizer: torch.optim.Optimizer
+) -> TrainState:
+    """Load the state of a `torch.optim` optimizer: looplib continues from where a raw loop is.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> raw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> raw.step()
+    >>> state = ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=1e-3)).replace(step=1)
+    >>> state = ll.checkpoint.load_optimizer_state_dict(model, state, raw)
+
+    The weights are the module's own, as `init_state` takes them. The counts are what you say they are: schedules
+    and randomness go by `step`, loaders by `epoch` and `batch`. For a file of an optimizer's `state_dict()`, have
+    `torch_optimizer` load it first.
+
+    Args:
+        model: the module, wrapped or not.
+        state: a state of this module, with its counts set; its `opt_state` says what is to be found.
+        torch_optimizer: as for `optimizer_state_dict`; its tensors are copied, and take the dtypes and devices of the
+            state's. They are whole or in parts, whichever the state's are. A parameter of which it keeps nothing
+            yet, since it never had a gradient, keeps what `state` has. Schedule-free ones have to be in training
+            mode.
+
+    Raises:
+        ValueError: `torch_optimizer` is over other parameters, keeps other things, has other groups, or has made no
+            step; `state.step` is 0.
+        TypeError: `torch_optimizer` is no torch optimizer, or the state has none of an `ll.optimizer`.
+        DonatedStateError: the state is spent.
+    """
+    matched = _matched(model, state, torch_optimizer)
+    cls = type(torch_optimizer).__name__
+    entries = dict(matched.opt_state["state"])
+    loaded: set[str] = set()
+
+    def fitted(value: Tensor, like: Tensor, what: str) -> Tensor:
+        if value.shape != like.shape:
+            raise ValueError(f"{what} has shape {tuple(value.shape)} in this {cls}, the state's has {shape_of(like)}")
+        return copied_like(value, like)
+
+    for group, names in zip(torch_optimizer.param_groups, matched.names, strict=True):
+        for name, param in zip(names, group["params"], strict=True):
+            if name in entries and (kept := torch_optimizer.state.get(param)):
+                entries[name] = _converted(name, kept, entries[name], f"this {cls}", "the state", fitted)
+                loaded.add(name)
+    if not loaded and any(entries.values()):
+        raise ValueError(
+            f"this {cls} keeps nothing for any parameter: it has made no step, and no load_state_dict has filled it"
+        )
+    if loaded and state.step == 0:
+        raise ValueError(
+            f"the state is at step 0, where an optimizer begins anew, and this {cls} has made steps: give "
+            "state.replace(step=..., epoch=..., batch=..., samples=...)"
+        )
+    new: dict[str, Any] = {**matched.opt_state, "state": entries}
+    if "started" in matched.opt_state:
+        new["started"] = torch.tensor([name in loaded for name in entries])
+    if "groups" in matched.opt_state:
+        new["groups"] = [
+            {key: _copied(group[key]) for key in values}
+            for group, values in zip(torch_optimizer.param_groups, matched.opt_state["groups"], strict=True)
+        ]
+    return state.replace(opt_state=_with_innermost(state.opt_state, new))
+
+
+class _Matched(NamedTuple):
+    """A torch optimizer's parameters and a state's.
+
+    Attributes:
+        names: the state's names of the parameters in each of the optimizer's groups.
+        opt_state: what the innermost `ll.optimizer` keeps, without the wrappers around it.
+    """
+
+    names: list[list[str]]
+    opt_state: dict[str, Any]
+
+
+def _matched(model: nn.Module, state: TrainState, torch_optimizer: torch.optim.Optimizer) -> _Matched:
+    if not isinstance(torch_optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"torch_optimizer is a {type(torch_optimizer).__name__}; give an instance over the module's parameters, "
+            "such as torch.optim.AdamW(model.parameters(), lr=1e-3)"
+        )
+    check_state(model, state)
+    opt_state = state.opt_state
+    while isinstance(opt_state, Mapping) and "inner_state" in opt_state:  # a wrapper's, such as apply_if_finite's
+        opt_state = opt_state["inner_state"]
+    if not isinstance(opt_state, dict) or "state" not in opt_state:
+        raise TypeError(
+            f"the state's opt_state is a {type(opt_state).__name__}, not what an ll.optimizer keeps: make the state "
+            "with ll.init_state(model, ll.optimizer(...))"
+        )
+    cls, names = type(torch_optimizer).__name__, _names_by_group(model, torch_optimizer)
+    trained = {
+        name
+        for group, members in zip(torch_optimizer.param_groups, names, strict=True)
+        for param, name in zip(group["params"], members, strict=True)
+        if param.requires_grad
+    }
+    missing = opt_state["state"].keys() - {name for members in names for name in members}
+    unexpected = trained - opt_state["state"].keys()
+    if missing or unexpected:
+        raise ValueError(
+            f"this {cls} and the state's optimizer train different parameters: missing {some(sorted(missing))}, "
+            f"unexpected {some(sorted(unexpected))}; make it over the others, or the state with the same trainable="
+        )
+    if "groups" in opt_state and len(opt_state["groups"]) != len(names):
+        raise ValueError(
+            f"this {cls} has {len(names)} groups, and the state's optimizer {len(opt_state['groups'])}: make "
+            "the groups of ll.optimizer in its order, those of the defaults last"
+        )
+    return _Matched(names, opt_state)
+
+
+def _names_by_group(model: nn.Module, torch_optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    name_of = {id(param): name for name, param in _modules.tensors(_modules.members(model).params).items()}
+    names: list[list[str]] = []
+    for group in torch_optimizer.param_groups:
+        if strange := [tuple(param.shape) for param in group["params"] if id(param) not in name_of]:
+            raise ValueError(
+                f"this {type(torch_optimizer).__name__} has parameters that are not this {type(model).__name__}'s own, "
+                f"of shapes {some(strange)}: make it over model.parameters(), after all that gives the module new ones"
+            )
+        names.append([name_of[id(param)] for param in group["params"]])
+    return names
+
+
+def _with_innermost(opt_state: Any, innermost: Any) -> Any:
+    """The state of wrapped optimizers with another one for the innermost."""
+    if "inner_state" not in opt_state:
+        return innermost
+    return {**opt_state, "inner_state": _with_innermost(opt_state["inner_state"], innermost)}
+
+
+def _converted(
+    name: str,
+    entry: Mapping[str, Any],
+    like: Mapping[str, Any],
+    giver: str,
+    taker: str,
+    copied: Callable[[Tensor, Tensor, str], Tensor | None],
+) -> dict[str, Any]:
+    """Copies of what is kept for one parameter, of tensors by `copied(value, like, what)`."""
+    if entry.keys() != like.keys():
+        raise ValueError(
+            f"for {name}, {giver} keeps {sorted(entry) or 'nothing'}, and {taker} keeps {sorted(like) or 'nothing'}: "
+            "both need the same class of optimizer, with the same hyperparameters"
+        )
+    return {
+        key: copied(torch.as_tensor(value), like[key], f"{name}'s {key}")
+        if isinstance(like[key], Tensor)
+        else _copied(value)
+        for key, value in entry.items()
+    }
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

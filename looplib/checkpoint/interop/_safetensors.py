@@ -1,0 +1,64 @@
+"""safetensors: the weights of a state as a file that other programs read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from looplib._core.collective import together
+from looplib.checkpoint.interop._files import safetensors_package
+from looplib.checkpoint.interop._names import state_names
+from looplib.checkpoint.interop._state_dict import state_dict
+from looplib.types import TrainState
+
+
+def save_safetensors(model: nn.Module, state: TrainState, path: str | os.PathLike[str]) -> None:
+    """Write the weights of a state as a safetensors file, which `load_state_dict` reads.
+
+    >>> import looplib as ll, pathlib, tempfile, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> state = ll.init_state(model)
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> ll.checkpoint.save_safetensors(model, state, path)
+    >>> again = ll.checkpoint.load_state_dict(model, state, path)
+
+    The names are those of `state_dict`. The format has no tied weights: they stand there under the first of their
+    names, and the file's metadata leads from the others to it, as `safetensors.torch.save_model` does it. What was
+    at `path` is replaced once all is written.
+
+    Of several ranks all call this, whatever wraps the model: the first writes whole tensors, and what keeps it from
+    that is raised on each.
+
+    Args:
+        model, state: as for `state_dict`.
+        path: the file; its directory exists.
+
+    Raises:
+        ImportError: without `pip install looplib[safetensors]`.
+        OSError: the file cannot be written.
+        ValueError, DonatedStateError: as `state_dict`.
+    """
+    weights, names = state_dict(model, state, cpu_offload=True), state_names(model)
+
+    def write() -> None:
+        safetensors = safetensors_package()
+        tensors: dict[str, Tensor] = {}
+        first_key: dict[str, str] = {}  # of the names of tied weights
+        metadata = {"format": "pt"}
+        for key, value in weights.items():
+            if (first := first_key.setdefault(names.get(key, key), key)) != key:
+                metadata[key] = first
+            else:
+                tensors[key] = value.contiguous() if isinstance(value, Tensor) else value
+        part = Path(f"{os.fspath(path)}.part")
+        try:
+            safetensors.torch.save_file(tensors, part, metadata)
+            part.replace(path)
+        except safetensors.SafetensorError as error:  # which stands for errors of the disk, too
+            raise OSError(f"{os.fspath(path)} could not be written: {error}") from error
+        finally:
+            part.unlink(missing_ok=True)
+
+    together().on_first(write)

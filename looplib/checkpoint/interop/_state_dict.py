@@ -1,0 +1,201 @@
+"""`state_dict`: the weights of a state as plain torch has them, and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from looplib._core import ranks as _ranks
+from looplib.checkpoint.interop._files import read_state_dict
+from looplib.checkpoint.interop._names import check_state, cleaner, lend, some, state_names
+from looplib.checkpoint.interop._whole import copied_like, same_values, shape_of, whole
+from looplib.types import TrainState
+
+
+def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False) -> dict[str, Any]:
+    """`model.state_dict()` with the values of a state: for `torch.save`, or for plain torch.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> weights = ll.checkpoint.state_dict(model, ll.init_state(model))
+    >>> list(weights), weights["weight"].requires_grad
+    (['weight', 'bias'], False)
+    >>> torch.nn.Linear(2, 1).load_state_dict(weights)
+    <All keys matched successfully>
+
+    The same names in the same order, tied weights under each of theirs, no buffer that is not persistent, and no
+    `module.` or `_orig_mod.`, whatever wraps the module or a part of it. For other weights of the same names, such
+    as an average in `extra`, give `state.replace(params=...)`.
+
+    The tensors are the state's own memory: save or copy them before a donated step writes over it.
+
+    Those of which each rank holds a part are gathered, and all ranks call this; `ll.bind` is for a module that is
+    sharded as the state is. No rank ever has more than one whole tensor beyond what it keeps, and none has to keep
+    any but the first, in its host's memory:
+
+        weights = ll.checkpoint.state_dict(model, state, cpu_offload=True)
+        if ll.distributed.is_rank_zero():
+            torch.save(weights, "weights.pt")
+
+    Args:
+        model: the module, wrapped or not; the state need not be bound to it.
+        state: a state of this module.
+        cpu_offload: give tensors on the CPU, each moved there before the next is gathered, and on the first of
+            several ranks alone; the others get an empty dict. As torch's
+            `StateDictOptions(full_state_dict=True, cpu_offload=True)`.
+
+    Raises:
+        ValueError: a state of another module.
+        DonatedStateError: the state is spent.
+    """
+    keeps = _ranks.is_first() or not cpu_offload
+
+    def exported() -> dict[str, Any]:
+        clean, names = cleaner(model), state_names(model)
+        entries: dict[str, Any] = model.state_dict()
+        gathered: dict[str, Tensor | None] = {}  # one for all names of tied weights
+        for key in list(entries):
+            value, key = entries.pop(key), clean(key)
+            if isinstance(value, Tensor):
+                name = names.get(key, key)
+                if name not in gathered:
+                    value = whole(value, trim=keeps)
+                    gathered[name] = (value.cpu() if cpu_offload else value) if keeps else None
+                value = gathered[name]
+            if keeps:
+                entries[key] = value
+        versions = getattr(entries, "_metadata", {})  # by names of modules
+        for key in list(versions):
+            versions[clean(key)] = versions.pop(key)
+        return entries
+
+    return lend(model, state, exported)
+
+
+def load_state_dict(
+    model: nn.Module,
+    state: TrainState,
+    source: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    names: Callable[[str], bool] | None = None,
+) -> TrainState:
+    """Load the weights of a `state_dict`, or of a file of one, into a state; all else stays as it is.
+
+    >>> import looplib as ll, torch
+    >>> model, pretrained = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    >>> state = ll.checkpoint.load_state_dict(model, ll.init_state(model), pretrained.state_dict())
+    >>> torch.equal(state.params["weight"], pretrained.weight)
+    True
+
+    A part of it, such as all but the head, which may have another shape then:
+
+    >>> mapping = {"weight": torch.zeros(1, 2), "bias": torch.zeros(10)}
+    >>> state = ll.checkpoint.load_state_dict(model, state, mapping, names=lambda name: name != "bias")
+
+    The values are copied, and take the state's dtypes and devices. The new state is not bound to the module;
+    `ll.bind(model, state)` binds it.
+
+    Where the state has a part of a tensor on each rank, each takes its own of the whole one that it is given, without
+    a message; of a file it reads that alone. Only a `source` that holds parts itself is gathered, by all ranks.
+
+    Args:
+        model: the module, wrapped or not.
+        state: a state of this module.
+        source: names and tensors, as the module's `state_dict()` or the innermost one's gives them; or the path of
+            a safetensors file or one of `torch.save`, of which nothing is ever run (`weights_only=True`). One name of
+            tied weights is enough.
+        strict: refuse names that are missing, or unexpected. One name at least must fit in any case.
+        names: `names(name) -> bool`, which to load; others are passed over, on either side.
+
+    Raises:
+        ValueError: names, shapes or dtypes that do not fit, all in one message; values of tied weights that differ;
+            a file that is damaged, or holds more than tensors and plain values.
+        TypeError: `source` is neither names and tensors nor a path.
+        ImportError: a safetensors file, without `pip install looplib[safetensors]`.
+        DonatedStateError: the state is spent.
+    """
+    if not isinstance(source, (Mapping, str, os.PathLike)):
+        raise TypeError(f"source is a {type(source).__name__}; give a state_dict, or the path of a file of one")
+    check_state(model, state)
+    given = source if isinstance(source, Mapping) else read_state_dict(source)
+    name_of, clean = state_names(model), cleaner(model)
+    chosen = {
+        key: value
+        for key, value in ((clean(str(key)), value) for key, value in given.items())
+        if (names is None or names(key)) and not key.endswith("_extra_state")  # which is the module's own
+    }
+    problems = _unmatched(name_of, chosen, strict, names)
+    loaded, misfits = _fitted(name_of, chosen, {**state.params, **state.buffers})
+    problems += misfits
+    if problems:
+        title = "the mapping" if isinstance(source, Mapping) else os.fspath(source)
+        raise ValueError(
+            f"{title} does not fit the state of this {type(model).__name__}: {'; '.join(problems)}. To load a part, "
+            "choose it with names=, or pass over names that one side alone has with strict=False"
+        )
+    return state.replace(
+        params={name: loaded.get(name, tensor) for name, tensor in state.params.items()},
+        buffers={name: loaded.get(name, tensor) for name, tensor in state.buffers.items()},
+    )
+
+
+def _unmatched(
+    name_of: Mapping[str, str], chosen: Mapping[str, Any], strict: bool, names: Callable[[str], bool] | None
+) -> list[str]:
+    """What is missing or unexpected, in words."""
+    ours = [key for key in name_of if names is None or names(key)]
+    unexpected = [key for key in chosen if key not in name_of]
+    covered = {name_of[key] for key in chosen if key in name_of}
+    missing = [key for key in ours if name_of[key] not in covered]
+    problems = []
+    if missing and (strict or not covered):
+        problems.append(f"missing {some(missing)}")
+    if unexpected and (strict or not covered):
+        problems.append(f"unexpected {some(unexpected)}{_hint(unexpected, chosen, name_of)}")
+    if name_of and not (ours or chosen):
+        problems.append("names= chose none")
+    return problems
+
+
+def _fitted(
+    name_of: Mapping[str, str], chosen: Mapping[str, Any], held: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Copies like the state's tensors, by their names in the state, and what does not fit, in words."""
+    loaded: dict[str, Tensor] = {}
+    misfits: list[str] = []
+    first_key: dict[str, str] = {}  # of the names of tied weights, the one that was loaded
+    for key in [key for key in name_of if key in chosen]:
+        name, value = name_of[key], chosen[key]
+        like = held[name]
+        if problem := _misfit(value, like):
+            misfits.append(f"{key} {problem}")
+        elif first_key.setdefault(name, key) == key:
+            loaded[name] = copied_like(value, like).requires_grad_(like.requires_grad)
+        elif not same_values(chosen[first_key[name]], value, like):
+            misfits.append(f"{key} has other values than another name of the same tied weight")
+    return loaded, misfits
+
+
+def _misfit(value: Any, like: Tensor) -> str:
+    if not isinstance(value, Tensor):
+        return f"is a {type(value).__name__}, not a tensor"
+    if value.shape != like.shape:
+        return f"has shape {tuple(value.shape)}, the state's has {shape_of(like)}"
+    if not torch.can_cast(value.dtype, like.dtype):
+        return f"is of {value.dtype}, which does not go into the state's {like.dtype}"
+    return ""
+
+
+def _hint(unexpected: list[str], given: Mapping[str, Any], name_of: Mapping[str, str]) -> str:
+    """Advice for the usual misfits."""
+    if nested := [key for key in unexpected if isinstance(given[key], Mapping)]:
+        return f" ({nested[0]} is a dict: if the weights are in it, give that)"
+    prefix = unexpected[0].partition(".")[0] + "."
+    if all(key.startswith(prefix) and key.removeprefix(prefix) in name_of for key in unexpected):
+        return f' (they fit without "{prefix}": give {{name.removeprefix("{prefix}"): ... for each}})'
+    return ""

@@ -1,0 +1,49 @@
+"""Whole tensors and shards: outside a state all tensors are whole, and ranks gather what they hold shards of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from looplib._core.ranks import is_sharded, shards
+
+
+def whole(tensor: Tensor, *, trim: bool = False) -> Tensor:
+    """The whole tensor; where each rank holds a shard of it, all of them gather it together."""
+    if not is_sharded(tensor):
+        return tensor
+    meeting = tensor.device_mesh.device_type
+    with torch.no_grad():
+        shard = tensor if tensor.device.type == meeting else tensor.to(meeting)  # offloaded
+        gathered: Tensor = shard.full_tensor().detach().to(tensor.device)
+    # Shards of unequal size are padded to be sent: torch.save would write the padding too.
+    oversized = gathered.untyped_storage().nbytes() > gathered.nbytes
+    return gathered.clone() if trim and oversized else gathered
+
+
+def copied_like(value: Tensor, like: Tensor) -> Tensor:
+    """A copy laid out as `like` is: its dtype, device and strides, and this rank's shard of it if that is sharded."""
+    copied = torch.empty_like(like, requires_grad=False)
+    with torch.no_grad():
+        if not is_sharded(like):
+            return copied.copy_(whole(value))
+        if not is_sharded(value) or (value.device_mesh, value.placements) != (like.device_mesh, like.placements):
+            from torch.distributed.tensor import distribute_tensor
+
+            full = whole(value).detach()
+            value = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)  # sends nothing
+        target, shard = shards([copied, value])
+        target.copy_(shard)
+    return copied
+
+
+def same_values(one: Tensor, other: Tensor, like: Tensor) -> bool:
+    """Whether the values are the same once they are in the state."""
+    one, other = (whole(value).detach().to(like.device, like.dtype) for value in (one, other))
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def shape_of(tensor: Tensor) -> str:
+    """The shape of a state's tensor, for messages."""
+    advice = ", of which each rank holds a part: give it whole" if is_sharded(tensor) else ""
+    return f"{tuple(tensor.shape)}{advice}"
