@@ -70,25 +70,41 @@ def optimizer_state_dict(
 
     packed: dict[str, Any] = torch_optimizer.state_dict()
     packed["state"] = {}
-    in_state = matched.opt_state["state"]
-    cls = type(torch_optimizer)
     for group, described, names in zip(
         torch_optimizer.param_groups, packed["param_groups"], matched.names, strict=True
     ):
-        ids = {name: id for name, id in zip(names, described["params"], strict=True) if name in in_state}
-        if not ids:
-            continue
-        kept = kept_by_class(cls, group, state.params, ids, matched.opt_state, state.step)
-        entries = {
-            id: _converted(name, in_state[name], kept.entries[name], "the state", cls.__name__, exported)
-            for name, id in ids.items()
-            if name not in kept.late
+        entries = _entries_of_group(type(torch_optimizer), group, state, matched.opt_state, names, exported)
+        packed["state"] |= {
+            id: entries[name]
+            for name, id in zip(names, described["params"], strict=True)
+            if entries.get(name)  # a torch optimizer has no entry where it keeps nothing
         }
-        packed["state"] |= {id: entry for id, entry in entries.items() if entry and not kept.empty}
     if state.step and "groups" in matched.opt_state:
         for described, values in zip(packed["param_groups"], matched.opt_state["groups"], strict=True):
             described.update({key: _copied(value) for key, value in values.items()})
     return packed if keeps else {}
+
+
+def _entries_of_group(
+    cls: type,
+    group: Mapping[str, Any],
+    state: TrainState,
+    opt_state: Mapping[str, Any],
+    names: list[str],
+    exported: Callable[[Tensor, Tensor, str], Tensor | None],
+) -> dict[str, dict[str, Any]]:
+    """What a torch optimizer is to keep for the parameters of a group, by their names in the state."""
+    in_state = opt_state["state"]
+    trained = [name for name in names if name in in_state]
+    if not trained:
+        return {}
+    kept = kept_by_class(cls, group, state.params, trained, opt_state, state.step)
+    entries = {
+        name: _converted(name, in_state[name], kept.entries[name], "the state", cls.__name__, exported)
+        for name in trained
+        if name not in kept.late
+    }
+    return {} if kept.empty else entries
 
 
 def load_optimizer_state_dict(
@@ -137,15 +153,7 @@ def load_optimizer_state_dict(
             if name in entries and (kept := torch_optimizer.state.get(param)):
                 entries[name] = _converted(name, kept, entries[name], f"this {cls}", "the state", fitted)
                 loaded.add(name)
-    if not loaded and any(entries.values()):
-        raise ValueError(
-            f"this {cls} keeps nothing for any parameter: it has made no step, and no load_state_dict has filled it"
-        )
-    if loaded and state.step == 0:
-        raise ValueError(
-            f"the state is at step 0, where an optimizer begins anew, and this {cls} has made steps: give "
-            "state.replace(step=..., epoch=..., batch=..., samples=...)"
-        )
+    _check_steps(cls, bool(loaded), any(entries.values()), state.step)
     new: dict[str, Any] = {**matched.opt_state, "state": entries}
     if "started" in matched.opt_state:
         new["started"] = torch.tensor([name in loaded for name in entries])
@@ -155,6 +163,18 @@ def load_optimizer_state_dict(
             for group, values in zip(torch_optimizer.param_groups, matched.opt_state["groups"], strict=True)
         ]
     return state.replace(opt_state=_with_innermost(state.opt_state, new))
+
+
+def _check_steps(cls: str, loaded: bool, expected: bool, step: int) -> None:
+    if expected and not loaded:
+        raise ValueError(
+            f"this {cls} keeps nothing for any parameter: it has made no step, and no load_state_dict has filled it"
+        )
+    if loaded and step == 0:
+        raise ValueError(
+            f"the state is at step 0, where an optimizer begins anew, and this {cls} has made steps: give "
+            "state.replace(step=..., epoch=..., batch=..., samples=...)"
+        )
 
 
 class _Matched(NamedTuple):

@@ -153,10 +153,9 @@ def _unmatched(
     covered = {name_of[key] for key in chosen if key in name_of}
     missing = [key for key in ours if name_of[key] not in covered]
     problems = []
-    if missing and (strict or not covered):
-        problems.append(f"missing {some(missing)}")
-    if unexpected and (strict or not covered):
-        problems.append(f"unexpected {some(unexpected)}{_hint(unexpected, chosen, name_of)}")
+    if strict or not covered:
+        problems += [f"missing {some(missing)}"] if missing else []
+        problems += [f"unexpected {some(unexpected)}{_hint(unexpected, chosen, name_of)}"] if unexpected else []
     if name_of and not (ours or chosen):
         problems.append("names= chose none")
     return problems
