@@ -151,7 +151,13 @@ def make_train_step(
         _interrupts.install()
         out = grad_fn(state, batch, part)
         params, opt_state, applied = optimizer.update(
-            out.grads, state.opt_state, state.params, state.step, metrics=out.metrics, buffers=out.buffers
+            out.grads,
+            state.opt_state,
+            state.params,
+            state.step,
+            metrics=out.metrics,
+            buffers=out.buffers,
+            seed=state.seed,
         )
         applied = read(applied)
         values = advanced(state, out.samples, applied, same_batch)
@@ -178,7 +184,14 @@ def make_train_step(
             finally:
                 _interrupts.begin_hold(thread)
             new_params, new_opt_state, applied = optimizer.update(
-                out.grads, opt_state, params, state.step, donate=True, metrics=out.metrics, buffers=out.buffers
+                out.grads,
+                opt_state,
+                params,
+                state.step,
+                donate=True,
+                metrics=out.metrics,
+                buffers=out.buffers,
+                seed=state.seed,
             )
             if applied is not True:
                 if _donation.updates != written_over:
@@ -232,7 +245,13 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
     def core(state: TrainState, batch: Any) -> Outcome:
         out = grad_fn(state, batch, Part())
         params, opt_state, applied = optimizer.update(
-            out.grads, state.opt_state, state.params, state.step, metrics=out.metrics, buffers=out.buffers
+            out.grads,
+            state.opt_state,
+            state.params,
+            state.step,
+            metrics=out.metrics,
+            buffers=out.buffers,
+            seed=state.seed,
         )
         return Outcome(params, opt_state, out.buffers, out.metrics, out.samples, checked(applied))
 

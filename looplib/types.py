@@ -457,7 +457,7 @@ class Update(Protocol):
             in donated steps too, so that a state bound to a module leaves it.
         when: a bool or a 0-dim bool tensor: where it is not set, `params` and `opt_state` come back as they were,
             and `applied` is False. An update without it is simply not called then, or its result not taken.
-        extra: `metrics` and `buffers` of the gradients (`Gradients`), when a train step calls.
+        extra: `metrics` and `buffers` of the gradients (`Gradients`), and the state's `seed`, when a train step calls.
 
     So a wrapper that skips updates has one line to add, which works donated (the flag is read before anything is
     written over), compiled and vectorized (the graph chooses), and in other such wrappers, with one flag to read for
@@ -505,7 +505,7 @@ def _none_known(opt_state: Any, step: int) -> dict[str, float]:
     return {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Optimizer:
     """A pair of pure functions; `ll.optimizer` makes one of a `torch.optim` class, wrappers one of another.
 
@@ -520,6 +520,7 @@ class Optimizer:
         hyperparameters: `hyperparameters(opt_state, step) -> {name: float}`, those of the next update; see
             `ll.optim.hyperparameters`.
         description: the optimizer class and its settings as plain values, which checkpoints hold.
+        kernel: says which of torch's kernels the updates take, for `repr`.
     """
 
     init: Init
@@ -527,6 +528,12 @@ class Optimizer:
     evaluation: Evaluation = _as_they_are
     hyperparameters: Numbers = _none_known
     description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kernel: Callable[[], str] | None = None
+
+    def __repr__(self) -> str:
+        settings = [f"{name}={value!r}" for name, value in self.description.items()]
+        kernel = [] if self.kernel is None else [f"kernel: {self.kernel()}"]
+        return f"Optimizer({', '.join([*settings, *kernel])})"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "init", updates.with_known_arguments(self.init))

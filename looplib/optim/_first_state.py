@@ -30,8 +30,9 @@ def first_state(recipe: Recipe, params: Params) -> dict[str, Any]:
     if not params:
         raise ValueError(f"{recipe.cls.__name__} got no parameters to optimize")
     numbers = _injected(recipe)
-    params = {name: tensor.detach() for name, tensor in params.items()}
+    recipe.check_predicates(params)
     members = recipe.members(params)
+    params = {name: tensor.detach() for name, tensor in params.items()}
     if recipe.cls is SGD:
         state = _of_sgd(recipe, params, members)
     elif recipe.cls is SparseAdam:

@@ -144,3 +144,18 @@ def fused_adam(
         maximize=values["maximize"],
     )
     return True
+
+
+def told(recipe: Recipe, plans: Sequence[Any]) -> str:
+    """Which kernel the updates take, for a `repr`: by the user's choice, and for the parameters seen so far."""
+    given = {key: recipe.group_values(key) for key in sorted(KERNEL_OPTIONS)}
+    chosen = [f"{key}={values[-1]}" for key, values in given.items() if key in recipe.defaults]
+    if chosen:
+        return ", ".join(chosen)
+    if not recipe.ours or "fused" not in inspect.signature(recipe.cls).parameters:
+        return "torch's default" if recipe.ours else "the class's own"
+    if not plans:
+        return "fused where torch has one for the parameters and strides permit, else torch's default"
+    taken = {fused for plan in plans for names, fused in zip(plan.members, plan.fused, strict=True) if names}
+    taken |= {False for plan in plans if plan.fell_back}
+    return " and ".join(["fused"] * (True in taken) + ["torch's default"] * (False in taken))

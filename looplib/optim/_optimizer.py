@@ -18,7 +18,7 @@ from looplib.optim._comparison import check_against_raw_loop
 from looplib.optim._description import description_of
 from looplib.optim._first_state import first_state
 from looplib.optim._hyperparameters import numbers_of
-from looplib.optim._kernels import check_fused
+from looplib.optim._kernels import check_fused, told
 from looplib.optim._recipe import Groups, Recipe, copied
 from looplib.optim._traced_update import traced_update
 from looplib.optim._update import Plan, check_state, eager_update, not_started
@@ -92,7 +92,12 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
     def hyperparameters_at(opt_state: Any, step: int) -> dict[str, float]:
         return numbers_of(recipe, opt_state, step)
 
-    return Optimizer(init, update, evaluation, hyperparameters_at, description_of(cls, recipe.defaults, groups))
+    def kernel() -> str:
+        return told(recipe, plans)
+
+    return Optimizer(
+        init, update, evaluation, hyperparameters_at, description_of(cls, recipe.defaults, groups), kernel
+    )
 
 
 def _check_class(cls: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch import Tensor
 from looplib._core.tracing import on_host
 from looplib.optim._wrap import wrap
 from looplib.types import Grads, Optimizer, Params
+
+_shape_of = operator.attrgetter("shape")
+_dtype_of = operator.attrgetter("dtype")
 
 
 def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str]) -> Optimizer:
@@ -30,7 +34,8 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
     All see the same `step`, so a schedule counts the updates of all. Where one of them skips, the others go on; where
     all do, the step is skipped. What may give up (`apply_if_finite`) goes around it where steps are donated: within
     it, others may have written by then, and the state is spent. Classes that make their state in their first update
-    (SGD with dampening, schedule-free ones) do so at step 0 of the run.
+    (SGD with dampening, schedule-free ones) do so
+    in the first update of each parameter.
 
     Args:
         optimizers: by label, wrapped or not.
@@ -44,28 +49,42 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         if not isinstance(member, Optimizer):
             raise TypeError(f"partition got a {type(member).__name__} for {name!r}; give what ll.optimizer returns")
 
-    known: dict[str, str] = {}
+    known: list[tuple[Any, dict[str, str]]] = []  # names, shapes and dtypes, and the labels that follow from them
 
-    def divide(params: Params) -> dict[str, Params]:
+    def labels(params: Params) -> dict[str, str]:
+        key = [*params], [*map(_shape_of, params.values())], [*map(_dtype_of, params.values())]
+        for seen, found in known:
+            if seen == key:
+                return found
+        found = {name: label(name, tensor) for name, tensor in params.items()}
+        known.insert(0, (key, found))
+        del known[8:]
+        return found
+
+    def divide(params: Params, label_of: Mapping[str, str]) -> dict[str, Params]:
         members: dict[str, Params] = {key: {} for key in optimizers}
         for name, tensor in params.items():
-            if name not in known:
-                known[name] = label(name, tensor)
-            if known[name] in members:  # one that is not trained needs no optimizer
-                members[known[name]][name] = tensor
+            if label_of[name] in members:  # one that is not trained needs no optimizer
+                members[label_of[name]][name] = tensor
         return members
 
-    def check(names: Params) -> None:
+    def check(names: Params, label_of: Mapping[str, str]) -> None:
         for name in names:
-            if known[name] not in optimizers:
+            if label_of[name] not in optimizers:
                 raise ValueError(
-                    f"{name} has the label {known[name]!r}, and there are optimizers for {', '.join(optimizers)}"
+                    f"{name} has the label {label_of[name]!r}, and there are optimizers for {', '.join(optimizers)}"
                 )
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
-        known.clear()  # another model may have the same names
-        members = divide(params)
-        check(params)
+        label_of = {name: label(name, tensor) for name, tensor in params.items()}
+        check(params, label_of)
+        for name, tensor in params.items():
+            if label(name, tensor.detach().requires_grad_(tensor.requires_grad)) != label_of[name]:
+                raise ValueError(
+                    f"the label of {name} is {label_of[name]!r}, and another for an equal tensor, and each update makes "
+                    "new tensors: choose labels by name, shape or dtype"
+                )
+        members = divide(params, label_of)
         if empty := [key for key, own in members.items() if not own]:
             raise ValueError(f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
         return {"inner_states": {key: optimizers[key].init(own, **extra) for key, own in members.items()}}
@@ -75,8 +94,9 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
     ) -> tuple[Params, Any, bool | Tensor]:
         states, new = dict(opt_state["inner_states"]), dict(params)
         applied: bool | Tensor = False
-        members = divide(params)
-        check(grads)
+        label_of = labels(params)
+        members = divide(params, label_of)
+        check(grads, label_of)
         for key, own in members.items():
             mine = {name: grads[name] for name in own if name in grads}
             if mine:
@@ -89,7 +109,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
         chosen = dict(params)
-        for key, own in divide(params).items():
+        for key, own in divide(params, labels(params)).items():
             mine, buffers = optimizers[key].evaluation(own, buffers, opt_state["inner_states"][key])
             chosen.update(mine)
         same = all(chosen[name] is tensor for name, tensor in params.items())

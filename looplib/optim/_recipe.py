@@ -66,6 +66,16 @@ class Recipe:
             names[next(matches, -1)].append(name)
         return names
 
+    def check_predicates(self, params: Params) -> None:
+        """Refuse predicates that go by which tensor it is: each update makes new ones."""
+        others = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in params.items()}
+        for number, (one, other) in enumerate(zip(self.members(params), self.members(others), strict=True)):
+            if changed := sorted(set(one) ^ set(other)):
+                raise ValueError(
+                    f"the predicate of group {number} says something else of {changed[0]} for an equal tensor, and each "
+                    "update makes new tensors: choose a parameter by its name, shape or dtype"
+                )
+
     def build(self, params: Params, members: Sequence[Sequence[str]], fused: Sequence[bool] = ()) -> Any:
         """An instance over these tensors, with the hyperparameters of step 0.
 

@@ -24,4 +24,6 @@ def wrap(optimizer: Optimizer, init: Init, update: Update, evaluation: Evaluatio
     def numbers(opt_state: Any, step: int) -> dict[str, float]:
         return optimizer.hyperparameters(opt_state["inner_state"], step)
 
-    return Optimizer(init, update, evaluation or inner, numbers, description_of_wrapper(optimizer, update))
+    return Optimizer(
+        init, update, evaluation or inner, numbers, description_of_wrapper(optimizer, update), optimizer.kernel
+    )
