@@ -314,7 +314,7 @@ def _backward(loss: Tensor, factor: Tensor | float, scale: Tensor | None, inputs
         seed = seed * scale
     if scale is not None or seed is factor:
         seed = seed.reshape(()).to(loss.device, loss.dtype)
-    again = _tracing.differentiable  # by formulas that have a gradient themselves
+    again = _tracing.differentiated()  # by formulas that have a gradient themselves
     _run_backward((loss,), (seed,), again, again, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
 
 

@@ -210,7 +210,7 @@ class Host:
     def _seed(self, seed: int) -> None:
         for generator in self.generators:
             generator.manual_seed(seed)
-        _tracing.stream = seed
+        _tracing.draws_for(seed)
 
     def _set_modes(self) -> None:
         """The modes that this module runs in, whatever a loss function has made of them."""

@@ -40,6 +40,19 @@ fused_adamw_ = torch._fused_adamw_
 amp_update_scale_ = torch._amp_update_scale_
 
 
+def thread_value(key: str) -> Any:
+    """What this thread has kept under a key, or None; autograd's threads see what the thread has that called them."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def set_thread_value(key: str, value: Any) -> None:
+    """Keep an object for this thread, or with None, none any more."""
+    if value is not None:
+        torch._C._stash_obj_in_tls(key, value)
+    elif torch._C._is_key_in_tls(key):
+        torch._C._remove_obj_from_tls(key)
+
+
 def functorch_level() -> int:
     """How many transforms of torch.func are in progress."""
     return torch._C._functorch.maybe_current_level() or 0

@@ -8,8 +8,9 @@ Outside of a trace each of these is the plain thing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -54,11 +55,26 @@ class Count:
 
 
 class Trace:
-    """One tracing of a step: what was asked of the host, and what is to be looked at when it has run."""
+    """One tracing of a step.
 
-    def __init__(self, inputs: dict[int, int], answer: Callable[[Callable[..., Any], list[Any]], Any]) -> None:
-        self.inputs = inputs  # id of a traced tensor -> its place among the inputs
+    Attributes:
+        inputs: id of a traced tensor -> its index among the inputs.
+        answer: gives the host's answer to a question.
+        differentiable: whether the graph is to be differentiated itself.
+        stream: the microbatch that random numbers are drawn for.
+        afterwards: what is to be looked at when the graph has run.
+    """
+
+    def __init__(
+        self,
+        inputs: dict[int, int],
+        answer: Callable[[Callable[..., Any], list[Any]], Any],
+        differentiable: bool = False,
+    ) -> None:
+        self.inputs = inputs
         self.answer = answer
+        self.differentiable = differentiable
+        self.stream = 0
         self.afterwards: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def ask(self, function: Callable[..., Any], values: tuple[Any, ...]) -> Any:
@@ -78,18 +94,71 @@ class Trace:
         return self.answer(function, sources)
 
 
-_current: Trace | None = None
+class within:
+    """For the time of a trace; or, with None, for what the host does meanwhile.
+
+    It holds for this thread, and for the threads in which autograd runs the backward pass of what this one computes.
+    Another thread may take plain steps meanwhile.
+    """
+
+    def __init__(self, trace: Trace | None, differentiable: bool = False) -> None:
+        self.trace = trace
+        self.differentiable = trace.differentiable if trace is not None else differentiable
+
+    def __enter__(self) -> None:
+        self.before = _here()
+        _entered.append(self)
+        torch_private.set_thread_value(_KEY, self)
+
+    def __exit__(self, *_: Any) -> None:
+        torch_private.set_thread_value(_KEY, self.before)
+        _entered.remove(self)
 
 
-stream = 0  # in a trace, the microbatch that random numbers are drawn for
+_KEY = "looplib.tracing"
+
+_entered: list[within] = []  # in any thread: where there is none, which is nearly always, nothing else is looked at
+
+
+def _here() -> within | None:
+    here: within | None = torch_private.thread_value(_KEY) if _entered else None
+    return here
+
+
+def current() -> Trace | None:
+    """The trace of the step that is being written down now."""
+    here = _here() if _entered else None
+    return None if here is None else here.trace
 
 
 def tracing() -> bool:
     """Whether a step is being written down now, rather than taken."""
-    return _current is not None
+    return current() is not None if _entered else False
 
 
-differentiable = False  # whether the graph is to be differentiated itself
+def differentiated() -> bool:
+    """Whether a step is being written down to be differentiated itself."""
+    here = _here() if _entered else None
+    return here is not None and here.differentiable
+
+
+def draws_for(microbatch: int) -> None:
+    """Say which microbatch a trace's random numbers are drawn for from now on."""
+    if _entered and (trace := current()) is not None:
+        trace.stream = microbatch
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Hold for the making of a graph: torch's compilers, and the marks that they leave, are the whole process's."""
+    if _here() is not None:  # within another trace, which holds
+        yield
+        return
+    with _lock:
+        yield
+
+
+_lock = threading.RLock()
 
 
 STOPS = "looplib_stops"  # in the notes of a node: no gradient passes here
@@ -104,12 +173,12 @@ class _Stops(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trace = _current
+        self.trace = current()
         self.off = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _current is not self.trace:  # a step within the loss function is written down, with marks of its own
+        if current() is not self.trace:  # a step within the loss function is written down, with marks of its own
             return func(*args, **kwargs)
         refuse_strangers(args, kwargs)
         if func is torch_private.set_grad_enabled:
@@ -144,25 +213,10 @@ def refuse_strangers(args: Any, kwargs: Any) -> None:
 
 def users_own() -> AbstractContextManager[Any]:
     """Around the loss function of a user."""
-    return _Stops() if _current is not None and differentiable else _nothing
+    return _Stops() if tracing() and differentiated() else _nothing
 
 
 _nothing = nullcontext()
-
-
-class within:
-    """For the time of a trace."""
-
-    def __init__(self, trace: Trace | None) -> None:
-        self.trace = trace
-
-    def __enter__(self) -> None:
-        global _current
-        self.before, _current = _current, self.trace
-
-    def __exit__(self, *_: Any) -> None:
-        global _current
-        _current = self.before
 
 
 def on_host(function: Callable[..., R], *values: Any) -> R:
@@ -181,15 +235,16 @@ def on_host(function: Callable[..., R], *values: Any) -> R:
         function: of plain numbers and tensors of the host.
         values: numbers of the state (`state.step`), or tensors of its `opt_state` as they were given to the step.
     """
-    return function(*values) if _current is None else _current.ask(function, values)
+    trace = current()
+    return function(*values) if trace is None else trace.ask(function, values)
 
 
 def afterwards(function: Callable[..., None], *values: Any) -> None:
     """`function(*values)`, which may raise: in a compiled step, with the tensors' values when it has run."""
-    if _current is None:
+    if (trace := current()) is None:
         function(*values)
     else:
-        _current.afterwards.append((function, values))
+        trace.afterwards.append((function, values))
 
 
 def where(flag: bool | Tensor, new: Any, old: Any) -> Any:

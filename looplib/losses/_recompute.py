@@ -67,7 +67,7 @@ def recompute(
     choose = choice(modules)
 
     def recomputing(model: nn.Module, batch: Any) -> R:
-        if not torch.is_grad_enabled() or _tracing.differentiable:  # whose graph is held in whole
+        if not torch.is_grad_enabled() or _tracing.differentiated():  # whose graph is held in whole
             return loss_fn(model, batch)
         chosen = outermost(model, choose, "recompute")
         own = [vars(module).get("forward") for module in chosen]

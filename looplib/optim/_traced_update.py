@@ -180,7 +180,7 @@ class _Numbers(TorchFunctionMode):
     def _compared(self, name: str, args: Any) -> Any:
         _, value, source = self.known[id(args[0])]
         compare, other = _COMPARISONS[name], args[1]
-        if _tracing.differentiable:  # also where it is 0 it has a gradient, which the branch for 0 would not have
+        if _tracing.differentiated():  # also where it is 0 it has a gradient, which the branch for 0 would not have
             return bool(compare(0.5, other))
         return on_host(lambda source: bool(compare(value(source), other)), source)
 
@@ -212,7 +212,7 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _root(func: Any, args: Any, kwargs: Any) -> Any:
-    if _tracing.differentiable and args[1] == 0.5:
+    if _tracing.differentiated() and args[1] == 0.5:
         # RAdam takes a root below 0 in its first steps, which it does not use; its gradient would be NaN.
         return func(args[0].clamp(min=1e-30), 0.5)
     return func(*args, **kwargs)

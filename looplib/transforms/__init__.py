@@ -3,6 +3,7 @@
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.transforms._compile_blocks import compile_blocks
 from looplib.transforms._compile_step import compile_step
+from looplib.transforms._differentiable import differentiable
 from looplib.transforms._per_member import per_member
 from looplib.transforms._stacks import (
     compute_members,
@@ -11,7 +12,7 @@ from looplib.transforms._stacks import (
     stack_states,
     unstack_states,
 )
-from looplib.transforms._unroll import differentiable, unroll
+from looplib.transforms._unroll import unroll
 from looplib.transforms._vmap import vmap_step
 
 __all__ = [

@@ -12,7 +12,7 @@ from looplib._core import ownership as _donation
 from looplib._core.updates import read
 from looplib.gradients import check_history
 from looplib.steps import Parts, advanced, owner, parts_of, with_parts
-from looplib.transforms._compile import Compiler
+from looplib.transforms._compiler import Compiler
 from looplib.types import Metric, TrainState, TrainStep, make
 
 S = TypeVar("S", bound=Callable[..., Any])

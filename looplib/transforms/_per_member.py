@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-_TREES = ("params", "buffers", "opt_state", "extra")
-
-_LEAST = 5e-324  # the smallest number above 0
+LEAST = 5e-324  # the smallest number above 0
 
 
 class per_member:
@@ -38,18 +38,19 @@ class per_member:
         return f"per_member({list(self.values)})"
 
     def __call__(self, step: int) -> float:
-        if _asked is None:
+        asked = _asked.get()
+        if asked is None:
             if step:
                 raise ValueError(f"{self} was asked for by a step of one state; make a step of a stack: ll.vmap_step")
             # A first state is made with it, which needs room for what any of the members keeps.
             return next(filter(None, (_at(value, 0) for value in self.values)), 0.0)
-        if _asked.count != len(self.values):
+        if asked.count != len(self.values):
             raise ValueError(
-                f"{self} has {len(self.values)} values, and the stack {_asked.count} members: give one each"
+                f"{self} has {len(self.values)} values, and the stack {asked.count} members: give one each"
             )
-        _asked.own = True
-        found = _at(self.values[_asked.number], step)
-        return found or (_LEAST if _asked.without_zeros else found)
+        asked.own = True
+        value = _at(self.values[asked.number], step)
+        return value or (LEAST if asked.without_zeros else value)
 
 
 def _at(value: Any, step: int) -> float:
@@ -57,7 +58,7 @@ def _at(value: Any, step: int) -> float:
 
 
 @dataclass
-class _Asked:
+class Asked:
     """The member whose answer the host is asked for.
 
     Attributes:
@@ -72,4 +73,15 @@ class _Asked:
     own: bool = False
 
 
-_asked: _Asked | None = None
+_asked: ContextVar[Asked | None] = ContextVar("looplib.transforms.asked", default=None)
+
+
+@contextmanager
+def asking(count: int, without_zeros: bool) -> Iterator[Asked]:
+    """Ask for the members of a stack, one after another: the caller counts `number` up."""
+    asked = Asked(0, count, without_zeros)
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from looplib._core.closures import is_installed, is_plain, walk
+from looplib.transforms._expression import kind_of
 
 
 class Held(NamedTuple):
@@ -45,8 +46,3 @@ def _alike(now: Any, value: Any) -> bool:
     if isinstance(now, Tensor) and isinstance(value, Tensor):
         return kind_of(now) == kind_of(value)
     return type(now) is type(value) and bool(now == value or now != now)
-
-
-def kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What a graph knows of a tensor before it runs."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

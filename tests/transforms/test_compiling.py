@@ -29,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 import looplib as ll
-from looplib.transforms import _compile as compiling
+from looplib.transforms import _compiler, _passes
 
 QUICK = {"backend": "eager"}  # the graph as it was written down, run operation by operation
 both = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
@@ -420,7 +420,7 @@ def test_a_scaled_sum_in_two_operations_is_rounded_as_in_one(dtype):
         return torch.add(x, y, alpha=0.1), torch.sub(y, x, alpha=0.3), torch.add(x, 2, alpha=3)
 
     graph = make_fx(plain)(x, y)
-    compiling._without_alpha(graph)
+    _passes.without_alpha(graph)
     for found, expected in zip(graph(x, y), plain(x, y), strict=True):
         assert found.dtype is expected.dtype
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # one operation rounds once, two twice
@@ -497,7 +497,7 @@ def test_a_permuted_stack_is_a_stack_of_permuted_tensors(data):
         return permuted.clone(memory_format=torch.contiguous_format)
 
     graph = make_fx(plain)(*tensors)
-    compiling._stacked_where_it_goes(graph)
+    _passes.stacked_where_it_goes(graph)
     assert torch.equal(graph(*tensors), plain(*tensors))
     assert graph(*tensors).is_contiguous()
 
@@ -552,8 +552,8 @@ def test_a_step_that_was_prepared_is_not_looked_through_again(monkeypatch):
     first, second = batches(2)
     state, _ = step(state, first)
     looked = []
-    plain = compiling.dissect
-    monkeypatch.setattr(compiling, "dissect", lambda tree: looked.append(tree) or plain(tree))
+    plain = _compiler.expression
+    monkeypatch.setattr(_compiler, "expression", lambda tree: looked.append(tree) or plain(tree))
     state, _ = step(state, second)
     assert looked == [second]
 
@@ -1168,7 +1168,7 @@ def test_compile_blocks_names_what_there_is():
 def test_the_bar_tells_the_time_to_compile(monkeypatch):
     step, state, _, _ = quick_step(donate=True)
     clock = iter(range(0, 1000, 7))
-    monkeypatch.setattr("looplib.transforms._compile.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("looplib.transforms._compiler.time.perf_counter", lambda: next(clock))
     text = io.StringIO()
     for batch in ll.progress(batches(4), state, step=step, file=text, mininterval=0.0):
         state, _ = step(state, batch)

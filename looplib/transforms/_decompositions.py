@@ -1,0 +1,113 @@
+"""Decompositions: operations written as others, that torch can functionalize, map or differentiate."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import get_decompositions
+
+
+@functools.cache
+def _simple() -> dict[Any, Callable[..., Any]]:
+    """Operations on lists as the operation on each tensor."""
+    forms: dict[Any, Callable[..., Any]] = {torch.ops.aten.copy.default: _copied}
+    for name in dir(torch.ops.aten):
+        base = name.removeprefix("_foreach_")
+        if base != name and not base.endswith("_") and (base == "norm" or hasattr(torch.ops.aten, base)):
+            packet = getattr(torch.ops.aten, name)
+            overloads = [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
+            forms |= dict.fromkeys(overloads, _on_each(base))
+    return forms
+
+
+def _copied(into: Tensor, values: Tensor, non_blocking: bool = False) -> Tensor:
+    return values.to(into.device, into.dtype).expand(into.shape)
+
+
+def _on_each(name: str) -> Callable[..., list[Tensor]]:
+    packet = torch.ops.aten.linalg_vector_norm if name == "norm" else getattr(torch.ops.aten, name)
+
+    def on_each(*args: Any, **kwargs: Any) -> list[Tensor]:
+        return [
+            packet(*[arg[index] if isinstance(arg, (list, tuple)) else arg for arg in args], **kwargs)
+            for index in range(len(args[0]))
+        ]
+
+    return on_each
+
+
+@functools.cache
+def mappable() -> dict[Any, Callable[..., Any]]:
+    """Operations that `torch.vmap` does not know, or knows as a loop over the members."""
+    aten = torch.ops.aten
+    return {
+        **_simple(),
+        aten.index_put.default: _put,
+        aten._amp_update_scale.default: _scale_updated,
+        aten.native_dropout.default: _dropout,
+        aten.bernoulli.default: lambda rates: (torch.rand_like(rates) < rates).to(rates.dtype),
+    }
+
+
+def _put(into: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    mask = indices[0]
+    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool or values.dim() or accumulate:
+        return NotImplemented
+    return torch.where(mask.reshape(mask.shape + (1,) * (into.dim() - mask.dim())), values, into)
+
+
+def _scale_updated(
+    scale: Tensor, tracker: Tensor, overflow: Tensor, growth: float, backoff: float, interval: int
+) -> tuple[Tensor, Tensor]:
+    good = tracker + 1
+    grows, grown = good == interval, scale * growth
+    larger = torch.where(grows & grown.isfinite(), grown, scale)
+    overflows = overflow > 0
+    return (
+        torch.where(overflows, scale * backoff, larger),
+        torch.where(overflows | grows, torch.zeros_like(good), good).to(tracker.dtype),
+    )
+
+
+def _dropout(values: Tensor, rate: float, train: bool | None) -> Any:
+    if train is False:
+        return NotImplemented
+    kept = torch.ops.aten.bernoulli.p(torch.empty_like(values), 1 - rate)
+    return values * (kept / (1 - rate) if rate < 1 else kept), kept.bool()
+
+
+@functools.cache
+def differentiable() -> dict[Any, Callable[..., Any]]:
+    """Operations whose derivatives of every order are right.
+
+    For the statistics that a norm hands to its backward pass torch has no derivative. As long as torch differentiates
+    the norm itself it needs none, but under torch.vmap it differentiates what the norm is made of, and the outer
+    gradient would be wrong.
+    """
+    aten = torch.ops.aten
+    norms = [
+        aten.native_layer_norm,
+        aten.native_layer_norm_backward,
+        aten.native_batch_norm,
+        aten.native_batch_norm_backward,
+        aten._native_batch_norm_legit,
+        aten._native_batch_norm_legit_functional,
+    ]
+    forms: dict[Any, Callable[..., Any]] = {**_simple(), **get_decompositions(norms)}
+    # torch.vmap has no rule for fill
+    return {**forms, aten.sqrt.default: _root, aten.fill.Scalar: torch.full_like}
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root, with a slope of 0 at 0.
+
+    Adam divides by the root of a mean square, which is 0 for a weight that has had no gradient, as those of a dead
+    unit. The root's infinite slope times the square's, which is 0, would be NaN there; what counts is that the update
+    does not depend on it.
+    """
+    positive = x != 0
+    return torch.where(positive, torch.where(positive, x, 1).pow(0.5), 0)

@@ -1,0 +1,265 @@
+"""Differentiable steps: gradients through training.
+
+What a step computes is a function of state and batch, and its graph consists of operations that have gradients. So
+`torch.func.grad` goes through it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import (
+    temporarily_clear_interpreter_stack,
+    temporarily_restore_interpreter_stack,
+)
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.func import functionalize
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from looplib._core import tracing
+from looplib._core.tracing import STOPS, UntraceableError
+from looplib.steps import Outcome, parts_of
+from looplib.transforms import _decompositions
+from looplib.transforms._compile_step import GraphParts, step_of_graphs
+from looplib.transforms._compiler import Compiler, Machine, Ready
+from looplib.transforms._expression import Expression, as_answer, expression, value_of
+from looplib.transforms._program import Core, Inputs, Question, fakes
+from looplib.transforms._trace import trace
+from looplib.types import TrainState, TrainStep
+
+
+def differentiable(train_step: TrainStep) -> TrainStep:
+    """A train step that autograd and `torch.func.grad` go through: for learned initialisations, rates and losses.
+
+    >>> import looplib as ll, torch
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> def loss_fn(model, batch):
+    ...     return (model(batch) - 1).square().mean()
+    >>> optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    >>> inner_step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer))
+    >>> start, x = ll.init_state(model, optimizer), torch.ones(4, 1)
+    >>> def after_three_steps(weight):
+    ...     state = start.replace(params={"weight": weight})
+    ...     for _ in range(3):
+    ...         state, metrics = inner_step(state, x)
+    ...     return (state.params["weight"] - 1).square().sum()
+    >>> weight = torch.zeros(1, 1)
+    >>> torch.func.grad(after_three_steps)(weight)  # 2 (w - 1) (1 - 2 lr) ** 6
+    tensor([[-0.5243]])
+
+    The gradient reaches the state's tensors before the step (an initialisation), the batch (weights of its rows, the
+    parameters of a loss), and hyperparameters that stand in the state (`ll.optim.injected`) or that a schedule computes
+    from a tensor. It is that of the exact update, momenta and bias corrections included; clipping, accumulation and
+    averages are gone through too. Metrics carry it as well, buffers do not. What the loss function detaches, or
+    computes in `no_grad`, stays cut off; an `autograd.Function` is gone through as the operations it consists of.
+
+    An outer loop is a loop of the ordinary kind, whose loss function trains on each task from the outer weights:
+
+    >>> def meta_loss(model, tasks):
+    ...     params = dict(model.named_parameters())
+    ...     def loss_of(shots, queries):
+    ...         state, _ = inner_step(start.replace(params=params), shots)
+    ...         return (torch.func.functional_call(model, state.params, queries) - 1).square().mean()
+    ...     return torch.vmap(loss_of)(*tasks).mean()
+    >>> outer = ll.optimizer(torch.optim.Adam, lr=0.1)
+    >>> outer_step = ll.make_train_step(ll.make_grad_fn(model, meta_loss), outer)
+    >>> tasks = torch.randn(3, 5, 1), torch.randn(3, 5, 1)  # 3 tasks of 5 points each, to train on and to test on
+    >>> state, metrics = outer_step(ll.init_state(model, outer), tasks)
+
+    With `ll.compile_step` around the outer step, the inner steps become part of its graph. Under `torch.vmap` a step that
+    draws random numbers needs `randomness="different"`. The inner draws depend on the seed and step of the inner
+    state, so they are the same in each outer step, but for a compiled one, whose draws they are part of.
+
+    The step is written down as a graph at the first batch of each shape, so what `ll.compile_step` says of graphs
+    holds here. Attention is taken in its plain form, as fused kernels have no second derivative. Nothing is
+    written in place, whatever `donate` says.
+
+    Args:
+        train_step: what `make_train_step` returns.
+
+    Raises:
+        TypeError: another function.
+        UntraceableError: by the step, as by a compiled one; for a function that closes over a tensor of torch.func's;
+            for one that may skip the update, such as `apply_if_finite`, under torch.vmap or in a compiled outer step.
+        RuntimeError: torch's, for an operation without a second derivative.
+
+    Source: Maclaurin, Duvenaud and Adams, "Gradient-based hyperparameter optimization through reversible learning",
+    2015; Finn, Abbeel and Levine, "Model-agnostic meta-learning", 2017.
+    """
+    parts = parts_of(train_step, "differentiable")
+    if parts.kind != "train":
+        raise TypeError(f"differentiable got a step of kind {parts.kind!r}: give what ll.make_train_step returned")
+    if isinstance(parts, GraphParts):
+        parts.compiler.options_for("differentiable")  # how the step would be compiled makes no difference here
+    return step_of_graphs(train_step, parts, _Differentiable(parts.core, parts.watched))
+
+
+class _Differentiable(Compiler):
+    """Programs whose operations autograd records."""
+
+    no_grad = False
+
+    def __init__(self, core: Core, watched: tuple[Any, ...]) -> None:
+        super().__init__(core, False, {"backend": "eager"}, watched)
+
+    def compiled(self, options: Mapping[str, Any]) -> Compiler:
+        raise TypeError(
+            "compile_step got a differentiable step, which runs operation by operation so that autograd records it: "
+            "compile the outer train step, whose graph then holds this one"
+        )
+
+    def options_for(self, transform: str) -> Mapping[str, Any]:
+        if transform == "differentiable":
+            return self.options
+        raise TypeError(f"{transform} got a differentiable step: give the one that ll.make_train_step returned")
+
+    def prepare(self, state: TrainState, batch: Any) -> Ready:
+        ready = super().prepare(state, batch)
+        program = ready.machine.program
+        decides = bool(program.afterwards) or isinstance(Outcome(*program.outcome[0]).applied, Tensor)
+        if decides and any(isinstance(tensor, FakeTensor) or _is_mapped(tensor) for tensor in ready.flat):
+            raise UntraceableError(
+                "whether this step updates (apply_if_finite, skip_spikes, dynamic_loss_scale) is read from a tensor, "
+                "which has no one value under torch.vmap or while an outer step is compiled: leave the wrapper out, "
+                "or take the tasks one by one in an outer step without ll.compile_step"
+            )
+        return ready
+
+    def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
+        said = _said(question.function, [value_of(source, flat, counts) for source in question.sources])
+        return said.key(), said.tensors
+
+    def make(self, inputs: Inputs) -> tuple[dict[Any, Any], Any, Machine]:
+        state = inputs.state
+        with _written_apart() as interpreters:
+
+            def evaluate(function: Callable[..., Any], sources: list[Any]) -> Any:
+                with temporarily_restore_interpreter_stack(interpreters):
+                    said = _said(function, [value_of(source, inputs.flat, inputs.counts) for source in sources])
+                return said.build()([_plain(tensor) for tensor in said.tensors])
+
+            flat = [_plain(tensor) for tensor in inputs.flat]
+            trees = expression((state.params, state.buffers, state.opt_state))
+            params, buffers, opt_state = trees.build()(flat)
+            example = TrainState(params=params, buffers=buffers, opt_state=opt_state, epoch_length=state.epoch_length)
+            batch = expression(inputs.batch).build()(flat[len(trees.tensors) :])
+            plain = inputs._replace(state=example, batch=batch, flat=flat)
+            program, answers, key = trace(self.core, plain, evaluate, differentiable=True)
+            graph = _without_cuts(program.graph)
+        program = replace(program, graph=graph, trained=frozenset())
+        machine = Machine(program, lambda values: graph.forward(*values), finish=_with_detached_buffers)
+        return answers, key, machine
+
+
+def _with_detached_buffers(out: Outcome) -> Outcome:
+    return out._replace(buffers=detached(out.buffers))
+
+
+def detached(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Running statistics have no gradient, as ever in torch, whose batch norm takes none that want one."""
+    return {name: tensor.detach() for name, tensor in buffers.items()}
+
+
+@contextmanager
+def _written_apart() -> Iterator[Any]:
+    """Writes a step down by itself, whatever is being transformed or written down around it.
+
+    In formulas whose backward pass can be differentiated: torch has none for kernels of fused attention.
+    """
+    with (
+        temporarily_clear_interpreter_stack() as interpreters,
+        _disable_current_modes(),
+        tracing.within(None, differentiable=True),
+        sdpa_kernel(SDPBackend.MATH),
+        torch.fx.traceback.preserve_node_meta(),
+        warnings.catch_warnings(),
+    ):
+        # torch warns of a cycle through .grad, which make_grad_fn takes away again.
+        warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True", UserWarning)
+        yield interpreters
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Zeros of the same kind, that no transform knows."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
+
+
+def _said(function: Callable[..., Any], values: list[Any]) -> Expression:
+    """What the host says of these values, which is the same for all tasks where they are mapped by torch.vmap."""
+    mapped = [index for index, value in enumerate(values) if isinstance(value, Tensor) and _is_mapped(value)]
+    if mapped:
+        first, *others = (as_answer(function(*one)) for one in _one_by_one(values, mapped))
+        if not first.tensors and all(other.key() == first.key() for other in others):
+            return first
+        raise UntraceableError(
+            "torch.vmap maps over a number in opt_state that a graph is chosen by, and the tasks would need "
+            "different graphs: let it be the same for all tasks, or take them one by one"
+        )
+    # What chooses a graph has no gradient, and torch warns of tracked tensors that are made numbers.
+    said = as_answer(function(*[value.detach() if isinstance(value, Tensor) else value for value in values]))
+    tracked = said.tensors and any(isinstance(value, Tensor) for value in values)
+    return as_answer(function(*values)) if tracked else said
+
+
+def _one_by_one(values: list[Any], mapped: list[int]) -> Iterator[list[Any]]:
+    columns = {index: _innermost(values[index]).detach().reshape(-1, *values[index].shape) for index in mapped}
+    for row in itertools.product(*[columns.get(index, [value]) for index, value in enumerate(values)]):
+        yield list(row)
+
+
+def _innermost(tensor: Tensor) -> Tensor:
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    """Whether torch.vmap is mapping over it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
+def _without_cuts(graph: GraphModule) -> GraphModule:
+    """A graph without writes in place, and with a cut just where the loss function has made one."""
+    with torch.no_grad():
+        interpreted = functionalize(_Pure(graph).run, remove="mutations")
+        pure = make_fx(interpreted, _decompositions.differentiable(), tracing_mode="fake")(*fakes(graph))
+    for node in list(pure.graph.nodes):
+        if node.target is torch.ops.aten.view.default:  # whose strides torch.vmap may have changed
+            node.target = torch.ops.aten.reshape.default
+        if node.target is torch.ops.aten.detach.default and not _stops(node):
+            node.replace_all_uses_with(node.args[0])
+            pure.graph.erase_node(node)
+        elif node.op == "call_function" and _stops(node) and isinstance(node.meta.get("val"), Tensor):
+            with pure.graph.inserting_after(node):
+                cut = pure.graph.call_function(torch.ops.aten.detach.default, (node,))
+            node.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
+    pure.graph.eliminate_dead_code()
+    pure.recompile()
+    return pure
+
+
+class _Pure(torch.fx.Interpreter):
+    """Says of batch norm that it writes its running statistics."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten.native_batch_norm.default and args[3] is not None:
+            target = torch.ops.aten._native_batch_norm_legit.default
+        return super().call_function(target, args, kwargs)
+
+
+def _stops(node: Node) -> bool:
+    return bool((node.meta.get("custom") or {}).get(STOPS))

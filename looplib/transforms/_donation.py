@@ -1,0 +1,107 @@
+"""Donation of a graph: write the new state over the old, as the last thing that the graph does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from looplib.transforms._expression import expression
+from looplib.transforms._program import Program, storage
+
+
+def donated(program: Program) -> Program:
+    """The program that writes the new state over the old."""
+    editing = _Editing(program)
+    copies = _copies(program, editing)
+    _keep_old_values(program, editing, {storage(old) for old, _ in copies.values()})
+    for old, new in copies.values():
+        copy = editing.graph.call_function(torch.ops.aten.copy_.default, (old, new))
+        copy.meta["val"] = old.meta["val"]
+    left = sorted({index for kind, index in editing.outputs if kind == "o"})
+    editing.graph.output([editing.returned[index] for index in left])
+    return replace(
+        program,
+        graph=GraphModule(program.graph, editing.graph),
+        inputs=editing.inputs,
+        outputs=[(kind, left.index(index) if kind == "o" else index) for kind, index in editing.outputs],
+        written=_names(program, copies.keys()),
+    )
+
+
+class _Editing:
+    """A copy of a program's graph that is being added to."""
+
+    def __init__(self, program: Program) -> None:
+        self.graph = Graph()
+        self.returned: list[Node] = list(self.graph.graph_copy(program.graph.graph, {}))  # type: ignore[arg-type]
+        self.inputs, self.outputs = list(program.inputs), list(program.outputs)
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        pairs = zip(self.inputs, placeholders, strict=True)
+        self.placeholders = {source: node for source, node in pairs if source[0] is not None}
+
+    def input(self, source: tuple[int, int], like: Tensor) -> Node:
+        """The placeholder of an input, which is added where there is none."""
+        if source not in self.placeholders:
+            with self.graph.inserting_before(next(iter(self.graph.nodes))):
+                placeholder = self.graph.placeholder(f"taken_{len(self.inputs)}")
+            placeholder.meta["val"] = like
+            self.placeholders[source] = placeholder
+            self.inputs.insert(0, source)
+        node: Node = self.placeholders[source]
+        return node
+
+    def clone(self, node: Node) -> Node:
+        clone: Node = self.graph.call_function(torch.ops.aten.clone.default, (node,))
+        clone.meta["val"] = node.meta["val"].clone()
+        return clone
+
+
+def _copies(program: Program, editing: _Editing) -> dict[int, tuple[Node, Node]]:
+    """The tensors to write over and what to write, by index among the outputs, which become those inputs."""
+    tensors = expression(program.outcome).tensors
+    state = {storage(node) for source, node in editing.placeholders.items() if source[0] == 1}
+    copies: dict[int, tuple[Node, Node]] = {}
+    for index, old in program.successors:
+        kind, source = editing.outputs[index]
+        if (kind, source) == ("f", old):
+            continue
+        if kind == "o":
+            new = editing.returned[source]
+        else:
+            new = editing.input((1 if kind == "f" else 2, source), tensors[index])
+        if new.op == "placeholder" or storage(new) in state:  # which another copy might write before
+            new = editing.clone(new)
+        copies[index] = editing.input((1, old), tensors[index]), new
+        editing.outputs[index] = "f", old
+    return copies
+
+
+def _keep_old_values(program: Program, editing: _Editing, written: set[int]) -> None:
+    """Clone what else is returned of the memory that is written, such as a metric that is a tensor of the old state."""
+    replaced = {index for index, _ in program.successors}
+    for index, (kind, source) in enumerate(editing.outputs):
+        if index in replaced:
+            continue
+        node = (
+            editing.returned[source]
+            if kind == "o"
+            else editing.placeholders.get((1, source))
+            if kind == "f"
+            else None
+        )
+        if node is not None and storage(node) in written:
+            editing.outputs[index] = "o", len(editing.returned)
+            editing.returned.append(editing.clone(node))
+
+
+def _names(program: Program, indices: Iterable[int]) -> tuple[set[str], set[str]]:
+    """The parameters and the buffers at these indices of the outcome."""
+    params, opt_state, buffers = program.outcome[0][:3]
+    first_buffer = len(params) + len(expression(opt_state).tensors)
+    at = {**dict(enumerate(params)), **dict(enumerate(buffers, first_buffer))}
+    names = [(index, at[index]) for index in indices if index in at]
+    return {name for i, name in names if i < len(params)}, {name for i, name in names if i >= len(params)}

@@ -1,0 +1,185 @@
+"""Trees as expressions: flatten a tree to its tensors, and generate the code that builds it of others.
+
+What a step takes and returns is a tree: parameters by name, records, metrics. A graph takes and returns flat lists of
+tensors. `expression` gives both the list and a Python expression, such as `{"weight": v[0], "bias": v[1]}`, which
+builds the tree again faster than a walk over it would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from looplib._core.torch_private import pytree
+from looplib._core.tracing import Count, UntraceableError
+
+
+class Expression(NamedTuple):
+    """A tree as an expression over its tensors, its other leaves being part of the expression.
+
+    Attributes:
+        source: Python code, in which `v[0]` is a tensor, `c[0]` a constant and `n["step"]` a count of the state.
+        tensors: the tensors of the tree, in the order of the code.
+        constants: what the code cannot spell: keys, types and other leaves.
+    """
+
+    source: str
+    tensors: list[Tensor]
+    constants: list[Any]
+
+    def key(self, by_gradient: bool = False) -> Any:
+        """What is the same for trees that one program takes; `by_gradient` where it matters who requires one."""
+        kinds = tuple((*kind_of(tensor), by_gradient and tensor.requires_grad) for tensor in self.tensors)
+        return self.source, kinds, tuple(map(_hashable, self.constants))
+
+    def build(self, names: str = "v") -> Callable[..., Any]:
+        """The function of these names that the expression is the body of."""
+        built: Callable[..., Any] = eval(f"lambda {names}: {self.source}", {"c": self.constants})
+        return built
+
+
+def kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What a graph knows of a tensor before it runs."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        raise UntraceableError(
+            f"a {type(value).__name__} stands in the state, in the batch, or in what on_host returned: a compiled "
+            "step takes tensors, numbers, strings, and dicts, lists, tuples and dataclasses of these; turn NumPy "
+            "arrays into tensors (torch.from_numpy)"
+        ) from None
+    return type(value), value
+
+
+def expression(tree: Any, leaf: Callable[[Tensor, int], str] = lambda tensor, index: f"v[{index}]") -> Expression:
+    """The expression that builds such a tree of other tensors; `leaf` is the code for a tensor and its index."""
+    writer = _Writer(leaf)
+    return Expression(writer.write(tree), writer.tensors, writer.constants)
+
+
+class _Writer:
+    """Code generation for one tree."""
+
+    def __init__(self, leaf: Callable[[Tensor, int], str]) -> None:
+        self.leaf = leaf
+        self.tensors: list[Tensor] = []
+        self.constants: list[Any] = []
+
+    def write(self, node: Any) -> str:
+        if isinstance(node, Tensor):
+            self.tensors.append(node)
+            return self.leaf(node, len(self.tensors) - 1)
+        if type(node) is Count:
+            return f"n[{node.name!r}]"
+        if _has_literal(node):
+            return repr(node)
+        if type(node) is float:
+            return self.constant(node)  # NaN and infinities
+        if type(node) in (dict, list, tuple) or (isinstance(node, tuple) and hasattr(node, "_fields")):
+            return self.container(node)
+        return self.record(node)
+
+    def constant(self, value: Any) -> str:
+        self.constants.append(value)
+        return f"c[{len(self.constants) - 1}]"
+
+    def container(self, node: Any) -> str:
+        if isinstance(node, dict):
+            entries = [f"{self.key(key)}: {self.write(value)}" for key, value in node.items()]
+            return f"{{{', '.join(entries)}}}"
+        if type(node) not in (list, tuple):  # a named tuple
+            return f"{self.constant(type(node))}({self.joined(node)})"
+        members = self.joined(node)
+        return f"[{members}]" if type(node) is list else f"({members}{',' * bool(members)})"
+
+    def record(self, node: Any) -> str:
+        """A node of torch's trees, a mapping, a record with attributes, or a leaf."""
+        leaves, spec = pytree.tree_flatten(node)
+        if len(leaves) != 1 or leaves[0] is not node:
+            return f"{self.constant(pytree.tree_unflatten)}([{self.joined(leaves)}], {self.constant(spec)})"
+        if isinstance(node, Mapping):  # of a tokenizer, for instance
+            return f"{self.constant(type(node))}({self.write(dict(node))})"
+        if (fields := _fields(node)) is not None:
+            return f"{self.constant(_with_fields)}({self.constant(type(node))}, {self.write(fields)})"
+        return self.constant(node)
+
+    def key(self, key: Any) -> str:
+        return repr(key) if type(key) in (str, int) else self.constant(key)
+
+    def joined(self, members: Any) -> str:
+        return ", ".join([self.write(member) for member in members])
+
+
+def _has_literal(node: Any) -> bool:
+    return node is None or type(node) in (bool, int, str) or (type(node) is float and abs(node) < float("inf"))
+
+
+def _fields(node: Any) -> dict[str, Any] | None:
+    """What a record is made of: a dataclass, or an object that holds tensors as attributes."""
+    if isinstance(node, (type, nn.Module)):
+        return None
+    if dataclasses.is_dataclass(node):
+        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    attributes = dict(getattr(node, "__dict__", {}))
+    return attributes if any(isinstance(leaf, Tensor) for leaf in pytree.tree_iter(attributes)) else None
+
+
+def _with_fields(kind: type, values: dict[str, Any]) -> Any:
+    new: Any = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(new, name, value)
+    return new
+
+
+def reader(tree: Any) -> Callable[[Any], list[Tensor]]:
+    """A function that lists the tensors of a tree like this one, in the order of `expression`, without looking at it."""
+    try:
+        read: Callable[[Any], list[Tensor]] = eval(f"lambda t: [{', '.join(_paths(tree, 't'))}]")
+    except LookupError:
+        return lambda t: expression(t).tensors
+    return read
+
+
+def _paths(node: Any, path: str) -> Iterator[str]:
+    if isinstance(node, Tensor):
+        yield path
+    elif isinstance(node, dict) and all(type(key) in (str, int) for key in node):
+        for key, value in node.items():
+            yield from _paths(value, f"{path}[{key!r}]")
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield from _paths(value, f"{path}[{index}]")
+    elif expression(node).tensors:
+        raise LookupError(path)
+
+
+def value_of(source: tuple[str, Any], flat: list[Tensor], counts: Mapping[str, Any]) -> Any:
+    """The value of an argument of `on_host`: a tensor of the state, a count, or a constant."""
+    kind, value = source
+    return flat[value] if kind == "input" else counts[value] if kind == "count" else value
+
+
+def as_answer(returned: Any) -> Expression:
+    """What a function on the host returned, with floats as tensors."""
+    if type(returned) is float:
+        return Expression("v[0]", [torch.tensor(returned, dtype=torch.float64)], [])
+    return expression(_floats_as_tensors(returned))
+
+
+def _floats_as_tensors(tree: Any) -> Any:
+    if isinstance(tree, numbers.Real) and not isinstance(tree, numbers.Integral):  # NumPy's too
+        return torch.tensor(float(tree), dtype=torch.float64)
+    if type(tree) is dict:
+        return {key: _floats_as_tensors(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(_floats_as_tensors, tree))
+    return tree

@@ -1,0 +1,79 @@
+"""Back-ends: machine code for a graph, by Inductor or another back-end of `torch.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib.transforms._passes import powers_once, stacked_where_it_goes, without_alpha
+from looplib.transforms._program import Program, fakes
+
+Compiled = Callable[[list[Tensor]], Any]
+
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def backend(
+    backend: str = "inductor", mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[[Program], Compiled]:
+    """The function that compiles programs, by torch.compile's options."""
+    if not isinstance(backend, str) or (mode is not None and mode not in _MODES):
+        raise TypeError(
+            f"compile_step got backend={backend!r} and mode={mode!r}: give torch.compile's backend=, mode= "
+            f"(one of {', '.join(_MODES)}) or options="
+        )
+    if backend == "inductor":
+        compile_graph = _inductor(mode, options)
+    elif mode or options:
+        raise TypeError(f"compile_step got mode= or options=, which are Inductor's, and the backend {backend!r}")
+    else:
+        compile_graph = _by_name(backend)
+
+    def build(program: Program) -> Compiled:
+        without_alpha(program.graph)
+        stacked_where_it_goes(program.graph)
+        powers_once(program.graph)
+        with torch.no_grad():
+            return compile_graph(program.graph, fakes(program.graph))
+
+    return build
+
+
+def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[[Any, list[Tensor]], Compiled]:
+    chosen = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    if chosen and (strange := chosen.keys() - torch._inductor.list_options()):
+        raise TypeError(f"Inductor has no option {', '.join(sorted(strange))}; see torch._inductor.list_options()")
+    cuda_graphs = mode in ("reduce-overhead", "max-autotune") or chosen.get("triton.cudagraphs")
+
+    def compile_graph(graph: Any, examples: list[Tensor]) -> Compiled:
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {**torch._inductor.list_mode_options(mode or "default"), **chosen}
+        compiled: Any = compile_fx(graph, examples, config_patches=patches)
+        if cuda_graphs and any(example.is_cuda for example in examples):
+            return partial(_run_apart, compiled)
+        return lambda values: compiled(*values)
+
+    return compile_graph
+
+
+def _by_name(name: str) -> Callable[[Any, list[Tensor]], Compiled]:
+    if name not in (known := torch._dynamo.list_backends(exclude_tags=())):
+        raise TypeError(f"torch has no backend {name!r}: give inductor, or one of {', '.join(known)}")
+    compiled_by: Any = torch._dynamo.lookup_backend(name)
+
+    def compile_graph(graph: Any, examples: list[Tensor]) -> Compiled:
+        compiled = compiled_by(graph, examples)
+        return lambda values: compiled(*values)
+
+    return compile_graph
+
+
+def _run_apart(compiled: Callable[..., Any], values: list[Tensor]) -> list[Tensor]:
+    """Run what may be a CUDA graph, whose outputs the next run writes over: a state is to last."""
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    return [tensor.clone() for tensor in compiled(*values)]

@@ -1,0 +1,81 @@
+"""Graph passes: rewrite a graph so that Inductor makes right and fast code of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+_SCALED = {getattr(torch.ops.aten, name).Tensor for name in ("add", "add_", "sub", "sub_")}
+
+
+def without_alpha(graph: GraphModule) -> None:
+    """`x + alpha * y` as two operations: Inductor takes x + alpha * (a @ b) for one, and forgets alpha."""
+    for node in graph.graph.nodes:
+        if node.target in _SCALED and node.kwargs.get("alpha", 1) != 1:
+            x, y = node.args
+            if not isinstance(y, Node):
+                continue  # a number
+            wide = torch.result_type(x.meta["val"], y.meta["val"])  # which torch multiplies in
+            with graph.graph.inserting_before(node):
+                if y.meta["val"].dtype is not wide:
+                    value = y.meta["val"].to(wide)
+                    y = graph.graph.call_function(torch.ops.aten._to_copy.default, (y,), {"dtype": wide})
+                    y.meta["val"] = value
+                product = graph.graph.call_function(torch.ops.aten.mul.Tensor, (y, node.kwargs["alpha"]))
+            product.meta["val"] = y.meta["val"]
+            node.args, node.kwargs = (x, product), {}
+    graph.recompile()
+
+
+def stacked_where_it_goes(graph: GraphModule) -> None:
+    """A permuted stack that is copied is a stack of permuted tensors, and needs no copy.
+
+    The gradient of `q, k, v = qkv.permute(...)` is one; Inductor would write it to memory twice.
+    """
+    aten = torch.ops.aten
+    for copy in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
+        permuted = copy.args[0]
+        if permuted.target is not aten.permute.default or len(permuted.users) > 1:
+            continue
+        stacked, order = permuted.args
+        contiguous = copy.kwargs.get("memory_format") is torch.contiguous_format
+        if not contiguous or stacked.target is not aten.stack.default or len(stacked.users) > 1:
+            continue
+        tensors, dim = stacked.args[0], stacked.args[1] % len(order) if len(stacked.args) > 1 else 0
+        order = [axis % len(order) for axis in order]
+        rest = [axis - (axis > dim) for axis in order if axis != dim]
+        values = [tensor.meta["val"] for tensor in tensors]
+        alike = [torch.empty_strided(v.size(), v.stride(), device="meta").permute(rest) for v in values]
+        if not torch.stack(alike, order.index(dim)).is_contiguous():
+            continue
+        with graph.graph.inserting_before(stacked):  # not where the copy is: the tensors may be written in between
+            parts = [graph.graph.call_function(aten.permute.default, (tensor, rest)) for tensor in tensors]
+            copy.replace_all_uses_with(graph.graph.call_function(aten.stack.default, (parts, order.index(dim))))
+        for node in (copy, permuted, stacked):
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def powers_once(graph: GraphModule) -> None:
+    """A power, and what follows from it, computed once and not for each element of what it scales.
+
+    Inductor computes `1 - beta**step` within the loop over a weight's elements, where two powers of doubles take as
+    long as all the rest; a value that is asked for by its strides is written to memory first.
+    """
+    aten = torch.ops.aten
+    powers = {aten.pow.Scalar, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor}
+    sizes: dict[Node, int] = {}  # of powers, and of what is computed from one alike in size
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or not isinstance(value := node.meta.get("val"), Tensor):
+            continue
+        for power in node.all_input_nodes:
+            if sizes.get(power, value.numel()) < value.numel():
+                like = power.meta["val"]
+                with graph.graph.inserting_before(node):
+                    arguments = (power, list(like.size()), list(like.stride()), like.storage_offset())
+                    once = graph.graph.call_function(aten.as_strided.default, arguments)
+                node.replace_input_with(power, once)
+        if node.target in powers or any(sizes.get(power) == value.numel() for power in node.all_input_nodes):
+            sizes[node] = value.numel()
+    graph.recompile()

@@ -1,0 +1,132 @@
+"""The signature of a traced graph: the inputs that it needs and the outputs that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from looplib.transforms._program import Inputs, Program, draws, storage
+from looplib.transforms._watch import Held
+
+HOSTS = "looplib_host"  # in the notes of a node: which tensor of the host's answers it stands for
+
+Sources = dict[Node, tuple[int, int]]
+
+
+class Recorded(NamedTuple):
+    """What a step's Python returned when it was traced; the fields are those of a `Program`."""
+
+    outcome: Any
+    afterwards: list[Callable[..., None]]
+    successors: list[tuple[int, int]]
+    streams: list[int]
+
+
+def signed(graph: GraphModule, recorded: Recorded, inputs: Inputs) -> Program:
+    """The program of a traced graph, which takes and returns no more than it must."""
+    nodes = graph.graph
+    nodes.set_codegen(torch.fx.graph.CodeGen())
+    placeholders = [node for node in nodes.nodes if node.op == "placeholder" and HOSTS not in node.meta]
+    sources = _sources(nodes, placeholders)
+    outputs = _without_inputs(graph, sources, placeholders, dict(recorded.successors))
+    constants = _lifted(graph, inputs.held)
+    for node, stream in zip(filter(draws, nodes.nodes), recorded.streams, strict=True):
+        node.meta["stream"] = stream
+    nodes.eliminate_dead_code()
+    streams = [node.meta["stream"] for node in nodes.nodes if draws(node)]
+    needed = [*constants, *_needed(nodes, sources)]
+    nodes.lint()
+    graph.recompile()
+    trained = (i for i, name in enumerate(recorded.outcome[0][0]) if inputs.state.params[name].requires_grad)
+    return Program(
+        graph=graph,
+        inputs=needed,
+        outputs=outputs,
+        outcome=recorded.outcome,
+        afterwards=recorded.afterwards,
+        successors=recorded.successors,
+        trained=frozenset(trained),
+        held=inputs.held,
+        streams=streams,
+    )
+
+
+def _sources(nodes: Graph, placeholders: list[Node]) -> Sources:
+    """Where the value of each input comes from, the host's answers having been moved to the front."""
+    answers = [node for node in nodes.nodes if HOSTS in node.meta]
+    for node in answers:  # they stand where they were asked for
+        placeholders[0].prepend(node)
+    sources = {node: (1, index) for index, node in enumerate(placeholders)}
+    return sources | {node: (2, node.meta[HOSTS]) for node in answers}
+
+
+def _without_inputs(
+    graph: GraphModule, sources: Sources, placeholders: list[Node], successors: dict[int, int]
+) -> list[tuple[str, int]]:
+    """Let the graph return only what it computes; gives for each output where it is now."""
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    outputs: list[tuple[str, int]] = []
+    computed: dict[Node, int] = {}
+    written = _written(graph)
+    for index, node in enumerate(output.args[0]):
+        if index in successors and _is_copy(node, placeholders[successors[index]], written):
+            node = placeholders[successors[index]]
+        if node in sources:
+            kind, source = sources[node]
+            outputs.append(("f" if kind == 1 else "s", source))
+        else:
+            outputs.append(("o", computed.setdefault(node, len(computed))))
+    output.args = (list(computed),)
+    return outputs
+
+
+def _written(graph: GraphModule) -> set[int]:
+    """The storages that may be written, at the most: batch norm's kernels do so without telling."""
+    ops = [node for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    writers = [node for node in ops if node.target._schema.is_mutable or "batch_norm" in str(node.target)]
+    return {storage(node) for writer in writers for node in writer.all_input_nodes if "val" in node.meta}
+
+
+def _is_copy(node: Node, of: Node, written: set[int]) -> bool:
+    """Whether it is a tensor of the state as it was, which a gradient function has copied in case it is written."""
+    while node.target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
+        if storage(node) in written:
+            return False
+        (node,) = node.all_input_nodes
+    return node is of
+
+
+def _lifted(graph: GraphModule, held: list[Held]) -> list[tuple[int | None, Any]]:
+    """Make inputs of the tensors that the step holds in Python, so that each run reads those that stand there then."""
+    nodes = graph.graph
+    inputs: list[tuple[int | None, Any]] = []
+    reads = {id(value): read for _, read, value in held if isinstance(value, Tensor)}
+    for node in list(nodes.nodes):
+        if node.op == "get_attr" and isinstance(value := getattr(graph, str(node.target), None), Tensor):
+            with nodes.inserting_before(next(iter(nodes.nodes))):
+                constant = nodes.placeholder(f"constant_{len(inputs)}")
+            constant.meta.update(node.meta)
+            node.replace_all_uses_with(constant)
+            nodes.erase_node(node)
+            inputs.insert(0, (None, reads.get(id(value), partial(_itself, value))))
+    return inputs
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _needed(nodes: Graph, sources: Sources) -> list[tuple[int | None, Any]]:
+    """The inputs that are used, in order; the others are erased."""
+    needed: list[tuple[int | None, Any]] = []
+    for node in list(nodes.nodes):
+        if node in sources and node.users:
+            needed.append(sources[node])
+        elif node in sources:
+            nodes.erase_node(node)
+    return needed

@@ -1,0 +1,204 @@
+"""Tracing: run a step's Python once on tensors without values, and write down its operations as a graph.
+
+The step's own Python runs through every wrapper, the backward pass and the optimizer's own `step`, and torch writes
+down the operations (`make_fx`). What is left is a function of flat lists of tensors, which can be compiled, mapped over
+many members, or differentiated. What it read from the state as numbers, and what it keeps in Python objects, would be
+frozen in it: so the first are asked of the host at each step, and the second are watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from looplib._core import tracing
+from looplib._core.tracing import Count, UntraceableError
+from looplib.steps import Outcome
+from looplib.transforms._explain import explained
+from looplib.transforms._expression import Expression, as_answer, expression
+from looplib.transforms._program import COUNTS, Core, Inputs, Program, Question
+from looplib.transforms._signature import HOSTS, Recorded, signed
+from looplib.transforms._watch import changed
+from looplib.types import TrainState
+
+
+class Traced(NamedTuple):
+    """A program, and the table and the key where it belongs among the questions."""
+
+    program: Program
+    answers: dict[Any, Any]
+    key: Any
+
+
+def trace(
+    core: Core,
+    inputs: Inputs,
+    evaluate: Callable[[Callable[..., Any], list[Any]], Any],
+    begin: Callable[[], None] = lambda: None,
+    differentiable: bool = False,
+) -> Traced:
+    """Trace a step.
+
+    Args:
+        core: the step without its counts.
+        inputs: what the program is for.
+        evaluate: gives the host's answer for this state.
+        begin: called when the step's Python begins to run.
+        differentiable: whether the graph is to be differentiated itself.
+    """
+    in_state = expression((inputs.state.params, inputs.state.buffers, inputs.state.opt_state))
+    in_batch = expression(inputs.batch)
+    without_values = FakeTensorMode(allow_non_fake_inputs=True)  # and without symbols for them, so asking raises
+    without_values._allow_unsafe_data_ptr_access = False
+    runs: list[tuple[_Branch, Recorded]] = []
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        begin()
+        # The table is the caller's from its first question on: what a failed attempt has asked is asked again.
+        branch = _Branch(inputs.questions, evaluate, without_values)
+        batch = in_batch.build()(tensors[len(in_state.tensors) :])
+        recorded = _recorded(core, in_state, tensors, batch, branch, differentiable)
+        runs.append((branch, recorded))
+        return expression(recorded.outcome).tensors
+
+    examples = [without_values.from_tensor(tensor.detach()) for tensor in inputs.flat]
+    with torch.no_grad(), torch.random.fork_rng(devices=()), _AsWhenCompiling():
+        try:
+            graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+        except UntraceableError:
+            raise
+        except Exception as error:
+            if (reason := explained(error)) is error:
+                raise
+            raise reason from error
+    if names := changed(inputs.held):
+        raise UntraceableError(
+            f"the forward pass changes {', '.join(sorted(set(names)))}, which is kept as a plain Python value: "
+            "a graph would keep what they were. Make them buffers (register_buffer), which are part of the state"
+        )
+    branch, recorded = runs[-1]
+    return Traced(signed(graph, recorded, inputs), branch.table, branch.key)
+
+
+class _Branch:
+    """The host's answers so far in one run of a step's Python, and where the next one belongs."""
+
+    def __init__(
+        self,
+        questions: dict[Any, Any],
+        evaluate: Callable[[Callable[..., Any], list[Any]], Any],
+        without_values: FakeTensorMode,
+    ) -> None:
+        self.table, self.key = questions, None
+        self.evaluate, self.without_values = evaluate, without_values
+        self.tensors = 0  # in the answers so far
+
+    def ask(self, function: Callable[..., Any], sources: list[Any]) -> Any:
+        """The host's answer, with its tensors as inputs of the graph."""
+        with _disable_current_modes():  # the host computes now, and nothing of it is written down
+            answer = as_answer(self.evaluate(function, sources))
+            inputs = [self.without_values.from_tensor(tensor) for tensor in answer.tensors]
+        if (question := self.table.get(self.key)) is None:
+            question = self.table[self.key] = Question(function, sources, {})
+        tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+        for tensor in inputs:
+            proxy = tracer.create_proxy("placeholder", f"host_{self.tensors}", (), {})
+            proxy.node.meta[HOSTS] = self.tensors
+            track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+            self.tensors += 1
+        self.table, self.key = question.answers, answer.key()
+        return answer.build()(inputs)
+
+
+def _recorded(
+    core: Core, in_state: Expression, tensors: Sequence[Tensor], batch: Any, branch: _Branch, differentiable: bool
+) -> Recorded:
+    """Run the step on a state made of these tensors."""
+    counts: dict[str, Any] = {name: Count(name) for name in COUNTS}
+    params, buffers, opt_state = in_state.build()(tensors)
+    state = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
+    known = {id(tensor): index for index, tensor in enumerate(tensors)}
+    here = tracing.Trace(known, branch.ask, differentiable)
+    draws = _DrawnOnce(here)
+    with tracing.within(here), draws:
+        out = _decided(core(state, batch), state)
+    outcome = tuple(out), [values for _, values in here.afterwards]
+    checks = [function for function, _ in here.afterwards]
+    return Recorded(outcome, checks, _successors(out, state, known), draws.streams)
+
+
+def _decided(out: Outcome, state: TrainState) -> Outcome:
+    """The outcome with what follows from whether the update is made."""
+    return out._replace(buffers=tracing.where(out.applied, out.buffers, state.buffers))
+
+
+def _successors(out: Outcome, old: TrainState, known: dict[int, int]) -> list[tuple[int, int]]:
+    """Which tensor of the outcome replaces which of the state."""
+    indices = iter(range(len(expression(tuple(out)).tensors)))
+    pairs = zip(out[:3], (old.params, old.opt_state, old.buffers), strict=True)
+    return [(index, known[id(before)]) for new, old in pairs for index, before in _replaced(new, old, indices)]
+
+
+def _replaced(new: Any, before: Any, indices: Iterator[int]) -> Iterator[tuple[int, Tensor]]:
+    """Each tensor of a tree, by its index, with the tensor of its kind that stands there in another tree."""
+    if isinstance(new, Tensor):
+        index = next(indices)
+        if isinstance(before, Tensor) and (new.shape, new.dtype) == (before.shape, before.dtype):
+            yield index, before
+    elif isinstance(new, dict):
+        for key, value in new.items():
+            yield from _replaced(value, before.get(key) if isinstance(before, dict) else None, indices)
+    elif isinstance(new, (list, tuple)):
+        alike = isinstance(before, (list, tuple)) and len(before) == len(new)
+        for value, old in zip(new, before if alike else [None] * len(new), strict=True):
+            yield from _replaced(value, old, indices)
+    else:
+        for _ in expression(new).tensors:
+            next(indices)
+
+
+class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is drawn again from the same point of a stream are the same numbers.
+
+    Checkpointing puts the random streams back to where they were, and a second pass over a batch begins where the
+    first did. A trace draws nothing; so it moves the stream itself at each draw, and knows a draw by where it begins.
+    """
+
+    def __init__(self, trace: tracing.Trace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = trace
+        self.drawn: dict[Any, Any] = {}
+        self.streams: list[int] = []  # of each draw, the microbatch that it is for
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        with _disable_current_modes():
+            shapes = tuple(arg.shape for arg in args if isinstance(arg, Tensor))
+            here = func, shapes, torch.default_generator.get_state().numpy().tobytes()
+            torch.rand(())
+        in_place = func._schema.is_mutable
+        if here in self.drawn:
+            return args[0].copy_(self.drawn[here]) if in_place else self.drawn[here]
+        self.streams.append(self.trace.stream)
+        out = func(*args, **kwargs)
+        self.drawn[here] = out.clone() if in_place else out  # the numbers may be written over
+        return out
+
+
+class _AsWhenCompiling:
+    """What torch's optimizers ask whether they may, for instance, divide by a tensor on a CPU."""
+
+    def __enter__(self) -> None:
+        self.before = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = True
+
+    def __exit__(self, *_: Any) -> None:
+        torch.compiler._is_compiling_flag = self.before
