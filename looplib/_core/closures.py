@@ -81,17 +81,17 @@ def walk(*roots: Any, in_whole: Callable[[Any], bool] = lambda thing: False) -> 
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a tensor, a number, a string or the like, which refers to nothing."""
+    """Tell whether a value refers to nothing else: a tensor, a number, a string or the like."""
     return isinstance(value, Tensor) or type(value) in PLAIN
 
 
 def is_library(filename: str) -> bool:
-    """Whether a line of code is torch's, looplib's, or nobody's."""
+    """Tell whether a file of code is torch's, looplib's, or nobody's."""
     return filename.startswith(LIBRARIES) or filename.startswith("<")
 
 
 def is_installed(function: Any) -> bool:
-    """Whether a function comes with Python, torch, looplib or another installed package."""
+    """Tell whether a function comes with Python, torch, looplib or another installed package."""
     return isinstance(function, types.FunctionType) and function.__code__.co_filename.startswith(_INSTALLED)
 
 

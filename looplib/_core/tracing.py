@@ -1,4 +1,4 @@
-"""What a step says differently while it is written down as a graph of tensor operations.
+"""Tracing: what the code of a step asks and says while the step is written down as a graph.
 
 A graph has no branches and knows no numbers but constants. So what the host decides before an update (the value of
 a schedule, whether an average moves now) is asked for by `on_host`, and given to the graph at each step; what the
@@ -132,12 +132,12 @@ def current() -> Trace | None:
 
 
 def tracing() -> bool:
-    """Whether a step is being written down now, rather than taken."""
+    """Tell whether a step is being written down now, rather than taken."""
     return current() is not None if _entered else False
 
 
 def differentiated() -> bool:
-    """Whether a step is being written down to be differentiated itself."""
+    """Tell whether a step is being written down to be differentiated itself."""
     here = _here() if _entered else None
     return here is not None and here.differentiable
 
@@ -190,7 +190,7 @@ class _Stops(TorchFunctionMode):
 
 
 def _cuts(func: Any, kwargs: Any) -> bool:
-    """Whether a function of torch's returns something that its inputs get no gradient through."""
+    """Tell whether a function of torch's returns something that its inputs get no gradient through."""
     if func is torch.autograd.grad:
         return not kwargs.get("create_graph")
     if getattr(func, "__self__", None) is Tensor.data:

@@ -76,7 +76,7 @@ class Machine:
 
 
 class Ready(NamedTuple):
-    """What one run needs: all decided and checked, nothing written."""
+    """The prepared inputs of one run: all decided and checked, nothing written."""
 
     machine: Machine
     flat: list[Tensor]
@@ -110,7 +110,7 @@ class Compiler:
         )
 
     def options_for(self, transform: str) -> Mapping[str, Any]:
-        """How programs are compiled, for a transform of the step that they are made of."""
+        """The options that programs are compiled by, for a transform of the step that they are made of."""
         return self.options
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
@@ -170,7 +170,7 @@ class Compiler:
             )
 
     def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
-        """What the host says now: the part that chooses a graph, and the tensors for it."""
+        """The host's answer now: the part that chooses a graph, and the tensors for it."""
         said = as_answer(question.function(*[value_of(source, flat, counts) for source in question.sources]))
         return said.key(), said.tensors
 

@@ -39,7 +39,9 @@ from looplib.types import TrainState, TrainStep
 
 
 def differentiable(train_step: TrainStep) -> TrainStep:
-    """A train step that autograd and `torch.func.grad` go through: for learned initialisations, rates and losses.
+    """Differentiate through training: a train step that autograd and `torch.func.grad` go through.
+
+    For meta-learning: learned initialisations, learning rates and losses.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -195,7 +197,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _said(function: Callable[..., Any], values: list[Any]) -> Expression:
-    """What the host says of these values, which is the same for all tasks where they are mapped by torch.vmap."""
+    """The host's answer about these values, which is the same for all tasks where they are mapped by torch.vmap."""
     mapped = [index for index, value in enumerate(values) if isinstance(value, Tensor) and _is_mapped(value)]
     if mapped:
         first, *others = (as_answer(function(*one)) for one in _one_by_one(values, mapped))
@@ -224,7 +226,7 @@ def _innermost(tensor: Tensor) -> Tensor:
 
 
 def _is_mapped(tensor: Tensor) -> bool:
-    """Whether torch.vmap is mapping over it."""
+    """Tell whether torch.vmap is mapping over a tensor."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         if torch._C._functorch.is_batchedtensor(tensor):
             return True

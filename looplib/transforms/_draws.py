@@ -61,7 +61,7 @@ class Drawing(NamedTuple):
 
 
 def _drawing(node: Node) -> Drawing:
-    """What draws the same given nothing: for this the distribution must depend on no tensor, only on its shape."""
+    """The drawing of an operation, apart from its graph: its distribution must depend on no tensor, only on its shape."""
     target = cast(Any, node.target)
     name = str(target).split(".")[1]
     if node.all_input_nodes and name not in _IN_PLACE | _LIKE:

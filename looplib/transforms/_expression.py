@@ -33,7 +33,10 @@ class Expression(NamedTuple):
     constants: list[Any]
 
     def key(self, by_gradient: bool = False) -> Any:
-        """What is the same for trees that one program takes; `by_gradient` where it matters who requires one."""
+        """The key of a program's cache: equal for trees that one program takes.
+
+        With `by_gradient` it matters which tensors require a gradient.
+        """
         kinds = tuple((*kind_of(tensor), by_gradient and tensor.requires_grad) for tensor in self.tensors)
         return self.source, kinds, tuple(map(_hashable, self.constants))
 
@@ -44,7 +47,7 @@ class Expression(NamedTuple):
 
 
 def kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What a graph knows of a tensor before it runs."""
+    """The metadata of a tensor that a graph is specialized to."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -124,7 +127,7 @@ def _has_literal(node: Any) -> bool:
 
 
 def _fields(node: Any) -> dict[str, Any] | None:
-    """What a record is made of: a dataclass, or an object that holds tensors as attributes."""
+    """The fields of a record: of a dataclass, or of an object that holds tensors as attributes."""
     if isinstance(node, (type, nn.Module)):
         return None
     if dataclasses.is_dataclass(node):
@@ -169,7 +172,7 @@ def value_of(source: tuple[str, Any], flat: list[Tensor], counts: Mapping[str, A
 
 
 def as_answer(returned: Any) -> Expression:
-    """What a function on the host returned, with floats as tensors."""
+    """The expression of what a function on the host returned, with floats as tensors."""
     if type(returned) is float:
         return Expression("v[0]", [torch.tensor(returned, dtype=torch.float64)], [])
     return expression(_floats_as_tensors(returned))

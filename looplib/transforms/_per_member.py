@@ -12,7 +12,7 @@ LEAST = 5e-324  # the smallest number above 0
 
 
 class per_member:
-    """A hyperparameter with a value, or a schedule, of its own for each member of a stack.
+    """Hyperparameters per member of a stack: a value, or a schedule, for each.
 
     >>> import looplib as ll, torch
     >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.transforms.per_member([1e-3, 3e-3, 1e-2]), weight_decay=0.1)

@@ -36,7 +36,7 @@ class Question(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a program is made for.
+    """The inputs that a program is made for.
 
     Attributes:
         state, batch: whose shapes, dtypes and devices the program is for.
@@ -94,12 +94,12 @@ class Program:
         return expression(self.outcome, name).build("o, f, s, n")
 
     def random(self) -> bool:
-        """Whether it draws random numbers."""
+        """Tell whether it draws random numbers."""
         return any(map(draws, self.graph.graph.nodes))
 
 
 def draws(node: Node) -> bool:
-    """Whether an operation draws random numbers."""
+    """Tell whether an operation draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

@@ -19,7 +19,7 @@ Sources = dict[Node, tuple[int, int]]
 
 
 class Recorded(NamedTuple):
-    """What a step's Python returned when it was traced; the fields are those of a `Program`."""
+    """The results of a traced step's Python; the fields are those of a `Program`."""
 
     outcome: Any
     afterwards: list[Callable[..., None]]
@@ -57,7 +57,7 @@ def signed(graph: GraphModule, recorded: Recorded, inputs: Inputs) -> Program:
 
 
 def _sources(nodes: Graph, placeholders: list[Node]) -> Sources:
-    """Where the value of each input comes from, the host's answers having been moved to the front."""
+    """Move the inputs of the host's answers to the front; gives the source of each input."""
     answers = [node for node in nodes.nodes if HOSTS in node.meta]
     for node in answers:  # they stand where they were asked for
         placeholders[0].prepend(node)
@@ -93,7 +93,7 @@ def _written(graph: GraphModule) -> set[int]:
 
 
 def _is_copy(node: Node, of: Node, written: set[int]) -> bool:
-    """Whether it is a tensor of the state as it was, which a gradient function has copied in case it is written."""
+    """Tell whether an output is a tensor of the state, which a gradient function has copied in case it is written."""
     while node.target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
         if storage(node) in written:
             return False

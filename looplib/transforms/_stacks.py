@@ -15,7 +15,7 @@ _TREES = ("params", "buffers", "opt_state", "extra")
 
 
 def stack_states(states: Sequence[TrainState]) -> TrainState:
-    """One state of many, to be trained by `vmap_step`: each tensor with the members in a first dimension.
+    """Stack states into one, to be trained by `vmap_step`: each tensor gets the members as its first dimension.
 
     >>> import looplib as ll, torch
     >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
@@ -81,7 +81,7 @@ def _stacked_leaves(path: str, leaves: list[Any]) -> Any:
 
 
 def unstack_states(stack: TrainState) -> list[TrainState]:
-    """The members of a stack, each a state of its own that goes on alone.
+    """Unstack a stack: its members, each a state of its own.
 
     >>> import looplib as ll, torch
     >>> stack = ll.transforms.stack_states([ll.init_state(torch.nn.Linear(2, 1), seed=seed) for seed in (5, 6)])
@@ -99,7 +99,7 @@ def unstack_states(stack: TrainState) -> list[TrainState]:
 
 
 def members_of(stack: TrainState) -> int:
-    """How many members a stack has.
+    """The number of members of a stack.
 
     >>> import looplib as ll, torch
     >>> ll.transforms.members_of(ll.transforms.stack_states([ll.init_state(torch.nn.Linear(2, 1))] * 3))
@@ -119,7 +119,7 @@ def members_of(stack: TrainState) -> int:
 
 
 def select_members(stack: TrainState, numbers: Sequence[int]) -> TrainState:
-    """A smaller stack of these members, in this order: to drop the weak, or to go on from the best.
+    """Index a stack by members: a smaller stack, to drop the weak or to continue from the best.
 
     >>> import looplib as ll, torch
     >>> stack = ll.transforms.stack_states([ll.init_state(torch.nn.Linear(2, 1), seed=seed) for seed in range(4)])
@@ -135,9 +135,9 @@ def select_members(stack: TrainState, numbers: Sequence[int]) -> TrainState:
     count = members_of(stack)
     if not len(numbers) or any(not 0 <= number < count for number in numbers):
         raise ValueError(f"numbers are {list(numbers)}; a stack of {count} has the members 0 to {count - 1}")
-    places = torch.tensor(list(numbers))
+    indices = torch.tensor(list(numbers))
     seeds: Any = stack.seed
-    chosen = _changed(stack, count, lambda leaf: leaf.index_select(0, places.to(leaf.device)))
+    chosen = _changed(stack, count, lambda leaf: leaf.index_select(0, indices.to(leaf.device)))
     return chosen.replace(seed=tuple(seeds[number] for number in numbers))
 
 
@@ -178,7 +178,7 @@ class _Records(NamedTuple):
 
 
 def compute_members(metrics: Mapping[str, Metric], prefix: str = "") -> list[dict[str, float]]:
-    """What `ll.compute` gives, for each member of a stack.
+    """Compute metrics for each member of a stack, as `ll.compute` does for one state.
 
     >>> import looplib as ll, torch
     >>> ll.transforms.compute_members({"loss": ll.Mean(torch.tensor([2.0, 6.0]), 2)})

@@ -164,7 +164,7 @@ def _replaced(new: Any, before: Any, indices: Iterator[int]) -> Iterator[tuple[i
 
 
 class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is drawn again from the same point of a stream are the same numbers.
+    """Record a random draw once: what is drawn again from the same point of a stream are the same numbers.
 
     Checkpointing puts the random streams back to where they were, and a second pass over a batch begins where the
     first did. A trace draws nothing; so it moves the stream itself at each draw, and knows a draw by where it begins.
@@ -194,7 +194,7 @@ class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _AsWhenCompiling:
-    """What torch's optimizers ask whether they may, for instance, divide by a tensor on a CPU."""
+    """Tell torch that it compiles, which its optimizers ask before they divide by a tensor on a CPU, for instance."""
 
     def __enter__(self) -> None:
         self.before = torch.compiler._is_compiling_flag

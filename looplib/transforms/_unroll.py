@@ -25,7 +25,7 @@ from looplib.types import Metric, TrainState, TrainStep
 def unroll(
     train_step: TrainStep, state: TrainState, batches: Sequence[Any], *, recompute_every: int | None = None
 ) -> tuple[TrainState, list[dict[str, Metric]]]:
-    """Steps over the batches, one after another; returns the last state and the metrics of each step.
+    """Unroll a train step over batches; returns the last state and the metrics of each step.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)

@@ -41,7 +41,7 @@ S = TypeVar("S", bound=Callable[..., Any])
 
 
 def vmap_step(step: S, *, own_batches: bool = False) -> S:
-    """A step of one member as a step of a stack: all members in one graph.
+    """Vectorize a step over the members of a stack: an ensemble or a sweep in one graph, as by `jax.vmap`.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -174,7 +174,7 @@ class _Dense(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _answers(
     question: Question, count: int, flat: list[Tensor], counts: Mapping[str, Any]
 ) -> tuple[list[Expression], bool]:
-    """What the host says for each member, and whether it may say something else for another."""
+    """The host's answer for each member, and whether it may be different for another."""
     answers, own = _asked_for_each(question, count, flat, counts)
     keys = [answer.key() for answer in answers]
     if keys.count(keys[0]) < count and {answer.source for answer in answers} == {"True", "False"}:
