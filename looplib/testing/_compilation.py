@@ -16,8 +16,8 @@ from looplib.testing._compare import copied, differences, leaves
 from looplib.testing._float64 import WithoutDropout, in_float64
 from looplib.testing._report import fail, kind_of
 from looplib.testing._surroundings import streams_kept, users_own
-from looplib.transforms._compiler import Compiler
 from looplib.transforms._compile_step import GraphParts, step_of_graphs
+from looplib.transforms._compiler import Compiler
 from looplib.transforms._program import Question
 from looplib.transforms._watch import changed
 from looplib.types import TrainState, TrainStep
