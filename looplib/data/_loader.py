@@ -134,7 +134,7 @@ class Loader:
                 "batch size within an epoch; at the end of one, there is nothing to change"
             )
         any_size = self.order.any_batch_size and source.batched
-        restart = Restart(source.plan, source.length, repr(self.order), any_size, self.order.any_length, self.limit)
+        restart = Restart(source.plan, source.length, repr(self.order), any_size, self.order.any_length)
         return restart.state(state)
 
     @property

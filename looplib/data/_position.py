@@ -54,7 +54,6 @@ class Restart:
         name: what errors call the order.
         any_batch_size: the samples come in the same order whatever the batch size.
         any_length: more samples leave the order of those before as it was.
-        limit: batches after which an epoch ends, or None.
     """
 
     plan: Callable[[int], Plan]
@@ -62,15 +61,13 @@ class Restart:
     name: str
     any_batch_size: bool
     any_length: bool
-    limit: int | None
 
     def state(self, state: TrainState) -> TrainState:
         """The state at the same sample, its position and `epoch_length` in this loader's batches."""
         if state.batch == 0:
             return state.replace(epoch_length=self.length)
         plan = self.plan(state.epoch)
-        last = state.batch - 1
-        if state.epoch_length == self.length and last < len(plan) and plan.size(last) == state.batch_samples:
+        if state.epoch_length == self.length and not self._had_another_batch_size(state, plan):
             return state
         consumed = self._consumed(state)
         batch = _batch_from(plan.ends, consumed)
@@ -81,6 +78,21 @@ class Restart:
         if batch == len(plan):
             return state.replace(epoch=state.epoch + 1, batch=0, epoch_length=self.length)
         return state.replace(batch=batch, epoch_length=self.length)
+
+    def _had_another_batch_size(self, state: TrainState, plan: Plan) -> bool:
+        """Whether batches of another size were read, although an epoch has as many of them as now.
+
+        So it is with 9 samples in batches of 4 or of 3. The last batch may have had another size for other reasons,
+        such as a `collate_fn` that drops samples. Then that size does not lead to as many batches.
+        """
+        size = state.batch_samples
+        if size < 1 or size == plan.size(state.batch - 1) or not self.any_batch_size:
+            return False
+        if not isinstance(self.plan, Epochs) or (state.epoch == 0 and state.batch * size != state.samples):
+            return False
+        count = self.plan.samples(state.epoch)
+        batches = count // size if self.plan.drop_last else -(-count // size)
+        return self.length == min(batches, self.plan.limit or batches)
 
     def _consumed(self, state: TrainState) -> int:
         """Samples of the state's epoch that were read, if they are the first ones of this loader's epoch too."""
@@ -95,7 +107,7 @@ class Restart:
                 f"batch_samples={size}) do not say which samples of epoch {state.epoch} have been read",
             )
         count = self.plan.samples(state.epoch)
-        same_data = old_length in (count // size, -(-count // size), self.limit)
+        same_data = old_length in (count // size, -(-count // size))
         if not (same_data or self.any_length) or consumed > count:
             self._refuse(
                 state,

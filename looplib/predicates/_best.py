@@ -1,8 +1,8 @@
-"""The best so far, and when to give up on a better one.
+"""Early stopping, and saving the best model.
 
-What is remembered (the best value, when it was, how many evaluations have passed without a better one) is an
-immutable record in `state.extra`, which is stored and resumed with the rest of the state. What is decided, how long
-to be patient, stands in a predicate that reads the record.
+The history (the best value, its step, the number of evaluations without an improvement) is an immutable record in
+`state.extra`, which is saved and restored with the rest of the state. The decision, such as how long to be patient,
+is made by a predicate that reads the record.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from looplib.types import TrainState
 
 @dataclass(frozen=True, slots=True)
 class BestSoFar:
-    """The best value of a metric so far, and how many evaluations in a row have not improved on it.
+    """The best value of a metric so far, and the number of evaluations since the last improvement.
 
     >>> import looplib as ll
     >>> best = ll.predicates.BestSoFar("eval/loss", min_delta=0.1)
@@ -32,18 +32,18 @@ class BestSoFar:
     (0.45, 300, 2)
 
     It belongs in `state.extra`, where `update_best` keeps it up to date and `early_stopping` reads it. It is a
-    pytree of the last four attributes; the first three are settings, so a run that is restored goes on with those of
-    the record that it is restored into. A record of another metric or mode is refused there, as its leaves have
-    other names.
+    pytree of the last four attributes. The first three are settings, so a restored run continues with the settings of
+    the record that it is restored into. Restoring into a record of a different metric or mode is refused, because
+    their leaves have different names.
 
     Attributes:
         monitor: name of the metric.
         mode: "min" if lower is better, "max" if higher is.
-        min_delta: an improvement is more than this, from `reference` on; it is absolute, and at least 0.
-        best: the best value, or None before the first.
-        best_step: the step of the best value, the first of them if there are equal ones.
-        reference: the value at the last improvement. Many small ones add up, until they are more than `min_delta`.
-        waited: evaluations since then, which `early_stopping` compares with its patience.
+        min_delta: an improvement on `reference` must be larger than this; absolute, at least 0.
+        best: the best value, or None before the first evaluation.
+        best_step: the step of the best value, or the first such step if there are several.
+        reference: the value at the last improvement. Small gains add up until they exceed `min_delta`.
+        waited: evaluations since the last improvement, which `early_stopping` compares with its patience.
 
     Raises ValueError for another mode, or a `min_delta` that is below 0 or not finite.
     """
@@ -118,7 +118,7 @@ pytree.register_pytree_node(
 
 
 def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best") -> TrainState:
-    """The state with its record of the best so far brought up to date, once for each evaluation.
+    """Record the scores of an evaluation: the state with its `BestSoFar` brought up to date.
 
     >>> import looplib as ll
     >>> state = ll.TrainState(step=100, extra={"best": ll.predicates.BestSoFar("eval/loss")})
@@ -126,7 +126,7 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
     >>> state.extra["best"].best, state.extra["best"].best_step
     (0.3, 100)
 
-    In the loop, ahead of the save, so that the checkpoint holds it:
+    Call it once for each evaluation, and before saving, so that the checkpoint holds the record:
 
         if eval_now(state):
             log(state, scores := ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
@@ -135,9 +135,9 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
 
     Args:
         scores: name -> value, as `evaluate` returns them; the same on all ranks.
-        key: where in `state.extra` the record is; one record for each metric that is watched.
+        key: the key of the record in `state.extra`. Use one record for each metric that you watch.
 
-    Raises ValueError when there is no record under `key`, and when its metric is missing among the scores or NaN.
+    Raises ValueError if there is no record under `key`, or if its metric is NaN or not among the scores.
     """
     record = _record(state, key)
     if record.monitor not in scores:
@@ -150,7 +150,7 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
 
 @dataclass(frozen=True, slots=True, repr=False)
 class early_stopping(Predicate):
-    """True from the moment that `patience` evaluations in a row were no improvement, until one is.
+    """Early stopping: true once `patience` evaluations in a row have brought no improvement.
 
     >>> import looplib as ll
     >>> done = ll.after_epochs(10) | ll.early_stopping(patience=2)
@@ -160,17 +160,17 @@ class early_stopping(Predicate):
     >>> done(state), done(ll.update_best(state, {"eval/loss": 0.4}))
     (False, True)
 
-    As all that it needs is in the state, a run that is stored and resumed stops where it would have without, and a
-    larger patience lets a stopped one go on. To leave the epoch at once, ask it after `update_best` and break; to go
-    back to the best checkpoint, `ckpt.restore(state, which="best")` after the loop.
+    Everything it needs is in the state, so a resumed run stops where an uninterrupted one would, and a
+    larger patience lets a stopped run continue. To leave the epoch at once, ask it after `update_best` and break. To
+    return to the best checkpoint, call `ckpt.restore(state, which="best")` after the loop.
 
     Args:
-        patience: evaluations, at least 1. The first evaluation of all is an improvement.
-        key: where in `state.extra` the `BestSoFar` is, which says what an improvement is.
+        patience: number of evaluations, at least 1. The very first evaluation is an improvement.
+        key: the key of the `BestSoFar` in `state.extra`, which defines what an improvement is.
 
-    Raises ValueError for a `patience` that is no int of at least 1, and when called with a state that has no such
-    record. It is what Lightning's EarlyStopping does and, without a `min_delta`, transformers' EarlyStoppingCallback,
-    except that NaN, which ends a run there or counts as worse, is refused by `update_best`.
+    Raises ValueError for a `patience` that is not an int of at least 1, and when called with a state without such a
+    record. It does what Lightning's EarlyStopping does and, without a `min_delta`, transformers'
+    EarlyStoppingCallback. The exception is NaN, which ends a run or counts as worse there; `update_best` refuses it.
     """
 
     patience: int
@@ -190,7 +190,7 @@ class early_stopping(Predicate):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class at_best(Predicate):
-    """True of the state that `update_best` has returned, if that evaluation was the best so far: to save just then.
+    """True if the last evaluation was the best so far: ask it after `update_best` to save the best model.
 
     >>> import looplib as ll
     >>> save_now = ll.predicates.at_best()
@@ -202,9 +202,9 @@ class at_best(Predicate):
     200 False
     300 True
 
-    It is False again after the next update, and where none was evaluated yet. Equal to the best is not better. A
-    `min_delta` has no part in this: the best is the best by however little, while patience waits for more. In the
-    loop, where it stands behind the evaluation:
+    It is false again after the next update, and before the first evaluation. A value equal to the best is not better.
+    `min_delta` plays no part here: any gain makes a new best, while patience waits for a larger one. In the loop, it
+    follows the evaluation:
 
         if eval_now(state):
             state = ll.update_best(state, scores := ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
@@ -212,9 +212,9 @@ class at_best(Predicate):
                 ckpt.save(state, scores)
 
     Args:
-        key: where in `state.extra` the `BestSoFar` is.
+        key: the key of the `BestSoFar` in `state.extra`.
 
-    Raises ValueError when called with a state that has no such record. It is the condition of transformers'
+    Raises ValueError when called with a state without such a record. It is the condition of transformers'
     `save_strategy="best"`.
     """
 

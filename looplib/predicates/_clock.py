@@ -1,4 +1,4 @@
-"""Predicates on the clock."""
+"""Wall-clock predicates: every so many seconds, and a time budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Clock(Predicate):
 
 
 class every_seconds(_Clock):
-    """Fires when asked `seconds` or more after it fired last (or was made). It is NOT pure: it remembers.
+    """Fires when at least `seconds` have passed since it last fired, or was made. NOT pure: it keeps that time.
 
     >>> import looplib as ll
     >>> times = iter([0, 30, 70, 100, 130])
@@ -34,9 +34,10 @@ class every_seconds(_Clock):
     >>> [save_now(ll.TrainState()) for _ in range(4)]
     [False, True, False, True]
 
-    Make one for each use, combine it on the right (``every_n_steps(10) & every_seconds(60)``: asking is what
-    resets it). `clock` gives the time in seconds. It begins anew in each process. Several ranks answer alike, by the
-    first clock among them that is due, and each answer is one small message to all.
+    Make one for each use, and combine it on the right, since asking resets it:
+    ``every_n_steps(10) & every_seconds(60)``. `clock` returns the time in seconds. The time starts again in each
+    process. All ranks give the same answer, true if the clock of any of them is due; each answer costs one small
+    message to all ranks.
 
     Raises ValueError for `seconds` that are not above 0 and finite.
     """
@@ -52,7 +53,7 @@ class every_seconds(_Clock):
 
 
 class after_seconds(_Clock):
-    """True from `seconds` after it was made on: a budget of time. It is NOT pure: it asks a clock.
+    """Time budget: true once `seconds` have passed since it was made. NOT pure: it reads a clock.
 
     >>> import looplib as ll
     >>> times = iter([0, 30, 60, 61])
@@ -60,8 +61,8 @@ class after_seconds(_Clock):
     >>> [done(ll.TrainState()) for _ in range(3)]
     [False, True, True]
 
-    `clock` gives the time in seconds. It begins anew in each process. Several ranks answer alike, by the first clock
-    among them that is due, and each answer is one small message to all.
+    `clock` returns the time in seconds. The time starts again in each process. All ranks give the same answer, true if
+    the clock of any of them is due; each answer costs one small message to all ranks.
 
     Raises ValueError for `seconds` that are not above 0 and finite.
     """

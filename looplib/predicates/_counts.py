@@ -1,9 +1,7 @@
-"""Predicates on the counts of a state: steps, samples and epochs.
+"""Predicates on counts: steps, samples and epochs.
 
-A predicate is asked once for each batch, after the step, and answers from the counts in the state alone. As
-nothing in it counts, one predicate serves many runs, and a resumed run is answered as an uninterrupted one.
-What must remember (a best score, patience) is a record in `state.extra`; what the clock decides is not pure,
-and named `every_seconds` and `after_seconds`.
+Ask a predicate once for each batch, after the step. It answers from the counts in the state alone and keeps none of
+its own, so one predicate serves many runs, and a resumed run gets the answers of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ _Self = TypeVar("_Self", bound="_Every")
 
 
 class _Every(Predicate):
-    """What fires at the points offset, offset + n, offset + 2n, ... of a count; 0 is no such point."""
+    """Fires at the points offset, offset + n, offset + 2n, ... of a count, except for 0."""
 
     __slots__ = ()
     n: Number
@@ -62,7 +60,7 @@ class _Every(Predicate):
 
 
 def _crossed(before: int, now: int, n: int, offset: int, first: float, last: float) -> bool:
-    """Whether one of the points offset + k n in the window lies in (before, now]."""
+    """True if one of the points offset + k n in the window lies in (before, now]."""
     top = min(now, last)
     point = top - (top - offset) % n
     return before < point >= first and point > 0
@@ -92,7 +90,7 @@ def _length(predicate: Predicate, state: TrainState, instead: str) -> int:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class every_n_steps(_Every):
-    """Fires when the last batch brought `step` to a multiple of n, or to `offset` more than one.
+    """Fires every n optimizer steps: when the last batch brought `step` to a multiple of n, plus `offset`.
 
     >>> import looplib as ll
     >>> log_now = ll.every_n_steps(50)
@@ -108,8 +106,8 @@ class every_n_steps(_Every):
         offset: in [0, n).
         first, last: see `between`, in steps.
 
-    Never at step 0. Where several updates are made on a batch (`same_batch`), ask once, after the last of them.
-    Raises ValueError for an `n` of 0, and whatever is no int or out of range.
+    It never fires at step 0. If you make several updates on a batch (`same_batch`), ask once, after the last of them.
+    Raises ValueError for an `n` of 0, and for anything that is not an int or is out of range.
     """
 
     n: int
@@ -126,7 +124,7 @@ class every_n_steps(_Every):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class every_n_samples(_Every):
-    """Fires when the last batch reached or crossed a multiple of n samples, or `offset` more than one.
+    """Fires every n samples: when the last batch reached or crossed a multiple of n samples, plus `offset`.
 
     >>> import looplib as ll
     >>> eval_now = ll.predicates.every_n_samples(100)
@@ -134,11 +132,11 @@ class every_n_samples(_Every):
     (True, False)
 
     Args:
-        n: samples from one point to the next, at least 1; a batch that crosses several fires once.
+        n: samples from one point to the next, at least 1. A batch that crosses several points fires once.
         offset: in [0, n).
-        first, last: see `between`; the multiple crossed is in the window, not the count after the batch.
+        first, last: see `between`. The window applies to the multiple crossed, not to the count after the batch.
 
-    A batch counts whether or not its update was skipped. Raises ValueError as `every_n_steps` does.
+    A batch counts even if its update was skipped. Raises ValueError as `every_n_steps` does.
     """
 
     n: int
@@ -156,7 +154,7 @@ class every_n_samples(_Every):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class every_n_epochs(_Every):
-    """Fires at the end of every n-th epoch; a fraction fires within epochs.
+    """Fires every n epochs: at the end of every n-th epoch or, for a fraction, within epochs.
 
     >>> import looplib as ll
     >>> eval_now = ll.every_n_epochs(0.25)
@@ -171,7 +169,7 @@ class every_n_epochs(_Every):
         offset: in [0, n), in epochs.
         first, last: see `between`, in epochs.
 
-    A batch counts whether or not its update was skipped.
+    A batch counts even if its update was skipped.
     Raises ValueError for an `n` that is not above 0 and finite, an `offset` or a window out of range, and when
     called for a fraction with the state of a stream.
     """
@@ -204,13 +202,13 @@ class every_n_epochs(_Every):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class at_epoch_end(Predicate):
-    """Fires when the last batch completed an epoch: ``batch == 0 and epoch > 0``.
+    """Fires at the end of each epoch: ``batch == 0 and epoch > 0``.
 
     >>> import looplib as ll
     >>> ll.at_epoch_end()(ll.TrainState(epoch=1)), ll.at_epoch_end()(ll.TrainState(epoch=1, batch=1))
     (True, False)
 
-    Over a stream, ask it of the state that `ll.end_epoch` returned. It is ``every_n_epochs(1)`` by its name.
+    With a stream, ask it about the state that `ll.end_epoch` returned. It is another name for ``every_n_epochs(1)``.
     """
 
     def _fires(self, state: TrainState) -> bool:
@@ -228,7 +226,7 @@ class at_epoch_end(Predicate):
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class at_step(Predicate):
-    """Fires when an update brought `step` to one of these.
+    """Fires at the given optimizer steps.
 
     >>> import looplib as ll
     >>> profile_now = ll.at_step(10, 100, 1000)
@@ -236,9 +234,9 @@ class at_step(Predicate):
     (True, False)
 
     Args:
-        steps: of the updates, the first of which is 1.
+        steps: values of `state.step`; the first update brings it to 1.
 
-    Raises ValueError for no steps, or one that is no int of at least 1.
+    Raises ValueError for no steps, or a step that is not an int of at least 1.
     """
 
     steps: frozenset[int]
@@ -278,14 +276,14 @@ class _After(Predicate):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class after_steps(_After):
-    """True once n updates were made and from then on, also of a state that has not stepped yet.
+    """True once n optimizer steps have been made, and from then on.
 
     >>> import looplib as ll
     >>> done = ll.after_steps(1000)
     >>> done(ll.TrainState(step=999)), done(ll.TrainState(step=1000)), done(ll.TrainState(step=1001))
     (False, True, True)
 
-    ``after_steps(0)`` is always true. Raises ValueError for an `n` that is no int of at least 0.
+    ``after_steps(0)`` is always true. Raises ValueError for an `n` that is not an int of at least 0.
     """
 
     _every = every_n_steps
@@ -296,7 +294,7 @@ class after_steps(_After):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class after_epochs(_After):
-    """True once n epochs were completed and from then on, also of a state that has not stepped yet.
+    """True once n epochs have been completed, and from then on.
 
     >>> import looplib as ll
     >>> done = ll.after_epochs(10)
@@ -330,14 +328,14 @@ class after_epochs(_After):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class after_samples(_After):
-    """True once n samples were consumed and from then on, also of a state that has not stepped yet.
+    """True once n samples have been consumed, and from then on.
 
     >>> import looplib as ll
     >>> done = ll.predicates.after_samples(1000)
     >>> done(ll.TrainState(samples=960)), done(ll.TrainState(samples=1024))
     (False, True)
 
-    ``after_samples(0)`` is always true. Raises ValueError for an `n` that is no int of at least 0.
+    ``after_samples(0)`` is always true. Raises ValueError for an `n` that is not an int of at least 0.
     """
 
     _every = every_n_samples

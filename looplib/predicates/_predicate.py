@@ -1,9 +1,8 @@
-"""When to do what: yes or no, as a function of the state that the step returned.
+"""Predicates: functions from the state to bool, combined with `&`, `|` and `~`.
 
-A predicate is asked once for each batch, after the step, and answers from the counts in the state alone. As
-nothing in it counts, one predicate serves many runs, and a resumed run is answered as an uninterrupted one.
-What must remember (a best score, patience) is a record in `state.extra`; what the clock decides is not pure,
-and named `every_seconds` and `after_seconds`.
+Ask a predicate once for each batch, after the step. It is a pure function of the state, so one predicate serves many
+runs, and a resumed run gets the answers of an uninterrupted one. What needs a memory (a best score, patience) keeps a
+record in `state.extra`. Predicates that ask the clock or listen for signals are not pure, and say so.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Number = float | Fraction
 
 
 class Predicate:
-    """A function from a `TrainState` to bool that combines with others by ``&``, ``|`` and ``~``.
+    """A function from a `TrainState` to bool. Combine predicates with ``&``, ``|`` and ``~``.
 
     >>> import looplib as ll
     >>> save_now = ll.every_n_steps(500) & ~ll.at_epoch_end() | ll.at_step(1)
@@ -29,11 +28,11 @@ class Predicate:
     >>> save_now(ll.TrainState(step=1000, epoch=2, batch=10))
     True
 
-    The right side is asked only where the left one leaves the answer open.
+    The right side is asked only if the left one does not settle the answer.
 
     Raises:
-        TypeError: when called with something else than a state; when used as a truth value (``if predicate:``,
-            ``and``, ``or``, ``not``); when combined with something that is no predicate.
+        TypeError: when called with anything but a state; when used as a truth value (``if predicate:``,
+            ``and``, ``or``, ``not``); when combined with anything but a predicate.
     """
 
     __slots__ = ()
@@ -53,14 +52,14 @@ class Predicate:
         raise NotImplementedError
 
     def between(self, first: Number, last: Number = math.inf) -> Predicate:
-        """The same, within a window of what the predicate counts: steps, epochs or samples, ends included.
+        """The same predicate within a window of steps, epochs or samples, both ends included.
 
         >>> import looplib as ll
         >>> ll.every_n_steps(5).between(8, 25)  # fires at 10, 15, 20 and 25
         every_n_steps(5).between(8, 25)
 
-        Raises ValueError for a window with its end before its beginning, or in numbers that the predicate does
-        not count in, and TypeError for a predicate that has no multiples to count.
+        The window is in what the predicate counts. Raises ValueError for a window that ends before it begins, or in
+        numbers that the predicate does not count in, and TypeError for a predicate that does not count.
         """
         raise TypeError(
             f"between({first!r}, {last!r}): a window of {self!r} has no unit, as one of every_n_steps has. Say it in "
@@ -68,13 +67,13 @@ class Predicate:
         )
 
     def once(self) -> Predicate:
-        """The first firing only, which for a predicate that counts is known beforehand.
+        """The first firing only.
 
         >>> import looplib as ll
         >>> ll.every_n_steps(5).between(8, 25).once()
         every_n_steps(5).between(10, 10)
 
-        Raises TypeError for a predicate whose first firing cannot be told from the state.
+        Raises TypeError for a predicate whose first firing cannot be told from the state, as it can be from counts.
         """
         raise TypeError(
             f"once(): the first firing of {self!r} cannot be told from the state. Keep a flag in state.extra: "
@@ -142,7 +141,7 @@ class _Not(Predicate):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class predicate(Predicate):
-    """Your own function of the state as a predicate; also a decorator.
+    """A predicate from your own function of the state; also a decorator.
 
     >>> import looplib as ll
     >>> @ll.predicates.predicate
@@ -152,9 +151,9 @@ class predicate(Predicate):
     (predicate(large_batch) & every_n_steps(10))
 
     Args:
-        function: `function(state)`, whose result is taken as a bool.
+        function: `function(state)`; its result is converted to bool.
 
-    Raises TypeError for what cannot be called.
+    Raises TypeError for anything that cannot be called.
     """
 
     function: Callable[[TrainState], Any]

@@ -1,8 +1,8 @@
-"""When the world says stop.
+"""Stop training on a signal.
 
-A scheduler (Slurm, Kubernetes, torchrun, a spot machine) announces the end by a signal and leaves some time to save.
-Here a signal raises nothing and interrupts nothing: it becomes the answer of a predicate, which the loop asks where
-its state is whole. Nothing is installed before such a predicate is made, and what was there comes back.
+A scheduler (Slurm, Kubernetes, torchrun, a spot machine) announces the end of a job with a signal and leaves some time
+to save. Here a signal raises nothing and interrupts nothing. It becomes the answer of a predicate, which the loop asks
+between two batches. No handler is installed before such a predicate is made, and the previous handlers come back.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _watches: dict[int, set[_Watch]] = {}
 
 
 class after_signal(Predicate):
-    """True once one of these signals has come, and from then on. It is NOT pure: the world decides.
+    """Stop on a signal: true once one of these signals has arrived, and from then on. NOT pure: it listens.
 
     >>> import looplib as ll, signal
     >>> stop_now = ll.after_signal(signal.SIGUSR1)
@@ -58,23 +58,25 @@ class after_signal(Predicate):
                     break
         ckpt.save(state)
 
-    The signal itself does nothing else, so that the batch at hand is finished. One more of the same kind, 5 seconds
-    or more after the first, is passed on to the handler that was there before (by default, the process ends), so
-    that a run that hangs can be stopped. The handlers of before come back with `close()`, at the end of a `with`
-    block, or when the predicate is no longer held by anything. Several at a time, in any order, all see the signal.
+    The signal does nothing else, so the current batch is finished. A second signal of the same kind, 5 seconds
+    or more after the first, goes to the handler that was there before (by default, the process ends), so
+    a run that hangs can still be stopped. The previous handlers come back with `close()`, at the end of a `with`
+    block, or when nothing holds the predicate any more. If there are several such predicates, all of them see the
+    signal.
 
     Args:
-        signals: from the signal module. Slurm sends SIGTERM ahead of the end, and what `--signal` says, such as
-            SIGUSR1; torchrun and Kubernetes send SIGTERM. With SIGINT, Ctrl-C is one more wish to stop, which in a
-            loop over a looplib loader is taken at the next batch, or at once when it is pressed twice.
+        signals: numbers from the signal module. Slurm sends SIGTERM before a job ends, and the signal given with
+            `--signal`, such as SIGUSR1; torchrun and Kubernetes send SIGTERM. With SIGINT, Ctrl-C is one more
+            request to stop. In a loop over a looplib loader it takes effect at the next batch, or at once if pressed
+            twice.
 
-    In a forked process the signals do what they did before, unless it makes a predicate of its own. Several
-    ranks answer alike, whichever of them a signal came to, and each answer is one small message to all: to ask less
-    often, `every_n_steps(10) & after_signal(...)`.
+    In a forked process the signals do what they did before, unless it makes a predicate of its own. All ranks give the
+    same answer, whichever of them got the signal. Each answer costs one small message to all ranks; to ask less
+    often, write `every_n_steps(10) & after_signal(...)`.
 
     Raises:
-        ValueError: no signals, something that is no signal or cannot be caught (SIGKILL, SIGSTOP), or another thread
-            than the main one. Asking is possible in any.
+        ValueError: no signals; something that is not a signal or cannot be caught (SIGKILL, SIGSTOP); or a thread
+            other than the main one. You can ask the predicate in any thread.
     """
 
     __slots__ = ("__weakref__", "_close", "_watch")
@@ -98,7 +100,7 @@ class after_signal(Predicate):
         return any_rank(bool(self._watch.came))
 
     def close(self) -> None:
-        """Stop listening, and bring back the handlers of before. The answer stays what it was."""
+        """Stop listening, and put the previous handlers back. The answer stays what it was."""
         self._close()
 
     def __enter__(self) -> after_signal:
@@ -113,7 +115,7 @@ class after_signal(Predicate):
 
 
 class Stopped(Exception):
-    """A step was not taken, since the predicate given to `stop_when` was true.
+    """Raised by `stop_when` in place of a step.
 
     >>> import looplib as ll
     >>> step = ll.predicates.stop_when(lambda state, batch: {}, ll.after_steps(5))
@@ -126,10 +128,10 @@ class Stopped(Exception):
 
 
 def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Callable[[TrainState, Any], R]:
-    """A step that raises `Stopped` instead of taking its batch once the predicate is true of the state.
+    """A step that raises `Stopped` once the predicate is true of the state, instead of taking its batch.
 
-    So a long evaluation is left between two batches, and there are no scores of a part that could be taken for those
-    of the whole:
+    This stops a long evaluation between two batches, without returning scores of a part that could be mistaken for
+    those of the whole:
 
         eval_step = ll.predicates.stop_when(ll.make_eval_step(model, metric_fn), stop_now)
         try:
@@ -150,10 +152,10 @@ def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Cal
 
     Args:
         step: a train, eval or predict step.
-        predicate: asked of the state before each batch.
+        predicate: asked about the state before each batch.
 
-    The state is as it was, so a run that goes on from it makes no difference in training. The evaluation that was
-    left is not made up for by itself.
+    The state does not change, so training continues from it as if nothing had happened. The evaluation that was
+    stopped is not repeated by itself.
     """
 
     def watched(state: TrainState, batch: Any) -> R:
@@ -168,7 +170,7 @@ def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Cal
 
 
 class _Watch:
-    """What a predicate has seen. Handlers know it and not the predicate, which therefore can be let go of."""
+    """The signals that a predicate has seen. Handlers hold this and not the predicate, so that it can be collected."""
 
     def __init__(self, signals: tuple[int, ...]) -> None:
         self.signals = tuple(dict.fromkeys(signals))
@@ -191,7 +193,7 @@ class _Watch:
 
 
 def _tell(number: int) -> bool:
-    """Let all watches know, and say whether it is news to any, or the same news once more."""
+    """Tell all watches of a signal. True if it is the first for any of them, or soon after the first."""
     now = time.monotonic()
     mine = [watch for watch in tuple(_watches.get(number, ())) if watch.process == os.getpid()]
     first = [watch.came.setdefault(number, now) for watch in mine]
@@ -199,7 +201,7 @@ def _tell(number: int) -> bool:
 
 
 class _Handler:
-    """Tells all watches; what is no news goes to the handler that was there before."""
+    """Tells all watches; a repeated signal goes to the handler that was there before."""
 
     def __init__(self, previous: Any) -> None:
         self.previous = previous
@@ -216,6 +218,6 @@ class _Handler:
 
 
 def _handler(number: int) -> Any:
-    """The handler of a signal, but for the one of _interrupts, which the next batch or donated step puts up again."""
+    """The handler of a signal, below the guard of `_core.interrupts`, which the next batch or donated step restores."""
     current = signal.getsignal(number)
     return current.handlers[number] if isinstance(current, _interrupts._Guard) else current

@@ -135,10 +135,29 @@ def test_counts_that_do_not_say_where_a_run_stands_are_not_guessed_from():
 
 
 def test_a_state_that_fits_is_resumed_as_it_is():
-    for loader in (make_loader(range(10), batch_size=4), make_loader(range(9), batch_size=3, limit=2)):
-        state = consume(TrainState(epoch_length=len(loader)), loader.batch_size)
+    ten = make_loader(range(10), batch_size=4)
+    for loader, samples in (
+        (ten, 4),
+        (make_loader(range(9), batch_size=3, limit=2), 3),
+        (ten, 3),  # as a collate_fn that drops a sample makes it: 10 samples in batches of 3 would be 4 batches
+        (ten, 4096),  # of a step that counts tokens
+        (ten, 0),
+        (without_samples(ten, [1, 2, 3]), 4),  # rolled back to before a spike
+        (make_loader(range(10), batch_size=4, order=ll.data.by_length([*range(10)])), 3),
+    ):
+        state = consume(TrainState(epoch_length=len(loader)), samples)
         assert loader.resume(state) is state
-    # The same number of batches, of another size.
-    state = consume(TrainState(epoch_length=3), 2)
-    with pytest.raises(ValueError, match="no batch begins there"):
-        make_loader(range(12), batch_size=4, limit=3).resume(state)
+
+
+def test_another_batch_size_is_seen_where_an_epoch_has_as_many_batches():
+    fours, threes = (make_loader(range(9), batch_size=size, order=ll.data.in_order()) for size in (4, 3))
+    assert len(fours) == len(threes) == 3
+    with pytest.raises(ValueError, match="4 samples of epoch 0 have been read, and no batch begins there"):
+        threes.resume(consume(TrainState(epoch_length=3), 4))
+    sixes, fives = (make_loader(range(12), batch_size=size, drop_last=True) for size in (6, 5))
+    assert len(sixes) == len(fives) == 2
+    with pytest.raises(ValueError, match="5 samples of epoch 0 have been read, and no batch begins there"):
+        sixes.resume(consume(TrainState(epoch_length=2), 5))
+    limited = make_loader(range(12), batch_size=4, limit=3)
+    with pytest.raises(ValueError, match="3 batches of 2 samples are not an epoch of the 12 samples"):
+        limited.resume(consume(TrainState(epoch_length=3), 2))
