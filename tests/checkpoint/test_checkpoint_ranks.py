@@ -362,6 +362,32 @@ assert equal(ckpt.restore(state_of(fsdp(6))))
 """
 
 
+SHARED = """
+# Shards that share a tensor in the state and were saved apart
+state = state_of(fsdp(0), noise=1)
+start = {name: p.detach().clone() * 2 for name, p in state.params.items()}
+expected = ll.copy_state(state.replace(extra={"start": start}))
+ll.checkpoint_io(folder).save(expected)
+model = fsdp(5)
+state = ll.init_state(model, adamw, epoch_length=7)
+restored = ll.checkpoint_io(folder).restore(state.replace(extra={"start": state.params}))
+assert same(restored, expected)
+assert all(restored.params[name] is p for name, p in model.named_parameters())
+
+# One save of a step after another, with different numbers on each rank's disk
+ckpt = ll.checkpoint_io(folder / "again", keep_last=2, monitor="loss")
+for samples, metrics in ((1, {"loss": 0.5}), (2, None), (3, {"loss": 0.25})):
+    ckpt.save(expected.replace(step=1, samples=samples), metrics)
+    (found,) = ckpt.steps()
+    assert found.samples == samples
+    assert found.metrics == {"loss": 0.25 if samples == 3 else 0.5}  # those of the same weights
+assert names_in(folder / "again") == ["step-00000001"]
+other = fsdp(0)
+ckpt.save(ll.init_state(other, adamw, epoch_length=7).replace(step=1, extra=expected.extra))
+assert ckpt.latest().metrics == {}
+"""
+
+
 ONE = """
 reference = torch.load(folder / "full.pt")
 for asynchronous in (False, True):
@@ -417,6 +443,10 @@ def test_of_four_into_two_and_of_one_into_two(folder):
     ll.checkpoint_io(folder / "one").save(state)
     assert len(reference) == len(tensors(state))
     launch_script(2, TWO, folder)
+
+
+def test_shards_that_share_a_tensor_and_a_step_that_is_saved_again(tmp_path):
+    launch_script(2, SHARED, tmp_path)
 
 
 def test_of_four_into_one_rank_that_is_sharded_and_back(folder):
