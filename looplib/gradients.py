@@ -19,10 +19,11 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
+from looplib._core.cuts import cuts_marked
 from looplib._core.engines import Alone
 from looplib._core.random import mix
 from looplib._core.ranks import rank
-from looplib._core.tracing import tracing, users_own
+from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import Objective, mean_over_ranks, objective_of, on_host, scalar_like, weight_on_host
 from looplib.metrics._mean import Mean
@@ -97,7 +98,7 @@ def make_grad_fn(
                     host.start(seed)
                 passes.before(final)
                 samples = batch_size(batch)
-                with users_own():
+                with cuts_marked():
                     loss, aux = split_loss(loss_fn(model, batch))
                 objective = _objective(passes, loss, samples, part, normalizer, first)
                 normalizer = objective.normalizer

@@ -18,9 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from looplib._core import modules as _modules
 from looplib._core import torch_private, trees
+from looplib._core.cuts import cuts_marked
 from looplib._core.random import mix
 from looplib._core.ranks import rank
-from looplib._core.tracing import tracing, users_own
+from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import mean_of, multiply
 from looplib.gradients import of_this_model, record, split_loss
@@ -132,7 +133,7 @@ def make_per_sample_grad_fn(
             )
 
             def body() -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-                with users_own():
+                with cuts_marked():
                     loss, aux = split_loss(loss_fn(model, example))
                 value = mean_of(loss)
                 sums = {name: _total_and_weight(name, value) for name, value in {"loss": loss, **aux}.items()}

@@ -27,7 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from looplib._core import tracing
-from looplib._core.tracing import STOPS, UntraceableError
+from looplib._core.cuts import STOPS
+from looplib._core.tracing import UntraceableError
 from looplib.steps import Outcome, parts_of
 from looplib.transforms import _decompositions
 from looplib.transforms._compile_step import GraphParts, step_of_graphs

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from looplib._core import tracing
 from looplib._core.checks import check_optional_count
+from looplib._core.cuts import refuse_strangers
 from looplib.transforms._differentiable import detached
 from looplib.transforms._expression import expression
 from looplib.types import Metric, TrainState, TrainStep
@@ -96,11 +97,11 @@ def _recomputed(
 
 
 class _WithoutStrangers(TorchFunctionMode):
-    """Refuses tensors that would lose their gradient, as `users_own` does, of schedules too."""
+    """Refuses tensors that would lose their gradient, as `cuts_marked` does, of schedules too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not tracing.differentiated():
-            tracing.refuse_strangers(args, kwargs)
+            refuse_strangers(args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
