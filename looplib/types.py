@@ -300,7 +300,7 @@ pytree.register_pytree_node(
 
 def _taken_apart(state: TrainState) -> trees.Node:
     values = [getattr(state, name) for name in _FIELDS]
-    return trees.Node([trees.Key(name, True) for name in _FIELDS], values, lambda values: TrainState(*values))
+    return trees.Node(_FIELDS, values, lambda values: TrainState(*values), attributes=True)
 
 
 trees.register(TrainState, _taken_apart)

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 
-def is_count(value: Any, least: int = 1) -> bool:
+def is_count(value: Any, least: float = 1) -> bool:
     """Is it an int, not a bool, of at least `least`?"""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 

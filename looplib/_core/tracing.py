@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from looplib._core import torch_private
+from looplib._core import torch_private, trees
 from looplib._core.ranks import is_sharded
-from looplib._core.torch_private import pytree
 
 R = TypeVar("R")
 
@@ -206,7 +205,7 @@ def where(flag: bool | Tensor, new: Any, old: Any) -> Any:
     """
     if isinstance(flag, bool):
         return new if flag else old
-    return pytree.tree_map(partial(_chosen, flag), new, old)
+    return trees.map_leaves(partial(_chosen, flag), new, old)
 
 
 def _chosen(flag: Tensor, new: Any, old: Any) -> Any:

@@ -49,39 +49,49 @@ class Node(NamedTuple):
     """A container taken apart.
 
     Attributes:
-        keys: of each child.
+        names: of each child: its key, index or attribute.
         children: trees.
-        rebuild: makes a container like this one of other children.
+        rebuild: makes a container like this one of a list of other children.
+        attributes: the names are attributes.
     """
 
-    keys: Sequence[Key]
+    names: Sequence[Any]
     children: Sequence[Any]
     rebuild: Callable[[list[Any]], Any]
+    attributes: bool = False
+
+    def keys(self) -> list[Key]:
+        return [Key(name, self.attributes) for name in self.names]
 
 
 # ---- containers: one function for each kind takes a container apart ----
+
+
+def _dict(node: dict[Any, Any]) -> Node:
+    names = list(node)
+    return Node(names, list(node.values()), lambda children: dict(zip(names, children, strict=True)))
 
 
 def _mapping(node: Mapping[Any, Any]) -> Node:
     names = list(node)
 
     def rebuild(children: list[Any]) -> Any:
-        if type(node) is dict or not isinstance(node, MutableMapping):
+        if not isinstance(node, MutableMapping):
             return dict(zip(names, children, strict=True))
         new = copy.copy(node)
         for name, child in zip(names, children, strict=True):
             new[name] = child
         return new
 
-    return Node([Key(name) for name in names], [node[name] for name in names], rebuild)
+    return Node(names, [node[name] for name in names], rebuild)
 
 
 def _namedtuple(node: Any) -> Node:
-    return Node([Key(name, True) for name in node._fields], node, type(node)._make)
+    return Node(node._fields, node, type(node)._make, True)
 
 
 def _sequence(node: Sequence[Any]) -> Node:
-    return Node([Key(index) for index in range(len(node))], node, type(node))
+    return Node(range(len(node)), node, type(node))
 
 
 def _dataclass(node: Any) -> Node:
@@ -93,29 +103,29 @@ def _dataclass(node: Any) -> Node:
             object.__setattr__(new, name, child)  # frozen ones too
         return new
 
-    return Node([Key(name, True) for name in names], [getattr(node, name) for name in names], rebuild)
+    return Node(names, [getattr(node, name) for name in names], rebuild, True)
 
 
 def _registered(node: Any) -> Node:
     def below(part: Any) -> bool:
         return part is not node
 
+    children, structure = pytree.tree_flatten(node, is_leaf=below)
     try:
-        pairs, structure = pytree.tree_flatten_with_path(node, is_leaf=below)
-        keys, children = [_key(path[0]) for path, _ in pairs], [child for _, child in pairs]
+        keys: list[Any] = [path[0] for path, _ in pytree.tree_flatten_with_path(node, is_leaf=below)[0]]
     except ValueError:  # registered without names
-        children, structure = pytree.tree_flatten(node, is_leaf=below)
-        keys = [Key(index) for index in range(len(children))]
-    return Node(keys, children, lambda children: pytree.tree_unflatten(children, structure))
+        keys = list(range(len(children)))
+    attributes = bool(keys) and isinstance(keys[0], pytree.GetAttrKey)
+    names = [_name_of(key) for key in keys]
+    return Node(names, children, lambda children: pytree.tree_unflatten(children, structure), attributes)
 
 
-def _key(key: Any) -> Key:
-    if isinstance(key, pytree.GetAttrKey):
-        return Key(key.name, True)
-    return Key(getattr(key, "key", getattr(key, "idx", str(key))))
+def _name_of(key: Any) -> Any:
+    """The name in a key of torch's pytrees."""
+    return next((getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)), key)
 
 
-_OWN: dict[type, Callable[[Any], Node]] = {dict: _mapping, list: _sequence, tuple: _sequence}
+_OWN: dict[type, Callable[[Any], Node]] = {dict: _dict, list: _sequence, tuple: _sequence}
 
 _KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Node]], ...] = (
     (lambda node: isinstance(node, Mapping), _mapping),
@@ -165,7 +175,7 @@ def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None, path: Path =
     if node is None:
         yield path, tree
         return
-    for key, child in zip(node.keys, node.children, strict=True):
+    for key, child in zip(node.keys(), node.children, strict=True):
         yield from leaves(child, is_leaf, (*path, key))
 
 
@@ -177,22 +187,22 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any, is_leaf: A
     node = None if is_leaf is not None and is_leaf(tree) else node_of(tree)
     if node is None:
         return function(tree, *others)
+    if not others:
+        return node.rebuild([map_leaves(function, child, is_leaf=is_leaf) for child in node.children])
     columns = [node.children, *(_children_like(node, other) for other in others)]
     return node.rebuild([map_leaves(function, *members, is_leaf=is_leaf) for members in zip(*columns, strict=True)])
 
 
 def _children_like(node: Node, other: Any) -> Sequence[Any]:
+    """The children of another container with the same names, in the order of this one."""
     there = node_of(other)
-    if there is None or set(there.keys) != set(node.keys):
-        found = f"a {type(other).__name__}" if there is None else named_keys(there.keys)
-        raise ValueError(f"two trees differ in their structure: {named_keys(node.keys)} and {found}")
-    by_key = dict(zip(there.keys, there.children, strict=True))
-    return [by_key[key] for key in node.keys]
-
-
-def named_keys(keys: Sequence[Key]) -> str:
-    """The keys of a container for a message: `['x', 'y']`."""
-    return f"[{', '.join(repr(key.name) for key in keys)}]"
+    if there is not None and there.names == node.names:
+        return there.children
+    if there is None or set(there.names) != set(node.names):
+        found = f"a {type(other).__name__}" if there is None else str(list(there.names))
+        raise ValueError(f"two trees differ in their structure: {list(node.names)} and {found}")
+    by_name = dict(zip(there.names, there.children, strict=True))
+    return [by_name[name] for name in node.names]
 
 
 class _Missing:
@@ -230,13 +240,13 @@ class UnevenBatchError(ValueError):
         )
 
 
-def is_array(leaf: Any) -> bool:
-    """A NumPy array, or what has its interface, of one dimension or more."""
-    return bool(getattr(leaf, "ndim", 0)) and hasattr(leaf, "shape") and hasattr(leaf, "__getitem__")
-
-
 def _dimensions(leaf: Any) -> bool:
-    return bool(leaf.dim()) if isinstance(leaf, Tensor) else is_array(leaf)
+    """Is it a tensor, a NumPy array or what has its interface, of one dimension or more?"""
+    if isinstance(leaf, Tensor):
+        return bool(leaf.dim())
+    if type(leaf) in _OWN:
+        return False
+    return bool(getattr(leaf, "ndim", 0)) and hasattr(leaf, "shape") and hasattr(leaf, "__getitem__")
 
 
 def batch_size(batch: Any) -> int:
@@ -254,12 +264,16 @@ def batch_size(batch: Any) -> int:
     A batch without a tensor or array of at least one dimension has as many samples as its first list of plain values
     is long, and without one of these as many as `len(batch)`. Raises TypeError if it has no length either.
     """
-    first = batch[0] if type(batch) in (tuple, list) and batch else batch
-    if isinstance(first, Tensor) and first.dim():  # the common case, which each step passes
+    # Each step passes here: the common cases first.
+    kind, first = type(batch), batch
+    if (kind is tuple or kind is list) and batch:
+        first = batch[0]
+    elif kind is dict and batch:
+        first = next(iter(batch.values()))
+    if isinstance(first, Tensor) and first.dim():
         return first.size(0)
-    for _, leaf in leaves(batch):
-        if _dimensions(leaf):
-            return len(leaf)
+    if (length := _first_length(batch)) is not None:
+        return length
     for members in _lists(batch):
         return len(members)
     try:
@@ -270,6 +284,15 @@ def batch_size(batch: Any) -> int:
             "tuple with one, whose first dimension is the examples; for another, give make_grad_fn(..., "
             "batch_size=lambda batch: ...)"
         ) from None
+
+
+def _first_length(tree: Any) -> int | None:
+    """The length of the first tensor or array."""
+    if _dimensions(tree):
+        return len(tree)
+    node = node_of(tree)
+    lengths = (_first_length(child) for child in (() if node is None else node.children))
+    return next((length for length in lengths if length is not None), None)
 
 
 def _lists(tree: Any) -> Iterator[Sequence[Any]]:
@@ -324,7 +347,7 @@ def split(
         indexed = getattr(rows, "iloc", rows)  # pandas' by position
         return [indexed[low:high] for low, high in pairwise(bounds)]
 
-    parts = _cut(batch, count, cut, len(sizes), ())
+    parts = _cut(batch, count, cut, len(sizes), None)
     found = [batch_size(part) for part in parts]
     if sum(found) != count:
         raise ValueError(
@@ -344,33 +367,41 @@ def take(batch: Any, count: int, index: Sequence[int]) -> Any:
             return [type(rows)([rows[i] for i in index])]
         return [getattr(rows, "iloc", rows)[index]]
 
-    [taken] = _cut(batch, count, chosen, 1, ())
+    [taken] = _cut(batch, count, chosen, 1, None)
     return taken
 
 
-def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, path: Path) -> list[Any]:
-    """The tree so many times, with the parts that `cut` makes of each leaf or list that holds samples."""
+def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, above: Any) -> list[Any]:
+    """The tree so many times, with the parts that `cut` makes of each leaf or list that holds samples.
+
+    `above` is the way here, as (the same of the container, key), which becomes a path for messages alone.
+    """
     if _dimensions(node):
         if len(node) != count:
-            raise UnevenBatchError(node, path, count)
+            raise UnevenBatchError(node, _path(above), count)
         return cut(node)
     if one_for_each(node, count):
         return cut(node)
     inner = node_of(node)
     if inner is None:
-        if path and _hides_samples(node, count):
+        if above is not None and _hides_samples(node, count):
             raise ValueError(
-                f"{named(path, 'batch')} is a {type(node).__name__}, an object that cannot be cut into {count} samples: "
-                "each part of the batch would have all of it. Give tensors, arrays or lists with one item for each "
-                "sample, or make it a dataclass or a registered pytree"
+                f"{named(_path(above), 'batch')} is a {type(node).__name__}, an object that cannot be cut into "
+                f"{count} samples: each part of the batch would have all of it. Give tensors, arrays or lists with "
+                "one item for each sample, or make it a dataclass or a registered pytree"
             )
         return [node] * parts
     if not inner.children:
         return [node] * parts
     columns = [
-        _cut(child, count, cut, parts, (*path, key)) for key, child in zip(inner.keys, inner.children, strict=True)
+        _cut(child, count, cut, parts, (above, Key(name, inner.attributes)))
+        for name, child in zip(inner.names, inner.children, strict=True)
     ]
     return [inner.rebuild(list(members)) for members in zip(*columns, strict=True)]
+
+
+def _path(above: Any) -> Path:
+    return () if above is None else (*_path(above[0]), above[1])
 
 
 def _hides_samples(leaf: Any, count: int) -> bool:
@@ -404,7 +435,10 @@ def _joined(parts: list[Any], counts: list[int], path: Path, root: str) -> Any:
         return _in_all(parts, named(path, root))
     columns = zip(*(_children_like(node, part) for part in parts), strict=True)
     return node.rebuild(
-        [_joined(list(members), counts, (*path, key), root) for key, members in zip(node.keys, columns, strict=True)]
+        [
+            _joined(list(members), counts, (*path, key), root)
+            for key, members in zip(node.keys(), columns, strict=True)
+        ]
     )
 
 

@@ -1,6 +1,7 @@
 """Debugging: two runs or a suspicious step go in, what differs comes out."""
 
-from looplib.debug._differences import LeafDifference, differences, fingerprint, read_fingerprints
+from looplib.debug._differences import LeafDifference, differences
+from looplib.debug._fingerprint import fingerprint, read_fingerprints
 from looplib.debug._first_difference import Difference, Run, first_difference
 from looplib.debug._keep import keep, nbytes, saved_states
 from looplib.debug._replay import Replayed, replay

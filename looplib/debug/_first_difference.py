@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from looplib.debug._differences import Fingerprint, LeafDifference, differences
+from looplib.debug._differences import LeafDifference, differences
+from looplib.debug._fingerprint import Fingerprint
 from looplib.debug._keep import _Saved
 from looplib.debug._replay import Batches, Replayed, States, _by_step, _indices, _walk
 from looplib.state import copy_state
@@ -15,16 +16,16 @@ from looplib.types import GradFn, Metric, TrainState, TrainStep
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a run is replayed from.
+    """A run to replay: its step, states and loader.
 
     >>> Run(lambda state, batch: (state, {}), TrainState(), lambda state: []).states
     TrainState(step=0, epoch=0, batch=0, samples=0, seed=0)
 
     Attributes:
-        train_step: its step.
-        states: one state of it, or a mapping from steps to such, as `keep` and `saved_states` give them.
+        train_step: the train step of the run.
+        states: one state of it, or a mapping from steps to states, as `keep` and `saved_states` return.
         loader: its batches, as a function of the state.
-        grad_fn: what the step was made of, to compare gradients.
+        grad_fn: the one that the step was made of, to compare gradients.
     """
 
     train_step: TrainStep
@@ -35,13 +36,13 @@ class Run:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Difference:
-    """Where two runs part.
+    """The first step at which two runs differ.
 
     Attributes:
-        equal: the last step at which their states were the same; None where the first ones differ.
-        different: the next one that was looked at, where they are not.
-        leaves: what differs there, in the order in which it came to differ.
-        replayed: the step between, of either run, where they were replayed.
+        equal: the last step at which their states were the same; None if the first ones differ.
+        different: the next step that was looked at, where the states differ.
+        leaves: the leaves that differ there, in the order in which they came to differ.
+        replayed: the step between, of each run, if it was replayed.
     """
 
     equal: int | None
@@ -64,7 +65,7 @@ def first_difference(
     rtol: float = 0.0,
     atol: float = 0.0,
 ) -> Difference | None:
-    """The first step at which two runs part, and what parts there; None where they do not.
+    """Find the first step at which two runs differ, and what differs there; None if they do not.
 
     >>> import looplib as ll, torch
     >>> model, optimizer = torch.nn.Linear(1, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
@@ -76,36 +77,36 @@ def first_difference(
     ...     return train_step(state, batch * 2 if state.step == 7 else batch)
     >>> one, other = Run(train_step, state, loader, grad_fn), Run(other_step, state, loader, grad_fn)
     >>> found = first_difference(one, other, stop=20)
-    >>> found.equal, found.different, found.leaves[0].place
+    >>> found.equal, found.different, found.leaves[0].path
     (7, 8, '/metrics/loss')
     >>> print(first_difference(one, one, stop=20))
     None
 
-    Of two mappings from steps to states or fingerprints (`keep`, `saved_states`, `read_fingerprints`) the steps in
-    common are compared. Checkpoints are found by bisection: of a thousand pairs ten are read, since runs that have
-    parted are taken to stay so.
+    For two mappings from steps to states or fingerprints (`keep`, `saved_states`, `read_fingerprints`), the steps that
+    both have are compared. Checkpoints are searched by bisection, so only ten of a thousand pairs are read. This
+    assumes that runs which have parted stay different.
 
-    Of two `Run`s, their kept states are compared so, and from the last that are the same both run on, side by side,
-    until they part: to the first that differ, or to `stop`. What parts in that step is named in the order in which it
-    came about, so that it shows where it begins: with the batch, the loss, a gradient, or only the update. Steps may
-    donate; the states given stay good.
+    For two `Run`s, their kept states are compared first. From the last equal ones both runs are replayed side by side
+    until they differ, up to the first kept states that differ or to `stop`. The differences in that step are listed in
+    the order in which they arise (batch, loss, gradients, update), so the first one shows the cause. Steps may donate;
+    the states given stay usable.
 
-    Two machines or two versions: a log of `fingerprint(state)` on each tells between which steps to look. From the
-    last checkpoint before, log each step, the batch and the gradients too:
-    `prints(found.state, ll.debug.fingerprint({"batch": found.batch, "grads": found.grads}))` of a `replay`. Eager
-    against compiled: two `Run`s from one state, with a tolerance.
+    For runs on two machines or versions, a log of `fingerprint(state)` on each shows between which steps to look. From
+    the last checkpoint before, log each step with its batch and gradients:
+    `prints(found.state, ll.debug.fingerprint({"batch": found.batch, "grads": found.grads}))` of a `replay`. To compare
+    eager with compiled, use two `Run`s from one state, with a tolerance.
 
     Args:
         one, other: two `Run`s, or two mappings.
-        stop: where to end if the runs have not parted; without it, at the last kept states in common.
+        stop: step to end at if the runs have not parted. Defaults to the last kept states that both have.
         rtol, atol: see `differences`; both 0 compares bits.
 
-    Where kept states differ, and the same steps replayed do not, what parted the runs is in neither's functions: they
-    ran on another machine, or by another version. `replayed` is None then, and the steps are those of kept states.
+    If kept states differ but the replayed steps do not, the cause is not in the functions of either run: they ran on
+    different machines or versions. Then `replayed` is None, and the steps are those of kept states.
 
     Raises:
-        ValueError: no step in common, or nothing to run on to.
-        TypeError: a run and a mapping: log the run, or give both with their steps.
+        ValueError: the runs have no step in common, or there is no step to run to.
+        TypeError: a run and a mapping: log the run, or give both as mappings.
     """
     if isinstance(one, Run) != isinstance(other, Run):
         raise TypeError(
@@ -114,40 +115,54 @@ def first_difference(
         )
     first: Mapping[int, Any] = _by_step(one.states) if isinstance(one, Run) else one
     second: Mapping[int, Any] = _by_step(other.states) if isinstance(other, Run) else other
+
+    def compare(one: Any, other: Any) -> list[LeafDifference]:
+        return differences(one, other, rtol=rtol, atol=atol)
+
+    kept, equal, steps = _difference_of_kept(first, second, compare)
+    if equal is None or not (isinstance(one, Run) and isinstance(other, Run)):
+        return kept
+    if kept is None and steps == 1 and stop is None:
+        raise ValueError(f"the runs have one state in common, at step {equal}; give stop=, a step to run on to")
+    ends = [end for end in (stop, None if kept is None else kept.different) if end is not None]
+    return _side_by_side((one, other), (first[equal], second[equal]), min(ends, default=equal), compare) or kept
+
+
+Compare = Callable[[Any, Any], list[LeafDifference]]
+
+
+def _difference_of_kept(
+    first: Mapping[int, Any], second: Mapping[int, Any], compare: Compare
+) -> tuple[Difference | None, int | None, int]:
+    """The first difference of kept states, the last step at which they are equal, and the number of common steps."""
     steps = sorted(set(first) & set(second))
     if not steps:
         raise ValueError(
             f"the runs have no step in common: one has {_listed(first)}, the other {_listed(second)}; keep or log "
             "both at the same steps, such as ll.every_n_steps(100), or give them one state to begin with"
         )
-
-    def leaves_at(step: int) -> list[LeafDifference]:
-        return differences(first[step], second[step], rtol=rtol, atol=atol)
-
-    lazy = isinstance(first, _Saved) or isinstance(second, _Saved)
-    index = (_bisect if lazy else _scan)(steps, lambda step: bool(leaves_at(step)))
+    on_disk = isinstance(first, _Saved) or isinstance(second, _Saved)
+    search = _bisect if on_disk else _scan
+    index = search(steps, lambda step: bool(compare(first[step], second[step])))
     equal = steps[index - 1] if index else None
-    kept = Difference(equal, steps[index], leaves_at(steps[index])) if index < len(steps) else None
-    if equal is None or not (isinstance(one, Run) and isinstance(other, Run)):
-        return kept
-    if kept is None and len(steps) == 1 and stop is None:
-        raise ValueError(f"the runs have one state in common, at step {equal}; give stop=, a step to run on to")
-    ends = [end for end in (stop, None if kept is None else kept.different) if end is not None]
-    return _side_by_side(one, other, first[equal], second[equal], min(ends, default=equal), rtol, atol) or kept
+    if index == len(steps):
+        return None, equal, len(steps)
+    different = steps[index]
+    return Difference(equal, different, compare(first[different], second[different])), equal, len(steps)
 
 
 def _listed(steps: Iterable[int]) -> str:
-    found = sorted(steps)
-    return f"steps {found[0]} to {found[-1]}" if found else "none"
+    ordered = sorted(steps)
+    return f"steps {ordered[0]} to {ordered[-1]}" if ordered else "none"
 
 
 def _scan(steps: Sequence[int], differ: Callable[[int], bool]) -> int:
-    """Where the first of the steps is that differs, or how many there are."""
+    """The index of the first step that differs, or the number of steps."""
     return next((index for index, step in enumerate(steps) if differ(step)), len(steps))
 
 
 def _bisect(steps: Sequence[int], differ: Callable[[int], bool]) -> int:
-    """The same, where all that come after one that differs do."""
+    """The same, if all steps after one that differs do."""
     low, high = 0, len(steps)
     while low < high:
         middle = (low + high) // 2
@@ -155,42 +170,48 @@ def _bisect(steps: Sequence[int], differ: Callable[[int], bool]) -> int:
     return low
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
+    """A state of a run, its batch, and the metrics of the step before."""
+
     state: TrainState
     batch: Any
     metrics: dict[str, Metric] | None
 
 
 def _side_by_side(
-    one: Run, other: Run, first: TrainState, second: TrainState, stop: int, rtol: float, atol: float
+    runs: tuple[Run, Run], starts: tuple[TrainState, TrainState], stop: int, compare: Compare
 ) -> Difference | None:
-    """Both runs on from states that are the same, to the first that are not or to a step."""
-    runs = one, other
-    walks = [
-        _walk(run.train_step, copy_state(start), run.loader) for run, start in zip(runs, (first, second), strict=True)
-    ]
-    before: list[_Place] | None = None
+    """Continue both runs from states that are the same, until they differ or to a step."""
+    walks = [_walk(run.train_step, copy_state(start), run.loader) for run, start in zip(runs, starts, strict=True)]
+    before: list[_Position] | None = None
     for pair in zip(*walks, strict=True):
-        now = [_Place(*place) for place in pair]
-        leaves = differences(now[0].state, now[1].state, rtol=rtol, atol=atol)
-        if leaves and before is not None:
-            rows = [_indices(run.loader, was.state) for run, was in zip(runs, before, strict=True)]
-            known = all(indices is not None for indices in rows)
-            replayed = [
-                Replayed(
-                    state=was.state,
-                    indices=indices if known else None,
-                    batch=was.batch,
-                    metrics=place.metrics or {},
-                    grads=None if run.grad_fn is None else run.grad_fn(was.state, was.batch).grads,
-                    after=place.state,
-                )
-                for run, was, place, indices in zip(runs, before, now, rows, strict=True)
-            ]
-            leaves = differences(*replayed, rtol=rtol, atol=atol)
-            different = max(place.state.step for place in now)
-            return Difference(before[0].state.step, different, leaves, (replayed[0], replayed[1]))
-        if max(place.state.step for place in now) >= stop:
+        now = [_Position(*position) for position in pair]
+        step = max(position.state.step for position in now)
+        if before is not None and compare(now[0].state, now[1].state):
+            replayed = _replayed(runs, before, now)
+            return Difference(before[0].state.step, step, compare(*replayed), replayed)
+        if step >= stop:
             return None
-        before = [place._replace(state=copy_state(place.state)) for place in now]  # which the step may spend
+        before = [position._replace(state=copy_state(position.state)) for position in now]  # which the step may spend
     return None
+
+
+def _replayed(
+    runs: tuple[Run, Run], before: Sequence[_Position], after: Sequence[_Position]
+) -> tuple[Replayed, Replayed]:
+    """The step of both runs between two positions; with indices if both loaders tell them."""
+    indices = [_indices(run.loader, position.state) for run, position in zip(runs, before, strict=True)]
+    if any(rows is None for rows in indices):
+        indices = [None, None]
+    one, other = (
+        Replayed(
+            state=start.state,
+            indices=rows,
+            batch=start.batch,
+            metrics=end.metrics or {},
+            grads=None if run.grad_fn is None else run.grad_fn(start.state, start.batch).grads,
+            after=end.state,
+        )
+        for run, start, end, rows in zip(runs, before, after, indices, strict=True)
+    )
+    return one, other

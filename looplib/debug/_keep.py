@@ -14,13 +14,13 @@ from looplib._core.checks import check_optional_count
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import local
 from looplib.checkpoint._io import CheckpointIO
-from looplib.debug._differences import _same_bits, leaves_by_path
+from looplib.debug._fingerprint import leaves_by_path, same_bits
 from looplib.state import copy_state
-from looplib.types import TrainState
+from looplib.types import _TREES, TrainState
 
 
 def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | None = None) -> dict[int, TrainState]:
-    """The kept states of a run and one more, which costs only what differs from the last of them.
+    """Keep states of a run in memory: the states kept so far and one more, which shares what has not changed.
 
     >>> import looplib as ll, torch
     >>> model, optimizer = torch.nn.Linear(100, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
@@ -34,20 +34,21 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
     >>> len(kept), nbytes(kept[0].params), nbytes([state.params for state in kept.values()])
     (10, 404, 440)
 
-    A tensor with the same bits as in the last one kept is shared with it: a frozen parameter, an unchanged buffer.
-    The others are copied, so that the run, if its steps donate, spends none that is kept. What all of them take is
-    `nbytes(list(kept.values()))`.
+    A tensor with the same bits as in the last kept state is shared with it: a frozen parameter, an unchanged buffer.
+    All others are copied, so donated steps do not spend a kept state. `nbytes(list(kept.values()))` is the memory of
+    all of them.
 
-    With `at_most`, the first and the last stay, and between them those go first that stand closest for their age.
-    What is left stands ever wider apart, so that a step is replayed from about as far before it as it lies back.
+    With `at_most`, the first and the last state stay, and of the others the one is dropped whose neighbours are
+    closest together relative to its age. The older the states, the wider they are apart, so replaying a step takes
+    time in proportion to how long ago it was.
 
     Args:
-        kept: by step; `{}` to begin with. It is left as it is.
-        state: no earlier than those.
-        at_most: how many to keep, 2 or more; None for all.
+        kept: states by step; `{}` to begin with. It is not changed.
+        state: a state that is not older than those.
+        at_most: the largest number of states to keep, 2 or more; None keeps all.
 
     Raises:
-        ValueError: the state is from before the last one kept, or `at_most` is below 2.
+        ValueError: the state is older than the last one kept, or `at_most` is below 2.
         DonatedStateError: the state is spent.
     """
     check_optional_count("at_most", at_most, 2, "give 2 or more: the first state and the last are always kept")
@@ -58,46 +59,55 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
             "another in a run. After a roll-back, take the others along no further: "
             f"kept = {{step: state for step, state in kept.items() if step <= {state.step}}}"
         )
-    known = {} if last is None else dict(leaves_by_path(kept[last]))
+    shareable = {} if last is None else dict(leaves_by_path(kept[last]))
+    states = {**kept, state.step: _sharing_copy(state, shareable)}
+    return {step: states[step] for step in _thinned(sorted(states), at_most)}
+
+
+def _sharing_copy(state: TrainState, shareable: Mapping[str, Any]) -> TrainState:
+    """A copy of a state whose tensors are the shareable ones at the same paths, where they are interchangeable."""
     copies: dict[int, Tensor] = {}
 
-    def own(place: str, leaf: Any) -> Any:
+    def copy_of(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in copies:
-            old, plain = known.get(place), leaf.detach().requires_grad_(leaf.requires_grad)
+            old, plain = shareable.get(path), leaf.detach().requires_grad_(leaf.requires_grad)
             if isinstance(old, Tensor) and old is not leaf and _interchangeable(old, plain):
                 copies[id(leaf)] = old
             else:
                 copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
-    owned = {}
-    for name in ("params", "buffers", "opt_state", "extra"):
-        paths = (f"/{name}{trees.pointer(path)}" for path, _ in trees.leaves(getattr(state, name)))
-        owned[name] = trees.map_leaves(lambda leaf, paths=paths: own(next(paths), leaf), getattr(state, name))
-    found = {**kept, state.step: state.replace(**owned)}
-    steps = sorted(found)
+    def copy_tree(name: str) -> Any:
+        tree = getattr(state, name)
+        paths = (f"/{name}{trees.pointer(path)}" for path, _ in trees.leaves(tree))
+        return trees.map_leaves(lambda leaf: copy_of(next(paths), leaf), tree)
+
+    return state.replace(**{name: copy_tree(name) for name in _TREES})
+
+
+def _thinned(steps: list[int], at_most: int | None) -> list[int]:
+    """At most so many of the steps, spread so that the gap that each leaves is about the same part of its age."""
     while at_most is not None and len(steps) > at_most:
-        # Where they stand apart by a factor, the gap that each would leave is the same part of its age.
         neighbours = zip(steps, steps[1:], steps[2:], strict=False)
         gaps = [(after - before) / (steps[-1] - at) for before, at, after in neighbours]
         del steps[1 + gaps.index(min(gaps))]
-    return {step: found[step] for step in steps}
+    return steps
 
 
 def _interchangeable(old: Tensor, new: Tensor) -> bool:
-    """Not only in their bits, but for whoever computes with them."""
+    """Are two tensors the same in their bits, and for every computation?"""
 
-    def kind(tensor: Tensor) -> Any:
+    def layout(tensor: Tensor) -> Any:
         strides = tensor.stride() if tensor.layout == torch.strided else None
         return type(tensor), tensor.device, tensor.layout, strides, tensor.requires_grad
 
-    return kind(old) == kind(new) and _same_bits(old, new)
+    return layout(old) == layout(new) and same_bits(old, new)
 
 
 def nbytes(tree: Any) -> int:
-    """How many bytes the tensors of a tree take, each piece of memory counted once, however many share it.
+    """Memory of the tensors of a tree in bytes; memory that several tensors share counts once.
 
     >>> import torch
     >>> weight = torch.zeros(1000)
@@ -105,7 +115,7 @@ def nbytes(tree: Any) -> int:
     (4000, 8000)
 
     Args:
-        tree: any pytree: a state, a list of states, a batch. Of a DTensor, what this process holds.
+        tree: a state, a list of states, a batch. Of a DTensor, this process's shard counts.
 
     Raises DonatedStateError for a spent state.
     """
@@ -117,7 +127,7 @@ def nbytes(tree: Any) -> int:
 
 
 class _Saved(Mapping[int, TrainState]):
-    """The states of a directory of checkpoints, each read when it is asked for."""
+    """Checkpoints by step, each read when it is asked for."""
 
     def __init__(self, ckpt: CheckpointIO, state: TrainState) -> None:
         self._ckpt, self._like = ckpt, copy_state(state)  # which is bound to no module that a restore would write to
@@ -131,14 +141,14 @@ class _Saved(Mapping[int, TrainState]):
         return step in list(self)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(sorted({found.step for found in self._ckpt.steps()}))
+        return iter(sorted({checkpoint.step for checkpoint in self._ckpt.steps()}))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
 def saved_states(ckpt: CheckpointIO, state: TrainState) -> Mapping[int, TrainState]:
-    """The states of a directory of checkpoints by their steps, each read when it is asked for.
+    """Checkpoints as a mapping from steps to states, each read when it is asked for.
 
     >>> import looplib as ll, tempfile, torch
     >>> folder = tempfile.TemporaryDirectory()
@@ -151,13 +161,13 @@ def saved_states(ckpt: CheckpointIO, state: TrainState) -> Mapping[int, TrainSta
     ([0, 500], 500)
     >>> folder.cleanup()
 
-    So `replay(train_step, saved_states(ckpt, state), loader, 730)` begins at the checkpoint of step 500. Nothing is
-    written into the module that `state` is bound to.
+    With it, `replay(train_step, saved_states(ckpt, state), loader, 730)` begins at the checkpoint of step 500. The
+    module that `state` is bound to is not written to.
 
     Args:
         ckpt: from `checkpoint_io`.
-        state: any state of that structure, such as that of `init_state`; it stays good.
+        state: any state of the same structure, such as that of `init_state`; it stays usable.
 
-    Asking for a step raises what `ckpt.restore` does, and KeyError for one that is not there.
+    Reading a step raises what `ckpt.restore` raises, and KeyError if there is no such checkpoint.
     """
     return _Saved(ckpt, state)

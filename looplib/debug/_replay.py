@@ -1,12 +1,12 @@
 """Replay: take any step of a run again.
 
-A step is a function of a state and a batch, and the batch one of the state. So a kept state holds all of the run that
-came after it: any step is had again, to the bit, by going there, and two runs that should be one are compared by
-going on with both from where they still were.
+A step is a function of a state and a batch, and the batch is a function of the state. So a kept state determines the
+rest of the run: training on from it gives every later step again, to the bit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from looplib._core.checks import is_count
 from looplib._core.ranks import is_first
 from looplib.log._progress import progress
 from looplib.metrics._mean import compute
@@ -28,15 +29,15 @@ States = TrainState | Mapping[int, TrainState]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Replayed:
-    """One step of a run, as it was.
+    """A step of a run, replayed.
 
     Attributes:
-        state: the one before the step.
-        indices: of the batch's rows in the dataset, where the loader can tell.
-        batch: what the step was given.
-        metrics: those of the step.
-        grads: name -> gradient, where a `grad_fn` was given.
-        after: the state that it returned.
+        state: before the step.
+        indices: of the batch's samples in the dataset, if the loader can tell.
+        batch: of the step.
+        metrics: of the step.
+        grads: name -> gradient, if a `grad_fn` was given.
+        after: the state that the step returned.
     """
 
     state: TrainState
@@ -60,7 +61,7 @@ def replay(
     grad_fn: GradFn | None = None,
     donate: bool = False,
 ) -> Replayed:
-    """The batch, the loss and the gradients of any step again, from a state kept at or before it.
+    """Replay a step: its batch, loss and gradients, from a state kept at or before it.
 
     >>> import looplib as ll, torch
     >>> model, optimizer = torch.nn.Linear(1, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
@@ -74,37 +75,40 @@ def replay(
     >>> found.batch.shape, sorted(found.grads), found.after.step, kept.step
     (torch.Size([4, 1]), ['bias', 'weight'], 8, 0)
 
-    The run goes on from the state that is nearest before, with the loader, up to that step and through it: the update
-    from a state at step 7 to one at step 8 is step 7. Where its batch was skipped (`found.after.skipped`), the next
-    one tried at the same step is `replay(train_step, found.after, loader, 7)`.
+    Training continues from the nearest kept state before the step, and through it. Step 7 is the update from a state
+    at step 7 to one at step 8. If its batch was skipped (`found.after.skipped`), `replay(train_step, found.after,
+    loader, 7)` gives the next batch that was tried at the same step.
 
-    The bits are those of the run, if what it did between its steps is in `train_step` too: a loop that changes
-    `state.extra` for the step to read, or makes two updates on a batch, is given as a function
-    `(state, batch) -> (state, metrics)` of all that. The states given stay good, whether the step donates or not, and
-    those returned share no tensor with them. A replay of more than a second shows a bar in a terminal or notebook.
+    The bits are those of the run if all that the run does between its steps is in `train_step`. If your loop changes
+    `state.extra` for the step to read, or makes two updates per batch, pass a function
+    `(state, batch) -> (state, metrics)` that does all of it. The states given stay usable, even if the step donates,
+    and those returned share no tensor with them. A replay of more than a second shows a progress bar in a terminal or
+    notebook.
 
     Args:
-        train_step: the run's own.
-        state: one of the run, or a mapping from steps to such, as `keep` and `saved_states` give them.
-        loader: the run's own: a function from a state to what is left of its epoch.
-        step: which one, as `state.step` counts them.
-        grad_fn: for the gradients too: the one that the step was made of.
-        donate: a step that donates may spend the state given. For a module wrapped in DDP or FSDP2, which works on
-            its own tensors alone: the state is then one bound to it, and the grad_fn left out.
+        train_step: the train step of the run.
+        state: a state of the run, or a mapping from steps to states, as `keep` and `saved_states` return.
+        loader: the loader of the run: a function from a state to the rest of its epoch.
+        step: the step to replay, as `state.step` counts.
+        grad_fn: the one that the step was made of, to get the gradients too.
+        donate: let a donated step spend the state given. Needed for a module wrapped in DDP or FSDP2, which works on
+            its own tensors alone: pass a state that is bound to it, and no `grad_fn`.
 
     Raises:
-        ValueError: no state at or before the step, a step that no batch begins with, a loader that gives no batch.
-        TypeError: a step that is no whole number, a state that is none.
+        ValueError: no state at or before the step, a step that no batch begins with, a loader without batches.
+        TypeError: a step that is not a whole number, a state that is not a state.
     """
-    if isinstance(step, bool) or not isinstance(step, int):
+    if not is_count(step, -math.inf):
         raise TypeError(f"step is {step!r}; give a whole number, as state.step counts them")
     start = _nearest(_by_step(state), step)
     start = start if donate else copy_state(start)
-    whole = TrainState(epoch_length=max(step - start.step, 1))
+    steps_to_go = TrainState(epoch_length=max(step - start.step, 1))
     walk = _walk(train_step, start, loader)
     disable = None if is_first() else True  # None: unless in a terminal or a notebook
-    with closing(progress(walk, whole, desc=f"to step {step}", leave=False, delay=1.0, disable=disable)) as places:
-        now, batch, _ = next(place for place in places if place[0].step >= step)
+    with closing(
+        progress(walk, steps_to_go, desc=f"to step {step}", leave=False, delay=1.0, disable=disable)
+    ) as positions:
+        now, batch, _ = next(position for position in positions if position[0].step >= step)
     if now.step > step:
         raise ValueError(
             f"no batch begins at step {step}: one begins before it and ends at step {now.step}, as several updates "
@@ -138,7 +142,7 @@ def _nearest(states: Mapping[int, TrainState], step: int) -> TrainState:
 def _walk(
     train_step: TrainStep, state: TrainState, loader: Batches
 ) -> Iterator[tuple[TrainState, Any, dict[str, Metric] | None]]:
-    """A run without end: each state, its batch, and the metrics of the step that led there."""
+    """A run without end: each state, its batch, and the metrics of the step before."""
     metrics: dict[str, Metric] | None = None
     while True:
         empty = True

@@ -17,13 +17,13 @@ from looplib.types import GradFn, TrainState
 
 @dataclass(frozen=True, slots=True)
 class SampleScore:
-    """One row of a batch by itself.
+    """Loss and gradient norm of one sample by itself.
 
     Attributes:
-        row: which of the batch.
-        index: of the dataset, where that is known.
-        loss: of this row alone.
-        grad_norm: of its gradient, over all parameters.
+        row: of the sample in the batch.
+        index: of the sample in the dataset, if known.
+        loss: of this sample alone.
+        grad_norm: norm of its gradient, over all parameters.
     """
 
     row: int
@@ -40,7 +40,7 @@ def worst_samples(
     *,
     batch_size: Callable[[Any], int] = batch_size,
 ) -> list[SampleScore]:
-    """The rows of a batch by the norms of their own gradients, largest first: who made the spike.
+    """Rank the samples of a batch by the norm of their own gradients, to find the cause of a spike.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -49,27 +49,27 @@ def worst_samples(
     >>> [row.index for row in worst_samples(grad_fn, ll.init_state(model), batch, indices)]
     [7, 12, 31]
 
-    Losses and norms that are infinite or NaN come first. Each row goes through `grad_fn` alone, as a batch of one:
-    what is drawn within the model differs from what the row met among the others, and BatchNorm in training mode,
-    which cannot do with one row, is to be put into eval mode before `make_grad_fn`.
+    Infinite and NaN losses and norms come first, then the largest norms. Each sample goes through `grad_fn` as a
+    batch of one, so dropout draws a different mask from the one in training. Put BatchNorm into eval mode before
+    `make_grad_fn`, since it cannot normalize one sample.
 
-    With the `Replayed` step of the spike: `worst_samples(grad_fn, found.state, found.batch, found.indices)`.
+    After replaying the step of the spike: `worst_samples(grad_fn, found.state, found.batch, found.indices)`.
 
     Args:
-        grad_fn: from `make_grad_fn` or `make_per_sample_grad_fn`; not clipped, or all norms are the clip's.
-        state: the one that the batch was met at.
-        batch: anything that `accumulate` can cut.
-        indices: (batch,) of the rows in the dataset.
-        batch_size: counts the rows.
+        grad_fn: from `make_grad_fn` or `make_per_sample_grad_fn`, without clipping, which would make all norms equal.
+        state: the state before the step.
+        batch: any batch that `accumulate` can split.
+        indices: (batch,) of the samples in the dataset.
+        batch_size: counts the samples.
 
-    Raises ValueError for indices that are not one for each row.
+    Raises ValueError for indices that are not one for each sample.
     """
     count = batch_size(batch)
     if indices is not None and len(indices) != count:
         raise ValueError(f"{len(indices)} indices for a batch of {count} rows; give one for each")
     scores = []
-    for row, piece in enumerate(split(batch, count, [1] * count, batch_size)):
-        out = grad_fn(state, piece)
+    for row, sample in enumerate(split(batch, count, [1] * count, batch_size)):
+        out = grad_fn(state, sample)
         index = None if indices is None else indices[row]
         index = index.item() if isinstance(index, Tensor) else index
         norm = float(global_norm(grad.double() for grad in out.grads.values()))

@@ -432,7 +432,7 @@ def test_any_flipped_bit_changes_the_fingerprint_of_its_leaf_alone(data):
     after = fingerprint({**tree, name: flipped})
     assert {place for place in before if before[place] != after[place]} == {f"/{name}"}
     (found,) = differences(tree, {**tree, name: flipped})
-    assert (found.place, found.differing, found.numel) == (f"/{name}", 1, tree[name].numel())
+    assert (found.path, found.differing, found.numel) == (f"/{name}", 1, tree[name].numel())
 
 
 def test_another_process_finds_the_same_fingerprint():
@@ -531,7 +531,7 @@ def test_one_number_moved_by_one_ulp_is_found_at_its_step(at, name, donate):
     found = first_difference(one, two, stop=15)
     assert (found.equal, found.different) == (at, at + 1)
     # Batch, metrics and gradients are the same, and of all that the step made one number is not.
-    assert [(leaf.place, leaf.differing) for leaf in found.leaves] == [(f"/after/params/{name}", 1)]
+    assert [(leaf.path, leaf.differing) for leaf in found.leaves] == [(f"/after/params/{name}", 1)]
     mine, its = found.replayed
     first = mine.after.params[name].view(-1)[0].detach()
     assert torch.nextafter(first, torch.tensor(math.inf)) == its.after.params[name].view(-1)[0]
@@ -595,7 +595,7 @@ def test_two_logs_and_a_log_against_states_tell_the_step(tmp_path):
     first, second = map(read_fingerprints, paths)
     for found in (first_difference(first, second), first_difference(kept, second), first_difference(second, kept)):
         assert (found.equal, found.different) == (6, 7)
-        assert [leaf.place for leaf in found.leaves] == ["/params/0.weight"]
+        assert [leaf.path for leaf in found.leaves] == ["/params/0.weight"]
     assert first_difference(kept, first) is None
 
 
@@ -624,9 +624,9 @@ def test_what_parts_first_is_named_first():
             yield (x.roll(1, 0) if (state.epoch, k) == (1, 1) else x), y
 
     found = first_difference(run, Run(case.step, case.state, poisoned, case.grad_fn), stop=20)
-    assert (found.equal, found.leaves[0].place, found.leaves[1].place[:9]) == (6, "/batch/0", "/metrics/")
+    assert (found.equal, found.leaves[0].path, found.leaves[1].path[:9]) == (6, "/batch/0", "/metrics/")
     assert found.leaves[0].differing == 16 * 64
-    assert any(leaf.place == "/grads/0.weight" for leaf in found.leaves)
+    assert any(leaf.path == "/grads/0.weight" for leaf in found.leaves)
 
     class Told:
         def __call__(self, state):
@@ -642,7 +642,7 @@ def test_what_parts_first_is_named_first():
     assert [replayed.indices.item() for replayed in found.replayed] == [0, 0]
     untold = Run(changed_at(case.step, 3, "0.bias"), case.state, poisoned)
     found = first_difference(Run(case.step, case.state, Told()), untold, stop=9)
-    assert [leaf.place for leaf in found.leaves] == ["/after/params/0.bias"]
+    assert [leaf.path for leaf in found.leaves] == ["/after/params/0.bias"]
 
     def scaled(state, batch, *part):
         out = case.grad_fn(state, batch, *part)
@@ -651,7 +651,7 @@ def test_what_parts_first_is_named_first():
     found = first_difference(
         run, Run(ll.make_train_step(scaled, case.optimizer), case.state, case.loader, scaled), stop=9
     )
-    assert (found.equal, found.leaves[0].place) == (4, "/grads/0.weight")
+    assert (found.equal, found.leaves[0].path) == (4, "/grads/0.weight")
 
     optimizer = ll.optimizer(torch.optim.AdamW, lr=lambda step: 0.01 * (1 + (step == 3)))
     runs = [
@@ -659,7 +659,7 @@ def test_what_parts_first_is_named_first():
         for each in (flat, optimizer)
     ]
     found = first_difference(*runs, stop=9)
-    assert (found.equal, found.leaves[0].place) == (3, "/after/params/0.weight")
+    assert (found.equal, found.leaves[0].path) == (3, "/after/params/0.weight")
 
 
 @both_steps
@@ -678,7 +678,7 @@ def test_another_way_to_the_same_numbers_parts_in_bits_and_not_beyond_a_toleranc
     # The pieces' sums are rounded elsewhere: in the last bits of float32, from the first steps on.
     found = first_difference(*runs, stop=10)
     assert found.equal <= 1
-    assert found.leaves[0].place.startswith(("/grads/", "/metrics/"))
+    assert found.leaves[0].path.startswith(("/grads/", "/metrics/"))
     assert first_difference(*runs, stop=10, rtol=1e-4, atol=1e-5) is None
 
     def slower(state, batch):
@@ -690,7 +690,7 @@ def test_another_way_to_the_same_numbers_parts_in_bits_and_not_beyond_a_toleranc
     other = Run(slower, runs[1].states, runs[1].loader, runs[1].grad_fn)
     found = first_difference(runs[0], other, stop=10, rtol=1e-4, atol=1e-4)
     assert (found.equal, found.different) == (7, 8)
-    assert {leaf.place.split("/")[2] for leaf in found.leaves} == {"params"}
+    assert {leaf.path.split("/")[2] for leaf in found.leaves} == {"params"}
 
 
 def test_runs_that_cannot_be_compared_are_refused():

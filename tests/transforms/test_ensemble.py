@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -861,7 +862,7 @@ def test_torch_warns_of_no_loop_over_the_members():
     code = """
         import sys, torch
         torch.set_num_threads(1)
-        sys.path.insert(0, sys.argv[1])
+        sys.path[:0] = sys.argv[1:]
         import test_ensemble as t
         for name in ("convolutions", "attention", "an encoder of torch with dropout in attention"):
             make, loss_fn, data = t.MODELS[name]
@@ -874,7 +875,8 @@ def test_torch_warns_of_no_loop_over_the_members():
             for batch in data()[:1]:
                 step(stack, batch)
         """
-    out = python(textwrap.dedent(code), __file__.rpartition("/")[0])
+    folder = Path(__file__).parent
+    out = python(textwrap.dedent(code), folder, folder.parent)
     assert out.returncode == 0, out.stderr
     assert out.stderr == ""
 

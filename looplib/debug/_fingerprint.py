@@ -1,0 +1,117 @@
+"""Fingerprints of states: short hashes of the bits of each leaf."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core import trees
+from looplib._core.ranks import is_sharded
+from looplib.checkpoint._format import bytes_of, local
+from looplib.log._sinks import read_jsonl
+from looplib.metrics._mean import Mean
+
+Fingerprint = Mapping[str, str]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def fingerprint(tree: Any) -> dict[str, str]:
+    """Fingerprint of a state or of any tree: a short hash for each leaf, equal only if the bits are equal.
+
+    >>> import looplib as ll, torch
+    >>> state = ll.init_state(torch.nn.Linear(2, 1), seed=3)
+    >>> hashes = fingerprint(state)
+    >>> hashes["/seed"], len(hashes["/params/weight"]), hashes == fingerprint(ll.copy_state(state))
+    ('3', 16, True)
+
+    Log fingerprints to find where two runs part that are on different machines or versions. On each machine:
+
+        prints = ll.jsonl("prints.jsonl")
+        ...
+        if print_now(state):
+            prints(state, ll.debug.fingerprint(state))
+
+    Then compare the logs: `first_difference(read_fingerprints("a.jsonl"), read_fingerprints("b.jsonl"))`.
+
+    Args:
+        tree: a state; or any tree of tensors, NumPy arrays and plain values, such as a batch, or
+            `{"state": state, "batch": batch}`.
+
+    A tensor's fingerprint is a hash of its dtype, shape and bytes, whatever its device and strides. Of a DTensor it is
+    the hash of this process's shard. A plain value stands for itself. 0.0 and -0.0 differ, and two NaNs may. Each
+    tensor is copied to the host.
+
+    Raises TypeError for a leaf that is none of these, with its path.
+    """
+    return {path: _hash(path, leaf) for path, leaf in leaves_by_path(tree)}
+
+
+def leaves_by_path(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree by path, such as /params/0.weight; a `Mean` is its value, in however many parts it came."""
+    for path, leaf in trees.leaves(tree, is_leaf=lambda node: isinstance(node, Mean)):
+        yield trees.pointer(path) or "/", leaf.compute() if isinstance(leaf, Mean) else leaf
+
+
+def _hash(path: str, leaf: Any) -> str:
+    if isinstance(leaf, _PLAIN):
+        text = repr(leaf)
+        return text if len(text) <= 32 else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    if isinstance(leaf, Tensor):
+        data = bits_of(leaf).cpu()
+        content = bytes_of(data)
+    elif hasattr(leaf, "tobytes") and hasattr(leaf, "shape"):  # NumPy's
+        content = memoryview(leaf.tobytes())
+    else:
+        raise TypeError(
+            f"{path} is a {type(leaf).__name__}, which has no bytes to take a fingerprint of; give a tree of "
+            "tensors, NumPy arrays and plain values"
+        )
+    digest = hashlib.blake2b(repr((leaf.dtype, tuple(leaf.shape))).encode(), digest_size=8)
+    digest.update(content)
+    return digest.hexdigest()
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as uint8, in the order of its numbers."""
+    tensor = local(tensor) if is_sharded(tensor) else tensor.detach()
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Do two tensors have the same dtype, shape and bytes?"""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(bits_of(one), bits_of(other).to(one.device))
+
+
+def read_fingerprints(path: str | os.PathLike[str]) -> dict[int, dict[str, str]]:
+    """Read the fingerprints from a `jsonl` log, by step.
+
+    >>> import looplib as ll, tempfile
+    >>> path = tempfile.mkdtemp() + "/prints.jsonl"
+    >>> for step in (0, 10):
+    ...     ll.jsonl(path)(ll.TrainState(step=step), fingerprint({"x": step / 10}))
+    >>> read_fingerprints(path)
+    {0: {'/x': '0.0'}, 10: {'/x': '1.0'}}
+
+    Other rows of the log are skipped. If the run went back to an earlier step, what it had logged beyond that step is
+    left out.
+
+    Args:
+        path: the log.
+
+    Raises FileNotFoundError when nothing has been logged yet.
+    """
+    by_step: dict[int, dict[str, str]] = {}
+    for row in read_jsonl(path):
+        if hashes := {name: str(value) for name, value in row.items() if name.startswith("/")}:
+            by_step = {step: kept for step, kept in by_step.items() if step < row["step"]}
+            by_step[row["step"]] = hashes
+    return by_step
