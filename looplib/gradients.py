@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
+from looplib._core import kinds, torch_private
 from looplib._core import modules as _modules
-from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.cuts import cuts_marked
 from looplib._core.engines import Alone
+from looplib._core.kinds import Made
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import tracing
@@ -155,8 +156,7 @@ def make_grad_fn(
             host.run(state.params, out.buffers, 0, host.engine.share_buffers)
         return out
 
-    grad_fn.many = microbatches  # type: ignore[attr-defined]
-    return grad_fn
+    return kinds.mark(grad_fn, Made("grad_fn", "make_grad_fn", microbatches=microbatches))
 
 
 def _warn_of_eval_mode(host: _modules.Host, names: Sequence[str]) -> None:
@@ -334,29 +334,64 @@ def record(name: str, value: Any, samples: int) -> Metric:
     raise ValueError(f"{name!r} has {found}; give a scalar, a Mean(total, weight), or another metric")
 
 
-def of_whole(name: str, grad_fn: GradFn, scaled: bool = False) -> GradFn:
-    """A `GradFn` that has a meaning for the gradients of a whole step alone, and is refused for a part of one.
+def check_grad_fn(grad_fn: Any, who: str) -> None:
+    """Raise unless it is, or may be, a function of state and batch to gradients."""
+    inside = f"; put it inside: make_train_step({who}(grad_fn, ...), optimizer)"
+    steps = ("train_step", "eval_step", "predict_step")
+    kinds.check(grad_fn, who, "grad_fn", advice=inside if kinds.kind_of(grad_fn) in steps else "")
+
+
+def check_whole(grad_fn: GradFn, who: str) -> None:
+    """Raise unless it is a `GradFn` whose gradients are those of the parameters, and not of each sample."""
+    check_grad_fn(grad_fn, who)
+    if (record := kinds.made(grad_fn)) is not None and record.per_sample:
+        raise ValueError(
+            f"gradients of each sample do not add up within {who}: bring them together inside, "
+            f"{who}(clip_per_sample({record.name}(...), max_norm), ...)"
+        )
+
+
+def check_parts(grad_fn: GradFn, who: str, but: str = "") -> None:
+    """Raise if the microbatches of a step, as `who` will ask for, have no meaning for this `GradFn`."""
+    check_whole(grad_fn, who)
+    for record in kinds.chain(grad_fn):
+        if record.whole_step and record.name != but:
+            raise ValueError(_order(record.name, who))
+
+
+def check_scalable(grad_fn: GradFn, who: str) -> None:
+    """Raise if the gradients of a scaled loss have no meaning for this `GradFn`."""
+    check_whole(grad_fn, who)
+    for record in kinds.chain(grad_fn):
+        if record.name == who:
+            raise ValueError(f"{who} within {who}: once is enough")
+        if record.whole_step and not record.scaled:
+            raise ValueError(_order(record.name, who))
+        if record.per_sample:
+            raise ValueError(PER_SAMPLE_SCALED)
+
+
+PER_SAMPLE_SCALED = (
+    "per-sample gradients within scale_loss are not supported: leave it out; autocast to torch.bfloat16, which needs "
+    "no loss scale"
+)
+
+
+def of_whole_step(name: str, function: GradFn, inner: GradFn, *, scaled: bool = False) -> GradFn:
+    """A wrapper that has a meaning for the gradients of a whole step alone, and is refused for a microbatch's.
 
     It is refused for the gradients of a scaled loss too, unless it may be `scaled`.
     """
+    check_whole(inner, name)
 
     def whole(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         if part.summed:
             raise ValueError(_order(name, "accumulate"))
         if part.scale is not None and not scaled:
             raise ValueError(_order(name, "scale_loss"))
-        return grad_fn(state, batch, part)
+        return function(state, batch, part)
 
-    whole.of_whole = name  # type: ignore[attr-defined]
-    return whole
-
-
-def check_parts(grad_fn: GradFn, wrapper: str) -> None:
-    """Raise if parts of a step, as `wrapper` will ask for, have no meaning for this `GradFn`."""
-    if not callable(grad_fn) or isinstance(grad_fn, nn.Module):
-        raise TypeError(f"{wrapper} got a {type(grad_fn).__name__}; give a grad_fn, as ll.make_grad_fn returns")
-    if name := getattr(grad_fn, "of_whole", None):
-        raise ValueError(_order(name, wrapper))
+    return kinds.mark(whole, Made("grad_fn", name, inner, whole_step=True, scaled=scaled))
 
 
 def _order(name: str, wrapper: str) -> str:

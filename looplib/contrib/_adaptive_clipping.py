@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib.gradients import of_whole
+from looplib.gradients import of_whole_step
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
 
@@ -54,7 +54,7 @@ def adaptive_grad_clip(
                     grad.mul_((most / _unit_norm(grad).clamp(min=1e-6)).clamp(max=1.0))
         return out
 
-    return of_whole("adaptive_grad_clip", clipped)
+    return of_whole_step("adaptive_grad_clip", clipped, grad_fn)
 
 
 def _unit_norm(tensor: Tensor) -> Tensor:

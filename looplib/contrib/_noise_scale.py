@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from looplib._core.kinds import Made, mark
 from looplib.contrib._per_sample import _examples, _together
+from looplib.gradients import check_grad_fn
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
@@ -37,6 +39,8 @@ def gradient_noise_scale(grad_fn: GradFn) -> GradFn:
     appendix A.1, with batches of 1 and of all examples.
     """
 
+    check_grad_fn(grad_fn, "gradient_noise_scale")
+
     def measured(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         out = _examples("gradient_noise_scale", grad_fn, state, batch, part)
         sums = {name: grad.sum(0) for name, grad in out.grads.items()}
@@ -48,4 +52,4 @@ def gradient_noise_scale(grad_fn: GradFn) -> GradFn:
             scale = Mean(trace, squared - trace / count)
         return _together(out, sums, part, {"gradient_noise_scale": scale})
 
-    return measured
+    return mark(measured, Made("grad_fn", "gradient_noise_scale", grad_fn))

@@ -19,12 +19,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from looplib._core import modules as _modules
 from looplib._core import torch_private, trees
 from looplib._core.cuts import cuts_marked
+from looplib._core.kinds import Made, mark
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import mean_of, multiply
-from looplib.gradients import of_this_model, record, split_loss
+from looplib.gradients import PER_SAMPLE_SCALED, of_this_model, record, split_loss
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Grads, LossFn, Metric, Part, TrainState
 
@@ -94,10 +95,7 @@ def make_per_sample_grad_fn(
                 "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)"
             )
         if part.scale is not None:
-            raise ValueError(
-                "per-sample gradients within scale_loss are not supported: leave it out; autocast to "
-                "torch.bfloat16, which needs no loss scale"
-            )
+            raise ValueError(PER_SAMPLE_SCALED)
         params, buffers = of_this_model(host, state)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
         samples, seed = (
@@ -160,7 +158,7 @@ def make_per_sample_grad_fn(
         }
         return Gradients(grads, metrics, buffers, samples)
 
-    return per_sample_grad_fn
+    return mark(per_sample_grad_fn, Made("grad_fn", "make_per_sample_grad_fn", per_sample=True))
 
 
 @dataclasses.dataclass(frozen=True)

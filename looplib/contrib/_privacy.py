@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.kinds import Made, mark
 from looplib._core.random import mix
 from looplib._core.tracing import tracing
 from looplib._objective import multiply
 from looplib.contrib._per_sample import _examples, _sum, _together
-from looplib.gradients import check_parts, of_whole
+from looplib.gradients import check_grad_fn, check_parts, of_whole_step
+from looplib.grads._wrapper import max_norm_of, seen
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Grads, Metric, Part, TrainState
 
@@ -47,6 +49,8 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; give a norm above 0")
 
+    check_grad_fn(grad_fn, "clip_per_sample")
+
     def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         out = _examples("clip_per_sample", grad_fn, state, batch, part)
         norms = _norms(out.grads)
@@ -58,8 +62,7 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
         }
         return _together(out, sums, part, metrics)
 
-    clipped.max_norm = max_norm  # type: ignore[attr-defined]
-    return clipped
+    return mark(clipped, Made("grad_fn", "clip_per_sample", grad_fn, max_norm=max_norm))
 
 
 def _norms(grads: Grads) -> Tensor:
@@ -119,8 +122,7 @@ def add_noise(
             least = "0 or more" if name == "noise_multiplier" else "above 0"
             raise ValueError(f"{name} is {value}; give a finite number {least}")
     check_parts(grad_fn, "add_noise")
-    if (norm := getattr(grad_fn, "max_norm", max_norm)) != max_norm:
-        raise ValueError(f"clip_per_sample has max_norm={norm} and add_noise max_norm={max_norm}: give both the same")
+    _check_norm(grad_fn, max_norm)
 
     def noisy(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         out = grad_fn(state, batch, dataclasses.replace(part, reduction="sum"))
@@ -142,4 +144,20 @@ def add_noise(
             grad.add_(noise, alpha=noise_multiplier * max_norm / size)
         return Gradients(out.grads, out.metrics, out.buffers, out.samples)
 
-    return of_whole("add_noise", noisy)
+    return of_whole_step("add_noise", noisy, grad_fn)
+
+
+def _check_norm(grad_fn: GradFn, max_norm: float) -> None:
+    norm = max_norm_of(grad_fn)
+    if norm is None:
+        found = ", ".join(seen(grad_fn)) or getattr(grad_fn, "__name__", type(grad_fn).__name__)
+        raise ValueError(
+            f"add_noise got gradients that are not clipped example by example, as far as it can see ({found}), so it "
+            "does not know how much noise hides a sample. Give it "
+            "add_noise(clip_per_sample(make_per_sample_grad_fn(...), max_norm), max_norm, ...), or accumulate around "
+            "the clipping. A wrapper of your own in between that makes no sample's gradient larger says so: "
+            "@ll.grads.wrapper(grad_fn, keeps_max_norm=True); one that clips says @ll.grads.wrapper(grad_fn, "
+            "max_norm=max_norm)"
+        )
+    if norm != max_norm:
+        raise ValueError(f"clip_per_sample has max_norm={norm} and add_noise max_norm={max_norm}: give both the same")

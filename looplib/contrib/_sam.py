@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from looplib.gradients import of_whole
+from looplib.gradients import of_whole_step
 from looplib.grads._clipping import global_norm
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
@@ -51,4 +51,4 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
         second = grad_fn(there, batch, dataclasses.replace(part, donate=False))
         return first._replace(grads=second.grads)
 
-    return of_whole("sam", sharp, scaled=True)
+    return of_whole_step("sam", sharp, grad_fn, scaled=True)

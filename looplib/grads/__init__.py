@@ -5,6 +5,7 @@ from looplib.grads._clipping import clip_by_global_norm, clip_by_value, global_n
 from looplib.grads._loss_scale import scale_loss
 from looplib.grads._oom import retry_on_oom
 from looplib.grads._over_ranks import reduce_gradients
+from looplib.grads._wrapper import wrapper
 
 __all__ = [
     "accumulate",
@@ -14,4 +15,5 @@ __all__ = [
     "reduce_gradients",
     "retry_on_oom",
     "scale_loss",
+    "wrapper",
 ]

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check_optional_count
+from looplib._core.kinds import made
 from looplib._core.ranks import several
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib._objective import mean_of_sums, sum_of_weights
 from looplib.gradients import check_parts, indices
+from looplib.grads._wrapper import kept
 from looplib.metrics._mean import merge
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
@@ -81,9 +83,7 @@ def accumulate(
             pieces = split(batch, count, sizes, batch_size)
         return over(grad_fn, state, pieces, count, part, dtype)
 
-    if hasattr(grad_fn, "max_norm"):  # which add_noise compares with its own
-        accumulated.max_norm = grad_fn.max_norm  # type: ignore[attr-defined]
-    return accumulated
+    return kept(accumulated, "accumulate", grad_fn)
 
 
 def over(
@@ -102,9 +102,9 @@ def over(
     if context.samples is None:
         context = dataclasses.replace(context, samples=count)
     whole = dataclasses.replace(part, reduction="sum", context=context)
-    many = getattr(grad_fn, "many", None)
-    if many is not None and dtype is None:
-        outs: list[Gradients] = many(state, pieces, whole)
+    record = made(grad_fn)
+    if record is not None and record.microbatches is not None and dtype is None:
+        outs: list[Gradients] = record.microbatches(state, pieces, whole)
     else:
         outs = _one_by_one(grad_fn, state, pieces, whole, dtype)
     weights = [out.weight for out in outs if out.weight is not None]

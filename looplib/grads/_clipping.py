@@ -16,7 +16,7 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.ranks import is_sharded
 from looplib._objective import multiply
-from looplib.gradients import of_whole
+from looplib.gradients import of_whole_step
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
@@ -54,7 +54,7 @@ def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0
             multiply(out.grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return out._replace(metrics={**out.metrics, "grad_norm": Mean(norm)})
 
-    return of_whole("clip_by_global_norm", clipped)
+    return of_whole_step("clip_by_global_norm", clipped, grad_fn)
 
 
 def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -116,4 +116,4 @@ def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
         torch_private.foreach_clamp_max_(grads, max_value)
         return out
 
-    return of_whole("clip_by_value", clipped)
+    return of_whole_step("clip_by_value", clipped, grad_fn)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from looplib._objective import multiply
-from looplib.gradients import of_whole
+from looplib.gradients import check_scalable, of_whole_step
 from looplib.metrics._mean import Mean
 from looplib.optim._loss_scale import _scale_of
 from looplib.optim._skipping import _finite
@@ -40,6 +40,8 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
     Source: Micikevicius et al., "Mixed precision training", 2018; `torch.amp.GradScaler`.
     """
 
+    check_scalable(grad_fn, "scale_loss")
+
     def scaled(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         if part.scale is not None:
             raise ValueError("scale_loss within scale_loss: once is enough")
@@ -56,4 +58,4 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
         multiply(out.grads, torch.where(_finite(out.grads.values()).to(factor.device), factor, torch.nan))
         return out._replace(metrics={**out.metrics, "loss_scale": Mean(scale)})
 
-    return of_whole("scale_loss", scaled, scaled=True)
+    return of_whole_step("scale_loss", scaled, grad_fn, scaled=True)

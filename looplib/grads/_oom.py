@@ -20,6 +20,7 @@ from looplib._core.trees import split
 from looplib._objective import mean_of_sums
 from looplib.gradients import check_parts
 from looplib.grads._accumulation import over
+from looplib.grads._wrapper import kept
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
@@ -113,8 +114,7 @@ def retry_on_oom(
             out = _finished(out, finish, state, part)
         return out._replace(metrics={**out.metrics, "microbatch_size": Mean(round(size))})
 
-    retrying.of_whole = "retry_on_oom"  # type: ignore[attr-defined]
-    return retrying
+    return kept(retrying, "retry_on_oom", grad_fn, whole_step=True)
 
 
 def _refuse_what_cannot_be_retried(part: Part) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from looplib._core import ranks as _ranks
 from looplib._objective import mean_over_ranks
 from looplib.gradients import check_parts
+from looplib.grads._wrapper import kept
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
 
@@ -37,8 +38,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
         ValueError: a `grad_fn` that is to go around, such as `clip_by_global_norm`.
         RuntimeError: a model in DDP or FSDP2, at the first step: its gradients would be reduced twice.
     """
-    if getattr(grad_fn, "of_whole", None) != "retry_on_oom":
-        check_parts(grad_fn, "reduce_gradients")
+    check_parts(grad_fn, "reduce_gradients", but="retry_on_oom")
 
     def reduced(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         if not _ranks.several():
@@ -51,4 +51,4 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
         own = replace(part, reduction="sum", context=replace(part.context, local=True))
         return mean_over_ranks(grad_fn(state, batch, own), state.params)
 
-    return reduced
+    return kept(reduced, "reduce_gradients", grad_fn)

@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
+from looplib._core.kinds import Made, made, mark
+from looplib.gradients import check_grad_fn
 from looplib.types import GradFn, Optimizer, TrainState
 
 T = TypeVar("T")
@@ -104,15 +105,13 @@ class meter:
         It stands around all that makes the gradients of a step (`accumulate`, clipping); within them, what they do
         themselves is in the rest. Raises TypeError for what is no function.
         """
-        if not callable(grad_fn) or isinstance(grad_fn, nn.Module):
-            raise TypeError(
-                f"meter.grad_fn got a {type(grad_fn).__name__}; give a grad_fn, as ll.make_grad_fn returns"
-            )
+        check_grad_fn(grad_fn, "meter.grad_fn")
         metered = functools.wraps(grad_fn)(functools.partial(self._gradients, grad_fn, _one))
-        many = getattr(grad_fn, "many", None)
-        if many is not None:  # accumulate calls this for all pieces at once
-            metered.many = functools.partial(self._gradients, many, _several)  # type: ignore[attr-defined]
-        return metered
+        record = made(grad_fn) or Made("grad_fn", "meter.grad_fn")
+        many = record.microbatches
+        if many is not None:  # accumulate calls this for all microbatches at once
+            many = functools.partial(self._gradients, many, _several)
+        return mark(metered, replace(record, microbatches=many))
 
     def _gradients(
         self, function: Any, parts_of: Any, state: TrainState, batch: Any, *part: Any, **named: Any

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from looplib._core.engines import Context
+from looplib._core.kinds import chain
 from looplib._core.trees import batch_size, split
+from looplib.gradients import check_grad_fn
 from looplib.grads._accumulation import accumulate
 from looplib.testing._compare import copied, same
 from looplib.testing._float64 import WithoutDropout, in_float64
@@ -111,8 +113,10 @@ def assert_reduces_alike(
 
 
 def _of_parts(grad_fn: GradFn) -> GradFn:
-    name = getattr(grad_fn, "of_whole", None)
-    if name not in (None, "retry_on_oom"):
+    check_grad_fn(grad_fn, "testing")
+    names = [record.name for record in chain(grad_fn) if record.whole_step and record.name != "retry_on_oom"]
+    if names:
+        name = names[0]
         raise ValueError(
             f"this grad_fn ends in {name}, which acts on the gradient of a whole step, not on a part's: give the one "
             f"that {name} is put around"

@@ -1,0 +1,167 @@
+"""What a function is for: a gradient function, a step, a predicate, a sink, ...
+
+To Python all of these are callables, and many take two arguments. So looplib marks the functions that it makes with a
+record, `Made`: what kind they are of, who made them, what they wrap, and what is known of the result. Those who are
+given a function read the record, through all wrappers that are marked too. Of a plain function they see its
+parameters alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What is known of a function that looplib made, or a user with `ll.grads.wrapper`.
+
+    Attributes:
+        kind: one of `KINDS`.
+        name: of the function that made it, such as "accumulate".
+        inner: the function that it wraps.
+        whole_step: it has a meaning for the gradients of a whole step alone, not for a microbatch's.
+        scaled: but for those of a scaled loss too.
+        per_sample: its gradients are those of each sample by itself.
+        max_norm: each sample's gradient had at most this norm when they were added up.
+        microbatches: the same for several microbatches at once, which takes less time.
+    """
+
+    kind: str
+    name: str
+    inner: Any = None
+    whole_step: bool = False
+    scaled: bool = False
+    per_sample: bool = False
+    max_norm: float | None = None
+    microbatches: Callable[..., Any] | None = None
+
+
+# What looplib's functions take: a name for messages, the number of arguments, and where such a thing comes from.
+KINDS = {
+    "grad_fn": ("a grad_fn", 3, "a grad_fn, as ll.make_grad_fn(model, loss_fn) returns"),
+    "train_step": ("a train step", 2, "a train step, as ll.make_train_step(grad_fn, optimizer) returns"),
+    "eval_step": ("an eval step", 2, "an eval step, as ll.make_eval_step(model, metric_fn) returns"),
+    "predict_step": ("a predict step", 2, "a predict step, as ll.make_predict_step(model, predict_fn) returns"),
+    "optimizer": (
+        "an optimizer",
+        None,
+        "what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)",
+    ),
+    "model": ("a module", None, "a torch.nn.Module"),
+    "loss_fn": ("a loss function", 2, "a function (model, batch) -> loss"),
+    "predicate": ("a predicate", 1, "a predicate, such as ll.every_n_steps(100)"),
+    "schedule": ("a schedule", 1, "a number or a schedule, such as ll.warmup_cosine(...)"),
+    "sink": ("a sink", 2, "a sink, such as ll.jsonl(path)"),
+    "loader": ("a loader", 1, "a loader, as ll.make_loader returns"),
+    "state": ("a state", None, "a state, as ll.init_state returns"),
+}
+
+# What the first parameter of a function of a model is called, and the second of a sink.
+_MODELS = {"model", "module", "net", "network"}
+_VALUES = {"values"}
+
+_classes: dict[type, str] = {nn.Module: "model", torch.utils.data.DataLoader: "loader"}
+
+
+def instances_are(kind: str) -> Callable[[type], type]:
+    """Say what the instances of a class are."""
+
+    def register(cls: type) -> type:
+        _classes[cls] = kind
+        return cls
+
+    return register
+
+
+def mark(function: F, made: Made) -> F:
+    """The function, with what is known of it."""
+    # A weak reference tells it from a function that `functools.wraps` has given the same attributes.
+    function.__looplib__ = made, weakref.ref(function)  # type: ignore[attr-defined]
+    return function
+
+
+def made(function: Any) -> Made | None:
+    """What is known of a function, or None."""
+    record, owner = getattr(function, "__looplib__", None) or (None, None)
+    return record if owner is not None and owner() is function else None
+
+
+def chain(function: Any) -> Iterator[Made]:
+    """What is known of a function, of the one that it wraps, and so on as far as can be seen."""
+    while (record := made(function)) is not None:
+        yield record
+        function = record.inner
+
+
+def kind_of(thing: Any) -> str | None:
+    """One of `KINDS`, or None for what might be of several."""
+    for cls in type(thing).__mro__:
+        if cls in _classes:
+            return _classes[cls]
+    if (record := made(thing)) is not None:
+        return record.kind
+    if (kind := getattr(getattr(thing, "parts", None), "kind", None)) is not None:  # a step says what it is made of
+        return f"{kind}_step"
+    first, second, *_ = [*_positional(thing), "", ""]
+    if second and first in _MODELS:
+        return "loss_fn"
+    return "sink" if second in _VALUES else None
+
+
+def check(thing: Any, who: str, *expected: str, advice: str = "") -> None:
+    """Raise TypeError unless a thing is of one of these kinds, or a plain callable that may be."""
+    kind = kind_of(thing)
+    if kind in expected:
+        return
+    counts = {KINDS[name][1] for name in expected} - {None}
+    if kind is None and callable(thing) and any(_takes(thing, count) for count in counts if count):
+        return
+    wanted = " or ".join(dict.fromkeys(KINDS[name][2] for name in expected))
+    raise TypeError(f"{who} got {_named(thing, kind)}; give {wanted}{advice}")
+
+
+def _named(thing: Any, kind: str | None) -> str:
+    if (record := made(thing)) is not None:
+        return f"{KINDS[record.kind][0]} (of {record.name})"
+    if kind is not None and kind.endswith("_step"):
+        return f"{KINDS[kind][0]} (of make_{kind})"
+    if not inspect.isroutine(thing):
+        return f"a {type(thing).__name__}"
+    parameters = ", ".join(_positional(thing))
+    called = f"{getattr(thing, '__name__', 'a function')}({parameters})"
+    return called if kind is None else f"{called}, which looks like {KINDS[kind][0]}"
+
+
+def _positional(thing: Any) -> list[str]:
+    """The names of the parameters that can be given by position."""
+    if isinstance(thing, type) or not callable(thing):
+        return []
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _takes(thing: Any, count: int) -> bool:
+    """Whether it can be called with so many arguments, as far as can be seen."""
+    if isinstance(thing, type):
+        return False
+    try:
+        signature = inspect.signature(thing)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,147 @@
+"""What a gradient wrapper knows survives wrapping, and a check that cannot see refuses."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+
+def per_sample(model):
+    return ll.contrib.make_per_sample_grad_fn(model, loss_fn)
+
+
+def plain(grad_fn):
+    def plain_grad_fn(state, batch, part):
+        return grad_fn(state, batch, part)
+
+    return plain_grad_fn
+
+
+def doubled(grad_fn):
+    @functools.wraps(grad_fn)  # copies all attributes
+    def doubled_grad_fn(state, batch, part):
+        out = grad_fn(state, batch, part)
+        return out._replace(grads={name: 2 * grad for name, grad in out.grads.items()})
+
+    return doubled_grad_fn
+
+
+def marked(grad_fn):
+    @ll.grads.wrapper(grad_fn)
+    def marked_grad_fn(state, batch, part):
+        return grad_fn(state, batch, part)
+
+    return marked_grad_fn
+
+
+def keeping(grad_fn):
+    @ll.grads.wrapper(grad_fn, keeps_max_norm=True)
+    def keeping_grad_fn(state, batch, part):
+        return grad_fn(state, batch, part)
+
+    return keeping_grad_fn
+
+
+THROUGH = {
+    "accumulate": lambda g: ll.accumulate(g, size=2),
+    "reduce_gradients": ll.grads.reduce_gradients,
+    "keeping": keeping,
+    "all": lambda g: ll.grads.reduce_gradients(keeping(ll.accumulate(keeping(g), size=2))),
+    "meter": lambda g: ll.log.meter().grad_fn(g),
+}
+
+
+@pytest.mark.parametrize("wrap", THROUGH.values(), ids=THROUGH)
+def test_the_norm_is_seen_through_marked_wrappers(wrap):
+    model = nn.Linear(3, 2)
+    clip = wrap(ll.contrib.clip_per_sample(per_sample(model), 1.0))
+    with pytest.raises(ValueError, match=r"clip_per_sample has max_norm=1\.0 and add_noise max_norm=0\.5"):
+        ll.contrib.add_noise(clip, 0.5, 1.0)
+    out = ll.contrib.add_noise(clip, 1.0, 0.0)(ll.init_state(model), torch.ones(4, 3))
+    torch.testing.assert_close(out.grads, clip(ll.init_state(model), torch.ones(4, 3)).grads)
+
+
+@pytest.mark.parametrize("wrap", [plain, doubled, marked], ids=["plain", "functools.wraps", "marked for its order"])
+def test_a_wrapper_that_says_nothing_of_the_norm_is_refused(wrap):
+    clip = wrap(ll.contrib.clip_per_sample(per_sample(nn.Linear(3, 2)), 1.0))
+    for norm in (0.5, 1.0):
+        with pytest.raises(ValueError, match=r"as far as it can see .*@ll\.grads\.wrapper\(grad_fn, keeps_max_norm"):
+            ll.contrib.add_noise(clip, norm, 1.0)
+
+
+def test_a_users_own_clipping_says_its_norm():
+    def own_clip(grad_fn, max_norm):
+        clip = ll.contrib.clip_per_sample(grad_fn, max_norm)
+
+        @ll.grads.wrapper(grad_fn, max_norm=max_norm)
+        def clipped(state, batch, part):
+            return clip(state, batch, part)
+
+        return clipped
+
+    grad_fn = own_clip(per_sample(nn.Linear(3, 2)), 1.0)
+    ll.contrib.add_noise(grad_fn, 1.0, 1.0)
+    with pytest.raises(ValueError, match=r"max_norm=1\.0 and add_noise max_norm=2\.0"):
+        ll.contrib.add_noise(grad_fn, 2.0, 1.0)
+
+
+@pytest.mark.parametrize("around", ["accumulate", "reduce_gradients", "scale_loss", "retry_on_oom"])
+def test_a_wrong_order_is_refused_when_built_through_marked_wrappers(around):
+    clipped = ll.clip_by_global_norm(ll.make_grad_fn(nn.Linear(3, 2), loss_fn), 1.0)
+    wrap = {"accumulate": lambda g: ll.accumulate(g, 2)}.get(around) or getattr(ll.grads, around)
+    for inner in (clipped, marked(clipped), keeping(marked(clipped)), ll.log.meter().grad_fn(clipped)):
+        with pytest.raises(ValueError, match=f"clip_by_global_norm within {around} would act on"):
+            wrap(inner)
+
+
+def test_a_users_wrapper_of_a_whole_step_is_refused_for_a_microbatch():
+    def signs(grad_fn):
+        @ll.grads.wrapper(grad_fn, whole_step=True)
+        def sign_grad_fn(state, batch, part):
+            out = grad_fn(state, batch, part)
+            return out._replace(grads={name: grad.sign() for name, grad in out.grads.items()})
+
+        return sign_grad_fn
+
+    model = nn.Linear(3, 2)
+    grad_fn = signs(ll.accumulate(ll.make_grad_fn(model, loss_fn), 2))
+    assert set(grad_fn(ll.init_state(model), torch.ones(4, 3)).grads["bias"].abs().tolist()) == {1.0}
+    with pytest.raises(ValueError, match=r"signs within accumulate would act on each piece alone: put it around"):
+        ll.accumulate(signs(ll.make_grad_fn(model, loss_fn)), 2)
+    with pytest.raises(ValueError, match="signs within accumulate"):  # hidden, so when it runs
+        ll.accumulate(plain(grad_fn), 2)(ll.init_state(model), torch.ones(4, 3))
+
+
+def test_accumulate_does_not_go_around_a_wrapper_that_copies_attributes():
+    model, x = nn.Linear(3, 2), torch.randn(6, 3)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    state = ll.init_state(model)
+    once, twice = ll.accumulate(grad_fn, 3)(state, x), ll.accumulate(doubled(grad_fn), 3)(state, x)
+    # Each microbatch of `doubled` adds to and doubles what was there: the formula is written out here.
+    parts = [grad_fn(state, piece).grads["weight"] for piece in x.split(2)]
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total = 2 * (total + part)
+    torch.testing.assert_close(twice.grads["weight"], total / 3)
+    assert not torch.equal(once.grads["weight"], twice.grads["weight"])
+
+
+@pytest.mark.parametrize("wrap", [plain, marked])
+def test_a_users_wrapper_trains_with_the_bits_of_what_it_wraps(wrap):
+    states = []
+    for through in (wrap, lambda g: g):
+        torch.manual_seed(0)
+        model, optimizer = nn.Linear(3, 2), ll.optimizer(torch.optim.AdamW, lr=0.1)
+        grad_fn = ll.clip_by_global_norm(ll.accumulate(through(ll.make_grad_fn(model, loss_fn)), 2), 1.0)
+        step, state = ll.make_train_step(through(grad_fn), optimizer), ll.init_state(model, optimizer)
+        for _ in range(3):
+            state, _ = step(state, torch.ones(4, 3))
+        states.append(state.params)
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
