@@ -29,6 +29,7 @@ class Context:
     Attributes:
         into: gradients so far, to be added to in place.
         samples: samples in all microbatches of the step, where that is known.
+        ranks: of how many ranks these are the average that an engine will take.
         last: no other microbatch of this step comes after: an engine now reduces the gradients over the ranks.
         local: the caller adds up the ranks' gradients itself.
         retryable: the caller may give the pass up and make it again, so an engine sends nothing meanwhile. The
@@ -36,6 +37,7 @@ class Context:
     """
 
     into: Mapping[str, Tensor] | None = None
+    ranks: int = 1
     samples: int | None = None
     last: bool = True
     local: bool = False

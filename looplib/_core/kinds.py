@@ -32,6 +32,7 @@ class Made:
         scaled: but for those of a scaled loss too.
         per_sample: its gradients are those of each sample by itself.
         max_norm: each sample's gradient had at most this norm when they were added up.
+        adds: it adds its gradients to those of earlier microbatches itself, where it is given these.
         microbatches: the same for several microbatches at once, which takes less time.
     """
 
@@ -42,6 +43,7 @@ class Made:
     scaled: bool = False
     per_sample: bool = False
     max_norm: float | None = None
+    adds: bool = False
     microbatches: Callable[..., Any] | None = None
 
 

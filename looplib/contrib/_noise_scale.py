@@ -52,4 +52,4 @@ def gradient_noise_scale(grad_fn: GradFn) -> GradFn:
             scale = Mean(trace, squared - trace / count)
         return _together(out, sums, part, {"gradient_noise_scale": scale})
 
-    return mark(measured, Made("grad_fn", "gradient_noise_scale", grad_fn))
+    return mark(measured, Made("grad_fn", "gradient_noise_scale", grad_fn, adds=True))

@@ -62,7 +62,7 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
         }
         return _together(out, sums, part, metrics)
 
-    return mark(clipped, Made("grad_fn", "clip_per_sample", grad_fn, max_norm=max_norm))
+    return mark(clipped, Made("grad_fn", "clip_per_sample", grad_fn, max_norm=max_norm, adds=True))
 
 
 def _norms(grads: Grads) -> Tensor:

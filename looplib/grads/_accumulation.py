@@ -95,10 +95,11 @@ def over(
     dtype: torch.dtype | None = None,
 ) -> Gradients:
     """The gradients of all pieces together, of so many examples."""
-    # Other ranks may have more pieces, and what they send each other comes in one order.
-    if len(pieces) == 1 and dtype is None and (part.summed or not several()):
-        return grad_fn(state, pieces[0], part)
     context = part.context
+    alone = len(pieces) == 1 and dtype is None and (context.into is None or _adds(grad_fn, part))
+    # Other ranks may have more pieces, and what they send each other comes in one order.
+    if alone and (part.summed or not several()):
+        return grad_fn(state, pieces[0], part)
     if context.samples is None:
         context = dataclasses.replace(context, samples=count)
     whole = dataclasses.replace(part, reduction="sum", context=context)
@@ -119,16 +120,17 @@ def over(
 def _one_by_one(
     grad_fn: GradFn, state: TrainState, pieces: Sequence[Any], part: Part, dtype: torch.dtype | None
 ) -> list[Gradients]:
-    """A call for each piece, which adds to the gradients of those before it."""
-    normalizer, grads = part.normalizer, part.context.into
-    wide: dict[str, Tensor] = {}
-    if dtype is not None:  # each call gives its own alone
-        _add(wide, grads or {}, dtype)
-        grads = None
+    """A call for each piece, whose gradients are added to those of the ones before it."""
+    normalizer, ranks, adds = part.normalizer, part.context.ranks, dtype is None and _adds(grad_fn, part)
+    grads: dict[str, Tensor] = {}
+    if adds:
+        grads = dict(part.context.into or {})
+    else:
+        _add(grads, part.context.into or {}, dtype)
     outs: list[Gradients] = []
     for index, piece in zip(indices(part, len(pieces)), pieces, strict=True):
         last = part.context.last and len(outs) == len(pieces) - 1
-        context = dataclasses.replace(part.context, into=grads, last=last)
+        context = dataclasses.replace(part.context, into=grads if adds else None, last=last, ranks=ranks)
         out = grad_fn(state, piece, dataclasses.replace(part, index=index, normalizer=normalizer, context=context))
         if out.ranks > 1 and dtype is not None:
             raise RuntimeError(
@@ -141,16 +143,27 @@ def _one_by_one(
                 f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
                 "accumulated hands its `part` on to the one that it wraps (see ll.types.Part)"
             )
-        normalizer = out.normalizer
-        if dtype is None:
+        normalizer, ranks = out.normalizer, out.ranks
+        adds = adds or ranks > 1
+        if adds:
             grads = out.grads
         else:
-            _add(wide, out.grads, dtype)
+            _add(grads, out.grads, dtype)
         outs.append(out._replace(grads={}))
         if any(tensor is not state.buffers[name] for name, tensor in out.buffers.items()):
             state = state.replace(buffers=out.buffers)
-    outs[-1] = outs[-1]._replace(grads=out.grads if dtype is None else wide)
+    outs[-1] = outs[-1]._replace(grads=grads)
     return outs
+
+
+def _adds(grad_fn: GradFn, part: Part) -> bool:
+    """Whether a function adds to the gradients so far itself, rather than give those of its microbatch alone.
+
+    A wrapper of a user's may change the gradients that it is given, which is wrong for those of earlier microbatches;
+    but an engine has to find all of them in one place, where it reduces them over the ranks.
+    """
+    record = made(grad_fn)
+    return part.context.ranks > 1 or (record is not None and record.adds)
 
 
 def _given(batch: Any) -> Sequence[Any]:
@@ -169,9 +182,9 @@ def _even(count: int, pieces: int) -> list[int]:
     return [count // pieces + (index < count % pieces) for index in range(pieces)]
 
 
-def _add(wide: dict[str, Tensor], grads: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def _add(wide: dict[str, Tensor], grads: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
     new = [name for name in grads if name not in wide]
     old = [name for name in grads if name in wide]
     if old:
         torch_private.foreach_add_([wide[name] for name in old], [grads[name] for name in old])
-    wide.update({name: grads[name].to(dtype) for name in new})
+    wide.update({name: grads[name] if dtype is None else grads[name].to(dtype) for name in new})

@@ -61,13 +61,16 @@ def wrapper(
 
 def kept(function: Any, name: str, inner: GradFn, whole_step: bool = False) -> GradFn:
     """Mark a wrapper that makes no sample's gradient larger."""
-    return mark(function, Made("grad_fn", name, inner, whole_step=whole_step, max_norm=max_norm_of(inner)))  # type: ignore[no-any-return]
+    adds = (record := made(inner)) is not None and record.adds
+    facts = Made("grad_fn", name, inner, whole_step=whole_step, max_norm=max_norm_of(inner), adds=adds)
+    return mark(function, facts)  # type: ignore[no-any-return]
 
 
 def name_of(function: Any) -> str:
     """The name of the wrapper that a function was made by: "halved" of "halved.<locals>.halved_grad_fn"."""
     qualified: str = getattr(function, "__qualname__", type(function).__name__)
-    return qualified.split(".<locals>")[0].rpartition(".")[2] or qualified
+    within = qualified.split(".<locals>.")
+    return within[-2].rpartition(".")[2] if len(within) > 1 else qualified
 
 
 def max_norm_of(grad_fn: GradFn) -> float | None:

@@ -192,7 +192,7 @@ def test_the_wrapped_function_is_called_once_for_each_piece_and_told_which():
 
     batch = torch.randn(10, 5, dtype=torch.double), torch.randint(0, 3, (10,))
     ll.accumulate(watched, microbatches=4)(ll.init_state(model), batch)
-    assert parts == [(0, False, True, 3), (1, False, False, 3), (2, False, False, 2), (3, True, False, 2)]
+    assert parts == [(0, False, True, 3), (1, False, True, 3), (2, False, True, 2), (3, True, True, 2)]
     parts.clear()
     ll.accumulate(ll.accumulate(watched, size=2), size=4)(ll.init_state(model), batch)
     assert [n for *_, n in parts] == [2, 2, 2, 2, 2]
