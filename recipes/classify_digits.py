@@ -70,7 +70,9 @@ def main(
     log_path, picture = folder / "log.jsonl", folder / "curves.png"
     to_file = ll.jsonl(log_path)
     log = ll.tee(to_file, ll.console())
-    ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, keep_best=1, monitor="eval/loss")
+    ckpt = ll.checkpoint_io(
+        folder / "checkpoints", keep_last=1, keep_best=1, monitor="eval/loss", describe={"loader": loader}
+    )
 
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     if state.step:

@@ -59,7 +59,7 @@ def main(
     d_step = ll.make_train_step(d_grad, optimizer, donate=True)
     g_step = ll.make_train_step(g_grad, optimizer, donate=True, same_batch=True)
     log = ll.jsonl(Path(directory) / "log.jsonl")
-    ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1)
+    ckpt = ll.checkpoint_io(Path(directory) / "checkpoints", keep_last=1, describe={"loader": loader})
     save_now, finished = ll.every_n_epochs(50), ll.after_epochs(epochs)
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     with ll.after_signal(signal.SIGINT, signal.SIGTERM) as stop_now:  # not between the two steps of a batch

@@ -93,7 +93,7 @@ def main(
         done = ended | (log_now & ll.after_signal(signal.SIGTERM, signal.SIGINT))
         to_file = ll.jsonl(folder / "log.jsonl")
         log = ll.tee(to_file, ll.console())
-        ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1)
+        ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, describe={"loader": loader})
         state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
         count = sum(p.numel() for p in state.params.values())
         print(f"{count:,} parameters, {ll.distributed.world_size()} ranks, step {state.step} of {steps}")

@@ -86,7 +86,7 @@ def main(
     eval_now, done = ll.every_n_epochs(10) | ll.after_epochs(epochs), ll.after_epochs(epochs)
     folder = Path(directory)
     log = ll.tee(ll.jsonl(folder / "log.jsonl"), ll.console())
-    ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1)
+    ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, describe={"loader": loader})
 
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     while not done(state):
