@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 import types
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor
 
 _CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST"}  # instructions of several versions of Python
+
+
+_MANY = 100  # a longer list is described by a checksum
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -34,20 +38,29 @@ def described(value: Any) -> Any:
     An object with a `description` gives that. Of a function, its name, the constants in it and the plain values that it
     closes over are described; of other objects their repr, or only their type if the repr has an address in it.
     """
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, int):
-        return value if -(2**63) <= value < 2**63 else str(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (bool, str, int, float, complex)):
+        return _plain(value)
     if isinstance(value, Tensor):
-        return value.tolist() if value.numel() <= 16 else f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
+        return described(value.tolist()) if value.numel() <= 16 else _of_many(value, value.shape)
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     members = _members(value)
     if members is not None:
         return members
     return _function(value) if callable(value) else _text(value)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: a number of 64 bits, or text; and not of a type derived from Python's own."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    return str(value)
 
 
 def _members(value: Any) -> Any:
@@ -59,11 +72,18 @@ def _members(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): described(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        return [described(member) for member in value]
+        return [described(member) for member in value] if len(value) <= _MANY else _of_many(value, len(value))
     if dataclasses.is_dataclass(value):
         fields = {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"type": type(value).__qualname__, **fields}
+    if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # a number of NumPy
+        return described(value.item())
     return None
+
+
+def _of_many(value: Any, size: Any) -> str:
+    members = value.tolist() if isinstance(value, Tensor) else [described(member) for member in value]
+    return f"{type(value).__qualname__} of {size}, checksum {zlib.crc32(repr(members).encode()):08x}"
 
 
 def _text(value: Any) -> str:

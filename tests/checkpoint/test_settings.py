@@ -9,6 +9,7 @@ import textwrap
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -125,8 +126,9 @@ def test_what_the_user_describes_is_compared(tmp_path):
     def settings(augment, width, factor):
         return {"augment": augment, "model": Config(width), "args": argparse.Namespace(factor=factor)}
 
-    assert run(tmp_path, started(), settings(True, 8, 2.0)) == []
-    assert run(tmp_path, started(), settings(True, 8, 2.0)) == []
+    odd = {"complex": 1j, "scalar": np.float64(0.5), "large": 2**70, "nan": float("nan"), "many": list(range(1000))}
+    assert run(tmp_path, started(), settings(True, 8, 2.0) | odd) == []
+    assert run(tmp_path, started(), settings(True, 8, 2.0) | odd) == []
     assert run(tmp_path, started(), settings(False, 9, 3.0)) == [
         "augment was True, is False",
         "model width was 8, is 9",
@@ -165,13 +167,14 @@ def test_descriptions_are_the_same_in_each_process(tmp_path):
     code = f"""
         import json, sys
         sys.path.insert(0, {str(ROOT / "tests/checkpoint")!r})
-        import torch, looplib as ll
+        import numpy as np, torch, looplib as ll
         from looplib._core.descriptions import described
         from test_settings import adamw
         class Plain:
             pass
         settings = [Plain(), adamw(lr=lambda step: 0.1 / (step + 1)), torch.bfloat16, ll.every_n_steps(3),
-                    print, torch.ones(3), torch.ones(30), 2**70, float("inf"), nn := torch.nn.Linear, max]
+                    print, torch.ones(3), torch.ones(30), 2**70, float("inf"), torch.nn.Linear, max,
+                    list(range(1000)), 1j, np.float64(0.5), np.int64(3), np.array(2.0)]
         print(json.dumps(described(settings)))
     """
     outputs = {
@@ -185,6 +188,7 @@ def test_descriptions_are_the_same_in_each_process(tmp_path):
     (text,) = outputs
     assert "0x" not in text
     assert json.loads(text)[0] == "Plain"
+    assert json.loads(text)[-4:] == ["1j", 0.5, 3, 2.0]
 
 
 class Loader:
