@@ -36,27 +36,27 @@ def optimizer_state_dict(
     >>> raw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     >>> raw.load_state_dict(ll.checkpoint.optimizer_state_dict(model, state, raw))
 
-    The tensors are copies: torch's `load_state_dict` keeps those that it is given, and writes into them. The
-    hyperparameters are `torch_optimizer`'s own, the learning rate too: a schedule is a function of `state.step`, a
-    raw loop sets it, or a torch scheduler does. For the same bits give `fused=True` where looplib does (it does
-    where torch can, unless told).
+    The tensors are copies, since torch's `load_state_dict` keeps those that it is given and writes into them. The
+    hyperparameters are `torch_optimizer`'s own, including the learning rate: looplib's schedules are functions of
+    `state.step`, while a raw loop or a torch scheduler sets it. For the same bits give `fused=True` where looplib
+    takes the fused kernel.
 
-    Tensors of which each rank holds a part are gathered, as by `state_dict`, so all ranks call this. An optimizer
-    over such parameters itself goes on with parts: `raw.load_state_dict(ll.checkpoint.optimizer_state_dict(model, state, raw,
+    Sharded tensors are gathered, as by `state_dict`, so all ranks call this. An optimizer over sharded parameters
+    takes shards: `raw.load_state_dict(ll.checkpoint.optimizer_state_dict(model, state, raw,
     full_state_dict=False))`.
 
     Args:
         model: the module, wrapped or not.
         state: a state of this module, with the state of an `ll.optimizer`, wrapped by `apply_if_finite` or not.
-        torch_optimizer: of the class and the kind that `ll.optimizer` was given, over the module's own parameters,
-            in any groups and any order; it is not changed. One that keeps values in its groups (schedule-free ones
-            do) needs the groups of `ll.optimizer` in the same order, those of the defaults last.
-        full_state_dict: gather what ranks hold parts of; False leaves this rank's parts, as DTensors.
-        cpu_offload: give tensors on the CPU; if they are gathered, on the first of several ranks alone, and an empty
-            dict on the others. Both are torch's `StateDictOptions`.
+        torch_optimizer: an instance of the class that `ll.optimizer` was given, with the same kind of hyperparameters,
+            over the module's own parameters in any groups and any order; it is not changed. One that keeps values in
+            its groups (schedule-free ones do) needs the groups of `ll.optimizer` in the same order, the defaults last.
+        full_state_dict: gather sharded tensors; False leaves this rank's shards, as DTensors.
+        cpu_offload: return tensors on the CPU. If they are gathered, only the first of several ranks gets them, and
+            the others an empty dict. Both are torch's `StateDictOptions`.
 
     Raises:
-        ValueError: `torch_optimizer` is over other parameters, keeps other things, or has other groups.
+        ValueError: `torch_optimizer` has different parameters, state entries or groups.
         TypeError: `torch_optimizer` is no torch optimizer, or the state has none of an `ll.optimizer`.
         DonatedStateError: the state is spent.
     """
@@ -120,21 +120,20 @@ def load_optimizer_state_dict(
     >>> state = ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=1e-3)).replace(step=1)
     >>> state = ll.checkpoint.load_optimizer_state_dict(model, state, raw)
 
-    The weights are the module's own, as `init_state` takes them. The counts are what you say they are: schedules
-    and randomness go by `step`, loaders by `epoch` and `batch`. For a file of an optimizer's `state_dict()`, have
-    `torch_optimizer` load it first.
+    The weights are the module's own, as `init_state` takes them. You set the counts: schedules and randomness depend
+    on `step`, loaders on `epoch` and `batch`. If you have a file of an optimizer's `state_dict()`, load it into
+    `torch_optimizer` first.
 
     Args:
         model: the module, wrapped or not.
-        state: a state of this module, with its counts set; its `opt_state` says what is to be found.
-        torch_optimizer: as for `optimizer_state_dict`; its tensors are copied, and take the dtypes and devices of the
-            state's. They are whole or in parts, whichever the state's are. A parameter of which it keeps nothing
-            yet, since it never had a gradient, keeps what `state` has. Schedule-free ones have to be in training
-            mode.
+        state: a state of this module, with its counts set; its `opt_state` has the structure that is expected.
+        torch_optimizer: as for `optimizer_state_dict`. Its tensors are copied, take the dtypes and devices of the
+            state's, and are sharded if those are. A parameter for which it keeps nothing yet, since it never had a
+            gradient, keeps what `state` has. Schedule-free optimizers have to be in training mode.
 
     Raises:
-        ValueError: `torch_optimizer` is over other parameters, keeps other things, has other groups, or has made no
-            step; `state.step` is 0.
+        ValueError: `torch_optimizer` has different parameters, state entries or groups, or has made no step;
+            `state.step` is 0.
         TypeError: `torch_optimizer` is no torch optimizer, or the state has none of an `ll.optimizer`.
         DonatedStateError: the state is spent.
     """

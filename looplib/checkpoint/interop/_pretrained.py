@@ -30,20 +30,20 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
     >>> model = transformers.AutoModel.from_pretrained(folder)
     >>> state = ll.init_state(model)
 
-    Of several ranks all call this, and the first writes, as in `save_safetensors`.
+    All ranks call this, and the first one writes, as in `save_safetensors`.
 
     Args:
-        model: a `transformers` model, wrapped or not. Its `config` records the dtype and the class, as it always
-            does on being saved.
+        model: a `transformers` model, wrapped or not. Saving records the dtype and the class in its `config`, as
+            always.
         state: a state of this module, bound to it or not.
-        directory: the folder, made where there is none.
-        arguments: as `save_pretrained` takes them, such as `max_shard_size`.
+        directory: the folder; it is made if it does not exist.
+        arguments: further arguments of `save_pretrained`, such as `max_shard_size`.
 
     Raises:
         TypeError: a model that has no `save_pretrained`.
         NotADirectoryError: `directory` is a file.
-        ValueError: as `state_dict`; or several ranks are to write, by `distributed_checkpoint=True` or since
-            `transformers` divided the model itself.
+        ValueError: as `state_dict`; or several ranks would have to write, because of `distributed_checkpoint=True` or
+            because `transformers` divided the model itself.
         DonatedStateError: the state is spent.
     """
     inner: Any = [module for name, module in _modules.named_modules(model) if not name][-1]

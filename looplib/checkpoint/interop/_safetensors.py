@@ -15,7 +15,7 @@ from looplib.types import TrainState
 
 
 def save_safetensors(model: nn.Module, state: TrainState, path: str | os.PathLike[str]) -> None:
-    """Write the weights of a state as a safetensors file, which `load_state_dict` reads.
+    """Save the weights of a state as a safetensors file, which `load_state_dict` reads.
 
     >>> import looplib as ll, pathlib, tempfile, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -24,12 +24,11 @@ def save_safetensors(model: nn.Module, state: TrainState, path: str | os.PathLik
     >>> ll.checkpoint.save_safetensors(model, state, path)
     >>> again = ll.checkpoint.load_state_dict(model, state, path)
 
-    The names are those of `state_dict`. The format has no tied weights: they stand there under the first of their
-    names, and the file's metadata leads from the others to it, as `safetensors.torch.save_model` does it. What was
-    at `path` is replaced once all is written.
+    The names are those of `state_dict`. The format has no tied weights: they are saved under the first of their
+    names, and the file's metadata maps the other names to it, as in `safetensors.torch.save_model`. A file at `path` is
+    replaced once the new one is complete.
 
-    Of several ranks all call this, whatever wraps the model: the first writes whole tensors, and what keeps it from
-    that is raised on each.
+    All ranks call this, whatever wraps the model. The first one writes whole tensors; its error is raised on all.
 
     Args:
         model, state: as for `state_dict`.

@@ -27,15 +27,15 @@ def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False
     >>> torch.nn.Linear(2, 1).load_state_dict(weights)
     <All keys matched successfully>
 
-    The same names in the same order, tied weights under each of theirs, no buffer that is not persistent, and no
-    `module.` or `_orig_mod.`, whatever wraps the module or a part of it. For other weights of the same names, such
-    as an average in `extra`, give `state.replace(params=...)`.
+    The names and their order are the module's. Tied weights appear under each of their names, buffers that are not
+    persistent are left out, and names have no `module.` or `_orig_mod.`, whatever wraps the module or a part of it.
+    For other weights of the same names, such as an average in `extra`, give `state.replace(params=...)`.
 
     The tensors are the state's own memory: save or copy them before a donated step writes over it.
 
-    Those of which each rank holds a part are gathered, and all ranks call this; `ll.bind` is for a module that is
-    sharded as the state is. No rank ever has more than one whole tensor beyond what it keeps, and none has to keep
-    any but the first, in its host's memory:
+    Tensors that the ranks hold shards of are gathered, so all ranks call this. (`ll.bind` is for a module that is
+    sharded as the state is.) No rank has more than one whole tensor at a time besides those that it keeps, and with
+    `cpu_offload` only the first rank keeps any, in its host's memory:
 
         weights = ll.checkpoint.state_dict(model, state, cpu_offload=True)
         if ll.distributed.is_rank_zero():
@@ -44,8 +44,8 @@ def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False
     Args:
         model: the module, wrapped or not; the state need not be bound to it.
         state: a state of this module.
-        cpu_offload: give tensors on the CPU, each moved there before the next is gathered, and on the first of
-            several ranks alone; the others get an empty dict. As torch's
+        cpu_offload: return tensors on the CPU, each moved there before the next is gathered. Of several ranks only
+            the first gets them, and the others an empty dict, as with torch's
             `StateDictOptions(full_state_dict=True, cpu_offload=True)`.
 
     Raises:
@@ -92,7 +92,7 @@ def load_state_dict(
     >>> torch.equal(state.params["weight"], pretrained.weight)
     True
 
-    A part of it, such as all but the head, which may have another shape then:
+    Load only a part, such as all but the head, which may then have a different shape:
 
     >>> mapping = {"weight": torch.zeros(1, 2), "bias": torch.zeros(10)}
     >>> state = ll.checkpoint.load_state_dict(model, state, mapping, names=lambda name: name != "bias")
@@ -100,17 +100,17 @@ def load_state_dict(
     The values are copied, and take the state's dtypes and devices. The new state is not bound to the module;
     `ll.bind(model, state)` binds it.
 
-    Where the state has a part of a tensor on each rank, each takes its own of the whole one that it is given, without
-    a message; of a file it reads that alone. Only a `source` that holds parts itself is gathered, by all ranks.
+    If the state is sharded, each rank takes its shard of the whole tensor that it is given, without communication,
+    and reads only that from a file. A `source` that is itself sharded is gathered, by all ranks.
 
     Args:
         model: the module, wrapped or not.
         state: a state of this module.
-        source: names and tensors, as the module's `state_dict()` or the innermost one's gives them; or the path of
-            a safetensors file or one of `torch.save`, of which nothing is ever run (`weights_only=True`). One name of
-            tied weights is enough.
-        strict: refuse names that are missing, or unexpected. One name at least must fit in any case.
-        names: `names(name) -> bool`, which to load; others are passed over, on either side.
+        source: names and tensors, as the `state_dict()` of the module or of the innermost one gives them; or the path
+            of a safetensors file or one of `torch.save`, whose code is never run (`weights_only=True`). Of tied weights
+            one name is enough.
+        strict: refuse missing and unexpected names. At least one name must fit in any case.
+        names: `names(name) -> bool`, which names to load; others are ignored in the state and in the source.
 
     Raises:
         ValueError: names, shapes or dtypes that do not fit, all in one message; values of tied weights that differ;
