@@ -1,8 +1,8 @@
-"""Tensors of which each rank holds a part, written and read by torch.distributed.checkpoint's plans.
+"""Sharded tensors, written and read by the plans of torch.distributed.checkpoint.
 
-Its planners know which rank writes what where several hold the same, and which parts of what was written make up the
-part that another mesh holds. What is ours is the storage: a safetensors file of each rank and one manifest, with
-checksums, in an entry that takes its leaf_path when all are there. (torch's own writer keeps a pickle beside them.)
+torch's planners decide which rank writes a shard that several hold, and which saved chunks make up a shard of another
+mesh. The storage is ours: a safetensors file for each rank and one manifest, with checksums, in an entry that takes its
+place when all files are there. (torch's own writer adds a pickle.)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def put(
     about: Mapping[str, Any],
     helped: bool,
 ) -> None:
-    """Write a new entry, all ranks together; one that cannot be finished on any of them leaves nothing."""
+    """Write a new entry, all ranks together; if one of them fails, nothing is left."""
     try:
         save(
             parts.sharded,
@@ -127,9 +127,9 @@ class _Writer(StorageWriter):
 
 
 def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What this process holds of each leaf, or is to hold whole, from however it is stored: in memory of its own.
+    """Read this process's shard of each leaf, or the whole of an unsharded one, into memory of its own.
 
-    The chunks that it needs numbers of are read whole, and their checksums compared.
+    Chunks of which it needs some numbers are read whole, and their checksums compared.
     """
     into: dict[str, Tensor] = {}
     about: dict[str, Any] = {}
@@ -165,7 +165,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def like(leaf: Any, part: Tensor) -> Tensor:
-    """A new DTensor laid out as this one is, of this process's part."""
+    """A new DTensor with the layout of `leaf`, of this process's shard."""
     return DTensor.from_local(
         part, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
     )
