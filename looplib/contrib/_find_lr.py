@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LRCurve:
-    """What `find_lr` found: the loss as the learning rate grows.
+    """Result of `find_lr`: the loss as the learning rate grows.
 
     >>> import looplib as ll
     >>> curve = ll.contrib.LRCurve(lrs=(1e-3, 1e-2, 1e-1), losses=(1.0, 0.5, 4.0), smoothed=(1.0, 0.7, 2.0), suggestion=1e-2)
@@ -43,7 +43,7 @@ class LRCurve:
     suggestion: float | None
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """The loss over the learning rate, with the suggestion; saved to a file if a path is given.
+        """Plot the loss over the learning rate, with the suggestion; saved to a file if a path is given.
 
         >>> import looplib as ll
         >>> curve = ll.contrib.LRCurve((0.1, 1.0), (2.0, 1.0), (2.0, 1.5), 0.3)
@@ -84,7 +84,7 @@ def find_lr(
     smooth: float = 0.9,
     diverged: float = 4.0,
 ) -> LRCurve:
-    """Try learning rates from `low` to `high` on a copy of a run, one update each, to find a good one.
+    """Learning-rate range test: try rates from `low` to `high` on a copy of a run, one update each.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)

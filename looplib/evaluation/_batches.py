@@ -75,7 +75,7 @@ def is_estimate(batches: Any) -> bool:
 
 
 def _by_rows(reading: Reading) -> bool:
-    """Whether the loader divides each batch among the ranks."""
+    """Does the loader divide each batch among the ranks?"""
     return reading.divide and getattr(reading.batches, "divide", False)
 
 

@@ -21,7 +21,7 @@ TEXT = "str"  # the dtype of a column of strings
 
 @dataclass(frozen=True)
 class Column:
-    """What one leaf of an output has for the samples of one batch.
+    """Column of an output, for the samples of one batch.
 
     Attributes:
         dtype: such as "float32", or "str".

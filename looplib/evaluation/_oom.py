@@ -1,7 +1,7 @@
-"""Evaluation and prediction in the memory that there is.
+"""Out-of-memory retry for evaluation and prediction.
 
-A batch that does not fit is cut, and what its pieces give is put together again: records merge, and outputs are laid
-end to end. So whoever asks for the batch gets the batch, and need not know that there were pieces.
+A batch that does not fit is split, and the results of its parts are put together again: records merge, and outputs are
+concatenated. The caller gets the result of the whole batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Step = TypeVar("Step", bound=Callable[[TrainState, Any], Any])
 
 
 def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[Any], int] = count_examples) -> Step:
-    """When memory runs out, evaluate or predict the batch in pieces of half the size, and so from then on.
+    """Out-of-memory retry: when memory runs out, evaluate or predict in pieces of half the size from then on.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -90,7 +90,7 @@ def _check_split(step: Any, size: Any) -> None:
 def _attempt(
     step: Callable[[TrainState, Any], Any], state: TrainState, batch: Any, batch_size: Callable[[Any], int]
 ) -> tuple[Any] | None:
-    """What the step gives, or None where memory ran out and the batch can be cut."""
+    """Call the step; None where memory ran out and the batch can be cut."""
     try:
         return (step(state, batch),)
     except (RuntimeError, MemoryError) as error:
@@ -103,7 +103,7 @@ def _attempt(
 
 
 def _together(counts: list[int], outs: list[Any]) -> Any:
-    """What the step would have given for the whole."""
+    """Put together the results of the parts."""
     if all(isinstance(out, Mapping) and all(isinstance(value, Metric) for value in out.values()) for out in outs):
         return merge(*outs)
     return end_to_end(counts, outs)
@@ -142,6 +142,10 @@ def _joined(name: str, parts: Sequence[Any]) -> Any:
         raise ValueError(f"{name!r} is a {' and a '.join(type(part).__name__ for part in parts)}")
     if not any(part.is_nested for part in parts) and len({part.shape[1:] for part in parts}) == 1:
         return torch.cat(list(parts))
+    return _nested(name, parts)
+
+
+def _nested(name: str, parts: Sequence[Tensor]) -> Tensor:
     rows = [row for part in parts for row in part.unbind()]
     try:
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)

@@ -1,7 +1,4 @@
-"""From a state to the outputs of whole sets, in the order of the data, in memory or on disk.
-
-Neither side holds more than a batch, and what was stopped goes on where it was.
-"""
+"""Prediction: the outputs for whole data sets, in the order of the data, one batch in memory at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def predict(
     divide: bool = True,
     device: torch.device | str | None = "cpu",
 ) -> Iterator[Any]:
-    """The outputs of each batch, one after another, in the order of the data.
+    """Predict: yield the outputs of each batch, in the order of the data.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(1, 1)

@@ -79,7 +79,7 @@ def predict_to(
 
 
 def _fingerprint(state: TrainState) -> dict[str, int]:
-    """What tells a state from another: its counts, and a checksum over some of each of its weights."""
+    """Fingerprint of a state: its counts, and a checksum over some of each of its weights."""
     checksum = 0
     for name, tensor in state.params.items():
         whole: Any = tensor.detach()

@@ -35,7 +35,7 @@ _SUFFIXES = (".bin", ".strings.jsonl")
 
 @dataclass
 class Index:
-    """What the index of a path says.
+    """Index of predictions.
 
     Attributes:
         target: the path that was given to `predict_to`.
@@ -104,7 +104,7 @@ def too_short(index: Index, batch: Mapping[str, Any]) -> Path | None:
 
 
 def resume(target: Path, run: Mapping[str, Any], batches: Any) -> Index:
-    """What is there of these predictions; what is half written is cut off."""
+    """Find what is there of these predictions, and cut off what is half written."""
     path = index_path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():

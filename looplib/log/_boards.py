@@ -1,4 +1,4 @@
-"""Sinks for the programs that people look at runs with: TensorBoard and Weights & Biases.
+"""Experiment trackers: sinks for TensorBoard and Weights & Biases.
 
 Beyond numbers they take vectors, as histograms, and pictures.
 """
@@ -96,7 +96,7 @@ def tensorboard(
 
 
 def wandb(*, mode: str = "offline", **init: Any) -> Sink:
-    """A sink that logs to a run of Weights & Biases, which its first call begins; offline unless asked otherwise.
+    """Weights & Biases sink. Its first call starts the run, offline unless asked otherwise.
 
     >>> import looplib as ll
     >>> log = ll.log.wandb(project="digits", dir="runs/digits", config={"lr": 3e-4})

@@ -10,7 +10,7 @@ from looplib._core import torch_private
 
 
 def flops(function: Callable[..., Any], *args: Any, **named: Any) -> int:
-    """The floating-point operations of one call, by torch's counter: a multiplication with its addition is two.
+    """Count FLOPs: the floating-point operations of one call. A multiplication with its addition is two.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(20, 10, bias=False)
@@ -43,7 +43,7 @@ def flops(function: Callable[..., Any], *args: Any, **named: Any) -> int:
 
 
 def utilization(flops: float, seconds: float, peak_flops: float) -> float:
-    """The share of a device's peak that a step makes use of (MFU): `flops / seconds / peak_flops`.
+    """Model FLOP utilization (MFU), the share of a device's peak that a step uses: `flops / seconds / peak_flops`.
 
     >>> import looplib as ll
     >>> ll.log.utilization(flops=2e12, seconds=0.01, peak_flops=989e12)  # a step on an H100 in bf16

@@ -1,4 +1,4 @@
-"""A plot that is drawn while training."""
+"""Live plot: a sink that redraws while training."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 
 
 def memory(*, reset: bool = False, prefix: str = "") -> dict[str, float]:
-    """The peak memory of this process, on the host and on the accelerator if there is one, in bytes.
+    """Peak memory of this process, on the host and on the accelerator if there is one, in bytes.
 
     >>> import looplib as ll
     >>> ll.log.memory()["host_peak_bytes"] > 1e6

@@ -1,6 +1,6 @@
-"""Pictures of numbers that a run has logged, and of the one that is chosen before it: the learning rate.
+"""Plots of logs.
 
-A picture is a matplotlib Figure of its own. Nothing here keeps figures open or touches pyplot's, so there is nothing
+A plot is a matplotlib Figure of its own. Nothing here keeps figures open or touches those of pyplot, so there is nothing
 to close, and a notebook shows the one that a cell returns.
 """
 
@@ -11,6 +11,7 @@ import io
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def plot(
     smooth: float = 0.0,
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """A picture of a log, or of several runs beside each other, with a panel for each metric.
+    """Plot a log, or several runs beside each other, with a panel for each metric.
 
     >>> import looplib as ll
     >>> rows = [{"step": step, "train/loss": 1 / step, "eval/loss": 2 / step} for step in range(1, 100)]
@@ -149,46 +150,93 @@ def _listed(runs: Iterable[str]) -> str:
     return ", ".join(repr(label) for label in runs if label) or "the log"
 
 
-def _draw(
-    lines: Mapping[str, Mapping[str, list[tuple[float, float]]]],
-    panels: Mapping[str, list[str]],
-    x: str,
-    smooth: float,
-) -> Figure:
-    columns = min(len(panels), 3 if len(panels) > 4 else 2)
-    down = -(-len(panels) // columns)
-    figure = figure_of(figsize=(4.8 * columns + 0.8, 3.2 * down), layout="constrained")
-    grid = figure.subplots(down, columns, squeeze=False).ravel()
-    inside = [list(dict.fromkeys(_split(name)[0] for name in found)) for found in panels.values()]
-    sources = list(dict.fromkeys(source for some in inside for source in some))
-    mixed = list(dict.fromkeys(source for some in inside if len(some) > 1 for source in some))
-    several = len(lines) > 1
-    styles = {source: _STYLES[place % len(_STYLES)] for place, source in enumerate(mixed)} if several else {}
-    shown: dict[str, Any] = {}
-    for axes, (title, found) in zip(grid, panels.items(), strict=False):
-        for place, (label, run) in enumerate(lines.items()):
-            for name in found:
-                if name not in run:
-                    continue
-                source = _split(name)[0]
-                colour = f"C{place if several else sources.index(source)}"
-                line = _draw_line(axes, run[name], colour, styles.get(source, "-"), smooth)
-                if several:
-                    shown.setdefault(label, _sample(colour, "-"))
-                elif source in mixed:  # else the title says it all
-                    shown.setdefault(source or name, line)
-        dress(axes, title, x, [value for run in lines.values() for name in found for _, value in run.get(name, [])])
-    for axes in grid[len(panels) :]:
-        axes.remove()
-    entries = list(shown.items())
-    for source, style in styles.items():
-        first = next(name for found in panels.values() for name in found if _split(name)[0] == source)
-        entries.append((source or first, _sample("0.4", style)))
-    if len(entries) > 1:
-        labels, handles = zip(*entries, strict=True)
-        of = None if several else next(iter(lines)) or None
-        figure.legend(handles, labels, loc="outside right upper", frameon=False, title=of)
+Lines = Mapping[str, Mapping[str, list[tuple[float, float]]]]  # of each run, by label: the points of each name
+
+
+def _draw(lines: Lines, panels: Mapping[str, list[str]], x: str, smooth: float) -> Figure:
+    figure, grid = _grid(len(panels))
+    key = _key(lines, panels)
+    for axes, (title, names) in zip(grid, panels.items(), strict=False):
+        drawn = [(label, name) for label, run in lines.items() for name in names if name in run]
+        for label, name in drawn:
+            key.note(label, name, _draw_line(axes, lines[label][name], *key.look(label, name), smooth))
+        dress(axes, title, x, [value for label, name in drawn for _, value in lines[label][name]])
+    key.add_to(figure)
     return figure
+
+
+def _grid(count: int) -> tuple[Figure, list[Axes]]:
+    """A figure with so many panels."""
+    columns = min(count, 3 if count > 4 else 2)
+    down = -(-count // columns)
+    figure = figure_of(figsize=(4.8 * columns + 0.8, 3.2 * down), layout="constrained")
+    grid = list(figure.subplots(down, columns, squeeze=False).ravel())
+    for axes in grid[count:]:
+        axes.remove()
+    return figure, grid[:count]
+
+
+@dataclass
+class _Key:
+    """Colours and styles of lines, and their legend.
+
+    Of one run each source has a colour, and stands in the legend where sources share a panel. Of several runs each has
+    a colour, and a source that shares a panel has a line style.
+
+    Attributes:
+        labels: of the runs.
+        sources: of all names that are drawn, each with one of these names.
+        mixed: those that share a panel with others.
+        entries: of the legend so far.
+    """
+
+    labels: list[str]
+    sources: dict[str, str]
+    mixed: list[str]
+    entries: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def several(self) -> bool:
+        return len(self.labels) > 1
+
+    @property
+    def styles(self) -> dict[str, str]:
+        return (
+            {source: _STYLES[place % len(_STYLES)] for place, source in enumerate(self.mixed)} if self.several else {}
+        )
+
+    def look(self, label: str, name: str) -> tuple[str, str]:
+        """The colour and the style of a line."""
+        source = _split(name)[0]
+        place = self.labels.index(label) if self.several else list(self.sources).index(source)
+        return f"C{place}", self.styles.get(source, "-")
+
+    def note(self, label: str, name: str, line: Any) -> None:
+        """A line was drawn."""
+        source = _split(name)[0]
+        if self.several:
+            self.entries.setdefault(label, _sample(self.look(label, name)[0], "-"))
+        elif source in self.mixed:  # else the title says it all
+            self.entries.setdefault(source or name, line)
+
+    def add_to(self, figure: Figure) -> None:
+        entries = list(self.entries.items())
+        entries += [(source or self.sources[source], _sample("0.4", style)) for source, style in self.styles.items()]
+        if len(entries) > 1:
+            labels, handles = zip(*entries, strict=True)
+            title = None if self.several else self.labels[0] or None
+            figure.legend(handles, labels, loc="outside right upper", frameon=False, title=title)
+
+
+def _key(lines: Lines, panels: Mapping[str, list[str]]) -> _Key:
+    sources: dict[str, str] = {}
+    mixed: dict[str, None] = {}
+    for names in panels.values():
+        inside = dict.fromkeys(_split(name)[0] for name in names)
+        for name in names:
+            sources.setdefault(_split(name)[0], name)
+        mixed |= inside if len(inside) > 1 else {}
+    return _Key(list(lines), sources, list(mixed))
 
 
 def _sample(colour: str, style: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Profiler."""
+"""Profiler: traces of chosen steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from looplib.types import Metric, TrainState, TrainStep
 
 
 def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLike[str], **options: Any) -> TrainStep:
-    """The same step, under `torch.profiler` at chosen steps; a trace is written for each window of them.
+    """Profile chosen steps with `torch.profiler`, and write a trace for each window of them.
 
     >>> import looplib as ll, os, tempfile, torch
     >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class progress(Generic[T]):
-    """The batches, unchanged, under a tqdm bar: epoch, position, rate and loss.
+    """Progress bar (tqdm) around the batches of an epoch: position, rate and loss.
 
     >>> import looplib as ll
     >>> state = ll.TrainState(epoch=2, batch=1, epoch_length=3)
@@ -154,7 +154,7 @@ class _Loop(Generic[T]):
 
 
 class _Text:
-    """What stands behind the bar: the loss, and the seconds that the step took to compile meanwhile."""
+    """The text behind the bar: the loss, and the seconds that the step took to compile meanwhile."""
 
     def __init__(self, step: Any) -> None:
         self.metrics: Mapping[str, Any] | None = None
@@ -194,7 +194,7 @@ def _loss_of(metrics: Mapping[str, Any]) -> float:
 
 
 class _Output:
-    """What a notebook's cell shows of its bars, a box of widgets; the next cell that runs has another one."""
+    """Output of a notebook cell: its bars in one box of widgets; the next cell that runs has another one."""
 
     def __init__(self) -> None:
         self._place: tuple[Any, int] | None = None

@@ -1,4 +1,4 @@
-"""Where numbers go.
+"""Sinks: JSON lines, the console, several at once.
 
 A sink is a function of a state and a mapping of names to numbers, and so is what wraps one or joins several.
 None of them holds a file open or keeps a buffer: what was logged is on its way to the disk when the call
@@ -43,7 +43,7 @@ class CodedSink:
 
 
 def jsonl(path: str | os.PathLike[str]) -> Sink:
-    """A sink that appends one line of JSON at each call: step, epoch, batch, samples, then the values.
+    """JSON Lines log: a sink that appends one line at each call: step, epoch, batch, samples, then the values.
 
     >>> import looplib as ll, pathlib, tempfile
     >>> path = tempfile.mkdtemp() + "/runs/digits/log.jsonl"
@@ -93,7 +93,7 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a `jsonl` log as dicts, in the order written, NaN and infinity as floats again.
+    """Read a `jsonl` log: its lines as dicts, in the order written, NaN and infinity as floats again.
 
     >>> import looplib as ll, tempfile
     >>> path = tempfile.mkdtemp() + "/log.jsonl"
@@ -122,7 +122,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def console(*, file: TextIO | None = None) -> Sink:
-    """A sink that prints one aligned line at each call, above a progress bar if there is one.
+    """Console sink: prints one aligned line at each call, above a progress bar if there is one.
 
     >>> import looplib as ll
     >>> log = ll.console()
@@ -157,7 +157,7 @@ def console(*, file: TextIO | None = None) -> Sink:
 
 
 def tee(*sinks: Sink) -> Sink:
-    """A sink that hands each call to all of these, in order.
+    """Combine sinks: hand each call to all of these, in order.
 
     >>> import looplib as ll, tempfile
     >>> path = tempfile.mkdtemp() + "/log.jsonl"
@@ -201,7 +201,7 @@ def tee(*sinks: Sink) -> Sink:
 
 
 def row_of(state: TrainState, values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """What a log of rows holds of a call: the counts, then the values."""
+    """Row of a log: the counts, then the values."""
     row: dict[str, bool | int | float | str] = {name: getattr(state, name) for name in COUNTS}
     for name, value in plain_values(values).items():
         if name in row:

@@ -1,4 +1,4 @@
-"""Step timer: throughput and where the time goes.
+"""Step timer: throughput, and the time of each part of a step.
 
 A meter stands around the parts that a loop is made of and leaves their results as they are, so one line adds it and
 one line removes it. An accelerator is asked for the times when they are read, and never waited for in between.
@@ -29,7 +29,7 @@ _END = object()
 
 
 class meter:
-    """Where the time of a step goes: to waiting for data, to forward and backward pass, to the update, to the rest.
+    """Step timer: the time of a step, in waiting for data, forward and backward pass, update, and the rest.
 
     >>> import looplib as ll, torch
     >>> meter = ll.log.meter()

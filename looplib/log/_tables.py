@@ -1,4 +1,4 @@
-"""Logs as tables: a CSV file, rows and columns of Python, and the way back from a log.
+"""Tables: a CSV log, rows and columns in memory, and reading a log as columns.
 
 A file is written whole rows at a time and held open by none of these, so that a process may die at any moment.
 """
@@ -10,7 +10,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from looplib.types import Sink, TrainState
 
 
 def csv_file(path: str | os.PathLike[str]) -> Sink:
-    """A sink that appends one row of a CSV table at each call: step, epoch, batch, samples, then the values.
+    """CSV log: a sink that appends one row at each call: step, epoch, batch, samples, then the values.
 
     >>> import looplib as ll, pathlib, tempfile
     >>> path = tempfile.mkdtemp() + "/log.csv"
@@ -76,7 +76,7 @@ def csv_file(path: str | os.PathLike[str]) -> Sink:
 
 
 def record(into: list[dict[str, Any]] | MutableMapping[str, list[Any]]) -> Sink:
-    """A sink that keeps what is logged in a Python list of rows, or in a dict of columns, for a notebook.
+    """In-memory log: keep what is logged in a list of rows, or in a dict of columns, for a notebook.
 
     >>> import looplib as ll
     >>> rows, columns = [], {}
@@ -110,7 +110,7 @@ def record(into: list[dict[str, Any]] | MutableMapping[str, list[Any]]) -> Sink:
 
 
 def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
-    """A log of `jsonl` or `csv_file` as a dict of columns, one entry for a step, None where it has no such value.
+    """Read a log of `jsonl` or `csv_file` as columns, with one entry for each step, and None where it has no such value.
 
     >>> import looplib as ll, tempfile
     >>> path = tempfile.mkdtemp() + "/log.jsonl"
@@ -146,18 +146,28 @@ def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
             {name: value for name, cell in zip(header, line, strict=True) if (value := _value(cell)) is not None}
             for line in lines
         ]
+    joined = _joined(rows)
+    names = dict.fromkeys(name for row in joined for name in row)
+    return {name: [row.get(name) for row in joined] for name in names}
+
+
+def _joined(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each step, without those beyond the first that a run logged again after going back."""
+
+    def place_of(row: dict[str, Any]) -> tuple[int, int]:
+        return row["step"], row["samples"]
+
     joined: list[dict[str, Any]] = []
     for row in rows:
-        place = (row["step"], row["samples"])
-        if joined and place < (joined[-1]["step"], joined[-1]["samples"]):
-            while joined and joined[-1]["step"] >= place[0] and (joined[-1]["step"], joined[-1]["samples"]) != place:
+        place = place_of(row)
+        if joined and place < place_of(joined[-1]):
+            while joined and joined[-1]["step"] >= place[0] and place_of(joined[-1]) != place:
                 joined.pop()
-        if joined and (joined[-1]["step"], joined[-1]["samples"]) == place:
+        if joined and place_of(joined[-1]) == place:
             joined[-1].update(row)
         else:
             joined.append(dict(row))
-    names = dict.fromkeys(name for row in joined for name in row)
-    return {name: [row.get(name) for row in joined] for name in names}
+    return joined
 
 
 def append(path: Path, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What stands between the loop and a sink: functions from a sink to a sink.
+"""Sink wrappers: functions from a sink to a sink.
 
 They choose and rename what passes, and keep what fails or takes its time away from the loop: such failures are told
 and counted where `safely` or `in_background` stand before a sink, and raised elsewhere.
@@ -22,7 +22,7 @@ from looplib.types import Sink, TrainState
 
 
 def rename(sink: Sink, names: Mapping[str, str] | Callable[[str], str]) -> Sink:
-    """A sink that gives values other names on their way to another one.
+    """Rename values on their way to a sink.
 
     >>> import looplib as ll
     >>> log = ll.log.rename(ll.console(), {"eval/auc": "eval_auc"})
@@ -57,7 +57,7 @@ def rename(sink: Sink, names: Mapping[str, str] | Callable[[str], str]) -> Sink:
 
 
 def only(sink: Sink, names: Collection[str] | Callable[[str], bool]) -> Sink:
-    """A sink that hands on some of the values, and does not call the other one where none is left.
+    """Filter values on their way to a sink, which is not called where none is left.
 
     >>> import looplib as ll
     >>> log = ll.log.only(ll.console(), lambda name: name.startswith("eval/"))
@@ -84,7 +84,7 @@ def only(sink: Sink, names: Collection[str] | Callable[[str], bool]) -> Sink:
 
 
 def every_rank(sink: Sink) -> Sink:
-    """A sink that writes in each process of a distributed run, and not in the first alone, as it does by itself.
+    """Log on every rank, and not on the first alone.
 
     >>> import looplib as ll, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -107,7 +107,7 @@ def every_rank(sink: Sink) -> Sink:
 
 
 def safely(sink: Sink) -> Sink:
-    """A sink whose errors stop no training: the first one is a warning, and each call is tried anew.
+    """Fault-tolerant sink: its errors stop no training. The first one is a warning, and each call is tried again.
 
     >>> import looplib as ll, warnings
     >>> def server(state, values):
@@ -140,7 +140,7 @@ def safely(sink: Sink) -> Sink:
 
 
 def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 10.0) -> Background:
-    """A sink that hands each call to a thread, so that a slow disk or a dead server never holds the loop up.
+    """Background sink: hand each call to a thread, so that a slow disk or a dead server never delays the loop.
 
     >>> import looplib as ll, tempfile
     >>> path = tempfile.mkdtemp() + "/log.jsonl"
@@ -172,7 +172,7 @@ def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 10.0
 
 
 class Background:
-    """What `in_background` returns: a sink with `flush` and `close`."""
+    """Sink of `in_background`, with `flush` and `close`."""
 
     def __init__(self, sink: Sink, max_pending: int, patience: float) -> None:
         self._sink, self._max_pending, self._patience = sink, max_pending, patience

@@ -13,7 +13,7 @@ from looplib.metrics._scores import _copy, _fit, _integers, _kept, _wide, _wide_
 
 
 class AUC(NamedTuple):
-    """The area under the ROC curve, exact: the chance that a positive example scores above a negative one.
+    """Area under the ROC curve (AUC), exact: the chance that a positive example scores above a negative one.
 
     >>> import looplib as ll, torch
     >>> ll.compute({"auc": ll.metrics.AUC.of(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))})
@@ -63,7 +63,7 @@ class AUC(NamedTuple):
 
 
 class GroupedAUC(NamedTuple):
-    """The AUC of each user or session, averaged: how well the examples of one group are ranked among themselves.
+    """Grouped AUC (GAUC), the average of each user's or session's: how well the examples of one group are ranked among themselves.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(4, 1)
@@ -203,7 +203,7 @@ def _all_weights(scores: tuple[Tensor, ...], weights: tuple[Tensor | None, ...])
 
 
 class StreamingAUC(NamedTuple):
-    """The area under the ROC curve from a histogram: bounded memory, and a bound of its error.
+    """Streaming AUC, from a histogram: bounded memory, and a bound of its error.
 
     >>> import looplib as ll, torch
     >>> auc = ll.metrics.StreamingAUC.of(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]), bins=4)

@@ -12,7 +12,7 @@ from looplib.metrics._scores import _fit, _integers, _wide, _wide_dtype
 
 
 class ConfusionMatrix(NamedTuple):
-    """How often each class was predicted for each; it computes to the accuracy.
+    """Confusion matrix: how often each class was predicted for each; it computes to the accuracy.
 
     >>> import looplib as ll, torch
     >>> matrix = ll.metrics.ConfusionMatrix.of(torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 2, 2]), classes=3)

@@ -17,7 +17,7 @@ from looplib.types import Metric, Metrics
 
 
 class Mean(NamedTuple):
-    """A weighted mean that merges exactly: `total / weight`.
+    """Weighted mean that merges exactly: `total / weight`.
 
     >>> import torch
     >>> Mean(torch.tensor(6.0), 3).merge(Mean(torch.tensor(2.0), 1)).compute()
@@ -72,7 +72,7 @@ def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
 
 
 def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
-    """The metrics of all parts together, name by name.
+    """Merge metrics: the records of all parts together, name by name.
 
     >>> both = merge({"loss": Mean(1.0, 1, times=3)}, {"loss": Mean(5.0, 1)})
     >>> compute(both)
@@ -109,7 +109,7 @@ def _fold(records: list[Metric]) -> Metric:
 
 
 def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
-    """The values as Python floats, with `prefix` before each name. Here, and only here, a device is waited for.
+    """Compute metrics: their values as Python floats. Here, and only here, a device is waited for.
 
     >>> compute({"loss": Mean(3.0, 4)}, prefix="train/")
     {'train/loss': 0.75}

@@ -18,7 +18,7 @@ from looplib.metrics._mean import Mean
 
 
 class Reading(NamedTuple):
-    """Another number of a record, as a metric of its own.
+    """Derived metric: another number of a record, as a metric of its own.
 
     >>> import looplib as ll, torch
     >>> matrix = ll.metrics.ConfusionMatrix.of(torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 2, 2]), classes=3)
@@ -107,7 +107,7 @@ def _valid(labels: Tensor, ignore_index: int | None) -> Tensor:
 
 
 def perplexity(loss: Mean) -> Reading:
-    """The exponential of a mean loss per token, over all tokens.
+    """Perplexity: the exponential of the mean loss per token, over all tokens.
 
     >>> import looplib as ll, torch
     >>> logits, tokens = torch.zeros(2, 5, 8), torch.randint(0, 8, (2, 5))
@@ -126,7 +126,7 @@ def _exp_of_mean(mean: Mean) -> Tensor:
 
 
 def calibration(predictions: Tensor, labels: Tensor, weights: Tensor | None = None) -> Mean:
-    """The mean prediction over the mean label: 1 where as much is predicted as happens.
+    """Calibration ratio: the mean prediction over the mean label, 1 where as much is predicted as happens.
 
     >>> import looplib as ll, torch
     >>> ll.compute({"calibration": ll.metrics.calibration(torch.tensor([0.2, 0.7]), torch.tensor([0, 1]))})
@@ -147,7 +147,7 @@ def calibration(predictions: Tensor, labels: Tensor, weights: Tensor | None = No
 
 
 def mae(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Mean:
-    """The mean absolute error, over all elements.
+    """Mean absolute error (MAE), over all elements.
 
     >>> import looplib as ll, torch
     >>> ll.compute({"mae": ll.metrics.mae(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))})
@@ -165,7 +165,7 @@ def mae(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> 
 
 
 def mse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Mean:
-    """The mean squared error, over all elements.
+    """Mean squared error (MSE), over all elements.
 
     >>> import looplib as ll, torch
     >>> ll.compute({"mse": ll.metrics.mse(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))})
@@ -183,7 +183,7 @@ def mse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> 
 
 
 def rmse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Reading:
-    """The root of the mean squared error, over all elements.
+    """Root mean squared error (RMSE), over all elements.
 
     >>> import looplib as ll, torch
     >>> ll.compute({"rmse": ll.metrics.rmse(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))})
@@ -204,7 +204,7 @@ def _root_of_mean(mean: Mean) -> Tensor:
 
 
 class R2(NamedTuple):
-    """The coefficient of determination: the part of the targets' variance that is predicted.
+    """Coefficient of determination (R²): the part of the targets' variance that is predicted.
 
     >>> import looplib as ll, torch
     >>> ll.compute({"r2": ll.metrics.R2.of(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0]))})

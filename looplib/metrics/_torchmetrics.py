@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics as records that merge.
+"""torchmetrics adapter: its metrics as records that merge.
 
 A metric there is an object that counts. Here it is what updates and computes, and holds nothing between calls: the
 state that a batch makes of it is the record.
@@ -65,7 +65,7 @@ class TorchMetric(NamedTuple):
         return TorchMetric(self.host, states, (), updates)
 
     def value(self) -> Any:
-        """What the metric computes, as it is: a tensor of any shape, or a dict.
+        """Value of the metric, as it is: a tensor of any shape, or a dict.
 
         Raises ValueError for the record of no batches.
         """

@@ -1,4 +1,4 @@
-"""A window over the latest metrics."""
+"""Logging window: metrics of several steps, to be logged together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from looplib.types import Metric, Metrics
 
 @dataclass(frozen=True)
 class Window:
-    """The metrics of several steps, to be logged together: exact, and without a wait for the device.
+    """Logging window: the metrics of several steps together, without waiting for the device.
 
     >>> import looplib as ll
     >>> window = ll.Window()
