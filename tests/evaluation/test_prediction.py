@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import launch
 from torch import nn
 
 import looplib as ll
@@ -475,3 +476,35 @@ def test_a_file_that_is_not_ours_is_left_alone(tmp_path, name):
         ll.predict_to(path, lambda state, x: x, state, batches)
         ll.predict_to(path, lambda state, x: x, state, batches)
         assert (path / "notes.txt").read_text() == "mine"
+
+
+NUMBERS = [2, 0, 1, 4, 0, 0, 3, 3, 1, 6]
+
+
+def generate_on_ranks(folder):
+    """Go on with what one process began, in shares of a batch and in whole batches, after refusing another cut."""
+    with ll.distributed.setup():
+        state, x = ll.TrainState(), torch.tensor(NUMBERS, dtype=torch.float32)
+        for name in ("arrays", "lines.jsonl"):
+            for kind in ("loader", "batch_sampler"):
+                path = f"{folder}/{kind}/{name}"
+                with pytest.raises(ValueError, match="holds batches of 4 examples, and those given have"):
+                    ll.predict_to(path, generate, state, CUTS[kind](x, [7, 3]))
+                ll.predict_to(path, generate, state, CUTS[kind](x, [4, 4, 2]))
+
+
+def test_several_ranks_write_strings_and_outputs_of_varying_width(tmp_path):
+    state, x = ll.TrainState(), torch.tensor(NUMBERS, dtype=torch.float32)
+    paths = [tmp_path / kind / name for kind in ("loader", "batch_sampler") for name in ("arrays", "lines.jsonl")]
+    for path in paths:
+        with pytest.raises(KeyboardInterrupt):
+            ll.predict_to(path, stopped_after(1, generate), state, CUTS[path.parent.name](x, [4, 4, 2]))
+    launch(2, generate_on_ranks, str(tmp_path))
+    for path in paths:
+        found = ll.evaluation.read_predictions(path)
+        assert [int(text.split()[0]) for text in found["deep/text"]] == NUMBERS
+        # Of the loader, the ranks divide each batch after the first: each has a width of its own.
+        sizes = [4, 2, 2, 1, 1] if path.parent.name == "loader" else [4, 4, 2]
+        for column in ("tokens", "logits"):
+            expected = [row.tolist() for part in x.split(sizes) for row in generate(state, part)[column]]
+            assert [row.tolist() for row in found[column]] == expected
