@@ -190,7 +190,9 @@ def _span(leaf_path: str, tensor: Tensor) -> _Span:
     elif tensor.is_meta:
         kind = "tensor on the meta device, without values"
     if kind:
-        raise TypeError(f"{leaf_path} is a {kind}, which a checkpoint cannot hold: give it as a dense plain tensor")
+        raise TypeError(
+            f"{leaf_path} is a {kind}, which a checkpoint cannot hold: convert it to a dense plain tensor"
+        )
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()
     size = tensor.element_size()

@@ -279,9 +279,9 @@ class CheckpointIO:
         later = [str(checkpoint.step) for checkpoint in checkpoints if checkpoint.step > step]
         if later:
             raise ValueError(
-                f"{folder} holds later steps ({', '.join(later)}) than this state's {step}, of another run or of one "
-                "that went on: to go on with that one, state = ckpt.restore(state); to go back for good, "
-                f"ckpt.delete(after={step}); to keep both, use another directory"
+                f"{folder} holds later steps ({', '.join(later)}) than this state's {step}: they are of another run, or "
+                "this run has continued from here before. To continue from the latest, state = ckpt.restore(state); to "
+                f"delete the later ones, ckpt.delete(after={step}); to keep both, use another directory"
             )
         for path in list(self._listing.damaged):
             put_aside(path)

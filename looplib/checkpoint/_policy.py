@@ -79,7 +79,8 @@ class Policy:
             raise ValueError(f"the monitored metric {self.monitor!r} is not among the metrics given: {given}")
         if math.isnan(scores[self.monitor]):
             raise ValueError(
-                f"the monitored metric {self.monitor!r} is NaN, so this state can be neither best nor not"
+                f"the monitored metric {self.monitor!r} is NaN, which cannot be compared with other checkpoints; to "
+                "save this state all the same, leave out the metrics"
             )
 
 
