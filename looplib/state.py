@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import modules as _modules
-from looplib._core import ownership as _donation
+from looplib._core import ownership
 from looplib._core.checks import check_optional_count
 from looplib._core.torch_private import pytree
 from looplib.types import (
-    _TREES,
+    TREES,
     Optimizer,
     TrainState,
-    mark_made_with,
 )
 
 __all__ = ["bind", "cast", "copy_state", "end_epoch", "init_state"]
@@ -69,7 +68,7 @@ def init_state(
         epoch_length=epoch_length, params=params, buffers=buffers, opt_state=opt_state, seed=seed, extra=extra
     )
     description = getattr(optimizer, "description", None)
-    return mark_made_with(state, {"optimizer": description}) if description else state
+    return ownership.mark_made_with(state, {"optimizer": description}) if description else state
 
 
 def _describe(thing: Any) -> str:
@@ -96,7 +95,7 @@ def copy_state(state: TrainState) -> TrainState:
             copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
-    return state.replace(**{name: pytree.tree_map(copy, getattr(state, name)) for name in _TREES})
+    return state.replace(**{name: pytree.tree_map(copy, getattr(state, name)) for name in TREES})
 
 
 def bind(model: nn.Module, state: TrainState) -> TrainState:
@@ -128,9 +127,7 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     if all(getattr(state, tree)[name] is own[tree][name] for tree in own for name in own[tree]):
         return state
     bound = copy_state(state)
-    chain = _donation.Chain("ll.bind(model, state)")
-    _donation.own(chain, _donation.tensors_in(own))
-    chain.generation = 1
+    ownership.claim("ll.bind(model, state)", ownership.tensors_in(own)).wrote()
     with torch.no_grad():
         for tree, values in own.items():
             for name, tensor in values.items():

@@ -7,7 +7,7 @@ is pure; with `donate` it may use the old state's memory for the new one's, and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, runtime_checkable
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
-from looplib._core import ownership as _donation
-from looplib._core import torch_private
+from looplib._core import ownership, torch_private
+from looplib._core.buffers import Written, explain
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import tracing
@@ -35,7 +35,9 @@ from looplib.types import (
     TrainState,
     TrainStep,
     counts_of,
-    make,
+    made,
+    unwritten,
+    written,
 )
 
 __all__ = ["make_eval_step", "make_predict_step", "make_train_step"]
@@ -145,7 +147,13 @@ def make_train_step(
             f"optimizer is a {type(optimizer).__name__}; give what ll.optimizer returns, such as "
             "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
         )
-    part = Part(donate=donate)
+    step_of = _donated_step if donate else _pure_step
+    parts = Parts("train", _core(grad_fn, optimizer), (grad_fn, optimizer.update), donate, same_batch)
+    return with_parts(step_of(grad_fn, optimizer, same_batch), parts)
+
+
+def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> TrainStep:
+    part = Part()
 
     def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         _interrupts.install()
@@ -162,22 +170,21 @@ def make_train_step(
         applied = read(applied)
         values = advanced(state, out.samples, applied, same_batch)
         values |= {"params": params, "opt_state": opt_state, "buffers": out.buffers if applied else state.buffers}
-        new = make(values, state._seen and _donation.generations([values]))
-        return new, out.metrics
+        return made(state, values), out.metrics
 
-    written: set[str] | None = None  # the buffers that the forward pass writes, known from the first step on
+    return pure_step
+
+
+def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> TrainStep:
+    part, in_forward = Part(donate=True), Written()
 
     def donated_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
-        nonlocal written
         params, buffers, opt_state = state.params, state.buffers, state.opt_state
-        readers, lane = _donation.readers, state._lane
-        if _donation._reading and (lane is None or lane.readers != readers):
-            _donation.wait_for_readers((params, buffers, opt_state))
+        readers = ownership.before_a_step(state, (params, buffers, opt_state))
         _interrupts.install()
         thread = threading.get_ident()
-        saved = {name: buffers[name].clone() for name in (buffers if written is None else written)}
-        versions = [torch_private.version(tensor) for tensor in buffers.values()]
-        written_over = _donation.updates
+        saved = in_forward.save(buffers)
+        writes = ownership.writes.count
         try:
             try:
                 out = grad_fn(state, batch, part)
@@ -194,42 +201,30 @@ def make_train_step(
                 seed=state.seed,
             )
             if applied is not True:
-                if _donation.updates != written_over:
+                if ownership.writes.count != writes:
                     _refuse_late_choice(applied)
                 applied = read(applied)
             values = advanced(state, out.samples, applied, same_batch)
             values |= {"params": new_params, "opt_state": new_opt_state}
             if applied:
                 values["buffers"] = out.buffers
-                changed = {
-                    name
-                    for (name, tensor), version in zip(buffers.items(), versions, strict=True)
-                    if torch_private.version(tensor) != version
-                }
-                if written is None:  # batch norm's kernels write uncounted, so once the values are compared
-                    written = {name for name in saved if not torch.equal(saved[name], buffers[name])}
-                written |= changed
-                chain = owner(state, out.grads.keys(), written)
-                chain.generation, chain.step, chain.readers = chain.generation + 1, values["step"], readers
-                new = make(values, {**state._seen, chain: chain.generation}, chain)
-                _donation.in_flight(state, new)
+                new = written(state, values, out.grads.keys(), in_forward.learn(saved), readers)
             else:
-                _restore(buffers, saved)
+                if lost := saved.restore():
+                    raise RuntimeError(explain(lost))
                 values["buffers"] = buffers
-                new = make(values, state._seen, state._lane)
+                new = unwritten(state, values)
         except BaseException:
-            _restore(buffers, saved)
-            if _donation.updates != written_over:  # by one of several optimizers, of which another failed
-                chain = owner(state, params.keys(), set())
-                chain.generation += 1
+            lost = saved.restore()
+            if lost or ownership.writes.count != writes:  # by one of several optimizers, of which another failed
+                ownership.spoil(state, params.keys(), lost)
             raise
         finally:
             _interrupts.end_hold(thread)
             _interrupts.deliver()
         return new, out.metrics
 
-    parts = Parts("train", _core(grad_fn, optimizer), (grad_fn, optimizer.update), donate, same_batch)
-    return with_parts(donated_step if donate else pure_step, parts)
+    return donated_step
 
 
 def _refuse_unknown(unknown: Mapping[str, Any]) -> NoReturn:
@@ -285,26 +280,6 @@ def advanced(state: TrainState, samples: int, applied: bool, same_batch: bool) -
     counts["batch_steps"] = int(applied)
     counts["extra"] = state.extra
     return counts
-
-
-def _restore(buffers: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, tensor in saved.items():
-            buffers[name].copy_(tensor)
-
-
-def owner(state: TrainState, params: Set[str], buffers: Set[str]) -> _donation.Chain:
-    """The chain of this run, as the owner of all that its step has written."""
-    chain = state._lane
-    if chain is None or chain.generation != state._seen.get(chain):
-        chain = _donation.Chain("a train step with donate=True")
-        _donation.own(chain, _donation.tensors_in(state.opt_state))
-    if not (params <= chain.params and buffers <= chain.buffers):
-        _donation.own(chain, [state.params[name] for name in params - chain.params])
-        _donation.own(chain, [state.buffers[name] for name in buffers - chain.buffers])
-        chain.params |= params
-        chain.buffers |= buffers
-    return chain
 
 
 def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str, Any]]) -> EvalStep:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from looplib._core import ownership as _donation
-from looplib._core import trees, updates
+from looplib._core import ownership, records, updates
 from looplib._core.engines import NO_CONTEXT, Context
-from looplib._core.torch_private import pytree
 
 __all__ = [
     "DonatedStateError",
@@ -40,19 +38,8 @@ class DonatedStateError(RuntimeError):
     """A state was touched whose tensors a donated step has since written over."""
 
 
-class _Marked:
-    __slots__ = ("__weakref__", "_born", "_heir", "_lane", "_made_with", "_seen")
-
-    if TYPE_CHECKING:
-        _born: int  # chains there were when the state was made: of those it knows all that concern it
-        _seen: dict[_donation.Chain, int]  # the chains of its tensors, and the generation of each then
-        _lane: _donation.Chain | None  # the chain that owns all its step writes, if that is known
-        _heir: _donation.Heir
-        _made_with: Mapping[str, Any]  # what a first state knows of the run's settings; not set in later states
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
-class TrainState(_Marked):
+class TrainState(ownership.Marked):
     """A training run at one moment, immutable.
 
     >>> import looplib as ll, torch
@@ -98,11 +85,7 @@ class TrainState(_Marked):
     extra: Any = None
 
     def __post_init__(self) -> None:
-        trees = [_read[name](self) for name in _TREES]
-        object.__setattr__(self, "_seen", _donation.generations(trees))
-        object.__setattr__(self, "_born", _donation.chains)
-        object.__setattr__(self, "_lane", None)
-        object.__setattr__(self, "_heir", _donation.Heir())
+        _record.mark(self)
 
     @property
     def skipped(self) -> bool:
@@ -122,188 +105,31 @@ class TrainState(_Marked):
             TypeError: a field that a TrainState does not have.
             DonatedStateError: a field that is not changed was donated.
         """
-        if unknown := changes.keys() - set(_FIELDS):
-            raise TypeError(f"a TrainState has no field {sorted(unknown)}; it has {', '.join(_FIELDS)}")
-        values = {name: changes[name] if name in changes else getattr(self, name) for name in _FIELDS}
-        # What is kept was read just now, so its marks hold; only new trees must be looked through.
-        seen = {chain: at for chain, at in self._seen.items() if chain.generation == at}
-        seen |= _donation.generations([changes[name] for name in _TREES if name in changes])
-        lane = None if changes.keys() & {"params", "buffers", "opt_state"} else self._lane
-        # A step wrapped by one that changes `extra` is given such a copy. A copy with another seed, or at another
-        # place, is not what the run goes on from.
-        new = make(values, seen, lane, self._heir if changes.keys() <= {"extra"} else None)
-        return mark_made_with(new, settings) if (settings := made_with(self)) else new
+        if unknown := changes.keys() - set(FIELDS):
+            raise TypeError(f"a TrainState has no field {sorted(unknown)}; it has {', '.join(FIELDS)}")
+        return _record.replaced(self, changes)
 
     def __repr__(self) -> str:
-        _heal(self)
-        position = self.batch if self.epoch_length is None else f"{self.batch}/{self.epoch_length}"
-        parts = [f"step={self.step}", f"epoch={self.epoch}", f"batch={position}", f"samples={self.samples}"]
-        if _spent_by(self, _TREES) is not None:
-            return f"TrainState({', '.join(parts)}, donated)"
-        parts += [
-            f"{name}={len(tensors)} tensors ({sum(tensor.numel() for tensor in tensors.values()):,} numbers)"
-            for name in ("params", "buffers")
-            if (tensors := getattr(self, name))
-        ]
-        parts.append(f"seed={self.seed}")
-        if self.extra is not None:
-            keys = f" of {', '.join(map(str, self.extra))}" if isinstance(self.extra, dict) else ""
-            parts.append(f"extra={type(self.extra).__name__}{keys}")
-        return f"TrainState({', '.join(parts)})"
+        return records.summary(self, _record.is_spent(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TrainState, tuple(getattr(self, name) for name in _FIELDS)
+        return TrainState, tuple(getattr(self, name) for name in FIELDS)
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
+TREES = ("params", "buffers", "opt_state", "extra")  # of tensors; the rest are counts and settings
 
 
-_TREES = ("params", "buffers", "opt_state", "extra")
+_record = ownership.Guarded(TrainState, TREES, DonatedStateError)
 
 
-_COUNTS = tuple(name for name in _FIELDS if name not in _TREES)
+FIELDS, COUNTS = _record.fields, _record.counts
 
 
-_slots = {name: getattr(TrainState, name) for name in _FIELDS}
+records.register(TrainState, FIELDS, TREES)
 
 
-_read = {name: slot.__get__ for name, slot in _slots.items()}
-
-
-_write = tuple((name, slot.__set__) for name, slot in _slots.items())
-
-
-_read_counts = tuple((name, _read[name]) for name in _COUNTS)
-
-
-_marks = ("_born", "_seen", "_lane", "_heir")
-
-
-_set_born, _set_seen, _set_lane, _set_heir = (vars(_Marked)[name].__set__ for name in _marks)
-
-
-def make(
-    values: dict[str, Any],
-    seen: dict[_donation.Chain, int],
-    lane: _donation.Chain | None = None,
-    heir: _donation.Heir | None = None,
-) -> TrainState:
-    """A state of all its fields, whose marks are known: without the walk over its tensors."""
-    state = object.__new__(TrainState)
-    for name, write in _write:
-        write(state, values[name])
-    _set_seen(state, seen)
-    _set_born(state, _donation.chains)
-    _set_lane(state, lane)
-    _set_heir(state, heir or _donation.Heir())
-    return state
-
-
-def made_with(state: TrainState) -> Mapping[str, Any]:
-    """The settings that `init_state` has noted on a first state, for checkpoints to hold; empty after a step."""
-    return getattr(state, "_made_with", {})
-
-
-def mark_made_with(state: TrainState, settings: Mapping[str, Any]) -> TrainState:
-    """Note settings on a state, which no step hands on."""
-    object.__setattr__(state, "_made_with", settings)
-    return state
-
-
-def counts_of(state: TrainState) -> dict[str, Any]:
-    """All but the trees, of a state that is known to be good."""
-    return {name: read(state) for name, read in _read_counts}
-
-
-def _heal(state: TrainState) -> None:
-    """Turn a spent state whose successor an interrupt took away into that successor."""
-    if (new := state._heir.state) is not None:
-        for name, write in _write:
-            write(state, _read[name](new))
-        _set_seen(state, new._seen)
-        _set_born(state, new._born)
-        _set_lane(state, new._lane)
-        _set_heir(state, new._heir)
-
-
-def _spent_by(state: TrainState, trees: tuple[str, ...]) -> _donation.Chain | None:
-    return _donation.stale_chain([_read[name](state) for name in trees], state._seen)
-
-
-def _check(state: TrainState, name: str) -> None:
-    _heal(state)
-    if (chain := _spent_by(state, (name,))) is not None:
-        now = "" if chain.step is None else f", and that run is at step {chain.step} now"
-        pure = "" if chain.writer.startswith("ckpt.restore") else " or make the step with donate=False"
-        raise DonatedStateError(
-            f"{name} of the state at step {state.step} (epoch {state.epoch}, batch {state.batch}) was donated: "
-            f"{chain.writer} has written over its tensors{now}. Go on with the state that it returned; to keep an "
-            f"earlier one, copy it first (kept = ll.copy_state(state)){pure}"
-        )
-
-
-def _guard_tree(name: str) -> property:
-    read = _read[name]
-
-    def guarded(self: TrainState) -> Any:
-        if self._born != _donation.chains:
-            _check(self, name)
-        else:
-            for chain, generation in self._seen.items():
-                if chain.generation != generation:
-                    _check(self, name)
-        return read(self)
-
-    return property(guarded, _slots[name].__set__, doc=_slots[name].__doc__)
-
-
-def _guard_count(name: str) -> property:
-    read = _read[name]
-
-    def guarded(self: TrainState) -> Any:
-        if _donation.rescued:
-            _heal(self)
-        return read(self)
-
-    return property(guarded, _slots[name].__set__, doc=_slots[name].__doc__)
-
-
-for _name in _FIELDS:
-    setattr(TrainState, _name, (_guard_tree if _name in _TREES else _guard_count)(_name))
-
-
-def _flatten(state: TrainState) -> tuple[list[Any], Any]:
-    # None is a leaf to torch's pytrees, so a tree that is not there belongs to the structure.
-    trees = {name: tree for name in _TREES if (tree := getattr(state, name)) is not None}
-    return list(trees.values()), (tuple(trees), {name: getattr(state, name) for name in _COUNTS})
-
-
-def _flatten_with_keys(state: TrainState) -> tuple[list[Any], Any]:
-    trees, (names, counts) = _flatten(state)
-    keys = map(pytree.GetAttrKey, names)
-    return list(zip(keys, trees, strict=True)), (names, counts)
-
-
-def _unflatten(trees: Any, structure: Any) -> TrainState:
-    names, counts = structure
-    return TrainState(**{**dict.fromkeys(_TREES), **dict(zip(names, trees, strict=True)), **counts})
-
-
-pytree.register_pytree_node(
-    TrainState,
-    _flatten,
-    _unflatten,
-    flatten_with_keys_fn=_flatten_with_keys,
-    serialized_type_name="looplib.TrainState",
-)
-
-
-def _taken_apart(state: TrainState) -> trees.Node:
-    values = [getattr(state, name) for name in _FIELDS]
-    return trees.Node(_FIELDS, values, lambda values: TrainState(*values), attributes=True)
-
-
-trees.register(TrainState, _taken_apart)
+# For steps: states whose marks are known.
+counts_of, made, written, unwritten = _record.counts_of, _record.made, _record.written, _record.unwritten
 
 
 Grads = dict[str, Tensor]

@@ -1,16 +1,18 @@
 """Who may still read a tensor that a step writes in place.
 
 A run whose steps are donated is a chain: one object with a generation, counted up at each write. A table leads
-from each storage that is written to its chain, and each state remembers the generations it was made at. A
-state is spent when a chain of its tensors has moved on since. So a donated step costs one addition, however
+from each storage that is written to its chain, and each state remembers the generations it was made at, in its mark.
+A state is spent when a chain of its tensors has moved on since. So a donated step costs one addition, however
 many tensors there are, and every record that shares them, by whatever way, finds out when it looks.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import fields
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,11 +20,16 @@ from torch import Tensor
 from looplib._core import interrupts as _interrupts
 from looplib._core.torch_private import pytree
 
+S = TypeVar("S")
+
+
+M = TypeVar("M", bound="Marked")
+
 
 class Chain:
     """The states of one run that write the same tensors."""
 
-    __slots__ = ("buffers", "generation", "params", "readers", "step", "writer")
+    __slots__ = ("buffers", "generation", "params", "readers", "step", "storages", "writer")
 
     def __init__(self, writer: str) -> None:
         self.generation = 0
@@ -30,16 +37,94 @@ class Chain:
         self.step: int | None = None  # where the run stands, for the error
         self.params: set[str] = set()  # the names of those it owns
         self.buffers: set[str] = set()
+        self.storages: set[int] = set()  # what it owns; nothing any more where another chain has taken over
         self.readers = 0  # how many of those that ever read were made sure not to read its tensors
+
+    def wrote(self) -> None:
+        """Spend all states that have seen less."""
+        self.generation += 1
+
+
+class Mark:
+    """What a state knows of the chains of its tensors.
+
+    Attributes:
+        born: chains there were when the state was made: of those it knows all that concern it.
+        seen: the chains of its tensors, and the generation of each then.
+        lane: the chain that owns all its step writes, if that is known.
+        heir: the mark that stands for this moment of the run, where it is not this one.
+        successor: the next state, if an interrupt took it from its caller.
+        made_with: the settings that a first state knows of its run; not set in later ones.
+
+    When an interrupt strikes before a step's result has a name, the argument, which is spent, takes its place, so that
+    the caller's variable holds the run. Who lets go of the spent record lets go of the next one too.
+    """
+
+    __slots__ = ("__weakref__", "born", "heir", "lane", "made_with", "seen", "successor")
+
+    made_with: Mapping[str, Any]
+
+    def __init__(self, seen: dict[Chain, int], lane: Chain | None = None, heir: Mark | None = None) -> None:
+        self.born = _process.chains
+        self.seen = seen
+        self.lane = lane
+        self.heir = heir
+        self.successor: Any = None
+
+
+class Marked:
+    """A record with a mark."""
+
+    __slots__ = ("__weakref__", "_mark")
+
+    _mark: Mark
+
+
+def made_with(state: Marked) -> Mapping[str, Any]:
+    """The settings that `init_state` has noted on a first state, for checkpoints to hold; empty after a step."""
+    return getattr(state._mark, "made_with", {})
+
+
+def mark_made_with(state: M, settings: Mapping[str, Any]) -> M:
+    """Note settings on a state, which no step hands on."""
+    state._mark.made_with = settings
+    return state
+
+
+class _Process:
+    """What is true of this process.
+
+    Attributes:
+        chains: chains made so far: a state made at an earlier count may share tensors with one it does not know.
+        in_flight: the last donated step, from its argument's mark to its result.
+        rescued: whether a state has ever taken the place of the one before it.
+        reading: storages that something reads in the background, and when it has finished.
+        readers: how many of these there have been.
+    """
+
+    __slots__ = ("chains", "in_flight", "readers", "reading", "rescued")
+
+    def __init__(self) -> None:
+        self.chains = 0
+        self.in_flight: tuple[weakref.ref[Mark], weakref.ref[Any]] | None = None
+        self.rescued = False
+        self.reading: list[tuple[set[int], Any]] = []
+        self.readers = 0
+
+
+_process = _Process()
 
 
 _owners: dict[int, tuple[Chain, weakref.ref[Tensor]]] = {}
 
 
-updates = 0  # that wrote over parameters; torch's fused kernels do so without counting up `_version`
+class _Writes(threading.local):
+    """Updates of this thread that wrote over parameters; torch's fused kernels do so without counting `_version`."""
+
+    count = 0
 
 
-chains = 0  # chains made so far: a state made at an earlier count may share tensors with one it does not know
+writes = _Writes()
 
 
 def _storage(tensor: Tensor) -> int:
@@ -65,7 +150,7 @@ def generations(trees: Iterable[Any]) -> dict[Chain, int]:
     return found
 
 
-def stale_chain(tree: Any, seen: dict[Chain, int]) -> Chain | None:
+def _stale_chain(tree: Any, seen: dict[Chain, int]) -> Chain | None:
     """A chain that has written one of these tensors since `seen`, or None."""
     for chain, generation in generations((tree,)).items():
         if seen.get(chain, 0) != generation:
@@ -73,79 +158,238 @@ def stale_chain(tree: Any, seen: dict[Chain, int]) -> Chain | None:
     return None
 
 
+# Writing
+
+
 def own(chain: Chain, tensors: Iterable[Tensor]) -> None:
     """From now on these tensors are written by `chain`."""
-    global chains
-    chains += 1
+    _process.chains += 1
     tensors = list(tensors)
     wait_for_readers(tensors)
     for tensor in tensors:
         if key := _storage(tensor):
-
-            def forget(reference: weakref.ref[Tensor], key: int = key) -> None:
-                if (owner := _owners.get(key)) is not None and owner[1] is reference:
-                    del _owners[key]
-
-            _owners[key] = (chain, weakref.ref(tensor, forget))
+            if (before := _owners.get(key)) is not None:
+                before[0].storages.discard(key)
+            _owners[key] = (chain, weakref.ref(tensor, _forgetting(key)))
+            chain.storages.add(key)
 
 
-class Heir:
-    """Shared by the records of one moment of a run: the next one, if an interrupt took it from its caller.
+def _forgetting(key: int) -> Any:
+    def forget(reference: weakref.ref[Tensor]) -> None:
+        if (owner := _owners.get(key)) is not None and owner[1] is reference:
+            owner[0].storages.discard(key)
+            del _owners[key]
 
-    When an interrupt strikes before a step's result has a name, the argument, which is spent, takes its place,
-    so that the caller's variable holds the run. Who lets go of the spent record lets go of the next one too.
-    """
-
-    __slots__ = ("__weakref__", "state")
-
-    def __init__(self) -> None:
-        self.state: Any | None = None
+    return forget
 
 
-_in_flight: tuple[weakref.ref[Heir], weakref.ref[Any]] | None = None  # the last donated step
+def claim(writer: str, tensors: Iterable[Tensor]) -> Chain:
+    """Own tensors that are to be written outside of steps: `wrote()` of the chain spends all states that share one."""
+    chain = Chain(writer)
+    own(chain, tensors)
+    return chain
 
 
-rescued = False  # ever, in this process
+def owner(state: Any, params: Set[str], buffers: Set[str]) -> Chain:
+    """The chain of this run, as the owner of all that its step has written."""
+    mark: Mark = state._mark
+    chain = mark.lane
+    if chain is None or chain.generation != mark.seen.get(chain):
+        chain = claim("a train step with donate=True", tensors_in(state.opt_state))
+    if not (params <= chain.params and buffers <= chain.buffers):
+        own(chain, [state.params[name] for name in params - chain.params])
+        own(chain, [state.buffers[name] for name in buffers - chain.buffers])
+        chain.params |= params
+        chain.buffers |= buffers
+    return chain
+
+
+def spoil(state: Any, params: Set[str], buffers: Set[str] = frozenset()) -> None:
+    """A step has written some of these tensors and failed: the state is spent, and nothing follows it."""
+    owner(state, params, buffers).wrote()
 
 
 def in_flight(old: Any, new: Any) -> None:
-    global _in_flight
-    _in_flight = (weakref.ref(old._heir), weakref.ref(new))
+    """A step has made `new` of `old`, and its caller does not hold it yet."""
+    mark: Mark = old._mark
+    _process.in_flight = weakref.ref(mark.heir or mark), weakref.ref(new)
 
 
 def _rescue() -> None:
-    global rescued
-    if _in_flight is not None and (heir := _in_flight[0]()) is not None:
-        heir.state = _in_flight[1]()
-        rescued = True
+    if _process.in_flight is not None and (mark := _process.in_flight[0]()) is not None:
+        mark.successor = _process.in_flight[1]()
+        _process.rescued = True
 
 
 _interrupts.before_raising.append(_rescue)
 
 
+# Reading in the background
+
+
 def written_in_place(state: Any) -> bool:
     """Whether the next step may write over these tensors: they belong to a donated run, or to a module."""
-    return bool(state._seen) or any(isinstance(leaf, torch.nn.Parameter) for leaf in state.params.values())
-
-
-_reading: list[tuple[set[int], Any]] = []
-
-
-readers = 0  # so far
+    return bool(state._mark.seen) or any(isinstance(leaf, torch.nn.Parameter) for leaf in state.params.values())
 
 
 def let_finish(storages: set[int], reading: Any) -> None:
     """Until this future is done, whoever is about to write these storages in place for the first time waits."""
-    global readers
-    _reading.append((storages, reading))
-    readers += 1
+    _process.reading.append((storages, reading))
+    _process.readers += 1
 
 
 def wait_for_readers(tree: Any) -> None:
     """Before these tensors are written in place."""
-    _reading[:] = [(keys, reading) for keys, reading in _reading if not reading.done()]
-    if _reading:
+    reading = _process.reading
+    reading[:] = [(keys, future) for keys, future in reading if not future.done()]
+    if reading:
         written = {_storage(tensor) for tensor in tensors_in(tree)}
-        for keys, reading in _reading:
+        for keys, future in reading:
             if not keys.isdisjoint(written):
-                reading.exception()  # waits; the error is for whoever asks for it
+                future.exception()  # waits; the error is for whoever asks for it
+
+
+def before_a_step(state: Any, trees: tuple[Any, ...]) -> int:
+    """Wait for who reads what a step is about to write; how many readers there had been before."""
+    readers = _process.readers
+    if _process.reading:
+        lane = state._mark.lane
+        if lane is None or lane.readers != readers:
+            wait_for_readers(trees)
+    return readers
+
+
+# The fields of a record
+
+
+class Guarded(Generic[S]):
+    """The fields of a record, whose trees cannot be read once their tensors have been written over.
+
+    Each field of the class becomes a property over its slot: that of a tree looks at the mark first, that of a count
+    at whether an interrupt took a successor away. What is made here is known to be good, and goes by the slots.
+
+    Args:
+        cls: a dataclass with slots, and a `Marked`.
+        trees: the names of its fields that hold tensors; the last is the user's, which no step writes.
+        error: what is raised for a record that is spent.
+    """
+
+    def __init__(self, cls: type[S], trees: tuple[str, ...], error: type[Exception]) -> None:
+        self.cls, self.trees, self.error = cls, trees, error
+        self.fields = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
+        self.counts = tuple(name for name in self.fields if name not in trees)
+        slots = {name: getattr(cls, name) for name in self.fields}
+        self._read = {name: slot.__get__ for name, slot in slots.items()}
+        self._write = tuple((name, slot.__set__) for name, slot in slots.items())
+        self._read_counts = tuple((name, self._read[name]) for name in self.counts)
+        self._set_mark = vars(Marked)["_mark"].__set__
+        for name, slot in slots.items():
+            get = self._tree(name) if name in trees else self._count(name)
+            setattr(cls, name, property(get, slot.__set__, doc=slot.__doc__))
+
+    def _tree(self, name: str) -> Any:
+        read, check = self._read[name], self._check
+
+        def guarded(state: Any) -> Any:
+            mark = state._mark
+            if mark.born != _process.chains:
+                check(state, name)
+            else:
+                for chain, generation in mark.seen.items():
+                    if chain.generation != generation:
+                        check(state, name)
+            return read(state)
+
+        return guarded
+
+    def _count(self, name: str) -> Any:
+        read, heal = self._read[name], self._heal
+
+        def guarded(state: Any) -> Any:
+            if _process.rescued:
+                heal(state)
+            return read(state)
+
+        return guarded
+
+    def _heal(self, state: Any) -> None:
+        """Turn a spent state whose successor an interrupt took away into that successor."""
+        mark: Mark = state._mark
+        if (new := (mark.heir or mark).successor) is not None:
+            for name, write in self._write:
+                write(state, self._read[name](new))
+            self._set_mark(state, new._mark)
+
+    def _check(self, state: Any, name: str) -> None:
+        self._heal(state)
+        if (chain := _stale_chain(self._read[name](state), state._mark.seen)) is not None:
+            now = "" if chain.step is None else f", and that run is at step {chain.step} now"
+            pure = "" if chain.writer.startswith("ckpt.restore") else " or make the step with donate=False"
+            raise self.error(
+                f"{name} of the state at step {state.step} (epoch {state.epoch}, batch {state.batch}) was donated: "
+                f"{chain.writer} has written over its tensors{now}. Go on with the state that it returned; to keep an "
+                f"earlier one, copy it first (kept = ll.copy_state(state)){pure}"
+            )
+
+    def is_spent(self, state: Any) -> bool:
+        """Whether a tree of it cannot be read."""
+        self._heal(state)
+        return _stale_chain([self._read[name](state) for name in self.trees], state._mark.seen) is not None
+
+    def mark(self, state: Any) -> None:
+        """Give a state that has all its fields its mark."""
+        self._set_mark(state, Mark(generations([self._read[name](state) for name in self.trees])))
+
+    def make(
+        self, values: dict[str, Any], seen: dict[Chain, int], lane: Chain | None = None, heir: Mark | None = None
+    ) -> S:
+        """A state of all its fields, whose marks are known: without the walk over its tensors."""
+        state = object.__new__(self.cls)
+        for name, write in self._write:
+            write(state, values[name])
+        self._set_mark(state, Mark(seen, lane, heir))
+        return state
+
+    def counts_of(self, state: S) -> dict[str, Any]:
+        """All but the trees, of a state that is known to be good."""
+        return {name: read(state) for name, read in self._read_counts}
+
+    def replaced(self, state: Any, changes: dict[str, Any]) -> S:
+        """A copy with these fields changed."""
+        values = {name: changes[name] if name in changes else getattr(state, name) for name in self.fields}
+        mark: Mark = state._mark
+        new_trees = [name for name in self.trees if name in changes]
+        # What is kept was read just now, so its marks hold; only new trees must be looked through. A chain that owns
+        # nothing any more will write nothing.
+        kept = mark.seen.items() if len(new_trees) < len(self.trees) else ()
+        seen = {chain: at for chain, at in kept if chain.generation == at and chain.storages}
+        seen |= generations([changes[name] for name in new_trees])
+        lane = mark.lane if set(new_trees) <= {self.trees[-1]} else None
+        # A step wrapped by one that changes `extra` is given such a copy. A copy with another seed, or at another
+        # place, is not what the run goes on from.
+        heir = (mark.heir or mark) if changes.keys() <= {self.trees[-1]} else None
+        new: Any = self.make(values, seen, lane, heir)
+        if settings := made_with(state):
+            mark_made_with(new, settings)
+        return cast(S, new)
+
+    def made(self, state: Any, values: dict[str, Any]) -> S:
+        """What a pure step has made of a state."""
+        return self.make(values, state._mark.seen and generations([values]))
+
+    def written(self, state: Any, values: dict[str, Any], params: Set[str], buffers: Set[str], readers: int) -> S:
+        """What a step has made of a state by writing these of its tensors: from now on that state is spent."""
+        chain = owner(state, params, buffers)
+        chain.wrote()
+        chain.step, chain.readers = values["step"], readers
+        mark: Mark = state._mark
+        seen = mark.seen
+        if chain is not mark.lane:
+            seen = {other: at for other, at in seen.items() if other.storages}
+        new = self.make(values, {**seen, chain: chain.generation}, chain)
+        in_flight(state, new)
+        return new
+
+    def unwritten(self, state: Any, values: dict[str, Any]) -> S:
+        """What a step in place has made of a state without writing a tensor."""
+        return self.make(values, state._mark.seen, state._mark.lane)

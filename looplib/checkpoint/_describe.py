@@ -15,7 +15,7 @@ import torch
 from looplib.checkpoint._directory import in_words
 from looplib.checkpoint._format import MANIFEST, sound
 from looplib.checkpoint._format_read import check_files, read_manifest
-from looplib.types import _COUNTS, _TREES, TrainState
+from looplib.types import COUNTS, TREES, TrainState
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ def describe(path: Path) -> Checkpoint:
 def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The counts and the seed that a manifest holds."""
     counts = {**manifest["counts"], "seed": _read_seed(manifest["counts"]["seed"])}
-    wrong = [name for name in _COUNTS if name != "seed" and type(counts[name]) is not int]
-    if counts.keys() != set(_COUNTS) or (wrong and (wrong != ["epoch_length"] or counts["epoch_length"] is not None)):
+    wrong = [name for name in COUNTS if name != "seed" and type(counts[name]) is not int]
+    if counts.keys() != set(COUNTS) or (wrong and (wrong != ["epoch_length"] or counts["epoch_length"] is not None)):
         raise ValueError(f"counts that are no counts of a state: {counts}")
     return counts
 
@@ -109,7 +109,7 @@ def counts_of(state: TrainState) -> dict[str, Any]:
     seed = state.seed
     # As text, since a number of JSON has 64 bits; the seeds of a stack are a list.
     written = [str(member) for member in seed] if isinstance(seed, tuple) else str(seed)
-    return {**{name: getattr(state, name) for name in _COUNTS}, "seed": written}
+    return {**{name: getattr(state, name) for name in COUNTS}, "seed": written}
 
 
 def _read_seed(written: str | list[str]) -> Any:
@@ -118,5 +118,5 @@ def _read_seed(written: str | list[str]) -> Any:
 
 def trees_of(state: TrainState) -> dict[str, Any]:
     """The trees of a state that a checkpoint holds: those that are there."""
-    trees = {name: getattr(state, name) for name in _TREES}
+    trees = {name: getattr(state, name) for name in TREES}
     return {name: tree for name, tree in trees.items() if tree is not None}

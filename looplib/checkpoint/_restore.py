@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import ownership as _donation
+from looplib._core.ownership import made_with, mark_made_with
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib.checkpoint._describe import counts_in, trees_of
@@ -26,7 +27,7 @@ from looplib.checkpoint._format_read import Reader, read_document
 from looplib.checkpoint._position import position
 from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._sharing import Sharing, element_once
-from looplib.types import _COUNTS, _TREES, TrainState, made_with, mark_made_with
+from looplib.types import COUNTS, TREES, TrainState
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
         resume = settings.resume(made_before, saved_length == template.epoch_length)
         counts = position(path, counts, template, resume)
     else:
-        counts = {name: getattr(template, name) for name in _COUNTS}
+        counts = {name: getattr(template, name) for name in COUNTS}
     saved = _Saved(reader, wanted)
     writes: list[tuple[Tensor, Tensor]] = []
     if template.params and all(isinstance(leaf, nn.Parameter) for leaf in template.params.values()):
@@ -97,7 +98,7 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     trees = pytree.tree_map(lambda _: next(values), tree)
 
     def restored() -> TrainState:
-        return mark_made_with(TrainState(**{**dict.fromkeys(_TREES), **trees, **counts}), made_with(template))
+        return mark_made_with(TrainState(**{**dict.fromkeys(TREES), **trees, **counts}), made_with(template))
 
     state = functools.partial(_write_over, template, writes, restored) if writes else restored
     return Loaded(state, checksum, differences)
@@ -160,11 +161,10 @@ def _write_over(
 ) -> TrainState:
     """Copy values into tensors of this state, as a donated step does: no interrupt leaves it half done."""
     _interrupts.install()
-    chain = _donation.Chain("ckpt.restore(state)")
-    _donation.own(chain, [leaf for leaf, _ in writes])
+    chain = _donation.claim("ckpt.restore(state)", [leaf for leaf, _ in writes])
     _interrupts.hold()
     try:
-        chain.generation = 1
+        chain.wrote()
         with torch.no_grad():
             for leaf, value in writes:
                 once = element_once(leaf)

@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from looplib._core.descriptions import described, differences
-from looplib.types import TrainState, made_with
+from looplib._core.ownership import made_with
+from looplib.types import TrainState
 
 
 class Settings:

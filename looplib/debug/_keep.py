@@ -16,7 +16,7 @@ from looplib.checkpoint._format import local
 from looplib.checkpoint._io import CheckpointIO
 from looplib.debug._fingerprint import leaves_by_path, same_bits
 from looplib.state import copy_state
-from looplib.types import _TREES, TrainState
+from looplib.types import TREES, TrainState
 
 
 def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | None = None) -> dict[int, TrainState]:
@@ -84,7 +84,7 @@ def _sharing_copy(state: TrainState, shareable: Mapping[str, Any]) -> TrainState
         paths = (f"/{name}{trees.pointer(path)}" for path, _ in trees.leaves(tree))
         return trees.map_leaves(lambda leaf: copy_of(next(paths), leaf), tree)
 
-    return state.replace(**{name: copy_tree(name) for name in _TREES})
+    return state.replace(**{name: copy_tree(name) for name in TREES})
 
 
 def _thinned(steps: list[int], at_most: int | None) -> list[int]:

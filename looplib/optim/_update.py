@@ -210,7 +210,7 @@ def eager_update(
                 new_state |= _run_others(plan, values, grads, tensors, working, params, opt_state, late, donate)
     finally:
         torch_private.set_grad_enabled(grad_mode)
-    _donation.updates += donate
+    _donation.writes.count += donate
     if late:
         new_state |= _starts(opt_state, late, working, donate)
     for name, old in kept.items():

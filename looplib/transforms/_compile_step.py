@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
 from looplib._core import interrupts as _interrupts
-from looplib._core import ownership as _donation
+from looplib._core import ownership
 from looplib._core.updates import read
 from looplib.gradients import check_history
-from looplib.steps import Parts, advanced, owner, parts_of, with_parts
+from looplib.steps import Parts, advanced, parts_of, with_parts
 from looplib.transforms._compiler import Compiler
-from looplib.types import Metric, TrainState, TrainStep, make
+from looplib.types import Metric, TrainState, TrainStep, made, written
 
 S = TypeVar("S", bound=Callable[..., Any])
 
@@ -86,9 +86,8 @@ def _train_step(parts: Parts, compiler: Compiler) -> TrainStep:
     donate, same_batch = compiler.donate, parts.same_batch
 
     def compiled(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
-        readers = _donation.readers
-        if donate and _donation._reading and (state._lane is None or state._lane.readers != readers):
-            _donation.wait_for_readers((state.params, state.buffers, state.opt_state))
+        trees = (state.params, state.buffers, state.opt_state)
+        readers = ownership.before_a_step(state, trees) if donate else 0
         _interrupts.install()
         if compiler.no_grad and (compiler.known is None or compiler.known[0]() is not state):
             check_history(state.params)
@@ -100,16 +99,13 @@ def _train_step(parts: Parts, compiler: Compiler) -> TrainStep:
             values = advanced(state, samples, read(applied), same_batch)
             values |= {"params": params, "opt_state": opt_state, "buffers": buffers}
             if donate:
-                chain = owner(state, *ready.machine.program.written)
-                chain.generation, chain.step, chain.readers = chain.generation + 1, values["step"], readers
-                new = make(values, {**state._seen, chain: chain.generation}, chain)
-                _donation.in_flight(state, new)
+                new = written(state, values, *ready.machine.program.written, readers)
             else:
-                new = make(values, state._seen and _donation.generations([values]))
+                new = made(state, values)
             compiler.remember(ready, new)
         except BaseException:
             if donate and not compiler.intact:
-                owner(state, *ready.machine.program.written).generation += 1
+                ownership.spoil(state, *ready.machine.program.written)
             raise
         finally:
             _interrupts.end_hold(thread)

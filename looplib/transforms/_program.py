@@ -14,9 +14,10 @@ from torch.fx import GraphModule, Node
 from looplib.steps import Outcome
 from looplib.transforms._expression import expression
 from looplib.transforms._watch import Held
+from looplib.types import COUNTS as _COUNTS
 from looplib.types import TrainState
 
-COUNTS = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "batch_steps", "seed", "extra")
+COUNTS = (*_COUNTS, "extra")  # what a graph does not hold
 
 Core = Callable[[TrainState, Any], Outcome]  # a step without its counts
 

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from looplib.types import Metric, TrainState
-
-_TREES = ("params", "buffers", "opt_state", "extra")
+from looplib.types import TREES, Metric, TrainState
 
 
 def stack_states(states: Sequence[TrainState]) -> TrainState:
@@ -44,7 +42,7 @@ def stack_states(states: Sequence[TrainState]) -> TrainState:
                     f"member {number} is at {name} {getattr(state, name)}, member 0 at {getattr(first, name)}: "
                     "members are stepped together, so take states of one moment"
                 )
-    trees = {name: _stacked([getattr(state, name) for state in states], name) for name in _TREES}
+    trees = {name: _stacked([getattr(state, name) for state in states], name) for name in TREES}
     return first.replace(**trees, seed=tuple(state.seed for state in states))
 
 
@@ -158,7 +156,7 @@ def _changed(stack: TrainState, count: int, change: Callable[[Tensor], Tensor]) 
         return change(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     trees = {}
-    for name in _TREES:
+    for name in TREES:
         leaves, spec = tree_flatten_with_path(getattr(stack, name))
         trees[name] = tree_unflatten([leaf(name + keystr(path), tensor) for path, tensor in leaves], spec)
     return stack.replace(**trees)

@@ -1,0 +1,60 @@
+"""A record of trees and counts, as torch's pytrees and looplib's own see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from looplib._core import trees as _trees
+from looplib._core.torch_private import pytree
+
+
+def register(cls: Any, fields: tuple[str, ...], trees: tuple[str, ...]) -> None:
+    """Make a record a node of trees: to torch its trees are leaves and its counts structure, to looplib all is a leaf.
+
+    So `torch.func` and `tree_map` see tensors alone, and a comparison sees every field.
+    """
+    counts = tuple(name for name in fields if name not in trees)
+
+    def flatten(record: Any) -> tuple[list[Any], Any]:
+        # None is a leaf to torch's pytrees, so a tree that is not there belongs to the structure.
+        present = {name: tree for name in trees if (tree := getattr(record, name)) is not None}
+        return list(present.values()), (tuple(present), {name: getattr(record, name) for name in counts})
+
+    def flatten_with_keys(record: Any) -> tuple[list[Any], Any]:
+        present, (names, numbers) = flatten(record)
+        return list(zip(map(pytree.GetAttrKey, names), present, strict=True)), (names, numbers)
+
+    def unflatten(present: Any, structure: Any) -> Any:
+        names, numbers = structure
+        return cls(**{**dict.fromkeys(trees), **dict(zip(names, present, strict=True)), **numbers})
+
+    def taken_apart(record: Any) -> _trees.Node:
+        values = [getattr(record, name) for name in fields]
+        return _trees.Node(fields, values, lambda values: cls(*values), attributes=True)
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        flatten_with_keys_fn=flatten_with_keys,
+        serialized_type_name=f"looplib.{cls.__name__}",
+    )
+    _trees.register(cls, taken_apart)
+
+
+def summary(state: Any, spent: bool) -> str:
+    """A state in one line: where it stands, and how much it holds."""
+    position = state.batch if state.epoch_length is None else f"{state.batch}/{state.epoch_length}"
+    parts = [f"step={state.step}", f"epoch={state.epoch}", f"batch={position}", f"samples={state.samples}"]
+    if spent:
+        return f"TrainState({', '.join(parts)}, donated)"
+    parts += [
+        f"{name}={len(tensors)} tensors ({sum(tensor.numel() for tensor in tensors.values()):,} numbers)"
+        for name in ("params", "buffers")
+        if (tensors := getattr(state, name))
+    ]
+    parts.append(f"seed={state.seed}")
+    if state.extra is not None:
+        keys = f" of {', '.join(map(str, state.extra))}" if isinstance(state.extra, dict) else ""
+        parts.append(f"extra={type(state.extra).__name__}{keys}")
+    return f"TrainState({', '.join(parts)})"
