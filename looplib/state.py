@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import ownership
 from looplib._core.checks import check_optional_count
+from looplib._core.overlap import overlapping
 from looplib._core.torch_private import pytree
 from looplib.types import (
     TREES,
@@ -49,7 +50,8 @@ def init_state(
 
     Raises:
         TypeError: `model` is no module, or `optimizer` no `ll.optimizer(...)`.
-        ValueError: a lazy parameter without a shape, no trainable parameter, an epoch of no batches.
+        ValueError: a lazy parameter without a shape, no trainable parameter, an epoch of no batches; a trained
+            parameter that shares memory with another tensor of the module.
     """
     slots = _modules.members(model)
     advice = "an epoch has 1 batch or more, or give None for a stream"
@@ -63,6 +65,12 @@ def init_state(
                 "such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
             )
         names = _modules.trainable_names(model, trainable)
+        if (pair := overlapping({**params, **buffers}, set(names))) is not None:
+            raise ValueError(
+                f"{pair[0]} and {pair[1]} are two tensors that share memory: training one in place would change the "
+                "other, and a copy of the state would part them. Register one tensor under both names "
+                "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone())"
+            )
         opt_state = optimizer.init({name: params[name] for name in names}, buffers=buffers)
     state = TrainState(
         epoch_length=epoch_length, params=params, buffers=buffers, opt_state=opt_state, seed=seed, extra=extra

@@ -188,3 +188,72 @@ def test_end_epoch_is_for_streams():
         ll.end_epoch(made()[1])
     with pytest.raises(ValueError, match=r"epoch_length is 0; an epoch has 1 batch or more"):
         ll.init_state(nn.Linear(1, 1), epoch_length=0)
+
+
+def shares_memory(kind):
+    model = nn.Module()
+    memory = torch.randn(6, 4)
+    halves = {
+        "whole": (memory, memory),
+        "rows": (memory[:4], memory[3:]),
+        "columns": (memory[:, :3], memory[:, 2:]),
+        "reshaped": (memory, memory.view(4, 6)),
+        "other numbers": (memory, memory.view(torch.int32)),
+        "apart": (memory[:3], memory[3:]),
+        "columns apart": (memory[:, :2], memory[:, 2:]),
+        "every other": (memory.view(-1)[::2], memory.view(-1)[1::2]),
+        "expanded apart": (memory[:1, :1].expand(3, 3), memory[1:]),
+    }[kind]
+    model.one = nn.Parameter(halves[0])
+    if halves[1].is_floating_point():
+        model.other = nn.Parameter(halves[1])
+    else:
+        model.register_buffer("other", halves[1])
+    return model
+
+
+@pytest.mark.parametrize("kind", ["whole", "rows", "columns", "reshaped", "other numbers"])
+def test_parameters_that_share_memory_are_refused(kind):
+    model, optimizer = shares_memory(kind), ll.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"(one and other|other and one) are two tensors that share memory"):
+        ll.init_state(model, optimizer)
+    ll.init_state(model)  # to evaluate
+    with pytest.raises(ValueError, match=r"share memory"):
+        ll.init_state(model, optimizer, trainable=lambda name, _: name == "one")
+
+
+@pytest.mark.parametrize("kind", ["apart", "columns apart", "every other", "expanded apart"])
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_parameters_of_one_storage_without_a_common_element_train_as_in_a_raw_loop(kind, donate):
+    if kind == "expanded apart":  # torch's kernels write no expanded tensor, so it is not trained
+        assert ll.init_state(shares_memory(kind), ll.optimizer(torch.optim.SGD, lr=0.1)).step == 0
+        return
+    torch.manual_seed(3)
+    model = shares_memory(kind)
+    torch.manual_seed(3)
+    raw = shares_memory(kind)
+
+    def loss_fn(model, x):
+        return ((model.one * x).sum() - (model.other * x).square().sum()).square()
+
+    torch_optimizer = torch.optim.SGD(raw.parameters(), lr=1e-4)
+    optimizer = ll.optimizer(torch.optim.SGD, lr=1e-4)
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    state, x = ll.init_state(model, optimizer), torch.tensor([0.5])
+    for _ in range(5):
+        state, _ = step(state, x)
+        torch_optimizer.zero_grad()
+        loss_fn(raw, x).backward()
+        torch_optimizer.step()
+    for name, tensor in raw.named_parameters():
+        torch.testing.assert_close(state.params[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_a_tensor_under_two_names_is_one_parameter():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    assert list(ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=0.1)).params) == [
+        "0.weight",
+        "0.bias",
+        "1.bias",
+    ]

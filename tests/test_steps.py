@@ -773,3 +773,88 @@ def test_bad_evaluations_are_named():
         ll.make_eval_step(model, lambda m, b: m(b[0]))(state, batches[0])
     with pytest.raises(ValueError, match=r"'logits' has shape \(12, 4\)"):
         ll.make_eval_step(model, lambda m, b: {"logits": m(b[0])})(state, batches[0])
+
+
+# Layers that run for the first time after many steps
+
+
+class Conditional(nn.Module):
+    """A batch norm that some batches go through, and a large table that they write."""
+
+    def __init__(self, large=10):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False)
+        self.register_buffer("table", torch.zeros(large))
+        self.register_buffer("constant", torch.zeros(100_000))
+
+    def forward(self, x, through):
+        y = self.linear(x)
+        if through:
+            y = self.norm(y)
+            self.table += 1
+        return y
+
+
+def conditional_loss(model, batch):
+    x, through, fails = batch
+    loss = model(x, through).square().mean() * x.sum()
+    if fails:
+        raise ArithmeticError("the loss fails after its forward pass")
+    return loss
+
+
+def conditional_step(large=10):
+    model = Conditional(large)
+    optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.01), max_consecutive=5)
+    step = ll.make_train_step(ll.make_grad_fn(model, conditional_loss), optimizer, donate=True)
+    state = ll.init_state(model, optimizer)
+    for _ in range(3):
+        state, _ = step(state, (torch.rand(5, 4), False, False))
+    return step, state
+
+
+@pytest.mark.parametrize("how", ["skipped", "failed"])
+def test_a_layer_that_first_runs_in_a_step_that_is_not_made_is_put_back(how):
+    step, state = conditional_step()
+    before = bits(state.buffers)
+    if how == "skipped":
+        bad = torch.rand(5, 4)
+        bad[0, 0] = math.inf
+        state, _ = step(state, (bad, True, False))
+        assert state.skipped
+    else:
+        with pytest.raises(ArithmeticError):
+            step(state, (torch.rand(5, 4), True, True))
+    assert bits(state.buffers) == before
+    kept = state
+    state, _ = step(state, (torch.rand(5, 4), True, False))
+    assert state.buffers["norm.num_batches_tracked"] == 1
+    assert state.buffers["table"][0] == 1
+    with pytest.raises(ll.DonatedStateError, match="buffers of the state at step 3"):
+        _ = kept.buffers
+
+
+@pytest.mark.parametrize("how", ["skipped", "failed"])
+def test_a_large_buffer_of_which_there_is_no_copy_is_named(how):
+    step, state = conditional_step(large=100_000)
+    bad = torch.rand(5, 4)
+    bad[0, 0] = math.inf
+    if how == "skipped":
+        with pytest.raises(RuntimeError, match="the buffer table was written for the first time in a step whose upd"):
+            step(state, (bad, True, False))
+    else:
+        with pytest.raises(ArithmeticError):
+            step(state, (bad, True, True))
+    with pytest.raises(ll.DonatedStateError):
+        _ = state.buffers
+
+
+def test_a_large_buffer_that_steps_have_written_is_put_back():
+    step, state = conditional_step(large=100_000)
+    state, _ = step(state, (torch.rand(5, 4), True, False))
+    before = bits(state.buffers)
+    bad = torch.rand(5, 4)
+    bad[0, 0] = math.inf
+    state, _ = step(state, (bad, True, False))
+    assert state.skipped
+    assert bits(state.buffers) == before

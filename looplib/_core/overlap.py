@@ -1,0 +1,54 @@
+"""Tensors that share memory without being one tensor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Set
+
+import torch
+from torch import Tensor
+
+
+def overlapping(tensors: Mapping[str, Tensor], written: Set[str]) -> tuple[str, str] | None:
+    """The names of two tensors with an element in common, of which the first is written; None where there are none.
+
+    Tensors that share a storage and no element, such as the columns of one matrix or the weights of an LSTM on a GPU,
+    do not overlap.
+    """
+    by_storage: dict[tuple[torch.device, int], list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        plain = tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
+        if address := tensor.untyped_storage().data_ptr() if plain else 0:  # 0 for a tensor without memory
+            by_storage[tensor.device, address].append(name)
+    for names in by_storage.values():
+        for one in written.intersection(names) if len(names) > 1 else ():
+            for other in names:
+                if other != one and _share(tensors[one], tensors[other]):
+                    return one, other
+    return None
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    if one.dtype != other.dtype:
+        return True  # a view of other numbers: no telling where they are
+    (begin, end), (other_begin, other_end) = map(_extent, (one, other))
+    if end <= other_begin or other_end <= begin:
+        return False
+    touched = torch.zeros(max(end, other_end), dtype=torch.bool)
+    _on(touched, one).fill_(True)
+    return bool(_on(touched, other).any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The first element in the storage, and one after the last."""
+    begin = int(tensor.storage_offset())
+    if not tensor.numel():
+        return begin, begin
+    return begin, begin + 1 + sum(int((n - 1) * s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _on(elements: Tensor, tensor: Tensor) -> Tensor:
+    """The places of a tensor's elements; once each, where it is expanded."""
+    size = [n if s else min(n, 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    return elements.as_strided(size, tensor.stride(), tensor.storage_offset())
