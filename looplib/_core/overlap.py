@@ -21,7 +21,7 @@ def overlapping(tensors: Mapping[str, Tensor], written: Set[str]) -> tuple[str, 
         if address := tensor.untyped_storage().data_ptr() if plain else 0:  # 0 for a tensor without memory
             by_storage[tensor.device, address].append(name)
     for names in by_storage.values():
-        for one in written.intersection(names) if len(names) > 1 else ():
+        for one in sorted(written & set(names)) if len(names) > 1 else ():
             for other in names:
                 if other != one and _share(tensors[one], tensors[other]):
                     return one, other
