@@ -13,7 +13,7 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib.testing._report import kind_of
-from looplib.types import TREES, DonatedStateError, TrainState
+from looplib.types import DonatedStateError, TrainState
 
 
 def leaves(tree: Any, root: str = "") -> Iterator[tuple[str, Any]]:

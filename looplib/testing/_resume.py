@@ -19,7 +19,7 @@ from looplib.state import copy_state
 from looplib.testing._compare import copied, differences, recorded
 from looplib.testing._report import about_kernels, fail
 from looplib.testing._surroundings import Surroundings, seed_streams, streams_kept
-from looplib.types import _TREES, TrainState, TrainStep
+from looplib.types import TREES, TrainState, TrainStep
 
 
 def assert_resumes(
@@ -136,5 +136,5 @@ def _spoiled(state: TrainState) -> TrainState:
         wrong = math.nan if leaf.is_floating_point() or leaf.is_complex() else 1
         return torch.full_like(leaf, wrong).requires_grad_(leaf.requires_grad)
 
-    spoiled = {name: trees.map_leaves(spoil, getattr(state, name)) for name in _TREES}
+    spoiled = {name: trees.map_leaves(spoil, getattr(state, name)) for name in TREES}
     return state.replace(**spoiled, step=0, epoch=0, batch=0, samples=0, seed=state.seed + 1)
