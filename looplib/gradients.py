@@ -23,7 +23,7 @@ from looplib._core.cuts import cuts_marked
 from looplib._core.engines import Alone
 from looplib._core.kinds import Made
 from looplib._core.random import mix
-from looplib._core.ranks import rank
+from looplib._core.ranks import rank, several
 from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import Objective, mean_over_ranks, objective_of, on_host, scalar_like, weight_on_host
@@ -85,6 +85,8 @@ def make_grad_fn(
     def microbatches(state: TrainState, batches: Sequence[Any], part: Part) -> list[Gradients]:
         """The same of several microbatches, one after another, with the tensors lent to the module once."""
         params, buffers = of_this_model(host, state)
+        if host.renormed:
+            params = _renormed(host, params, names, part)
         passes = host.engine.passes(part, batches, batch_size, lambda: host.holds(params))
         leaves = _Leaves(params, names)
         seeds = _seeds(state, part, len(batches))
@@ -142,6 +144,8 @@ def make_grad_fn(
         if buffers and not part.donate:
             kept = {name: _kept(buffers[name], lent[name], after) for name, after in outs[-1].buffers.items()}
             outs[-1] = outs[-1]._replace(buffers=kept)
+        if host.renormed:
+            outs[-1] = outs[-1]._replace(params=_written(host, params, state))
         return outs
 
     def check_reached(out: Gradients) -> None:
@@ -206,6 +210,22 @@ class _Leaves:
             tensor.requires_grad_(True)
         for leaf, grad in zip(self._leaves.values(), self._stale, strict=True):
             leaf.grad = grad
+
+
+def _renormed(host: _modules.Host, params: dict[str, Tensor], names: Sequence[str], part: Part) -> dict[str, Tensor]:
+    """The parameters to run on, where the forward pass writes some: copies, unless the step trains them in place."""
+    if several():
+        raise RuntimeError(
+            f"{', '.join(host.renormed)} has max_norm=, so each rank writes it in its forward pass by what its own "
+            "part of the batch holds, and the ranks' weights drift apart: leave out max_norm= (weight decay on the "
+            "embedding, or dividing by the norm in forward, bounds it on all ranks alike)"
+        )
+    return host.unshared(params, params if host.engine.name else names if part.donate else ())
+
+
+def _written(host: _modules.Host, params: dict[str, Tensor], state: TrainState) -> dict[str, Tensor] | None:
+    before = state.params
+    return {name: params[name] for name in host.renormed if params[name] is not before[name]} or None
 
 
 def _kept(before: Tensor, lent: Tensor, after: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Train
         params, opt_state, applied = optimizer.update(
             out.grads,
             state.opt_state,
-            state.params,
+            state.params if out.params is None else {**state.params, **out.params},
             state.step,
             metrics=out.metrics,
             buffers=out.buffers,
@@ -242,7 +242,7 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         params, opt_state, applied = optimizer.update(
             out.grads,
             state.opt_state,
-            state.params,
+            state.params if out.params is None else {**state.params, **out.params},
             state.step,
             metrics=out.metrics,
             buffers=out.buffers,
@@ -363,7 +363,7 @@ def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> 
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(False)
-            return host.run(params, lent, seed, lambda: function(model, batch))
+            return host.run(host.unshared(params), lent, seed, lambda: function(model, batch))
         except RuntimeError:
             host.explain(params, buffers, batch)
             raise

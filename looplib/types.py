@@ -158,6 +158,8 @@ class Gradients(NamedTuple):
         weight: what the summed loss is to be divided by; None when `grads` are the mean's already.
         normalizer: what the summed loss was divided by already.
         ranks: of how many ranks `grads` are the average, which an engine such as DDP has taken.
+        params: name -> parameters that the forward pass itself has written, such as those of
+            `nn.Embedding(max_norm=...)`, as they are after it; None for most models.
         finish: `finish(state, gradients)` makes one gradient of all ranks' sums, where an engine has sent nothing yet
             (see `retry_on_oom`); else None.
     """
@@ -169,6 +171,7 @@ class Gradients(NamedTuple):
     weight: Tensor | float | None = None
     normalizer: Tensor | float = 1.0
     ranks: int = 1
+    params: Params | None = None
     finish: Callable[[TrainState, Gradients], Gradients] | None = None
 
 

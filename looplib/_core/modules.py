@@ -8,7 +8,7 @@ runs the module on another state's tensors, as `torch.func.functional_call` does
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -135,6 +135,8 @@ class Host:
             for key, tensor in module._buffers.items()
             if tensor is None
         ]
+        names = {id(tensor): name for name, tensor in tensors(self.slots.params).items()}
+        self.renormed = [names[id(module.weight)] for module in model.modules() if _writes_its_weight(module)]
         self.engine = engine_of(model, tensors(self.slots.params))
 
     def left_in_eval(self, names: Sequence[str]) -> str | None:
@@ -226,6 +228,14 @@ class Host:
                 "before functions are made of it, or register a tensor"
             )
 
+    def unshared(self, params: dict[str, Tensor], keep: Collection[str] = ()) -> dict[str, Tensor]:
+        """The parameters, with copies of those that the forward pass itself writes, but for these names."""
+        copies = {}
+        for name in self.renormed:
+            if name not in keep:
+                copies[name] = params[name].detach().clone().requires_grad_(params[name].requires_grad)
+        return {**params, **copies} if copies else params
+
     def params(self) -> dict[str, Tensor]:
         """The module's own parameters."""
         return tensors(self.slots.params)
@@ -268,6 +278,10 @@ class Host:
 
 
 _CPU = torch.device("cpu")
+
+
+def _writes_its_weight(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
 def _generators(device: torch.device) -> tuple[torch.Generator, ...]:

@@ -152,6 +152,8 @@ def _one_by_one(
         outs.append(out._replace(grads={}))
         if any(tensor is not state.buffers[name] for name, tensor in out.buffers.items()):
             state = state.replace(buffers=out.buffers)
+        if out.params is not None:
+            state = state.replace(params={**state.params, **out.params})
     outs[-1] = outs[-1]._replace(grads=grads)
     return outs
 

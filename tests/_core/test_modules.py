@@ -1,0 +1,211 @@
+"""What a forward pass writes besides the buffers that torch knows it writes."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+
+
+class Bags(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.rows = kind(11, 4, max_norm=0.5)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        rows = self.rows(x)
+        return self.head(rows if rows.dim() == 2 else rows.mean(1))
+
+
+def bags(kind):
+    torch.manual_seed(0)
+    model = Bags(kind)
+    with torch.no_grad():
+        model.rows.weight.mul_(3)  # far above the norm
+    batches = [(torch.randint(0, 11, (6, 2)), torch.randint(0, 3, (6,))) for _ in range(4)]
+    return model, batches
+
+
+def loss_fn(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def raw(kind):
+    model, batches = bags(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+
+KINDS = pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+
+
+@KINDS
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_weights_of_a_bounded_norm_train_as_in_a_raw_loop_and_no_given_state_changes(kind, donate, wrapped):
+    model, batches = bags(kind)
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    if wrapped:
+        inner = grad_fn
+        grad_fn = ll.accumulate(lambda state, batch, part: inner(state, batch, part), 1)
+    step = ll.make_train_step(grad_fn, optimizer, donate=donate)
+    evaluate = ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})
+    predict = ll.make_predict_step(model, lambda model, batch: model(batch[0]))
+    state = ll.init_state(model, optimizer)
+    for batch in batches:
+        before = ll.copy_state(state)
+        evaluate(state, batches[0]), predict(state, batches[1])
+        assert all(torch.equal(tensor, state.params[name]) for name, tensor in before.params.items())
+        given, (state, _) = state, step(state, batch)
+        if not donate:
+            assert all(torch.equal(tensor, given.params[name]) for name, tensor in before.params.items())
+            assert state.params["rows.weight"].requires_grad == given.params["rows.weight"].requires_grad
+    for name, tensor in raw(kind).items():
+        assert torch.equal(state.params[name], tensor), name
+
+
+@KINDS
+def test_pieces_and_sam_start_from_the_weights_that_the_forward_pass_wrote(kind):
+    model, batches = bags(kind)
+    state = ll.init_state(model)
+    before = ll.copy_state(state)
+    for wrap in (lambda g: ll.accumulate(g, 3), ll.contrib.sam):
+        wrap(ll.make_grad_fn(model, loss_fn))(state, batches[0])
+        assert all(torch.equal(tensor, state.params[name]) for name, tensor in before.params.items())
+    plain = ll.make_grad_fn(model, loss_fn)
+    one, other = (ll.accumulate(g, 3)(state, batches[0]) for g in (plain, lambda *call: plain(*call)))
+    assert all(torch.equal(tensor, other.grads[name]) for name, tensor in one.grads.items())
+    assert torch.equal(one.params["rows.weight"], other.params["rows.weight"])
+
+
+class Counting(nn.Module):
+    """Counts its calls as some quantizers and routers do: in integers, and behind torch's back."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(2, dtype=dtype))
+
+    def forward(self, x):
+        self.calls.data.copy_(self.calls.data + 1)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float32])
+@pytest.mark.parametrize("donate", [False, True])
+def test_buffers_that_are_written_behind_torchs_back_are_kept(dtype, donate):
+    model, reference = Counting(dtype), Counting(dtype)
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda m, x: m(x).mean()), optimizer, donate=donate)
+    state = ll.init_state(model, optimizer)
+    for _ in range(3):
+        before = ll.copy_state(state)
+        given, (state, _) = state, step(state, torch.ones(4, 3))
+        if not donate:
+            assert torch.equal(given.buffers["calls"], before.buffers["calls"])
+        reference(torch.ones(4, 3))
+    assert torch.equal(state.buffers["calls"], reference.calls)
+
+
+class Filled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.register_buffer("scale", None)
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale = x.abs().mean()
+        return self.inner(x) / self.scale
+
+
+@pytest.mark.parametrize("call", ["grad", "pure", "donated", "eval", "predict"])
+def test_a_buffer_that_the_forward_pass_fills_is_refused_by_name(call):
+    model, optimizer = nn.Sequential(Filled()), ll.optimizer(torch.optim.SGD, lr=0.1)
+    state, x = ll.init_state(model, optimizer), torch.ones(4, 3)
+    grad_fn = ll.make_grad_fn(model, lambda m, x: m(x).mean())
+    function = {
+        "grad": grad_fn,
+        "pure": ll.make_train_step(grad_fn, optimizer),
+        "donated": ll.make_train_step(grad_fn, optimizer, donate=True),
+        "eval": ll.make_eval_step(model, lambda m, x: {"mean": m(x).mean()}),
+        "predict": ll.make_predict_step(model, lambda m, x: m(x)),
+    }[call]
+    with pytest.raises(ValueError, match=r"put a tensor into 0\.scale, .* run the model on one batch before"):
+        function(state, x)
+    assert model[0].scale is None
+    model(2 * x)
+    state = ll.init_state(model, optimizer)
+    assert state.buffers["0.scale"] == 2
+    ll.make_train_step(ll.make_grad_fn(model, lambda m, x: m(x).mean()), optimizer)(state, x)
+
+
+class Longer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x):
+        if self.training:
+            self.seen = torch.cat([self.seen, x.mean().reshape(1)])
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("bound", [False, True])
+def test_buffers_of_a_new_shape_work_alike_in_all_steps(donate, bound):
+    model, optimizer = Longer(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda m, x: m(x).mean()), optimizer, donate=donate)
+    evaluate = ll.make_eval_step(model, lambda m, x: {"seen": m(x).sum() * 0 + len(m.seen)})
+    state = ll.init_state(model, optimizer)
+    state = state if bound else ll.copy_state(state)
+    for n in range(1, 4):
+        state, _ = step(state, torch.full((4, 3), float(n)))
+        assert state.buffers["seen"].tolist() == [1.0, 2.0, 3.0][:n]
+        assert ll.compute(evaluate(state, torch.ones(4, 3))) == {"seen": n}
+
+
+@pytest.mark.parametrize("to", [True, False])
+def test_modes_that_a_function_of_the_users_flips_are_put_back(to):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5), nn.Tanh())
+    model.train(not to)
+    model[2].train(to)
+    modes = [module.training for module in model.modules()]
+
+    def flip(model, x):
+        out = model(x).mean()
+        model[1].train(to)
+        model[0].train(not to)
+        return out
+
+    state, x = ll.init_state(model), torch.ones(4, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a part in eval mode
+        grad_fn = ll.make_grad_fn(model, flip)
+    grad_fn(state, x)
+    assert [module.training for module in model.modules()] == modes
+    ll.accumulate(grad_fn, 2)(state, x)
+    assert [module.training for module in model.modules()] == modes
+    ll.make_eval_step(model, lambda model, x: {"loss": flip(model, x)})(state, x)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_each_microbatch_runs_in_the_same_modes():
+    model, seen = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), []
+
+    def loss_fn(model, x):
+        seen.append([module.training for module in model.modules()])
+        model.eval()
+        return model(x).mean()
+
+    ll.accumulate(ll.make_grad_fn(model, loss_fn), 3)(ll.init_state(model), torch.ones(6, 3))
+    assert seen == [[True] * 3] * 3
