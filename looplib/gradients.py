@@ -21,6 +21,7 @@ from looplib._core import modules as _modules
 from looplib._core import tracing as _tracing
 from looplib._core.cuts import cuts_marked
 from looplib._core.engines import Alone
+from looplib._core.ignored_labels import Watch
 from looplib._core.kinds import Made
 from looplib._core.random import mix
 from looplib._core.ranks import rank, several
@@ -78,6 +79,7 @@ def make_grad_fn(
     host = _modules.Host(model, training=True)
     names = _modules.trainable_names(model, trainable)
     _warn_of_eval_mode(host, names)
+    watch = Watch()
 
     def grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         return microbatches(state, (batch,), part)[0]
@@ -103,6 +105,8 @@ def make_grad_fn(
                 samples = batch_size(batch)
                 with cuts_marked():
                     loss, aux = split_loss(loss_fn(model, batch))
+                if (part.summed or passes.ranks > 1) and not isinstance(loss, Mean):
+                    watch.look(batch)
                 objective = _objective(passes, loss, samples, part, normalizer, first)
                 normalizer = objective.normalizer
                 _backward(objective.value, objective.factor, part.scale, leaves.inputs())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,8 @@ def assert_pieces_equal_whole(
         raise ValueError(
             f"microbatches is {microbatches}, and the batch has {count} rows: give 2 or more, up to that"
         )
-    with streams_kept(state), WithoutDropout():
+    with streams_kept(state), WithoutDropout(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="labels of -100")  # whether that matters is told below
         wide, rows, whole = in_float64(grad_fn, state, batch)
         _check_draws(grad_fn, wide, rows, whole, tolerance)
         _compare(whole, accumulated(wide, rows).grads, wide, tolerance, f"{microbatches} pieces of {count} rows")
@@ -90,7 +92,8 @@ def assert_reduces_alike(
     count = batch_size(batch)
     if not 2 <= ranks <= count:
         raise ValueError(f"ranks is {ranks}, and the batch has {count} rows: give 2 or more, up to that")
-    with streams_kept(state), WithoutDropout():
+    with streams_kept(state), WithoutDropout(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="labels of -100")  # whether that matters is told below
         wide, rows, whole = in_float64(grad_fn, state, batch)
         _check_draws(grad_fn, wide, rows, whole, tolerance)
         parts = split(rows, count, [len(part) for part in torch.arange(count).tensor_split(ranks)])

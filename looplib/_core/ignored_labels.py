@@ -1,0 +1,59 @@
+"""Labels that a loss ignores, in a loss that does not say how many it counted."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from looplib._core.tracing import tracing
+from looplib._core.trees import leaves, named
+
+IGNORED = -100  # torch's default `ignore_index`, and that of transformers' models
+
+_MESSAGE = (
+    "labels of -100 ({path}) and a loss that is a plain scalar, within accumulate or on several ranks: such a "
+    "mean is over the labels that count, but microbatches and ranks weigh by their samples, so the loss and the "
+    "gradient are not the whole batch's where the numbers of labels differ. Return what is added up and what is "
+    "counted: Mean(total, weight), with the sum of the losses and the number of labels that are not -100, or use "
+    "ll.next_token_loss"
+)
+
+
+class Watch:
+    """Warns once when a batch holds ignored labels and the loss is a plain scalar.
+
+    To look costs a pass over the labels, and on an accelerator a wait. So it looks at the first microbatch, the
+    second, the fourth, the eighth and so on.
+    """
+
+    __slots__ = ("_calls", "_warned")
+
+    def __init__(self) -> None:
+        self._calls, self._warned = 0, False
+
+    def look(self, batch: Any) -> None:
+        self._calls += 1
+        if self._calls & (self._calls - 1) or self._warned or tracing():
+            return
+        for path, leaf in leaves(batch):
+            if _holds_ignored(leaf):
+                self._warned = True
+                warnings.warn(_MESSAGE.format(path=named(path, "batch")), stacklevel=_users_level())
+                return
+
+
+def _holds_ignored(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex() or leaf.dtype.itemsize == 1:
+        return False
+    return bool((leaf == IGNORED).any())
+
+
+def _users_level() -> int:
+    """How far up the line is that called looplib, for a warning of the function that asks."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("looplib."):
+        level, frame = level + 1, frame.f_back
+    return level
