@@ -93,6 +93,26 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
+def clone(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, where the tensor has gaps too, so that sums run in the same order."""
+    if tensor.is_contiguous() or is_sharded(tensor) or not _has_gaps(tuple(tensor.shape), tensor.stride()):
+        return tensor.clone()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a tensor leaves places of its memory out, and has no two numbers in one."""
+    if _dense(shape, strides):
+        return False
+    end = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
+        if stride < end:
+            return False
+        end += stride * (size - 1)
+    return True
+
+
 def check_fused(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> None:
     """Refuse `fused=True` for parameters that a fused kernel would compute wrongly."""
     for names, fused in zip(members, recipe.group_values("fused"), strict=True):

@@ -20,7 +20,7 @@ from looplib._core import ownership as _donation
 from looplib._core import torch_private
 from looplib._core.random import mix
 from looplib.optim._first_state import first_state, makes_state_late
-from looplib.optim._kernels import DIRECT, aligned, check_fused, fused_adam, fused_groups, realigned
+from looplib.optim._kernels import DIRECT, aligned, check_fused, clone, fused_adam, fused_groups, realigned
 from looplib.optim._mismatch import mismatch
 from looplib.optim._recipe import Recipe, copied, value_at
 from looplib.optim._rehearsal import Kept, own_attributes, packed, rehearse, streams_at, unpacked
@@ -399,7 +399,7 @@ def _copies(grads: Grads, params: Params, states: Mapping[str, dict[str, Any]]) 
     grad_mode = torch.is_grad_enabled()
     try:
         torch_private.set_grad_enabled(False)
-        tensors = {name: params[name].clone() for name in grads}
+        tensors = {name: clone(params[name]) for name in grads}
         working = {name: {key: copied(value) for key, value in states[name].items()} for name in grads}
     finally:
         torch_private.set_grad_enabled(grad_mode)
