@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
+from looplib._core.checks import is_count
 from looplib.data._orders import Order, divided_by_rank, in_order
 
 
@@ -78,10 +80,9 @@ def check_batch_size(
             "make_loader needs a batch_size: write make_loader(dataset, batch_size=64), or batch_size=None if each "
             f"item of the dataset (a {type(dataset).__name__}) is a batch already"
         )
-    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int)):
-        raise TypeError(f"batch_size is {batch_size!r}; expected a positive int, or None if items are batches")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; expected a positive int, or None if items are batches")
+    if batch_size is not None and not is_count(batch_size):
+        error = ValueError if is_count(batch_size, -math.inf) else TypeError
+        raise error(f"batch_size is {batch_size!r}; expected a positive int, or None if items are batches")
     if batch_size is None and drop_last:
         raise ValueError("drop_last=True needs a batch_size")
     return batch_size

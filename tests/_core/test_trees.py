@@ -221,6 +221,20 @@ def test_arrays_in_a_list_as_long_as_the_batch_are_its_fields():
     equal(trees.concat([first, second], [1, 1]), [x, y])
 
 
+def test_three_fields_of_three_samples_are_fields_though_one_of_them_is_ragged():
+    images, boxes = torch.arange(3.0), [torch.zeros(n) for n in (2, 5, 4)]
+    batch = (images, {"boxes": boxes}, None)
+    parts = trees.split(batch, 3, 1)
+    assert [part[0].tolist() for part in parts] == [[0.0], [1.0], [2.0]]
+    assert [[len(box) for box in part[1]["boxes"]] for part in parts] == [[2], [5], [4]]
+    equal(trees.concat(parts, [1, 1, 1]), batch)
+
+
+def test_samples_of_which_one_looks_like_a_field_are_joined_as_samples():
+    boxes = [torch.zeros(1), torch.zeros(5)]  # a part of one sample with one box
+    equal(trees.concat([{"boxes": boxes[:1]}, {"boxes": boxes[1:]}], [1, 1]), {"boxes": boxes})
+
+
 class Boxes:
     def __init__(self, tensor):
         self.tensor = tensor

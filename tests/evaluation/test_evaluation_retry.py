@@ -249,7 +249,7 @@ def test_with_a_real_allocator_that_refuses():
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     warned, count = map(int, done.stdout.split())

@@ -487,7 +487,7 @@ def test_with_a_real_allocator_that_refuses():
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     step, samples, warned, size = done.stdout.split()

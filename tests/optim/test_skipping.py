@@ -313,7 +313,7 @@ def test_ranks_skip_together_what_one_of_them_has_to(tmp_path):
     ]
     try:
         for process in started:
-            out, _ = process.communicate(timeout=120)
+            out, _ = process.communicate(timeout=500)
             assert process.returncode == 0, out
     finally:
         for process in started:
