@@ -54,13 +54,15 @@ def test_an_order_has_numbers_of_its_own():
     assert samples_of(make_loader(range(2), batch_size=2, order=order)) == [1, 1]
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(1, 7), st.integers(0, 3), st.booleans())
-@settings(max_examples=150, deadline=None)
-def test_batches_by_length_begin_with_the_largest(lengths, batch_size, epoch, drop_last):
+@pytest.mark.parametrize("pool", [None, 1, 3, 100])
+@given(st.integers(1, 60), st.integers(1, 7), st.integers(0, 3), st.booleans(), st.integers(0, 99))
+@settings(max_examples=100, deadline=None)
+def test_batches_by_length_begin_with_the_largest(pool, count, batch_size, epoch, drop_last, seed):
     """In samples times the longest of them: the memory of a padded batch."""
-    if drop_last and len(lengths) < batch_size:
+    if drop_last and count < batch_size:
         return
-    order = ll.data.by_length(lengths)
+    lengths = torch.randint(1, 1000, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = ll.data.by_length(lengths, pool=pool)
     loader = make_loader(range(len(lengths)), batch_size=batch_size, order=order, drop_last=drop_last)
     batches = batches_of(loader, epoch)
     widths = [max(lengths[i] for i in batch) for batch in batches]
