@@ -30,7 +30,7 @@ from looplib._core.tracing import UntraceableError
 from looplib.steps import Outcome
 from looplib.transforms._donation import donated
 from looplib.transforms._explain import warn
-from looplib.transforms._expression import as_answer, expression, reader, value_of
+from looplib.transforms._expression import as_answer, expression, reader
 from looplib.transforms._inductor import Compiled, backend
 from looplib.transforms._program import COUNTS, Core, Inputs, Program, Question
 from looplib.transforms._trace import trace
@@ -140,8 +140,8 @@ class Compiler:
         trees = state.params, state.buffers, state.opt_state
         if self.known is not None and self.known[0]() is state:
             return self.known[1](trees), self.known[2]
-        found = expression(trees)
-        return found.tensors, self.kinds.setdefault(found.key(self.no_grad), len(self.kinds))
+        in_state = expression(trees)
+        return in_state.tensors, self.kinds.setdefault(in_state.key(self.no_grad), len(self.kinds))
 
     def find(
         self, questions: Mapping[Any, Any], flat: list[Tensor], counts: Mapping[str, Any]
@@ -171,14 +171,14 @@ class Compiler:
 
     def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
         """The host's answer now: the part that chooses a graph, and the tensors for it."""
-        said = as_answer(question.function(*[value_of(source, flat, counts) for source in question.sources]))
-        return said.key(), said.tensors
+        answer = as_answer(question.function(*question.arguments(flat, counts)))
+        return answer.key(), answer.tensors
 
     def make(self, inputs: Inputs) -> tuple[dict[Any, Any], Any, Machine]:
         """A program for such inputs, and the table and key that it is found by."""
 
-        def evaluate(function: Callable[..., Any], sources: list[Any]) -> Any:
-            return function(*[value_of(source, inputs.flat, inputs.counts) for source in sources])
+        def evaluate(question: Question) -> Any:
+            return question.function(*question.arguments(inputs.flat, inputs.counts))
 
         program, answers, key = trace(self.core, inputs, evaluate)
         program = donated(program) if self.donate else program
@@ -198,9 +198,11 @@ class Compiler:
                 torch._C._set_grad_enabled(False)
             if generators:
                 drawn = machine.draw(state, generators)
-            given: tuple[list[Tensor], ...] = ([], flat, answers, drawn)
+            tensors: tuple[list[Tensor], ...] = ([], flat, answers, drawn)
             self.intact = not self.donate
-            outputs = machine.run([value() if kind is None else given[kind][value] for kind, value in program.inputs])
+            outputs = machine.run(
+                [value() if kind is None else tensors[kind][value] for kind, value in program.inputs]
+            )
             outcome, arguments = machine.rebuild(outputs, flat, answers, counts)
         finally:
             torch._C._set_grad_enabled(grad_mode)
@@ -214,7 +216,7 @@ class Compiler:
         return machine.finish(out)
 
     def remember(self, ready: Ready, state: TrainState) -> None:
-        """The state that a run has given: where it is like the one before, the next step need not look through it."""
+        """Remember the state that a run has made: where it is like the one before, the next step need not search it."""
         if not self.no_grad:  # tensors that autograd tracks are not to be held on to
             return
         machine, trees = ready.machine, (state.params, state.buffers, state.opt_state)

@@ -33,7 +33,7 @@ from looplib.steps import Outcome, parts_of
 from looplib.transforms import _decompositions
 from looplib.transforms._compile_step import GraphParts, step_of_graphs
 from looplib.transforms._compiler import Compiler, Machine, Ready
-from looplib.transforms._expression import Expression, as_answer, expression, value_of
+from looplib.transforms._expression import Expression, as_answer, expression
 from looplib.transforms._program import Core, Inputs, Question, fakes
 from looplib.transforms._trace import trace
 from looplib.types import TrainState, TrainStep
@@ -139,17 +139,17 @@ class _Differentiable(Compiler):
         return ready
 
     def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
-        said = _said(question.function, [value_of(source, flat, counts) for source in question.sources])
-        return said.key(), said.tensors
+        answer = _answer(question.function, question.arguments(flat, counts))
+        return answer.key(), answer.tensors
 
     def make(self, inputs: Inputs) -> tuple[dict[Any, Any], Any, Machine]:
         state = inputs.state
         with _written_apart() as interpreters:
 
-            def evaluate(function: Callable[..., Any], sources: list[Any]) -> Any:
+            def evaluate(question: Question) -> Any:
                 with temporarily_restore_interpreter_stack(interpreters):
-                    said = _said(function, [value_of(source, inputs.flat, inputs.counts) for source in sources])
-                return said.build()([_plain(tensor) for tensor in said.tensors])
+                    answer = _answer(question.function, question.arguments(inputs.flat, inputs.counts))
+                return answer.build()([_plain(tensor) for tensor in answer.tensors])
 
             flat = [_plain(tensor) for tensor in inputs.flat]
             trees = expression((state.params, state.buffers, state.opt_state))
@@ -197,7 +197,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
 
 
-def _said(function: Callable[..., Any], values: list[Any]) -> Expression:
+def _answer(function: Callable[..., Any], values: list[Any]) -> Expression:
     """The host's answer about these values, which is the same for all tasks where they are mapped by torch.vmap."""
     mapped = [index for index, value in enumerate(values) if isinstance(value, Tensor) and _is_mapped(value)]
     if mapped:
@@ -209,9 +209,9 @@ def _said(function: Callable[..., Any], values: list[Any]) -> Expression:
             "different graphs: let it be the same for all tasks, or take them one by one"
         )
     # What chooses a graph has no gradient, and torch warns of tracked tensors that are made numbers.
-    said = as_answer(function(*[value.detach() if isinstance(value, Tensor) else value for value in values]))
-    tracked = said.tensors and any(isinstance(value, Tensor) for value in values)
-    return as_answer(function(*values)) if tracked else said
+    answer = as_answer(function(*[value.detach() if isinstance(value, Tensor) else value for value in values]))
+    tracked = answer.tensors and any(isinstance(value, Tensor) for value in values)
+    return as_answer(function(*values)) if tracked else answer
 
 
 def _one_by_one(values: list[Any], mapped: list[int]) -> Iterator[list[Any]]:

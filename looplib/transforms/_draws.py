@@ -40,9 +40,9 @@ def drawn_beforehand(graph: GraphModule) -> list[Drawing]:
     for node in [node for node in nodes.nodes if draws(node)]:
         drawn.append(_drawing(node))
         with nodes.inserting_before(first):
-            given = nodes.placeholder(f"drawn_{len(drawn)}")
-        given.meta.update(node.meta)
-        node.replace_all_uses_with(given)
+            placeholder = nodes.placeholder(f"drawn_{len(drawn)}")
+        placeholder.meta.update(node.meta)
+        node.replace_all_uses_with(placeholder)
     nodes.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     graph.recompile()
     return drawn

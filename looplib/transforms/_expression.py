@@ -165,12 +165,6 @@ def _paths(node: Any, path: str) -> Iterator[str]:
         raise LookupError(path)
 
 
-def value_of(source: tuple[str, Any], flat: list[Tensor], counts: Mapping[str, Any]) -> Any:
-    """The value of an argument of `on_host`: a tensor of the state, a count, or a constant."""
-    kind, value = source
-    return flat[value] if kind == "input" else counts[value] if kind == "count" else value
-
-
 def as_answer(returned: Any) -> Expression:
     """The expression of what a function on the host returned, with floats as tensors."""
     if type(returned) is float:

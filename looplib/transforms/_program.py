@@ -35,6 +35,13 @@ class Question(NamedTuple):
     sources: list[Any]
     answers: dict[Any, Any]
 
+    def arguments(self, flat: list[Tensor] | dict[int, Tensor], counts: Mapping[str, Any]) -> list[Any]:
+        """The values of its arguments for this state."""
+        return [
+            flat[value] if kind == "input" else counts[value] if kind == "count" else value
+            for kind, value in self.sources
+        ]
+
 
 class Inputs(NamedTuple):
     """The inputs that a program is made for.

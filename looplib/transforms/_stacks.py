@@ -49,15 +49,15 @@ def stack_states(states: Sequence[TrainState]) -> TrainState:
 def _stacked(trees: Sequence[Any], name: str) -> Any:
     columns = []
     for number, tree in enumerate(trees):
-        found = {name + keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
-        columns.append(found)
-        if differing := found.keys() ^ columns[0].keys():
+        leaves = {name + keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
+        columns.append(leaves)
+        if differing := leaves.keys() ^ columns[0].keys():
             raise ValueError(
                 f"{', '.join(sorted(differing)[:5])} stands in one of the members 0 and {number} and not in the "
                 "other; members have the same model and optimizer"
             )
     spec = tree_flatten(trees[0])[1]
-    return tree_unflatten([_stacked_leaves(path, [found[path] for found in columns]) for path in columns[0]], spec)
+    return tree_unflatten([_stacked_leaves(path, [leaves[path] for leaves in columns]) for path in columns[0]], spec)
 
 
 def _stacked_leaves(path: str, leaves: list[Any]) -> Any:

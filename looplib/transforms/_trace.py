@@ -39,7 +39,7 @@ class Traced(NamedTuple):
 def trace(
     core: Core,
     inputs: Inputs,
-    evaluate: Callable[[Callable[..., Any], list[Any]], Any],
+    evaluate: Callable[[Question], Any],
     begin: Callable[[], None] = lambda: None,
     differentiable: bool = False,
 ) -> Traced:
@@ -92,7 +92,7 @@ class _Branch:
     def __init__(
         self,
         questions: dict[Any, Any],
-        evaluate: Callable[[Callable[..., Any], list[Any]], Any],
+        evaluate: Callable[[Question], Any],
         without_values: FakeTensorMode,
     ) -> None:
         self.table, self.key = questions, None
@@ -101,11 +101,11 @@ class _Branch:
 
     def ask(self, function: Callable[..., Any], sources: list[Any]) -> Any:
         """The host's answer, with its tensors as inputs of the graph."""
+        question = Question(function, sources, {})
         with _disable_current_modes():  # the host computes now, and nothing of it is written down
-            answer = as_answer(self.evaluate(function, sources))
+            answer = as_answer(self.evaluate(question))
             inputs = [self.without_values.from_tensor(tensor) for tensor in answer.tensors]
-        if (question := self.table.get(self.key)) is None:
-            question = self.table[self.key] = Question(function, sources, {})
+        question = self.table.setdefault(self.key, question)
         tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
         for tensor in inputs:
             proxy = tracer.create_proxy("placeholder", f"host_{self.tensors}", (), {})

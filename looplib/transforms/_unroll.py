@@ -68,8 +68,8 @@ def unroll(
                 state, one = train_step(state, batch)
                 metrics.append(one)
         else:
-            state, found = _recomputed(train_step, state, segment)
-            metrics += found
+            state, more = _recomputed(train_step, state, segment)
+            metrics += more
     return state, metrics
 
 
@@ -81,19 +81,19 @@ def _recomputed(
     rebuild: list[Callable[[Sequence[Tensor]], Any]] = []
 
     def run(*flat: Tensor) -> tuple[Tensor, ...]:
-        (params, buffers, opt_state), given = build(flat)
+        (params, buffers, opt_state), segment = build(flat)
         new = state.replace(params=params, buffers=buffers, opt_state=opt_state)
-        found = []
-        for batch in given:
+        of_steps = []
+        for batch in segment:
             new, metrics = train_step(new, batch)
-            found.append(metrics)
-        out = expression((new, found))
+            of_steps.append(metrics)
+        out = expression((new, of_steps))
         rebuild[:] = [out.build()]
         return tuple(out.tensors)
 
     flat = _Segment.apply(run, *trees.tensors)  # type: ignore[no-untyped-call]
-    new, found = rebuild[0](flat)
-    return new.replace(buffers=detached(new.buffers)), found
+    new, of_steps = rebuild[0](flat)
+    return new.replace(buffers=detached(new.buffers)), of_steps
 
 
 class _WithoutStrangers(TorchFunctionMode):
@@ -113,14 +113,14 @@ class _Segment(torch.autograd.Function):
     @staticmethod
     def forward(run: Callable[..., tuple[Tensor, ...]], *flat: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad(), _WithoutStrangers():
-            found = run(*[tensor.detach() for tensor in flat])
-        if any(tensor.requires_grad for tensor in found):
+            outputs = run(*[tensor.detach() for tensor in flat])
+        if any(tensor.requires_grad for tensor in outputs):
             raise ValueError(
                 "a loss function or a schedule closes over a tensor that requires a gradient, which recompute_every "
                 "would keep from it: give it in the batches, or as a hyperparameter in the state (ll.optim.injected), or "
                 "leave out recompute_every"
             )
-        return tuple(tensor.clone() for tensor in found)
+        return tuple(tensor.clone() for tensor in outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -133,14 +133,14 @@ class _Segment(torch.autograd.Function):
         indices = [index for index, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
 
         def run(*varied: Tensor) -> tuple[Tensor, ...]:
-            given = {**dict(enumerate(flat)), **dict(zip(indices, varied, strict=True))}
-            return tuple(tensor for tensor in ctx.run(*given.values()) if _is_smooth(tensor))
+            inputs = {**dict(enumerate(flat)), **dict(zip(indices, varied, strict=True))}
+            return tuple(tensor for tensor in ctx.run(*inputs.values()) if _is_smooth(tensor))
 
         with _beneath_gradient() as (down, up):
             flat = [down(tensor) for tensor in ctx.saved_tensors]
             _, pull_back = torch.func.vjp(run, *[flat[index] for index in indices])[:2]
-            found = pull_back(tuple(down(grad) for grad in grads if _is_smooth(grad)))
-        grad_of = dict(zip(indices, map(up, found), strict=True))
+            grads_in = pull_back(tuple(down(grad) for grad in grads if _is_smooth(grad)))
+        grad_of = dict(zip(indices, map(up, grads_in), strict=True))
         return None, *[grad_of.get(index) for index in range(len(flat))]
 
 

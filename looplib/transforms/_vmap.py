@@ -30,7 +30,7 @@ from looplib.transforms._compiler import Compiler, Machine, Ready
 from looplib.transforms._decompositions import mappable
 from looplib.transforms._donation import donated
 from looplib.transforms._draws import Drawing, draw_members, drawn_beforehand
-from looplib.transforms._expression import Expression, as_answer, expression, value_of
+from looplib.transforms._expression import Expression, as_answer, expression
 from looplib.transforms._per_member import LEAST, asking
 from looplib.transforms._program import Core, Inputs, Program, Question, fakes
 from looplib.transforms._stacks import _member, _Records, members_of
@@ -124,8 +124,8 @@ class _Stacked(Compiler):
         return super().prepare(state, batch)
 
     def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
-        answers, own = _answers(question, self.count, flat, counts)
-        if not own:
+        answers, varies = _answers(question, self.count, flat, counts)
+        if not varies:
             return answers[0].key(), answers[0].tensors
         columns = zip(*(answer.tensors for answer in answers), strict=True)
         return answers[0].key(), [torch.stack(column) for column in columns]
@@ -135,9 +135,9 @@ class _Stacked(Compiler):
         stacked = len(inputs.flat) - len(in_batch.tensors) * (not self.own_batches)
         varied: list[bool] = []  # of each number of the host's: whether each member has its own
 
-        def evaluate(function: Callable[..., Any], sources: list[Any]) -> Any:
-            answers, own = _answers(Question(function, sources, {}), self.count, inputs.flat, inputs.counts)
-            varied.extend(own for _ in answers[0].tensors)
+        def evaluate(question: Question) -> Any:
+            answers, varies = _answers(question, self.count, inputs.flat, inputs.counts)
+            varied.extend(varies for _ in answers[0].tensors)
             return answers[0].build()(answers[0].tensors)
 
         flat = [tensor.detach()[0] if index < stacked else tensor for index, tensor in enumerate(inputs.flat)]
@@ -175,11 +175,11 @@ def _answers(
     question: Question, count: int, flat: list[Tensor], counts: Mapping[str, Any]
 ) -> tuple[list[Expression], bool]:
     """The host's answer for each member, and whether it may be different for another."""
-    answers, own = _asked_for_each(question, count, flat, counts)
+    answers, varies = _asked_for_each(question, count, flat, counts)
     keys = [answer.key() for answer in answers]
     if keys.count(keys[0]) < count and {answer.source for answer in answers} == {"True", "False"}:
         # torch's optimizers leave out a term whose factor is 0. Where it is not 0 for all, all have the term.
-        answers, own = _asked_for_each(question, count, flat, counts, without_zeros=True)
+        answers, varies = _asked_for_each(question, count, flat, counts, without_zeros=True)
         keys = [answer.key() for answer in answers]
     for number, key in enumerate(keys):
         if key != keys[0]:
@@ -189,29 +189,24 @@ def _answers(
                 "of an average when some updates were skipped. Step them in stacks of their own, by "
                 "ll.transforms.select_members"
             )
-    return answers, own
+    return answers, varies
 
 
 def _asked_for_each(
     question: Question, count: int, flat: list[Tensor], counts: Mapping[str, Any], without_zeros: bool = False
 ) -> tuple[list[Expression], bool]:
     known: dict[str, Expression] = {}  # by what is asked about: most members of most stacks are told the same
-    inputs = [flat[value] for kind, value in question.sources if kind == "input"]
-    rows = list(zip(*(tensor.tolist() for tensor in inputs), strict=True)) or [()] * count
+    indices = [value for kind, value in question.sources if kind == "input"]
+    rows = list(zip(*(flat[index].tolist() for index in indices), strict=True)) or [()] * count
     answers: list[Expression] = []
     with asking(count, without_zeros) as asked:
         for number, row in enumerate(rows):
             asked.number = number
             if asked.own or str(row) not in known:
-                values = [
-                    _without_zero(flat[value][number], without_zeros)
-                    if kind == "input"
-                    else value_of((kind, value), flat, counts)
-                    for kind, value in question.sources
-                ]
-                known[str(row)] = as_answer(question.function(*values))
+                own = {index: _without_zero(flat[index][number], without_zeros) for index in indices}
+                known[str(row)] = as_answer(question.function(*question.arguments(own, counts)))
             answers.append(known[str(row)])
-        return answers, asked.own or bool(inputs)
+        return answers, asked.own or bool(indices)
 
 
 def _without_zero(value: Tensor, now: bool) -> Tensor:
