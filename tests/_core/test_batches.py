@@ -184,6 +184,17 @@ def test_checks_of_testing(data, batch):
     testing.assert_rows_independent(predict_step, state, batch)
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_compiled_steps(microbatches, data, batch):
+    model = data[0]
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    step = ll.make_train_step(ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches), optimizer)
+    state = ll.copy_state(ll.init_state(model, optimizer))
+    after, _ = ll.compile_step(step, backend="eager")(state, batch)
+    expected = {name: state.params[name] - 0.1 * grad for name, grad in expected_grads(data).items()}
+    torch.testing.assert_close(dict(after.params), expected)
+
+
 def test_a_loader_moves_and_divides_them(monkeypatch, data, batch):
     class Whole:
         """A dataset whose one item is a batch already."""
