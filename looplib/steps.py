@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -166,6 +167,7 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Train
             metrics=out.metrics,
             buffers=out.buffers,
             seed=state.seed,
+            evaluate=partial(_evaluate, grad_fn, state, batch),
         )
         applied = read(applied)
         values = advanced(state, out.samples, applied, same_batch)
@@ -199,6 +201,7 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
                 metrics=out.metrics,
                 buffers=out.buffers,
                 seed=state.seed,
+                evaluate=partial(_evaluate, grad_fn, state, batch),
             )
             if applied is not True:
                 if ownership.writes.count != writes:
@@ -251,6 +254,14 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         return Outcome(params, opt_state, out.buffers, out.metrics, out.samples, checked(applied))
 
     return core
+
+
+def _evaluate(
+    grad_fn: GradFn, state: TrainState, batch: Any, params: Mapping[str, Tensor]
+) -> tuple[Any, dict[str, Tensor]]:
+    """The loss and the gradients of a step at other parameters, for optimizers that ask for them."""
+    out = grad_fn(state.replace(params={**state.params, **params}), batch, Part())
+    return out.metrics["loss"].compute(), out.grads  # type: ignore[attr-defined]
 
 
 def _refuse_late_choice(applied: Any) -> None:

@@ -286,7 +286,8 @@ class Update(Protocol):
             in donated steps too, so that a state bound to a module leaves it.
         when: a bool or a 0-dim bool tensor: where it is not set, `params` and `opt_state` come back as they were,
             and `applied` is False. An update without it is simply not called then, or its result not taken.
-        extra: `metrics` and `buffers` of the gradients (`Gradients`), and the state's `seed`, when a train step calls.
+        extra: `metrics` and `buffers` of the gradients (`Gradients`), the state's `seed`, and `evaluate`, a function
+            from params to `(loss, grads)` of the same batch, when a train step calls.
 
     So a wrapper that skips updates has one line to add, which works donated (the flag is read before anything is
     written over), compiled and vectorized (the graph chooses), and in other such wrappers, with one flag to read for

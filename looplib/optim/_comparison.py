@@ -23,7 +23,7 @@ def check_against_raw_loop(recipe: Recipe, params: Params) -> None:
     in this. A few steps on the smallest parameters of each group and rank are compared, bit by bit.
     """
     chosen = _small(recipe, params)
-    if any(map(is_sharded, chosen.values())):
+    if recipe.needs_closure or any(map(is_sharded, chosen.values())):
         return
     raw = _raw_loop(recipe, chosen)
     if raw is None:
@@ -52,7 +52,7 @@ def _pure_loop(recipe: Recipe, params: Params) -> Params:
     opt_state, structures = first_state(recipe, params), []
     for step in range(_STEPS):
         grads = {name: sample_gradient(tensor, step) for name, tensor in params.items()}
-        params, opt_state = eager_update(plans, recipe, grads, opt_state, params, step, False, 0)
+        params, opt_state = eager_update(plans, recipe, grads, opt_state, params, step, False, {})
         structures.append(pytree.tree_structure(opt_state))
     if structures[0] != structures[-1]:
         raise ValueError("it keeps more after some updates than after one, and an opt_state has one structure")

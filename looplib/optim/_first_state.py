@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.torch_private import pytree
+from looplib.optim._closure import first_state_of_lbfgs, is_lbfgs
 from looplib.optim._hyperparameters import injected
 from looplib.optim._kernels import fused_groups
 from looplib.optim._recipe import Recipe
@@ -41,6 +42,8 @@ def first_state(recipe: Recipe, params: Params) -> dict[str, Any]:
             name: {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             for name, p in params.items()
         }
+    elif is_lbfgs(recipe):
+        state = first_state_of_lbfgs(recipe, params)
     elif recipe.ours:
         state = _of_torch(recipe, params, members)
     else:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from looplib._core.tracing import tracing
+from looplib.optim._closure import is_lbfgs, lbfgs_update
 from looplib.optim._comparison import check_against_raw_loop
 from looplib.optim._description import description_of
 from looplib.optim._first_state import first_state
@@ -50,12 +51,17 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
             a schedule. Where torch has a fused kernel for the parameters it is used, unless `fused`, `foreach`,
             `capturable` or `differentiable` is given.
 
+    A class whose `step` needs a closure (LBFGS) evaluates the loss several times within one update: a train step
+    gives `update` what it needs for that. It has the bits of a raw loop for models without randomness; BatchNorm's
+    statistics are those of the first evaluation. LBFGS's history is allocated as a whole, `history_size` times twice
+    the size of the parameters.
+
     `opt_state["state"][name]` holds what torch keeps for a parameter, under torch's names. An optimizer that
     changes values in its groups (schedule-free ones do) has these in `opt_state["groups"]`. Where a class keeps an
     object for a parameter (GaLore's `projector`), its attributes stand there as a dict.
 
     Raises:
-        TypeError: no optimizer class; one whose `step` needs a closure (LBFGS); an unknown hyperparameter, or in a
+        TypeError: no optimizer class; an unknown hyperparameter, or in a
             group of a third party's class one that is spelt nearly as a parameter of it; a class
             that keeps state elsewhere than in `state` and `param_groups`.
         ValueError: a value that the class refuses; gradients sparse where it needs dense ones, or dense where
@@ -79,12 +85,14 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
         return opt_state
 
     def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, seed: int = 0, **extra: Any
+        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
     ) -> tuple[Params, Any, bool]:
         check_state(recipe, opt_state, grads)
         if tracing():
             return *traced_update(recipe, grads, opt_state, params, step), True
-        return *eager_update(plans, recipe, grads, opt_state, params, step, donate, seed), True
+        if is_lbfgs(recipe):
+            return *lbfgs_update(recipe, grads, opt_state, params, step, donate, extra), True
+        return *eager_update(plans, recipe, grads, opt_state, params, step, donate, extra), True
 
     def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
         return evaluated(recipe, params, opt_state), buffers
@@ -109,12 +117,6 @@ def _check_class(cls: Any) -> None:
     step = getattr(cls, "step", None)
     if not callable(step) or "params" not in inspect.signature(cls).parameters:
         raise TypeError(f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer")
-    closure = inspect.signature(step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{cls.__name__} evaluates the loss several times within one step (its step needs a closure), "
-            "which a step of given gradients cannot do: take a first-order optimizer such as AdamW or SGD"
-        )
 
 
 def evaluated(recipe: Recipe, params: Params, opt_state: Any) -> Params:

@@ -42,6 +42,12 @@ class Recipe:
         return module == "torch.optim" or module.startswith("torch.optim.")
 
     @cached_property
+    def needs_closure(self) -> bool:
+        """Whether the class's `step` evaluates the loss itself."""
+        closure = inspect.signature(self.cls.step).parameters.get("closure")
+        return closure is not None and closure.default is inspect.Parameter.empty
+
+    @cached_property
     def overrides(self) -> list[Mapping[str, Any]]:
         """The hyperparameters that each group has for itself; the group of the defaults is the last one."""
         return [*(values for _, values in self.groups), {}]

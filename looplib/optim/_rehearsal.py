@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +69,7 @@ def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
         tensor.grad = sample_gradient(tensor, len(name))
     with streams_at(0, next(iter(copies.values())).device):
         drawn = _other_streams()
-        made.step()
+        recipe.cls.step(made, *([_closure_of(copies)] if recipe.needs_closure else []))
     if drawn != _other_streams():
         raise TypeError(
             f"{recipe.cls.__name__} draws from the random streams of Python or NumPy in its step, which no seed of a "
@@ -86,6 +86,17 @@ def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
         kept.state[name], kinds = packed(recipe, name, made.state.get(tensor, {}))
         kept.objects |= {name: kinds} if kinds else {}
     return kept
+
+
+def _closure_of(params: Params) -> Callable[[], Any]:
+    """The closure of a rehearsal, whose loss is half the sum of squares."""
+
+    def closure() -> Any:
+        for tensor in params.values():
+            tensor.grad = tensor.detach().clone()
+        return sum(tensor.detach().abs().square().sum() for tensor in params.values()) / 2
+
+    return closure
 
 
 def sample_gradient(tensor: Tensor, phase: int) -> Tensor:

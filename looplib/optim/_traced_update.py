@@ -60,6 +60,8 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
 
 def _check(recipe: Recipe, grads: Grads, opt_state: Mapping[str, Any]) -> None:
     cls, advice = recipe.cls.__name__, "take the step without ll.compile_step, or one of torch.optim's classes"
+    if recipe.needs_closure:
+        raise UntraceableError(f"{cls} decides by the values of losses how often to evaluate them: {advice}")
     if any(isinstance(value, dict) for state in opt_state["state"].values() for value in state.values()):
         raise UntraceableError(
             f"{cls} keeps objects for its parameters, whose numbers a graph would keep for ever: {advice}"

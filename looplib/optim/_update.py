@@ -6,6 +6,7 @@ only what follows from the names, shapes, dtypes and device of the parameters.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections import defaultdict
@@ -19,6 +20,7 @@ from torch import Tensor
 from looplib._core import ownership as _donation
 from looplib._core import torch_private
 from looplib._core.random import mix
+from looplib.optim._closure import Evaluate, closure_over
 from looplib.optim._first_state import first_state, makes_state_late
 from looplib.optim._kernels import DIRECT, aligned, check_fused, clone, fused_adam, fused_groups, realigned
 from looplib.optim._mismatch import makers_of, mismatch
@@ -181,7 +183,7 @@ def eager_update(
     params: Params,
     step: int,
     donate: bool,
-    seed: int,
+    extra: Mapping[str, Any],
 ) -> tuple[Params, Any]:
     """The next parameters and state, by the class's own arithmetic."""
     states = opt_state["state"]
@@ -209,8 +211,11 @@ def eager_update(
         if left and recipe.ours:
             _run(plan, left, values, grads, tensors, working, params)
         elif left:
-            with streams_at(mix(seed, step, STREAM), plan.key[2]):
-                new_state |= _run_others(plan, values, grads, tensors, working, params, opt_state, late, donate)
+            evaluate = extra.get("evaluate")
+            with streams_at(mix(extra.get("seed", 0), step, STREAM), plan.key[2]):
+                new_state |= _run_others(
+                    plan, values, grads, tensors, working, params, opt_state, late, donate, evaluate
+                )
     finally:
         torch_private.set_grad_enabled(grad_mode)
     _donation.writes.count += donate
@@ -304,12 +309,13 @@ def _run_others(
     opt_state: Mapping[str, Any],
     late: frozenset[str],
     donate: bool,
+    evaluate: Evaluate | None,
 ) -> dict[str, Any]:
     """The own step of a third party's class on these tensors, in place; returns what it keeps beside parameters."""
     recipe, first = plan.recipe, late & grads.keys()
     whole = {name: tensors.get(name, params[name]) for name in opt_state["state"]}
     # For parameters that begin now, a new instance: what its constructor keeps for them is where they start.
-    made = recipe.build(whole, plan.members) if first else None
+    made = recipe.build(whole, plan.members) if first or recipe.needs_closure else None
     lent = plan.take(whole) if made is None else (made, own_attributes(made))
     instance = lent[0]
     for flag in plan.flags:
@@ -326,7 +332,10 @@ def _run_others(
     for key, value in opt_state.get("shared", {}).items():
         if value is not None:
             instance.state[key] = value if donate else copied(value)
-    made_state = _step_with(plan, recipe.cls.step, lent, grads, tensors)
+    step = recipe.cls.step
+    if recipe.needs_closure:
+        step = functools.partial(step, closure=closure_over(evaluate, recipe.cls, tensors, []))
+    made_state = _step_with(plan, step, lent, grads, tensors)
     for name, tensor in tensors.items():
         working[name], kinds = (
             packed(recipe, name, made_state[tensor])

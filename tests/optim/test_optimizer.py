@@ -464,8 +464,6 @@ def test_refusals_say_what_to_do():
         TypeError, match=r"needs the class, found an instance of AdamW: ll\.optimizer\(torch\.optim\.AdamW"
     ):
         ll.optimizer(torch.optim.AdamW(net().parameters()), lr=0.1)
-    with pytest.raises(TypeError, match=r"LBFGS evaluates the loss several times"):
-        ll.optimizer(torch.optim.LBFGS, lr=0.1)
     with pytest.raises(TypeError, match=r"dict is no optimizer class"):
         ll.optimizer(dict, lr=0.1)
     with pytest.raises(TypeError, match=r"a group is \(predicate\(name, tensor\)"):

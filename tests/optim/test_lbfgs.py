@@ -1,0 +1,205 @@
+"""Optimizers whose step evaluates the loss, against their own raw loops."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+
+both = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+
+
+def net(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).to(dtype)
+
+
+def data(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 3, generator=generator).to(dtype), torch.randn(8, 2, generator=generator).to(dtype))
+        for _ in range(6)
+    ]
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+
+def raw_loop(cls, batches, microbatches=1, dtype=torch.float64, **options):
+    model = net(dtype)
+    optimizer = cls(model.parameters(), **options)
+    for batch in batches:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            total = 0.0
+            for x, y in zip(*(tensor.chunk(microbatches) for tensor in batch), strict=True):
+                loss = loss_fn(model, (x, y)) / microbatches
+                loss.backward()
+                total = total + loss.detach()
+            return total
+
+        optimizer.step(closure)
+    return model, optimizer
+
+
+def looped(cls, batches, donate, wrap=lambda grad_fn: grad_fn, bound=True, dtype=torch.float64, **options):
+    model = net(dtype)
+    optimizer = ll.optimizer(cls, **options)
+    step = ll.make_train_step(wrap(ll.make_grad_fn(model, loss_fn)), optimizer, donate=donate)
+    state = ll.init_state(model, optimizer)
+    state = state if bound else ll.copy_state(state)
+    structure = torch.utils._pytree.tree_structure(state.opt_state)
+    for number, batch in enumerate(batches):
+        kept = None if donate else ll.copy_state(state)
+        new, _ = step(state, batch)
+        if not donate:
+            leaves = [torch.utils._pytree.tree_leaves((s.params, s.opt_state)) for s in (kept, state)]
+            assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*leaves, strict=True))
+        state = new
+        assert state.step == number + 1
+    assert torch.utils._pytree.tree_structure(state.opt_state) == structure
+    return state, model
+
+
+OPTIONS = {
+    "fixed steps": {"lr": 0.1},
+    "strong_wolfe": {"lr": 1.0, "line_search_fn": "strong_wolfe"},
+    "short history": {"lr": 0.1, "history_size": 3, "max_iter": 7},
+    "one iteration": {"lr": 0.1, "max_iter": 1},
+}
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_lbfgs_has_the_bits_of_a_raw_loop(name, dtype, donate):
+    model, raw = raw_loop(torch.optim.LBFGS, data(dtype), dtype=dtype, **OPTIONS[name])
+    for bound in (True, False):
+        state, own = looped(torch.optim.LBFGS, data(dtype), donate, bound=bound, dtype=dtype, **OPTIONS[name])
+        for key, tensor in model.named_parameters():
+            assert torch.equal(state.params[key], tensor), key
+        theirs = raw.state[next(iter(model.parameters()))]
+        kept = state.opt_state["state"]["0.weight"]
+        assert (kept["func_evals"], kept["n_iter"]) == (theirs["func_evals"], theirs["n_iter"])
+        assert kept["history"] == len(theirs["old_dirs"])
+        if donate and bound:
+            assert all(state.params[key] is tensor for key, tensor in own.named_parameters())
+        assert all(tensor.grad is None for tensor in own.parameters())
+
+
+@both
+@pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
+def test_lbfgs_over_microbatches(line_search_fn, donate):
+    options = {"lr": 0.2, "line_search_fn": line_search_fn, "max_iter": 5}
+    model, _ = raw_loop(torch.optim.LBFGS, data()[:3], 4, **options)
+    state, _ = looped(torch.optim.LBFGS, data()[:3], donate, lambda grad_fn: ll.accumulate(grad_fn, 4), **options)
+    for key, tensor in model.named_parameters():
+        torch.testing.assert_close(state.params[key], tensor, rtol=1e-9, atol=1e-11)
+
+
+@both
+def test_a_schedule_and_a_wrapper(donate):
+    class Scheduled(torch.optim.LBFGS):
+        made = 0
+
+        def step(self, closure):
+            self.param_groups[0]["lr"] = 0.1 / (1 + self.made)
+            self.made += 1
+            return super().step(closure)
+
+    model, _ = raw_loop(Scheduled, data(), lr=0.1)
+    own = net()
+    optimizer = ll.ema(ll.optim.apply_if_finite(ll.optimizer(torch.optim.LBFGS, lr=lambda step: 0.1 / (1 + step)), 3))
+    step = ll.make_train_step(ll.make_grad_fn(own, loss_fn), optimizer, donate=donate)
+    state = ll.init_state(own, optimizer)
+    for batch in data():
+        state, _ = step(state, batch)
+    for key, tensor in model.named_parameters():
+        assert torch.equal(state.params[key], tensor)
+
+
+@both
+def test_an_error_within_an_update_leaves_the_state(donate):
+    calls = []
+
+    def failing(model, batch):
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("no memory left")
+        return loss_fn(model, batch)
+
+    model = net()
+    optimizer = ll.optimizer(torch.optim.LBFGS, lr=0.1)
+    step = ll.make_train_step(ll.make_grad_fn(model, failing), optimizer, donate=donate)
+    state = ll.init_state(model, optimizer)
+    before = copy.deepcopy((state.params, state.opt_state))
+    with pytest.raises(RuntimeError, match="no memory left"):
+        step(state, data()[0])
+    leaves = [torch.utils._pytree.tree_leaves(tree) for tree in (before, (state.params, state.opt_state))]
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*leaves, strict=True))
+
+
+def test_a_checkpoint_continues(tmp_path):
+    batches, optimizer = data(), ll.optimizer(torch.optim.LBFGS, lr=0.1, history_size=4)
+    model = net()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+    state = ll.init_state(model, optimizer)
+    for batch in batches[:3]:
+        state, _ = step(state, batch)
+    ll.checkpoint_io(tmp_path).save(state)
+    restored = ll.checkpoint_io(tmp_path).restore(ll.init_state(net(), optimizer))
+    for batch in batches[3:]:
+        state, _ = step(state, batch)
+        restored, _ = step(restored, batch)
+    assert all(torch.equal(restored.params[key], tensor) for key, tensor in state.params.items())
+
+
+class Halving(torch.optim.Optimizer):
+    """A third party's line search: halves its step until the loss falls, and remembers the last one."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        grads = {p: p.grad.clone() for group in self.param_groups for p in group["params"]}
+        rate = self.param_groups[0]["lr"]
+        for p, grad in grads.items():
+            self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.5).add_(grad)
+            p.sub_(self.state[p]["momentum"], alpha=rate)
+        for _ in range(6):
+            with torch.enable_grad():
+                new = closure()
+            if new < loss:
+                break
+            rate /= 2
+            for p in grads:
+                p.add_(self.state[p]["momentum"], alpha=rate)
+        return loss
+
+
+@both
+def test_a_third_partys_class_that_needs_a_closure(donate):
+    model, _ = raw_loop(Halving, data(), lr=4.0)
+    state, _ = looped(Halving, data(), donate, lr=4.0)
+    for key, tensor in model.named_parameters():
+        assert torch.equal(state.params[key], tensor)
+
+
+def test_refusals():
+    params = {"w": torch.ones(2)}
+    lbfgs = ll.optimizer(torch.optim.LBFGS, lr=0.1)
+    with pytest.raises(TypeError, match=r"LBFGS evaluates the loss .* needs evaluate="):
+        lbfgs.update(params, lbfgs.init(params), params, 0)
+    with pytest.raises(ValueError, match=r"and LBFGS is to update it"):
+        lbfgs.update(params, ll.optimizer(torch.optim.AdamW, lr=0.1).init(params), params, 0)
+    step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(net(), loss_fn), lbfgs), backend="eager")
+    with pytest.raises(ll.transforms.UntraceableError, match=r"LBFGS decides by the values of losses"):
+        step(ll.init_state(net(), lbfgs), data()[0])
