@@ -31,6 +31,8 @@ from looplib._objective import Objective, mean_over_ranks, objective_of, on_host
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, LossFn, Metric, Part, TrainState
 
+__all__ = ["make_grad_fn"]
+
 
 def make_grad_fn(
     model: nn.Module,

@@ -31,6 +31,7 @@ EVERYDAY = [
     "bind",
     "checkpoint_io",
     "clip_by_global_norm",
+    "compile_step",
     "compute",
     "console",
     "copy_state",

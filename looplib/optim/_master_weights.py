@@ -12,6 +12,12 @@ from looplib.optim._wrap import wrap
 from looplib.types import Grads, Optimizer, Params
 
 
+def _rounded(master: Tensor, old: Tensor, in_place: bool) -> Tensor:
+    with torch.no_grad():
+        rounded = old.copy_(master) if in_place else master.to(old.dtype)
+    return rounded.requires_grad_(old.requires_grad)
+
+
 def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
     """Keep the weights in `dtype` in the optimizer's state, and train those, where the model's are of half precision.
 
@@ -65,14 +71,10 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
         )
         if applied is False:
             return params, {**opt_state, "inner_state": inner}, False
-        narrow = {}
-        with torch.no_grad():
-            for name in master.keys() & grads.keys():
-                old = params[name]
-                rounded = old.copy_(new[name]) if donate else new[name].to(old.dtype)
-                narrow[name] = rounded.requires_grad_(old.requires_grad)
         kept = {name: params[name] for name in master}
-        new_params = {**new, **kept, **where(applied, narrow, {name: kept[name] for name in narrow})}
+        moved = {name: tensor for name, tensor in kept.items() if name in grads}
+        narrow = where(applied, {name: _rounded(new[name], old, donate) for name, old in moved.items()}, moved)
+        new_params = {**new, **kept, **narrow}
         return new_params, {"inner_state": inner, "master": {name: new[name] for name in master}}, applied
 
     def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:

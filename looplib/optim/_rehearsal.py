@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 import sys
@@ -19,8 +20,11 @@ from looplib._core.torch_private import pytree
 from looplib.optim._recipe import Recipe, copied
 from looplib.types import Params
 
-# What torch.optim.Optimizer itself keeps on an instance.
-_OF_TORCH = {"state", "param_groups", "defaults"} | set(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)))
+
+@functools.cache
+def _of_torch() -> frozenset[str]:
+    """What torch.optim.Optimizer itself keeps on an instance; asked late, as a first one imports torch._dynamo."""
+    return frozenset(("state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))))
 
 
 @dataclass
@@ -176,7 +180,7 @@ def _check_plain(recipe: Recipe, where: str, value: Any) -> None:
 
 def own_attributes(made: Any) -> dict[str, Any]:
     """The attributes that a class has given an optimizer beside those that all have."""
-    return {key: value for key, value in vars(made).items() if key not in _OF_TORCH}
+    return {key: value for key, value in vars(made).items() if key not in _of_torch()}
 
 
 def _flags(recipe: Recipe, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
