@@ -102,33 +102,10 @@ def make_per_sample_grad_fn(
             batch_size(batch),
             part.index if tracing() else mix(state.seed, state.step, rank(), part.index),
         )
-        columns: list[Tensor] = []
-
-        def take(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and leaf.dim():
-                if leaf.size(0) != samples:
-                    raise ValueError(
-                        f"a tensor of the batch has shape {tuple(leaf.shape)}, and the batch {samples} examples: it "
-                        "cannot be cut along its first dimension"
-                    )
-                columns.append(leaf if samples else leaf.new_zeros(1, *leaf.shape[1:]))
-                return _Column(len(columns) - 1)
-            if not isinstance(leaf, Tensor) and (hasattr(leaf, "__array__") or listed(leaf)):
-                what = f"{type(leaf).__name__} with one item for each sample" if listed(leaf) else type(leaf).__name__
-                raise TypeError(f"the batch has a {what}; per-sample gradients need tensors")
-            return leaf
-
-        def listed(node: Any) -> bool:
-            return samples > 1 and trees.one_for_each(node, samples)
-
-        layout = trees.map_leaves(take, batch, is_leaf=listed)
+        columns, layout = _columns_of(batch, samples)
 
         def one(leaves: Grads, rows: list[Tensor]) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-            example = trees.map_leaves(
-                lambda leaf: rows[leaf.index].unsqueeze(0) if type(leaf) is _Column else leaf,
-                layout,
-                is_leaf=lambda node: type(node) is _Column,
-            )
+            example = _batch_of_one(layout, rows)
 
             def body() -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
                 with cuts_marked():
@@ -163,9 +140,43 @@ def make_per_sample_grad_fn(
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """The place of a tensor that is cut, among the others."""
+    """Stands in a batch for a tensor that vmap maps over: its index among these."""
 
     index: int
+
+
+def _columns_of(batch: Any, samples: int) -> tuple[list[Tensor], Any]:
+    """The tensors of a batch with a row for each sample, and the batch with a `_Column` for each of them."""
+    columns: list[Tensor] = []
+
+    def listed(node: Any) -> bool:
+        return samples > 1 and trees.one_for_each(node, samples)
+
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            if leaf.size(0) != samples:
+                raise ValueError(
+                    f"a tensor of the batch has shape {tuple(leaf.shape)}, and the batch {samples} examples: it "
+                    "cannot be cut along its first dimension"
+                )
+            columns.append(leaf if samples else leaf.new_zeros(1, *leaf.shape[1:]))
+            return _Column(len(columns) - 1)
+        if not isinstance(leaf, Tensor) and (hasattr(leaf, "__array__") or listed(leaf)):
+            what = f"{type(leaf).__name__} with one item for each sample" if listed(leaf) else type(leaf).__name__
+            raise TypeError(f"the batch has a {what}; per-sample gradients need tensors")
+        return leaf
+
+    layout = trees.map_leaves(take, batch, is_leaf=listed)
+    return columns, layout
+
+
+def _batch_of_one(layout: Any, rows: list[Tensor]) -> Any:
+    """The batch of one sample, from its row of each column."""
+    return trees.map_leaves(
+        lambda leaf: rows[leaf.index].unsqueeze(0) if type(leaf) is _Column else leaf,
+        layout,
+        is_leaf=lambda node: type(node) is _Column,
+    )
 
 
 def _batch_norms(host: _modules.Host) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from looplib._core import trees
 from looplib._core.torch_private import pytree
 
 
@@ -38,9 +39,11 @@ class TorchMetric(NamedTuple):
 
     def of(self, *args: Any, **kwargs: Any) -> TorchMetric:
         """The record of a batch, given what the metric's `update` takes."""
-        args, kwargs = pytree.tree_map_only(Tensor, torch.detach, (args, kwargs))
+        args, kwargs = trees.map_leaves(
+            lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
         if self.states is None:
-            kept = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+            kept = trees.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             return TorchMetric(self.host, None, (kept,), 1)
         try:
             self.host.update(*args, **kwargs)
