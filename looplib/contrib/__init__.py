@@ -1,6 +1,7 @@
 """Methods rather than mechanisms: published techniques built from the other rooms."""
 
 from looplib.contrib._adaptive_clipping import adaptive_grad_clip
+from looplib.contrib._contrastive import make_contrastive_grad_fn
 from looplib.contrib._find_lr import LRCurve, find_lr
 from looplib.contrib._lookahead import lookahead
 from looplib.contrib._neftune import neftune
@@ -17,6 +18,7 @@ __all__ = [
     "find_lr",
     "gradient_noise_scale",
     "lookahead",
+    "make_contrastive_grad_fn",
     "make_per_sample_grad_fn",
     "neftune",
     "sam",

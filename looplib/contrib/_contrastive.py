@@ -1,0 +1,193 @@
+"""Gradient caching: contrastive losses over batches that do not fit into memory.
+
+A contrastive loss compares every sample with every other, so the gradient of a batch is no sum over microbatches. But
+it reaches the weights through the embeddings alone, and these are small. So there are three stages: the embeddings of
+all microbatches, without a graph; the loss, and its gradient with respect to the embeddings; and for each microbatch
+the embeddings again, with a graph, through which their gradient goes on to the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from looplib._core import modules as _modules
+from looplib._core import trees
+from looplib._core.checks import check_count
+from looplib._core.kinds import Made, mark
+from looplib._core.random import mix
+from looplib._core.ranks import gather, largest_over_ranks, rank, several
+from looplib._core.tracing import UntraceableError, tracing
+from looplib._core.trees import batch_size as count_samples
+from looplib._objective import mean_of
+from looplib.gradients import indices, make_grad_fn, of_this_model, record, split_loss
+from looplib.grads import accumulate, reduce_gradients
+from looplib.metrics import Mean
+from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+
+
+class _Microbatch(NamedTuple):
+    batch: Any
+    grads: list[Tensor]  # of the loss, with respect to each tensor of the embeddings
+    share: float  # of the samples of all ranks
+
+
+def make_contrastive_grad_fn(
+    model: nn.Module,
+    embed_fn: Callable[[Any, Any], Any],
+    loss_fn: Callable[[Any], Any],
+    *,
+    microbatches: int,
+    trainable: Callable[[str, Tensor], bool] | None = None,
+    batch_size: Callable[[Any], int] = count_samples,
+) -> GradFn:
+    """Gradient caching: the gradient of a loss over all pairs of a batch, in the memory of one microbatch.
+
+    >>> import looplib as ll, torch
+    >>> from torch.nn import functional as F
+    >>> model = torch.nn.Linear(3, 2)
+    >>> def embed_fn(model, batch):
+    ...     return F.normalize(model(batch["query"])), F.normalize(model(batch["key"]))
+    >>> def loss_fn(embeddings):
+    ...     queries, keys = embeddings
+    ...     return F.cross_entropy(queries @ keys.T / 0.1, torch.arange(len(keys)))
+    >>> grad_fn = ll.contrib.make_contrastive_grad_fn(model, embed_fn, loss_fn, microbatches=4)
+    >>> batch = {"query": torch.randn(16, 3), "key": torch.randn(16, 3)}
+    >>> state = ll.init_state(model)
+    >>> whole = ll.make_grad_fn(model, lambda model, batch: loss_fn(embed_fn(model, batch)))(state, batch)
+    >>> torch.testing.assert_close(grad_fn(state, batch).grads, whole.grads)
+
+    The gradient is that of the whole batch. A microbatch draws the same random numbers in both of its forward passes,
+    so this holds with dropout too; the masks are those of `ll.accumulate` with as many microbatches. BatchNorm
+    normalizes each microbatch separately and updates its statistics once per microbatch. It costs one more forward pass
+    than the plain form.
+
+    On several ranks the loss is that of the global batch: each rank gathers all embeddings, and the gradients are added
+    up over the ranks, by DDP or FSDP2 where one of them wraps the model, otherwise as `ll.grads.reduce_gradients` does.
+    The embeddings of other ranks pass through the host.
+
+    Args:
+        model: the module, wrapped by torch's engines or not.
+        embed_fn: `embed_fn(model, batch)`, the embeddings of a batch: a tensor or any tree of tensors, each with one
+            row for each sample. Tensors that are not floating point, such as labels, are handed to the loss as well.
+        loss_fn: `loss_fn(embeddings)`, of the tree with the rows of the whole batch (of all ranks, in their order): a
+            scalar, or `(loss, aux)` with a dict of scalars and metrics.
+        microbatches: number of microbatches, split as by `torch.tensor_split`; at most one for each sample.
+        trainable: `(name, tensor) -> bool`; without it the parameters that require a gradient now.
+        batch_size: counts the samples in a batch.
+
+    Raises:
+        ValueError: embeddings without one row for each sample, or that the loss does not depend on; within
+            `accumulate`, whose microbatches would see fewer pairs; see also `make_grad_fn`.
+        UntraceableError: within a compiled step, whose graph cannot hold the second forward pass.
+
+    Source: Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
+    """
+    check_count("microbatches", microbatches)
+    host = _modules.Host(model, training=True)
+
+    def pull(model: Any, microbatch: _Microbatch) -> Mean:
+        """What has the cached gradient: the product of the embeddings with it."""
+        tensors = _floating(embed_fn(model, microbatch.batch))
+        pairs = zip(tensors, microbatch.grads, strict=True)
+        return Mean(torch.stack([(tensor * grad).sum() for tensor, grad in pairs]).sum(), microbatch.share)
+
+    inner = make_grad_fn(model, pull, trainable=trainable, batch_size=lambda microbatch: batch_size(microbatch.batch))
+    pulls = accumulate(inner, batch_size=lambda microbatch: batch_size(microbatch.batch))
+    if not host.engine.name:
+        pulls = reduce_gradients(pulls)
+
+    def embed(state: TrainState, batches: Sequence[Any], part: Part) -> list[Any]:
+        """The embeddings of each microbatch, without a graph, with the random numbers of the pass to come."""
+        params, buffers = of_this_model(host, state)
+        lent = {name: tensor.clone() for name, tensor in buffers.items()}
+        seeds = [mix(state.seed, state.step, rank(), index) for index in indices(part, len(batches))]
+        passes = round(largest_over_ranks([len(batches)])[0]) if several() else len(batches)
+        embeddings: list[Any] = []
+
+        def body() -> None:
+            for number in range(passes):  # as many on all ranks: an engine may wait for the others in each
+                own = min(number, len(batches) - 1)
+                host.start(seeds[own])
+                embeddings.append(embed_fn(model, batches[own]))
+
+        with torch.no_grad():
+            host.run(params, lent, seeds[0], body)
+        return embeddings[: len(batches)]
+
+    def contrastive(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        if tracing():
+            raise UntraceableError(
+                "make_contrastive_grad_fn runs each microbatch twice, and its graph would hold both at once: leave out "
+                "ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block)"
+            )
+        if part.summed:
+            raise ValueError(
+                "make_contrastive_grad_fn within accumulate would compare the samples of one microbatch alone: leave "
+                "accumulate out, and give make_contrastive_grad_fn(..., microbatches=)"
+            )
+        count = batch_size(batch)
+        sizes = [len(rows) for rows in torch.arange(count).tensor_split(max(1, min(microbatches, count)))]
+        batches = trees.split(batch, count, sizes, batch_size)
+        embeddings = [_checked(each, size) for each, size in zip(embed(state, batches, part), sizes, strict=True)]
+        loss, aux, grads, total = _loss_and_grads(loss_fn, trees.concat(embeddings, sizes), count)
+        columns = zip(*(torch.split(grad, sizes) for grad in grads), strict=True)
+        shares = [size / total for size in sizes]
+        cached = [_Microbatch(*each) for each in zip(batches, map(list, columns), shares, strict=True)]
+        out = pulls(state, cached, part)
+        metrics = {name: record(name, value, count) for name, value in {"loss": loss, **aux}.items()}
+        return out._replace(metrics=metrics)
+
+    return mark(contrastive, Made("grad_fn", "make_contrastive_grad_fn", whole_step=True, scaled=True))
+
+
+def _floating(embeddings: Any) -> list[Tensor]:
+    tensors = [leaf for _, leaf in trees.leaves(embeddings) if isinstance(leaf, Tensor)]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
+def _checked(embeddings: Any, count: int) -> Any:
+    for path, leaf in trees.leaves(embeddings):
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.size(0) != count:
+            found = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"type {type(leaf).__name__}"
+            raise ValueError(
+                f"{trees.named(path, 'embeddings')} of a microbatch of {count} samples has {found}: embed_fn must return "
+                "tensors with one row for each sample"
+            )
+    if not _floating(embeddings):
+        raise ValueError("embed_fn returned no tensor of floating point, so there is nothing to take a gradient of")
+    return embeddings
+
+
+def _loss_and_grads(
+    loss_fn: Callable[[Any], Any], embeddings: Any, count: int
+) -> tuple[Any, dict[str, Any], list[Tensor], int]:
+    """The loss of all ranks' embeddings, and its gradient with respect to this rank's, and the samples of all."""
+    leaves: list[Tensor] = []
+
+    def leaf_of(value: Tensor) -> Tensor:
+        if not value.is_floating_point():
+            return value
+        leaves.append(value.detach().requires_grad_())
+        return leaves[-1]
+
+    own, total = trees.map_leaves(leaf_of, embeddings), count
+    if several():
+        everyone = gather((trees.map_leaves(Tensor.cpu, embeddings), count))
+        device = leaves[0].device
+        parts = [trees.map_leaves(lambda value: value.to(device), part) for part, _ in everyone]
+        counts = [each for _, each in everyone]
+        parts[rank()], total = own, sum(counts)
+        with torch.enable_grad():
+            own = trees.concat(parts, counts)
+    with torch.enable_grad():
+        loss, aux = split_loss(loss_fn(own))
+        value = mean_of(loss)
+    grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(leaves)
+    if all(grad is None for grad in grads):
+        raise ValueError("the loss does not depend on the embeddings: compute it from what loss_fn is given")
+    filled = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
+    return loss, dict(aux), filled, total
