@@ -30,6 +30,7 @@ ORDER = [
     "sweep_lr",
     "optuna_pruning",
     "ensemble_digits",
+    "contrastive_digits",
     "gan_digits",
     "dp_sgd_digits",
     "maml_sinusoids",

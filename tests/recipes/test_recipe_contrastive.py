@@ -1,0 +1,27 @@
+"""The contrastive recipe, small: both forms learn, and the cached one holds less."""
+
+import pytest
+from test_recipes import load
+
+
+def test_both_forms_learn_and_gradient_caching_holds_less(capsys):
+    recipe = load("contrastive_digits")
+    small = {"epochs": 2, "batch_size": 256, "width": 16}
+    cached, plain = recipe.main(**small, microbatches=16), recipe.main(**small, microbatches=0)
+    name = "held for the backward pass, MB"
+    assert cached[name] < plain[name] / 8
+    assert cached["by embeddings"] > 0.5
+    assert (
+        cached["by pixels"] == plain["by pixels"] == pytest.approx(0.8963, abs=1e-3)
+    )  # as scikit-learn's classifier
+    assert "matched" in capsys.readouterr().out
+
+
+def test_the_score_is_that_of_scikit_learns_nearest_neighbour():
+    from sklearn.neighbors import KNeighborsClassifier
+
+    recipe = load("contrastive_digits")
+    (train_x, train_y), (test_x, test_y) = recipe.load_data()
+    known, unknown = train_x[:100].flatten(1), test_x.flatten(1)
+    expected = KNeighborsClassifier(1).fit(known, train_y[:100]).score(unknown, test_y)
+    assert recipe.agreement(known, unknown, train_y, test_y) == pytest.approx(expected, abs=1e-6)
