@@ -1,0 +1,151 @@
+"""The page "Write your own": its code is short, public, and equal to a loop in plain PyTorch however it is run."""
+
+import dataclasses
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+from public import ROOT
+from ranks import launch
+from torch import nn
+
+import looplib as ll
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "recipes/WRITE_YOUR_OWN.md").read_text(), re.DOTALL)
+OWN = {"__name__": __name__, "ll": ll, "torch": torch, "dataclasses": dataclasses, "NamedTuple": NamedTuple}
+for block in BLOCKS:
+    exec(compile(block, "WRITE_YOUR_OWN.md", "exec"), OWN)
+Largest = OWN["Largest"]  # by which pickle finds it, on its way to other ranks
+STEPS = 12
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+def batches(count=STEPS):
+    draw = torch.Generator().manual_seed(1)
+    scale = [1.0 if number % 3 else 0.01 for number in range(count)]  # each third is easy
+    data = [torch.randn(8, 5, generator=draw, dtype=torch.float64) for _ in range(count)]
+    return [(rows[:, :4] * by, rows[:, 4:] * by) for rows, by in zip(data, scale, strict=True)]
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    error = (model(x) - y).square()
+    return ll.Mean(error.sum(), len(x)), {"largest": Largest(error.detach().max())}
+
+
+def by_hand(*models):
+    """The same in plain PyTorch: the weights, the number of updates, and the largest error of each batch, of each model.
+
+    Several models are the members of a stack: the schedule moves on when one of them is updated.
+    """
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1.0) for model in models]
+    step, largest = 0, [[] for _ in models]
+    for x, y in batches():
+        updated = False
+        for model, optimizer, errors in zip(models, optimizers, largest, strict=True):
+            error = (model(x) - y).square()
+            errors.append(error.max().item())
+            optimizer.zero_grad()
+            error.mean().backward()
+            for parameter in model.parameters():
+                if parameter.grad.ndim > 1:
+                    parameter.grad -= parameter.grad.mean(1, keepdim=True)
+            if error.mean() >= 0.05:
+                optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step % 5 / 5)
+                optimizer.step()
+                updated = True
+        step += updated
+    return [(dict(model.named_parameters()), step, errors) for model, errors in zip(models, largest, strict=True)]
+
+
+def check(state, largest, seed=0):
+    [(params, step, expected)] = by_hand(net(seed))
+    assert 0 < step < STEPS
+    assert state.step == step
+    torch.testing.assert_close(dict(state.params), params, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(largest, expected, rtol=1e-9, atol=1e-12)
+
+
+def run(step, state, data):
+    largest = []
+    for batch in data:
+        state, metrics = step(state, batch)
+        largest.append(ll.compute(metrics)["largest"])
+    return state, largest
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_it_is_the_loop_by_hand(donate, compiled):
+    model = net()
+    step, optimizer = OWN["make_step"](model, loss_fn, donate)
+    step = ll.transforms.compile_step(step, backend="eager") if compiled else step
+    check(*run(step, ll.init_state(model, optimizer), batches()))
+
+
+def test_each_member_of_a_stack_is_the_loop_by_hand():
+    model = net()
+    step, optimizer = OWN["make_step"](model, loss_fn)
+    stack = ll.transforms.stack_states([ll.init_state(net(seed), optimizer) for seed in (0, 5)])
+    mapped, largest = ll.vmap_step(step), [[], []]
+    for batch in batches():
+        stack, metrics = mapped(stack, batch)
+        for member, scores in enumerate(ll.transforms.compute_members(metrics)):
+            largest[member].append(scores["largest"])
+    members = zip(by_hand(net(0), net(5)), ll.transforms.unstack_states(stack), largest, strict=True)
+    for (params, _, expected), state, scores in members:
+        torch.testing.assert_close(dict(state.params), params, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-12)
+
+
+def on_two_ranks():
+    with ll.distributed.setup():
+        model, rank = net(), ll.distributed.rank()
+        grad_fn = OWN["centralize"](ll.grads.reduce_gradients(ll.accumulate(ll.make_grad_fn(model, loss_fn), 2)))
+        optimizer = ll.optimizer(torch.optim.AdamW, lr=OWN["sawtooth"](1e-2, 5))
+        step = ll.make_train_step(grad_fn, skip_by_all(optimizer), donate=True)
+        state = ll.init_state(model, optimizer)
+        for x, y in batches():
+            half = slice(0, 4) if rank == 0 else slice(4, 8)
+            state, metrics = step(state, (x[half], y[half]))
+        largest = ll.compute(ll.distributed.reduce(metrics))["largest"]
+        [(params, updates, expected)] = by_hand(net())
+        assert state.step == updates
+        torch.testing.assert_close(dict(state.params), params, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(float(largest), expected[-1], rtol=1e-9, atol=1e-12)
+        print("equal on", rank)
+
+
+def skip_by_all(optimizer):
+    """`skip_easy` by the loss of the global batch, which all ranks share."""
+
+    def update(grads, opt_state, params, step, *, when=True, **extra):
+        loss = ll.compute(ll.distributed.reduce({"loss": extra["metrics"]["loss"]}))["loss"]
+        return optimizer.update(grads, opt_state, params, step, when=when & (loss >= 0.05), **extra)
+
+    return dataclasses.replace(optimizer, update=update)
+
+
+def test_on_two_ranks_it_is_the_loop_by_hand():
+    assert launch(2, on_two_ranks).count("equal on") == 2
+
+
+def test_the_predicate_and_the_sink(tmp_path):
+    at_powers_of_two = OWN["at_powers_of_two"]
+    fired = [step for step in range(1, 40) if (at_powers_of_two & ~ll.at_step(8))(ll.TrainState(step=step))]
+    assert fired == [1, 2, 4, 16, 32]
+    log = ll.tee(OWN["as_markdown"](tmp_path / "log.md"))
+    log(ll.TrainState(step=3), {"loss": 0.5})
+    assert (tmp_path / "log.md").read_text() == "| 3 | 0.500000 |\n"
+
+
+def test_each_is_under_ten_lines_and_imports_nothing_private():
+    for block in BLOCKS:
+        lines = [line for line in block.splitlines() if line.strip()]
+        assert len(lines) < 10, block
+        assert not re.search(r"\b_[a-z]\w*\.|import|ll\._", block), block
