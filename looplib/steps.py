@@ -261,7 +261,7 @@ def _evaluate(
 ) -> tuple[Any, dict[str, Tensor]]:
     """The loss and the gradients of a step at other parameters, for optimizers that ask for them."""
     out = grad_fn(state.replace(params={**state.params, **params}), batch, Part())
-    return out.metrics["loss"].compute(), out.grads  # type: ignore[attr-defined]
+    return out.metrics["loss"].compute(), out.grads
 
 
 def _refuse_late_choice(applied: Any) -> None:

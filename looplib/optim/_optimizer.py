@@ -76,6 +76,7 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
     recipe = Recipe(cls, {"lr": lr, **hyperparameters}, groups)
     recipe.check()
     plans: list[Plan] = []
+    lbfgs = is_lbfgs(recipe)
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         opt_state = first_state(recipe, params)
@@ -90,7 +91,7 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
         check_state(recipe, opt_state, grads)
         if tracing():
             return *traced_update(recipe, grads, opt_state, params, step), True
-        if is_lbfgs(recipe):
+        if lbfgs:
             return *lbfgs_update(recipe, grads, opt_state, params, step, donate, extra), True
         return *eager_update(plans, recipe, grads, opt_state, params, step, donate, extra), True
 

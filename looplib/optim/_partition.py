@@ -51,40 +51,14 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     known: list[tuple[Any, dict[str, str]]] = []  # names, shapes and dtypes, and the labels that follow from them
 
-    def labels(params: Params) -> dict[str, str]:
-        key = [*params], [*map(_shape_of, params.values())], [*map(_dtype_of, params.values())]
-        for seen, found in known:
-            if seen == key:
-                return found
-        found = {name: label(name, tensor) for name, tensor in params.items()}
-        known.insert(0, (key, found))
-        del known[8:]
-        return found
-
-    def divide(params: Params, label_of: Mapping[str, str]) -> dict[str, Params]:
-        members: dict[str, Params] = {key: {} for key in optimizers}
-        for name, tensor in params.items():
-            if label_of[name] in members:  # one that is not trained needs no optimizer
-                members[label_of[name]][name] = tensor
-        return members
-
-    def check(names: Params, label_of: Mapping[str, str]) -> None:
-        for name in names:
-            if label_of[name] not in optimizers:
-                raise ValueError(
-                    f"{name} has the label {label_of[name]!r}, and there are optimizers for {', '.join(optimizers)}"
-                )
+    def divide(params: Params) -> dict[str, Params]:
+        return _divided(optimizers, params, _labels(known, label, params))
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         label_of = {name: label(name, tensor) for name, tensor in params.items()}
-        check(params, label_of)
-        for name, tensor in params.items():
-            if label(name, tensor.detach().requires_grad_(tensor.requires_grad)) != label_of[name]:
-                raise ValueError(
-                    f"the label of {name} is {label_of[name]!r}, and another for an equal tensor, and each update makes "
-                    "new tensors: choose labels by name, shape or dtype"
-                )
-        members = divide(params, label_of)
+        _check_labels(optimizers, params, label_of)
+        _check_by_kind(label, params, label_of)
+        members = _divided(optimizers, params, label_of)
         if empty := [key for key, own in members.items() if not own]:
             raise ValueError(f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
         return {"inner_states": {key: optimizers[key].init(own, **extra) for key, own in members.items()}}
@@ -94,9 +68,9 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
     ) -> tuple[Params, Any, bool | Tensor]:
         states, new = dict(opt_state["inner_states"]), dict(params)
         applied: bool | Tensor = False
-        label_of = labels(params)
-        members = divide(params, label_of)
-        check(grads, label_of)
+        label_of = _labels(known, label, params)
+        members = _divided(optimizers, params, label_of)
+        _check_labels(optimizers, grads, label_of)
         for key, own in members.items():
             mine = {name: grads[name] for name in own if name in grads}
             if mine:
@@ -109,7 +83,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
         chosen = dict(params)
-        for key, own in divide(params, labels(params)).items():
+        for key, own in divide(params).items():
             mine, buffers = optimizers[key].evaluation(own, buffers, opt_state["inner_states"][key])
             chosen.update(mine)
         same = all(chosen[name] is tensor for name, tensor in params.items())
@@ -125,6 +99,46 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     description = {label: member.description for label, member in optimizers.items()}
     return Optimizer(init, update, evaluation, numbers, description)
+
+
+def _labels(
+    known: list[tuple[Any, dict[str, str]]], label: Callable[[str, Tensor], str], params: Params
+) -> dict[str, str]:
+    """The label of each parameter: asked for once for the same names, shapes and dtypes."""
+    key = [*params], [*map(_shape_of, params.values())], [*map(_dtype_of, params.values())]
+    for seen, label_of in known:
+        if seen == key:
+            return label_of
+    label_of = {name: label(name, tensor) for name, tensor in params.items()}
+    known.insert(0, (key, label_of))
+    del known[8:]
+    return label_of
+
+
+def _divided(optimizers: Mapping[str, Optimizer], params: Params, label_of: Mapping[str, str]) -> dict[str, Params]:
+    members: dict[str, Params] = {key: {} for key in optimizers}
+    for name, tensor in params.items():
+        if label_of[name] in members:  # one that is not trained needs no optimizer
+            members[label_of[name]][name] = tensor
+    return members
+
+
+def _check_labels(optimizers: Mapping[str, Optimizer], names: Params, label_of: Mapping[str, str]) -> None:
+    for name in names:
+        if label_of[name] not in optimizers:
+            raise ValueError(
+                f"{name} has the label {label_of[name]!r}, and there are optimizers for {', '.join(optimizers)}"
+            )
+
+
+def _check_by_kind(label: Callable[[str, Tensor], str], params: Params, label_of: Mapping[str, str]) -> None:
+    """Refuse labels that go by which tensor it is."""
+    for name, tensor in params.items():
+        if label(name, tensor.detach().requires_grad_(tensor.requires_grad)) != label_of[name]:
+            raise ValueError(
+                f"the label of {name} is {label_of[name]!r}, and another for an equal tensor, and each update makes "
+                "new tensors: choose labels by name, shape or dtype"
+            )
 
 
 def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimizer:

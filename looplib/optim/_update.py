@@ -10,7 +10,7 @@ import functools
 import inspect
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from copy import deepcopy
 from typing import Any
 
@@ -67,18 +67,22 @@ class Plan:
         self.asked = [recipe.ours and bool(values.get("fused")) for values in self.values]
         alike = all(len({(params[n].device, params[n].dtype) for n in names}) < 2 for names in self.members)
         self.direct = alike and recipe.cls in DIRECT and not any(v["capturable"] for v in self.values)
-        firsts = {names[0]: params[names[0]] for names in self.members if names}
-        kept = Kept(state=first_state(recipe, firsts)["state"]) if recipe.ours else self._rehearsed(firsts)
+        kept = self._rehearsed({names[0]: params[names[0]] for names in self.members if names})
         self.sample = {name: set(state) for name, state in kept.state.items()}
         self.flags = kept.flags
         self.late = makes_state_late(recipe)
+        self.differentiable = bool(recipe.defaults.get("differentiable", False))
+        self.moves = any(self.moving)
         nested = any(isinstance(value, dict) for state in states.values() for value in state.values())
-        self.objects = self._rehearsed(params).objects if nested and not recipe.ours else {}
+        self.objects = self._rehearsed(params).objects if nested else {}
         self.one = torch.ones((), device=next(iter(params.values())).device)
         self.idle: list[tuple[Any, dict[str, Any]]] = []
         self.give_back((made, own_attributes(made)))
 
     def _rehearsed(self, params: Params) -> Kept:
+        """What the class keeps for some of the parameters."""
+        if self.recipe.ours:
+            return Kept(state=first_state(self.recipe, params)["state"])
         return rehearse(self.recipe, params, [[name for name in names if name in params] for names in self.members])
 
     def take(self, params: Params) -> tuple[Any, dict[str, Any]]:
@@ -101,7 +105,7 @@ class Plan:
     def values_at(self, opt_state: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
         """The hyperparameters of each group at a step, with the numbers that the class keeps in its groups."""
         own = opt_state.get("groups")
-        if own is None and not any(self.moving):
+        if own is None and not self.moves:
             return self.values
         numbers = [
             {**v, **{k: value_at(m, step) for k, m in moving.items()}}
@@ -195,10 +199,7 @@ def eager_update(
         working: States = {name: states[name] for name in grads}
     else:
         tensors, working = _copies(grads, params, states)
-    late = not_started(recipe, opt_state, step) if plan.late else frozenset()
-    kept = {name: dict(states[name]) for name in grads} if donate and (late or not recipe.ours) else {}
-    for name in late & grads.keys():
-        working[name] = {}
+    late, kept = _first_updates(plan, opt_state, step, grads, working, donate) if plan.late else (frozenset(), {})
     values = plan.values_at(opt_state, step)
     if recipe.cls in LR_IN_STATE:
         _take_rates(plan, values, tensors, working)
@@ -206,7 +207,7 @@ def eager_update(
     grad_mode = torch.is_grad_enabled()
     try:
         if recipe.ours:
-            torch_private.set_grad_enabled(bool(recipe.defaults.get("differentiable", False)))
+            torch_private.set_grad_enabled(plan.differentiable)
         left = _launch(plan, values, grads, tensors, working) if plan.direct else range(len(values))
         if left and recipe.ours:
             _run(plan, left, values, grads, tensors, working, params)
@@ -224,7 +225,18 @@ def eager_update(
     for name, old in kept.items():
         working[name] = _into_old(working[name], old)
     new_state["state"] = {**states, **working}
-    return {**params, **tensors}, new_state
+    return dict(params) if donate else {**params, **tensors}, new_state
+
+
+def _first_updates(
+    plan: Plan, opt_state: Mapping[str, Any], step: int, grads: Grads, working: States, donate: bool
+) -> tuple[frozenset[str], States]:
+    """The parameters that have had no update, whose state is taken away, and the tensors of a donated state."""
+    late = not_started(plan.recipe, opt_state, step)
+    kept = {name: dict(opt_state["state"][name]) for name in grads} if donate else {}
+    for name in late & grads.keys():
+        working[name] = {}
+    return late, kept
 
 
 def _take_rates(plan: Plan, values: Sequence[Mapping[str, Any]], tensors: Params, working: States) -> None:
@@ -313,19 +325,8 @@ def _run_others(
 ) -> dict[str, Any]:
     """The own step of a third party's class on these tensors, in place; returns what it keeps beside parameters."""
     recipe, first = plan.recipe, late & grads.keys()
-    whole = {name: tensors.get(name, params[name]) for name in opt_state["state"]}
-    # For parameters that begin now, a new instance: what its constructor keeps for them is where they start.
-    made = recipe.build(whole, plan.members) if first or recipe.needs_closure else None
-    lent = plan.take(whole) if made is None else (made, own_attributes(made))
+    lent = _instance_of_others(plan, values, tensors, params, opt_state, late, first)
     instance = lent[0]
-    for flag in plan.flags:
-        setattr(instance, flag, len(late) < len(whole))
-    for number, (group, names) in enumerate(zip(instance.param_groups, plan.members, strict=True)):
-        group.update(values[number])
-        group.update({key: deepcopy(values[number][key]) for key in plan.mutable[number]})
-        group["params"] = [tensors[name] for name in names if name in tensors]
-    started = {tensor: dict(instance.state[tensor]) for name, tensor in tensors.items() if name in first}
-    instance.state = defaultdict(dict, started)
     for name in grads.keys() - first:
         kinds = plan.objects.get(name)
         instance.state[tensors[name]] = unpacked(working[name], kinds) if kinds else working[name]
@@ -335,24 +336,48 @@ def _run_others(
     step = recipe.cls.step
     if recipe.needs_closure:
         step = functools.partial(step, closure=closure_over(evaluate, recipe.cls, tensors, []))
-    made_state = _step_with(plan, step, lent, grads, tensors)
+    state = _step_with(plan, step, lent, grads, tensors)
     for name, tensor in tensors.items():
-        working[name], kinds = (
-            packed(recipe, name, made_state[tensor])
-            if (name in first or name in plan.objects)
-            else (made_state[tensor], {})
-        )
-        plan.objects |= {name: kinds} if kinds else {}
+        working[name] = state[tensor]
+        if name in first or name in plan.objects:
+            working[name], kinds = packed(recipe, name, state[tensor])
+            plan.objects |= {name: kinds} if kinds else {}
     kept: dict[str, Any] = {}
     if "groups" in opt_state:
-        kept["groups"] = [
-            {key: copied(group.get(key)) for key in own}
-            for group, own in zip(instance.param_groups, opt_state["groups"], strict=True)
-        ]
+        groups = zip(instance.param_groups, opt_state["groups"], strict=True)
+        kept["groups"] = [{key: copied(group.get(key)) for key in own} for group, own in groups]
     if "shared" in opt_state:
-        new = {key: made_state.get(key) for key in opt_state["shared"]}
-        kept["shared"] = _into_old(new, opt_state["shared"]) if donate else new
+        shared = {key: state.get(key) for key in opt_state["shared"]}
+        kept["shared"] = _into_old(shared, opt_state["shared"]) if donate else shared
     return kept
+
+
+def _instance_of_others(
+    plan: Plan,
+    values: Sequence[dict[str, Any]],
+    tensors: Params,
+    params: Params,
+    opt_state: Mapping[str, Any],
+    late: frozenset[str],
+    first: Set[str],
+) -> tuple[Any, dict[str, Any]]:
+    """An instance over these tensors; for parameters that begin now with what its constructor keeps for them."""
+    recipe = plan.recipe
+    whole = {name: tensors.get(name, params[name]) for name in opt_state["state"]}
+    if first or recipe.needs_closure:  # which may hold on to the parameters that it was made with
+        made = recipe.build(whole, plan.members)
+        lent = made, own_attributes(made)
+    else:
+        lent = plan.take(whole)
+    instance = lent[0]
+    for flag in plan.flags:
+        setattr(instance, flag, len(late) < len(whole))
+    for number, (group, names) in enumerate(zip(instance.param_groups, plan.members, strict=True)):
+        group.update(values[number])
+        group.update({key: deepcopy(values[number][key]) for key in plan.mutable[number]})
+        group["params"] = [tensors[name] for name in names if name in tensors]
+    instance.state = defaultdict(dict, {tensors[name]: dict(instance.state[tensors[name]]) for name in first})
+    return lent
 
 
 def _step_with(plan: Plan, step: Any, lent: tuple[Any, Any], grads: Grads, tensors: Params) -> Any:
