@@ -169,7 +169,8 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Train
             seed=state.seed,
             evaluate=partial(_evaluate, grad_fn, state, batch),
         )
-        applied = read(applied)
+        if applied is not True:
+            applied = read(applied)
         values = advanced(state, out.samples, applied, same_batch)
         values |= {"params": params, "opt_state": opt_state, "buffers": out.buffers if applied else state.buffers}
         return made(state, values), out.metrics
