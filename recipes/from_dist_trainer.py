@@ -4,8 +4,8 @@
     python recipes/from_dist_trainer.py                           (one process)
     torchrun --nproc-per-node 2 recipes/from_dist_trainer.py      (two, of a GPU or a core each)
 
-Ctrl-C or SIGTERM stops at the next line of the log; the same command goes on. The batch size is a device's. Reached:
-98.1% to 98.6% of the 360 held-out digits with the seeds 0 to 4, which chose the weights too; 8 seconds on one core.
+Ctrl-C or SIGTERM stops at the next line of the log; rerunning continues. The batch size is per device. Reached: 98.1% to
+98.6% of the 360 held-out digits with the seeds 0 to 4, which chose the weights too; 8 seconds on one core.
 """
 
 from __future__ import annotations
@@ -53,13 +53,11 @@ def main(
         make_loader = partial(ll.make_loader, batch_size=size, num_workers=num_workers, device=device)
         loader = make_loader(train_data, seed=seed, drop_last=drop_last)
         dev_batches = make_loader(dev_data, order=ll.data.in_order())
-
         steps = n_epochs * len(loader)
-        optimizer = ll.optimizer(
-            torch.optim.Adam, lr=ll.schedules.warmup_linear(lr, warmup=round(warmup * steps), total=steps)
-        )
-        grad_fn = ll.make_grad_fn(model, ll.autocast(loss_fn, torch.float16, enabled=fp16 == "O1"))
-        grad_fn = ll.accumulate(grad_fn, update_every)
+        rate = ll.schedules.warmup_linear(lr, warmup=round(warmup * steps), total=steps)
+        optimizer = ll.optimizer(torch.optim.Adam, lr=rate)
+        half_fn = ll.autocast(loss_fn, torch.float16, enabled=fp16 == "O1")
+        grad_fn = ll.accumulate(ll.make_grad_fn(model, half_fn), update_every)
         if fp16 == "O1":
             grad_fn, optimizer = ll.grads.scale_loss(grad_fn), ll.optim.dynamic_loss_scale(optimizer)
         train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, clip_value), optimizer, donate=True)
@@ -68,19 +66,15 @@ def main(
         eval_now = (ll.every_n_steps(validate_every) if validate_every > 0 else ll.at_epoch_end()) | last
         log_now, ended = ll.every_n_steps(print_every) | eval_now, last | ll.early_stopping(patience)
         done = ended | (log_now & ll.after_signal(signal.SIGINT, signal.SIGTERM))
-        best = ll.predicates.BestSoFar(
-            "dev/" + metric_key.strip("+-"), mode="min" if metric_key.startswith("-") else "max"
-        )
+        monitor, mode = "dev/" + metric_key.strip("+-"), "min" if metric_key.startswith("-") else "max"
+        best = ll.predicates.BestSoFar(monitor, mode=mode)
         ckpt = ll.checkpoint_io(f"{save_path}/checkpoints", keep_last=1, monitor=best.monitor, mode=best.mode)
         log = ll.tee(ll.jsonl(f"{save_path}/log.jsonl"), ll.console())  # callbacks_master: the first rank's
-        extra = {"best": best}
-        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra))
-        window = ll.Window()
+        first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra={"best": best})
+        state, window = ckpt.restore(first), ll.Window()
         while not done(state):
-            bar = ll.progress(loader(state), state, leave=False, disable=None if use_tqdm else True)
-            for batch in bar:
+            for batch in ll.progress(loader(state), state, leave=False, disable=None if use_tqdm else True):
                 state, metrics = train_step(state, batch)
-                bar.show(metrics)
                 window = window.add(metrics)
                 if log_now(state):
                     log(state, ll.compute(ll.distributed.reduce(window.metrics()), prefix="train/"))

@@ -77,10 +77,8 @@ def main(
 
         ll.evaluate(eval_step, state, test_batches, limit=2)  # num_eval_sanity_batch=2
         while not done(state):
-            bar = ll.progress(loader(state), state, leave=False, disable=None)
-            for batch in bar:
+            for batch in ll.progress(loader(state), state, leave=False, disable=None):
                 state, metrics = train_step(state, batch)
-                bar.show(metrics)
                 if eval_now(state):
                     scores = ll.evaluate(eval_step, state, test_batches, prefix="eval/")
                     log(state, ll.compute(ll.distributed.reduce(metrics), prefix="train/") | scores)

@@ -4,9 +4,9 @@
     python recipes/from_transformers.py                           (one process)
     torchrun --nproc-per-node 2 recipes/from_transformers.py      (two, of a GPU or a core each)
 
-Ctrl-C or SIGTERM stops at the next line of the log, and the same command goes on with the next sample. The batch
-size is a device's. FROM_TRANSFORMERS.md has the script beside this loop. Reached: 41.5% to 42.9% of the next bytes
-of the held-out text with the seeds 0 to 4, which chose the weights too; 40 seconds each on one core.
+Ctrl-C or SIGTERM stops at the next line of the log; rerunning continues with the next sample. The batch size is per
+device. FROM_TRANSFORMERS.md has the script beside this loop. Reached: 41.5% to 42.9% of the next bytes of the held-out
+text with the seeds 0 to 4, which chose the weights too; 40 seconds each on one core.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def main(
         size = per_device_train_batch_size * gradient_accumulation_steps * ll.distributed.world_size()  # of an update
         loader = ll.make_loader(train_set, batch_size=size, seed=seed, device=device)
         eval_batches = ll.make_loader(eval_set, batch_size=size, order=ll.data.in_order(), device=device)
-
         steps = num_train_epochs * len(loader)
         rate = ll.warmup_cosine(learning_rate, warmup=warmup_steps, total=steps)
         groups = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # norms and biases
@@ -68,20 +67,15 @@ def main(
         eval_now = ll.every_n_steps(eval_steps) | last
         log_now, ended = ll.every_n_steps(logging_steps) | eval_now, last | ll.early_stopping(early_stopping_patience)
         done = ended | (log_now & ll.after_signal(signal.SIGINT, signal.SIGTERM))
-        log = ll.tee(
-            ll.log.tensorboard(f"{output_dir}/tensorboard"), ll.jsonl(f"{output_dir}/log.jsonl"), ll.console()
-        )
+        logs = ll.log.tensorboard(f"{output_dir}/tensorboard"), ll.jsonl(f"{output_dir}/log.jsonl"), ll.console()
+        log = ll.tee(*logs)
         ckpt = ll.checkpoint_io(f"{output_dir}/checkpoints", keep_last=save_total_limit, monitor="eval/loss")
-        extra = {
-            "best": ll.predicates.BestSoFar("eval/loss")
-        }  # metric_for_best_model; mode="max" is greater_is_better
-        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra))
-        window = ll.Window()
+        extra = {"best": ll.predicates.BestSoFar("eval/loss")}  # metric_for_best_model; mode="max": greater_is_better
+        first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra)
+        state, window = ckpt.restore(first), ll.Window()
         while not done(state):
-            bar = ll.progress(loader(state), state, leave=False, disable=None)
-            for batch in bar:
+            for batch in ll.progress(loader(state), state, leave=False, disable=None):
                 state, metrics = train_step(state, batch)
-                bar.show(metrics)
                 window = window.add(metrics)
                 if log_now(state):
                     values = ll.compute(ll.distributed.reduce(window.metrics()), prefix="train/")
