@@ -48,13 +48,19 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
             rest take the defaults. A third party's class may read more from a group than it takes for all, such
             as GaLore's `rank`: a key that is no parameter of such a class is handed to it in the group.
         hyperparameters: as the class takes them. Any of them, and any member of a tuple such as `betas`, may be
-            a schedule. Where torch has a fused kernel for the parameters it is used, unless `fused`, `foreach`,
-            `capturable` or `differentiable` is given.
+            a schedule. `fused`, `foreach`, `capturable` and `differentiable` are honoured as given, for all or in a
+            group. Where none is given, the fused kernel is taken for tensors that torch has one for and that are
+            dense and share their strides, else what torch takes by default; `repr` of the optimizer says which.
 
     A class whose `step` needs a closure (LBFGS) evaluates the loss several times within one update: a train step
     gives `update` what it needs for that. It has the bits of a raw loop for models without randomness; BatchNorm's
     statistics are those of the first evaluation. LBFGS's history is allocated as a whole, `history_size` times twice
     the size of the parameters.
+
+    An update has the bits of the class's own `step()` in a raw loop with the same arguments and the same kernel. A
+    parameter whose first gradient comes late begins as in torch, at its own first update; for classes that make
+    their state only then, `opt_state["started"]` says which parameters have had one. Random numbers that a class
+    draws from torch in its step are a function of the state's seed and step.
 
     `opt_state["state"][name]` holds what torch keeps for a parameter, under torch's names. An optimizer that
     changes values in its groups (schedule-free ones do) has these in `opt_state["groups"]`. Where a class keeps an
@@ -62,10 +68,13 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
 
     Raises:
         TypeError: no optimizer class; an unknown hyperparameter, or in a
-            group of a third party's class one that is spelt nearly as a parameter of it; a class
-            that keeps state elsewhere than in `state` and `param_groups`.
-        ValueError: a value that the class refuses; gradients sparse where it needs dense ones, or dense where
-            it needs sparse ones; a gradient of a parameter that `init` did not see.
+            group of a third party's class one that is spelt nearly as a parameter of it. From `init`: a class that
+            keeps state elsewhere than in `state` and `param_groups`, in something other than tensors, numbers, lists
+            and dicts (a deque), more of it after a few updates than after one, or that draws from the random streams
+            of Python or NumPy. A few steps on the smallest parameters are compared with a raw loop to find this out.
+        ValueError: a value that the class refuses; `fused=True` for parameters with gaps in their memory; a predicate
+            that goes by which tensor it is given; the `opt_state` of another optimizer; gradients sparse where it
+            needs dense ones, or dense where it needs sparse ones; a gradient of a parameter that `init` did not see.
     """
     _check_class(cls)
     for predicate, values in groups:

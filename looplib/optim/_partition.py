@@ -149,8 +149,8 @@ def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimize
     ...     return name.startswith("0.") and step < 100
     >>> optimizer = ll.optim.freeze(ll.optimizer(torch.optim.AdamW, lr=1e-3), frozen)
 
-    Weight decay and momentum do not move a frozen parameter, as with a gradient of None in torch. (SGD with
-    dampening and classes from elsewhere, which make a parameter's state in its first update, have it from step 0.)
+    Weight decay and momentum do not move a frozen parameter, as with a gradient of None in torch, and its state begins
+    in its own first update.
     Its gradient is computed all the same, and counts in `grad_norm`: where a layer is frozen for long, a second step
     with `make_grad_fn(..., trainable=...)` for that time saves the work. Steps count when all is frozen, too.
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from looplib.types import Params
 
 @functools.cache
 def _of_torch() -> frozenset[str]:
-    """What torch.optim.Optimizer itself keeps on an instance; asked late, as a first one imports torch._dynamo."""
+    """What torch.optim.Optimizer itself keeps on an instance; asked late, as a first one imports much of torch."""
     return frozenset(("state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))))
 
 
@@ -203,14 +203,15 @@ def _picture(value: Any, names: Mapping[int, str], depth: int = 4) -> Any:
         return value.get_state()
     if isinstance(value, random.Random):
         return value.getstate()
-    if not depth or isinstance(value, type) or callable(value):
+    if isinstance(value, (str, bytes, int, float, complex, type(None))):
+        return value
+    if not depth or callable(value):
         return id(value)
     if isinstance(value, Mapping):
         return {str(key): _picture(member, names, depth - 1) for key, member in value.items()}
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__dict__"):
-        members = list(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else None
-        return value if members is None else [_picture(member, names, depth - 1) for member in members]
-    return _picture(vars(value), names, depth - 1)
+    if isinstance(value, (Sequence, Set)):
+        return [_picture(member, names, depth - 1) for member in value]
+    return _picture(getattr(value, "__dict__", {}), names, depth - 1)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -65,8 +65,8 @@ class Plan:
         self.values = [{key: value for key, value in group.items() if key != "params"} for group in made.param_groups]
         self.mutable = [{k for k, v in values.items() if isinstance(v, (list, dict, set))} for values in self.values]
         self.asked = [recipe.ours and bool(values.get("fused")) for values in self.values]
-        alike = all(len({(params[n].device, params[n].dtype) for n in names}) < 2 for names in self.members)
-        self.direct = alike and recipe.cls in DIRECT and not any(v["capturable"] for v in self.values)
+        self.direct = recipe.cls in DIRECT and _alike(params, self.members)
+        self.direct = self.direct and not any(v["capturable"] for v in self.values)
         kept = self._rehearsed({names[0]: params[names[0]] for names in self.members if names})
         self.sample = {name: set(state) for name, state in kept.state.items()}
         self.flags = kept.flags
@@ -100,7 +100,8 @@ class Plan:
             group["params"] = []
         if not self.recipe.ours:
             vars(instance).update(attributes)
-        self.idle.append(lent)
+        if len(self.idle) < 4 and not self.recipe.needs_closure:  # which may hold its parameters elsewhere too
+            self.idle.append(lent)
 
     def values_at(self, opt_state: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
         """The hyperparameters of each group at a step, with the numbers that the class keeps in its groups."""
@@ -116,6 +117,11 @@ class Plan:
         for values, kept in zip(numbers, own or (), strict=False):
             values.update({key: copied(value) for key, value in kept.items() if value is not None})
         return numbers
+
+
+def _alike(params: Params, members: Sequence[Sequence[str]]) -> bool:
+    """Whether the parameters of each group have one device and one dtype."""
+    return all(len({(params[name].device, params[name].dtype) for name in names}) < 2 for names in members)
 
 
 def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[str, Any]) -> Plan:
@@ -342,6 +348,11 @@ def _run_others(
         if name in first or name in plan.objects:
             working[name], kinds = packed(recipe, name, state[tensor])
             plan.objects |= {name: kinds} if kinds else {}
+    return _beside(instance, state, opt_state, donate)
+
+
+def _beside(instance: Any, state: Any, opt_state: Mapping[str, Any], donate: bool) -> dict[str, Any]:
+    """What the class keeps for groups and for all parameters together."""
     kept: dict[str, Any] = {}
     if "groups" in opt_state:
         groups = zip(instance.param_groups, opt_state["groups"], strict=True)

@@ -605,3 +605,28 @@ def test_a_trace_writes_nothing_into_torchs_module(nested):
     assert not any(seen)
     assert dict(module) == before
     assert not [error for error in errors if isinstance(error, KeyError)]
+
+
+def test_updates_leave_nothing_that_grows():
+    """Objects of the class, and tensors, after many updates of a class that begins late, and of one with a closure."""
+    import gc
+
+    class Counted(Phantom):
+        pass
+
+    class Closed(Phantom):
+        def step(self, closure):
+            closure()
+            super().step()
+
+    params = numbers(a=(3, 2), b=(4,))
+    for cls in (Counted, Closed):
+        optimizer = ll.optimizer(cls, lr=0.1)
+        now, opt_state = params, optimizer.init(params)
+        for step in range(12):
+            grads = gradients(now, step, ["a"] if step % 2 else None)
+            now, opt_state, _ = optimizer.update(
+                grads, opt_state, now, step, evaluate=lambda params: (0.0, gradients(params, 0))
+            )
+        gc.collect()
+        assert sum(type(thing) is cls for thing in gc.get_objects()) <= 4
