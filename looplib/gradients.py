@@ -22,7 +22,7 @@ from looplib._core import tracing as _tracing
 from looplib._core.cuts import cuts_marked
 from looplib._core.engines import Alone
 from looplib._core.ignored_labels import Watch
-from looplib._core.kinds import Made
+from looplib._core.kinds import Made, check_kind
 from looplib._core.random import mix
 from looplib._core.ranks import rank, several
 from looplib._core.tracing import tracing
@@ -78,6 +78,7 @@ def make_grad_fn(
     A module that is wrapped in DDP or sharded by FSDP2 gives the gradient of the global batch, the parts of all ranks
     together, whatever each weighs: see `ll.distributed`.
     """
+    check_kind(loss_fn, "make_grad_fn", "loss_fn")
     host = _modules.Host(model, training=True)
     names = _modules.trainable_names(model, trainable)
     _warn_of_eval_mode(host, names)
@@ -364,7 +365,7 @@ def check_grad_fn(grad_fn: Any, who: str) -> None:
     """Raise unless it is, or may be, a function of state and batch to gradients."""
     inside = f"; put it inside: make_train_step({who}(grad_fn, ...), optimizer)"
     steps = ("train_step", "eval_step", "predict_step")
-    kinds.check(grad_fn, who, "grad_fn", advice=inside if kinds.kind_of(grad_fn) in steps else "")
+    kinds.check_kind(grad_fn, who, "grad_fn", advice=inside if kinds.kind_of(grad_fn) in steps else "")
 
 
 def check_whole(grad_fn: GradFn, who: str) -> None:

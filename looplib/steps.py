@@ -19,12 +19,13 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import ownership, torch_private
 from looplib._core.buffers import Written, explain
+from looplib._core.kinds import check_kind
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size
 from looplib._core.updates import checked, read
-from looplib.gradients import of_this_model, record
+from looplib.gradients import check_whole, of_this_model, record
 from looplib.metrics._mean import Mean
 from looplib.types import (
     EvalStep,
@@ -141,8 +142,7 @@ def make_train_step(
     """
     if unknown:
         _refuse_unknown(unknown)
-    if not callable(grad_fn) or isinstance(grad_fn, nn.Module):
-        raise TypeError(f"grad_fn is a {type(grad_fn).__name__}; give ll.make_grad_fn(model, loss_fn)")
+    check_whole(grad_fn, "make_train_step")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}; give what ll.optimizer returns, such as "
@@ -322,6 +322,7 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
     Raises:
         TypeError, ValueError: something else returned; a state of another model, a batch on another device.
     """
+    check_kind(metric_fn, "make_eval_step", "loss_fn")
     forward = _without_training(model, metric_fn)
 
     def eval_step(state: TrainState, batch: Any) -> dict[str, Metric]:
@@ -353,6 +354,7 @@ def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -
 
     Raises ValueError for a state of another model or a batch on another device.
     """
+    check_kind(predict_fn, "make_predict_step", "loss_fn")
     predict_step = _without_training(model, predict_fn)
     return with_parts(predict_step, Parts("predict", _unchanging(predict_step), (model, predict_fn)))
 

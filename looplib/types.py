@@ -11,6 +11,7 @@ from torch import Tensor
 
 from looplib._core import ownership, records, updates
 from looplib._core.engines import NO_CONTEXT, Context
+from looplib._core.kinds import instances_are
 
 __all__ = [
     "DonatedStateError",
@@ -38,6 +39,7 @@ class DonatedStateError(RuntimeError):
     """A state was touched whose tensors a donated step has since written over."""
 
 
+@instances_are("state")
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TrainState(ownership.Marked):
     """A training run at one moment, immutable.
@@ -335,6 +337,7 @@ def _none_known(opt_state: Any, step: int) -> dict[str, float]:
     return {}
 
 
+@instances_are("optimizer")
 @dataclass(frozen=True, slots=True, repr=False)
 class Optimizer:
     """A pair of pure functions; `ll.optimizer` makes one of a `torch.optim` class, wrappers one of another.

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,10 @@ _VALUES = {"values"}
 _classes: dict[type, str] = {nn.Module: "model", torch.utils.data.DataLoader: "loader"}
 
 
-def instances_are(kind: str) -> Callable[[type], type]:
+def instances_are(kind: str) -> Callable[[type[C]], type[C]]:
     """Say what the instances of a class are."""
 
-    def register(cls: type) -> type:
+    def register(cls: type[C]) -> type[C]:
         _classes[cls] = kind
         return cls
 
@@ -119,7 +120,7 @@ def kind_of(thing: Any) -> str | None:
     return "sink" if second in _VALUES else None
 
 
-def check(thing: Any, who: str, *expected: str, advice: str = "") -> None:
+def check_kind(thing: Any, who: str, *expected: str, advice: str = "") -> None:
     """Raise TypeError unless a thing is of one of these kinds, or a plain callable that may be."""
     kind = kind_of(thing)
     if kind in expected:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import modules as _modules
+from looplib._core.kinds import check_kind
 
 R = TypeVar("R")
 
@@ -44,6 +45,7 @@ def neftune(
 
     Source: Jain et al., "NEFTune: Noisy embeddings improve instruction finetuning", 2023.
     """
+    check_kind(loss_fn, "neftune", "loss_fn")
 
     def noise(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         if not module.training:

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from looplib._core import modules as _modules
 from looplib._core import torch_private, trees
 from looplib._core.cuts import cuts_marked
-from looplib._core.kinds import Made, mark
+from looplib._core.kinds import Made, check_kind, mark
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import tracing
@@ -75,6 +75,7 @@ def make_per_sample_grad_fn(
 
     Source: `torch.func`'s tutorial on per-sample gradients.
     """
+    check_kind(loss_fn, "make_per_sample_grad_fn", "loss_fn")
     host = _modules.Host(model, training=True)
     names = _modules.trainable_names(model, trainable)
     if host.engine.name:

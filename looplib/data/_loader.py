@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from looplib._core import trees
 from looplib._core.checks import check_optional_count
 from looplib._core.interrupts import interruptible
+from looplib._core.kinds import instances_are
 from looplib.data import _arguments
 from looplib.data._arguments import NotGiven
 from looplib.data._divide import delivered, rank_and_ranks, unchanged
@@ -41,6 +42,7 @@ class Source(Protocol):
         ...
 
 
+@instances_are("loader")
 @dataclass(frozen=True, eq=False, repr=False)
 class Loader:
     """Batches as a function of the state, made by `make_loader`.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from looplib._core.kinds import check_kind
 from looplib._core.ranks import gather
 from looplib._core.torch_private import pytree
 from looplib._core.trees import batch_size
@@ -78,6 +79,8 @@ def evaluate(
             of tensors, in place of batches.
         TypeError: a state in the place of the step.
     """
+    for one in eval_step.values() if isinstance(eval_step, Mapping) else (eval_step,):
+        check_kind(one, "evaluate", "eval_step")
     check_order("evaluate", eval_step, state)
     if isinstance(batches, Mapping):
         _check_sets(batches)
@@ -162,6 +165,7 @@ def measure(
 
     Ranks and errors are as there too.
     """
+    check_kind(eval_step, "measure", "eval_step")
     check_order("measure", eval_step, state)
     for name, value in {"batches": batches, "eval_step": eval_step}.items():
         if isinstance(value, Mapping):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import check_optional_count
+from looplib._core.kinds import check_kind
 from looplib._core.memory import half, out_of_memory
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
@@ -55,6 +56,7 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
         ValueError: a batch that cannot be cut, or outputs without one row for each example.
         TypeError: an output with something else than tensors in it, of a batch that was cut.
     """
+    check_kind(step, "split_on_oom", "eval_step", "predict_step")
     _check_split(step, size)
     fitting = size
 

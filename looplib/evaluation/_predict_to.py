@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from looplib._core.collective import together
+from looplib._core.kinds import check_kind
 from looplib._core.ranks import any_rank, is_first
 from looplib.evaluation._batches import Reading
 from looplib.evaluation._evaluate import check_order
@@ -63,6 +64,7 @@ def predict_to(
             dimensions; two leaves of one name, such as those of the keys 1 and "1"; a loader that shuffles.
         TypeError: an output with something else in it than tensors and lists of strings.
     """
+    check_kind(predict_step, "predict_to", "predict_step")
     check_order("predict_to", predict_step, state, "path, ")
     target = Path(path)
     run = _fingerprint(state)

@@ -47,10 +47,10 @@ def wrapper(
 
     Raises TypeError when `grad_fn` is something else, such as a train step.
     """
+    check_grad_fn(grad_fn, "grads.wrapper")
 
     def decorate(function: Any) -> Any:
         name = name_of(function)
-        check_grad_fn(grad_fn, name)
         if whole_step:
             return of_whole_step(name, function, grad_fn)
         known = max_norm if max_norm is not None or not keeps_max_norm else max_norm_of(grad_fn)

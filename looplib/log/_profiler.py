@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from looplib._core.kinds import check_kind
 from looplib._core.ranks import rank
 from looplib.predicates._predicate import Predicate
 from looplib.types import Metric, TrainState, TrainStep
@@ -49,6 +50,8 @@ def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLik
 
     Source: `torch.profiler.profile`.
     """
+    check_kind(train_step, "profiled", "train_step", "eval_step", "predict_step")
+    check_kind(when, "profiled", "predicate")
     if not callable(when):
         raise TypeError(
             f"profiled got a {type(when).__name__} to say when; give a predicate such as ll.every_n_steps(1000)"

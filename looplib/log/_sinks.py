@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import orjson
 from tqdm import tqdm
 
+from looplib._core.kinds import check_kind
 from looplib._core.ranks import is_first
 from looplib.types import Metric, Sink, TrainState
 
@@ -175,6 +176,8 @@ def tee(*sinks: Sink) -> Sink:
 
     Raises TypeError for an argument that cannot be called.
     """
+    for sink in sinks:
+        check_kind(sink, "tee", "sink")
     for place, sink in enumerate(sinks, 1):
         if not callable(sink):
             raise TypeError(

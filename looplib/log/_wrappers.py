@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from looplib._core.checks import check_count
+from looplib._core.kinds import check_kind
 from looplib.log._sinks import CodedSink
 from looplib.types import Sink, TrainState
 
@@ -41,6 +42,7 @@ def rename(sink: Sink, names: Mapping[str, str] | Callable[[str], str]) -> Sink:
 
     The sink raises ValueError when two values would have one name.
     """
+    check_kind(sink, "rename", "sink")
     new_name = names if callable(names) else lambda name: names.get(name, name)
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
@@ -72,6 +74,7 @@ def only(sink: Sink, names: Collection[str] | Callable[[str], bool]) -> Sink:
 
     Raises TypeError when given one name by itself.
     """
+    check_kind(sink, "only", "sink")
     if isinstance(names, str):
         raise TypeError(f"only takes several names, or a predicate, and found the str {names!r}; write [{names!r}]")
     passes: Callable[[str], bool] = names if callable(names) else names.__contains__
@@ -98,6 +101,7 @@ def every_rank(sink: Sink) -> Sink:
 
     Raises TypeError for something else than a sink that writes in the first process alone.
     """
+    check_kind(sink, "every_rank", "sink")
     if not (isinstance(sink, CodedSink) and sink.first_rank):
         raise TypeError(
             f"{sink!r} writes in each process as it is: every_rank is for jsonl, csv_file, console, tensorboard, "
@@ -125,6 +129,7 @@ def safely(sink: Sink) -> Sink:
     Args:
         sink: what is called.
     """
+    check_kind(sink, "safely", "sink")
     told = False
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
@@ -167,6 +172,7 @@ def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 10.0
 
     Raises ValueError when max_pending is not positive.
     """
+    check_kind(sink, "in_background", "sink")
     check_count("max_pending", max_pending, advice="at least one call must be able to wait: give 1 or more")
     return Background(sink, max_pending, patience)
 

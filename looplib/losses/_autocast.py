@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from looplib._core.kinds import check_kind
+
 R = TypeVar("R")
 
 
@@ -37,6 +39,7 @@ def autocast(
 
     Raises ValueError for another dtype.
     """
+    check_kind(function, "autocast", "loss_fn")
     if dtype not in (torch.bfloat16, torch.float16):
         plain = "; float32 is what there is without autocast: leave it out, or give enabled=False"
         raise ValueError(

@@ -20,6 +20,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
+from looplib._core.kinds import check_kind
 
 R = TypeVar("R")
 
@@ -64,6 +65,7 @@ def recompute(
 
     Source: Chen et al., "Training deep nets with sublinear memory cost", 2016; `torch.utils.checkpoint`.
     """
+    check_kind(loss_fn, "recompute", "loss_fn")
     choose = choice(modules)
 
     def recomputing(model: nn.Module, batch: Any) -> R:

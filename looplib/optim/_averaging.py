@@ -15,6 +15,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import is_count
+from looplib._core.kinds import check_kind
 from looplib._core.ranks import shards
 from looplib._core.tracing import on_host, where
 from looplib.optim._hyperparameters import of_another
@@ -234,6 +235,7 @@ def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
 
     Raises ValueError for a state that another optimizer made.
     """
+    check_kind(optimizer, "eval_state", "optimizer")
     opt_state = state.opt_state
     try:
         params, buffers = optimizer.evaluation(state.params, state.buffers, opt_state)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.kinds import check_kind
 from looplib.optim._recipe import Recipe, value_at
 from looplib.types import Optimizer, TrainState
 
@@ -77,6 +78,7 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
 
     Source: Lightning's `LearningRateMonitor`.
     """
+    check_kind(optimizer, "hyperparameters", "optimizer")
     if isinstance(state.seed, tuple):
         raise ValueError(
             f"this is a stack of {len(state.seed)} members, which may differ in their hyperparameters: ask for one "

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from looplib._core.kinds import instances_are
 from looplib.types import TrainState
 
 Number = float | Fraction
 
 
+@instances_are("predicate")
 class Predicate:
     """A function from a `TrainState` to bool. Combine predicates with ``&``, ``|`` and ``~``.
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from looplib._core.checks import is_count, is_number
+from looplib._core.kinds import instances_are
 from looplib.types import Schedule
 
 Shape = Literal["linear", "cosine", "1-sqrt"]
@@ -26,6 +27,7 @@ def _mix(start: float, final: float, weight: float) -> float:
     return weight * start + (1.0 - weight) * final
 
 
+@instances_are("schedule")
 class _Schedule:
     """A schedule is a record whose fields are checked when it is made."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from looplib._core.kinds import check_kind
 from looplib.losses._recompute import Classes, choice, outermost
 
 
@@ -32,6 +33,7 @@ def compile_blocks(model: nn.Module, blocks: Classes | Callable[[str, nn.Module]
 
     Source: "regional compilation" in PyTorch's tutorials; `torch.nn.Module.compile`.
     """
+    check_kind(model, "compile_blocks", "model")
     for module in outermost(model, choice(blocks), "compile_blocks"):
         module.compile(**options)
     return model

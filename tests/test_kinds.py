@@ -1,0 +1,210 @@
+"""Every public function that takes one of looplib's things, given every other of them: refused by name, when built.
+
+The table is made from the rooms' indexes: a new function with a parameter called `grad_fn`, `sink` or the like is in it
+without a line here.
+"""
+
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+
+ROOMS = (
+    "contrib",
+    "debug",
+    "evaluation",
+    "gradients",
+    "grads",
+    "log",
+    "losses",
+    "optim",
+    "predicates",
+    "steps",
+    "transforms",
+)
+# What a parameter of this name takes.
+PARAMETERS = {
+    "grad_fn": {"grad_fn"},
+    "optimizer": {"optimizer"},
+    "train_step": {"train_step"},
+    "eval_step": {"eval_step"},
+    "predict_step": {"predict_step"},
+    "loss_fn": {"loss_fn"},
+    "metric_fn": {"loss_fn"},
+    "predict_fn": {"loss_fn"},
+    "model": {"model"},
+    "sink": {"sink"},
+    "sinks": {"sink"},
+    "predicate": {"predicate"},
+}
+STEPS = {"train_step", "eval_step", "predict_step"}
+SPECIAL = {
+    ("log.profiled", "train_step"): STEPS,
+    ("log.profiled", "when"): {"predicate"},
+    ("predicates.stop_when", "step"): STEPS,
+    ("evaluation.split_on_oom", "step"): {"eval_step", "predict_step"},
+    ("transforms.vmap_step", "step"): STEPS,
+    ("transforms.compile_step", "step"): STEPS,
+    ("losses.autocast", "function"): {"loss_fn"},
+}
+FILLERS = {
+    "max_norm": 1.0,
+    "max_value": 1.0,
+    "noise_multiplier": 1.0,
+    "microbatches": 2,
+    "decay": 0.9,
+    "max_consecutive": 3,
+    "start": 0,
+    "batch": torch.ones(4, 3),
+    "batches": [torch.ones(4, 3)],
+    "names": {"a": "b"},
+    "modules": nn.Linear,
+    "blocks": nn.Linear,
+    "embedding": "0",
+    "frozen": lambda name, step: False,
+    "optimizer_of_lr": lambda lr: ll.optimizer(torch.optim.SGD, lr=lr),
+    "step": 1,
+    "path": "runs/none",
+    "directory": "runs/none",
+    "size": 2,
+}
+
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+
+def things():
+    model = nn.Linear(3, 2)
+    optimizer, grad_fn = ll.optimizer(torch.optim.SGD, lr=0.1), ll.make_grad_fn(model, loss_fn)
+    return {
+        "loss_fn": loss_fn,
+        "model": model,
+        "grad_fn": grad_fn,
+        "optimizer": optimizer,
+        "torch's optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "train_step": ll.make_train_step(grad_fn, optimizer),
+        "eval_step": ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)}),
+        "predict_step": ll.make_predict_step(model, lambda model, batch: model(batch)),
+        "predicate": ll.every_n_steps(2),
+        "sink": ll.console(),
+        "file": ll.jsonl("runs/none.jsonl"),
+        "schedule": ll.warmup_cosine(0.1, warmup=1, total=9),
+        "loader": ll.make_loader(torch.utils.data.TensorDataset(torch.ones(4, 3)), batch_size=2),
+        "state": ll.init_state(model, optimizer),
+        "number": 3,
+    }
+
+
+THINGS = things()
+OF_A_KIND = {"file": "sink"}
+
+
+def takers():
+    """(name, function, parameter, kinds that it takes)."""
+    for room in ROOMS:
+        for name in getattr(ll, room).__all__:
+            function = getattr(getattr(ll, room), name)
+            if isinstance(function, type) or not callable(function):
+                continue
+            for parameter in inspect.signature(function).parameters:
+                kinds = SPECIAL.get((f"{room}.{name}", parameter)) or PARAMETERS.get(parameter)
+                if kinds:
+                    yield f"{room}.{name}", function, parameter, kinds
+
+
+TABLE = [
+    pytest.param(function, parameter, thing, id=f"{name}({parameter}={thing})")
+    for name, function, parameter, kinds in takers()
+    for thing in THINGS
+    if OF_A_KIND.get(thing, thing) not in kinds
+]
+
+
+def call(function, parameter, thing):
+    """The function with one argument of another kind, and all others right."""
+    args, kwargs = [], {}
+    for name, one in inspect.signature(function).parameters.items():
+        right = {"state": THINGS["state"], **FILLERS}
+        right["loader"] = THINGS["loader"]
+        right |= {p: THINGS[next(iter(kinds))] for p, kinds in PARAMETERS.items()}
+        right |= {p: THINGS[sorted(k)[0]] for (f, p), k in SPECIAL.items() if f.endswith(f".{function.__name__}")}
+        if one.kind is one.VAR_POSITIONAL:
+            args += [THINGS[thing]] if name == parameter else []
+        elif one.kind is one.VAR_KEYWORD:
+            continue
+        elif name == parameter or one.default is one.empty:
+            value = THINGS[thing] if name == parameter else right[name]
+            if one.kind is one.KEYWORD_ONLY:
+                kwargs[name] = value
+            else:
+                args.append(value)
+        elif one.kind is not one.KEYWORD_ONLY:
+            args.append(one.default)
+    out = function(*args, **kwargs)
+    return list(out) if inspect.isgenerator(out) else out
+
+
+def test_the_table_has_the_functions_that_came_to_mind_and_many_more():
+    names = {name for name, *_ in takers()}
+    assert {"grads.accumulate", "grads.clip_by_global_norm", "steps.make_train_step", "evaluation.evaluate"} <= names
+    assert len(names) > 40
+    assert len(TABLE) > 500
+
+
+@pytest.mark.parametrize(("function", "parameter", "thing"), TABLE)
+def test_what_is_of_another_kind_is_refused_by_name(function, parameter, thing):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        call(function, parameter, thing)
+    message = str(raised.value)
+    assert not re.search(
+        r"positional argument|unexpected keyword|has no attribute|not callable|not iterable", message
+    )
+    assert re.search(r"\bgive\b|\btakes\b|\bneeds\b", message), message
+
+
+def not_a_step(model, batch):
+    return model(batch)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: ll.clip_by_global_norm(THINGS["train_step"], 1.0),
+            r"clip_by_global_norm got a train step .*put it inside",
+        ),
+        (
+            lambda: ll.accumulate(THINGS["train_step"], 2),
+            r"accumulate got a train step .*make_train_step\(accumulate",
+        ),
+        (
+            lambda: ll.make_train_step(loss_fn, THINGS["optimizer"]),
+            r"loss_fn\(model, batch\), which looks like a loss",
+        ),
+        (lambda: ll.make_train_step(lambda m, b: None, THINGS["optimizer"]), r"\(m, b\); give a grad_fn"),
+        (lambda: ll.accumulate(loss_fn, 2), r"accumulate got loss_fn\(model, batch\)"),
+        (lambda: ll.evaluate(THINGS["model"], THINGS["state"], []), "evaluate got a Linear; give an eval step"),
+        (lambda: ll.evaluate({"a": THINGS["model"]}, THINGS["state"], []), "evaluate got a Linear"),
+        (lambda: ll.evaluate(not_a_step, THINGS["state"], []), "evaluate got not_a_step"),
+        (lambda: ll.make_grad_fn(THINGS["model"], nn.MSELoss()), "make_grad_fn got a MSELoss; give a function"),
+    ],
+)
+def test_the_message_says_what_was_found_and_what_to_give(build, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        build()
+
+
+def test_plain_functions_of_a_users_own_are_taken_everywhere():
+    state, batch = THINGS["state"], torch.ones(4, 3)
+    ll.clip_by_global_norm(lambda *call: THINGS["grad_fn"](*call), 1.0)(state, batch)
+    ll.accumulate(lambda state, batch, part: THINGS["grad_fn"](state, batch, part), 2)(state, batch)
+    assert ll.evaluate(lambda state, batch: {"n": ll.Mean(len(batch))}, state, [batch]) == {"n": 4.0}
+    assert list(ll.predict(lambda s, b: b, state, [batch])) == [batch]
+    ll.tee(lambda state, values: None, print)(state, {"a": 1.0})
+    ll.log.only(lambda *args: None, {"a"})(state, {"a": 1.0})
+    ll.autocast(lambda m, b: m(b))(THINGS["model"], batch)
