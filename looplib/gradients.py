@@ -78,8 +78,8 @@ def make_grad_fn(
     A module that is wrapped in DDP or sharded by FSDP2 gives the gradient of the global batch, the parts of all ranks
     together, whatever each weighs: see `ll.distributed`.
     """
-    check_kind(loss_fn, "make_grad_fn", "loss_fn")
     host = _modules.Host(model, training=True)
+    check_kind(loss_fn, "make_grad_fn", "loss_fn")
     names = _modules.trainable_names(model, trainable)
     _warn_of_eval_mode(host, names)
     watch = Watch()

@@ -142,6 +142,8 @@ def make_train_step(
     """
     if unknown:
         _refuse_unknown(unknown)
+    if not callable(grad_fn) or isinstance(grad_fn, nn.Module):
+        raise TypeError(f"grad_fn is a {type(grad_fn).__name__}; give ll.make_grad_fn(model, loss_fn)")
     check_whole(grad_fn, "make_train_step")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(

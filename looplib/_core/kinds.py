@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,7 +71,7 @@ KINDS = {
 _MODELS = {"model", "module", "net", "network"}
 _VALUES = {"values"}
 
-_classes: dict[type, str] = {nn.Module: "model", torch.utils.data.DataLoader: "loader"}
+_classes: dict[type, str] = {nn.Module: "model"}
 
 
 def instances_are(kind: str) -> Callable[[type[C]], type[C]]:

@@ -79,9 +79,9 @@ def evaluate(
             of tensors, in place of batches.
         TypeError: a state in the place of the step.
     """
+    check_order("evaluate", eval_step, state)
     for one in eval_step.values() if isinstance(eval_step, Mapping) else (eval_step,):
         check_kind(one, "evaluate", "eval_step")
-    check_order("evaluate", eval_step, state)
     if isinstance(batches, Mapping):
         _check_sets(batches)
         options: dict[str, Any] = {"limit": limit, "progress": progress, "rates": rates, "tokens": tokens}
@@ -165,12 +165,12 @@ def measure(
 
     Ranks and errors are as there too.
     """
-    check_kind(eval_step, "measure", "eval_step")
     check_order("measure", eval_step, state)
     for name, value in {"batches": batches, "eval_step": eval_step}.items():
         if isinstance(value, Mapping):
             _check_sets(value)
             raise ValueError(f"measure takes one set, and {name} has {', '.join(value)}: call it for each of them")
+    check_kind(eval_step, "measure", "eval_step")
     with _kept_stream():
         title = "evaluation" if progress else None
         return _measured("measure", eval_step, state, Reading(batches, limit, title, divide))

@@ -56,8 +56,8 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
         ValueError: a batch that cannot be cut, or outputs without one row for each example.
         TypeError: an output with something else than tensors in it, of a batch that was cut.
     """
-    check_kind(step, "split_on_oom", "eval_step", "predict_step")
     _check_split(step, size)
+    check_kind(step, "split_on_oom", "eval_step", "predict_step")
     fitting = size
 
     def pieces_of(state: TrainState, batch: Any) -> list[tuple[Any, Any]]:

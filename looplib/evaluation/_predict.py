@@ -52,6 +52,7 @@ def predict(
 
     Raises ValueError for a loader that shuffles.
     """
+    check_order("predict", predict_step, state)
     check_kind(predict_step, "predict", "predict_step")
     reading = Reading(batches, limit, "prediction" if progress else None, divide, start)
     for _, output in predicted(predict_step, state, reading, device):

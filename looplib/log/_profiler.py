@@ -51,11 +51,11 @@ def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLik
     Source: `torch.profiler.profile`.
     """
     check_kind(train_step, "profiled", "train_step", "eval_step", "predict_step")
-    check_kind(when, "profiled", "predicate")
     if not callable(when):
         raise TypeError(
             f"profiled got a {type(when).__name__} to say when; give a predicate such as ll.every_n_steps(1000)"
         )
+    check_kind(when, "profiled", "predicate")
     folder = Path(directory).absolute()
     finish: Callable[[], Any] | None = None  # writes the window that is open
 

@@ -176,14 +176,13 @@ def tee(*sinks: Sink) -> Sink:
 
     Raises TypeError for an argument that cannot be called.
     """
-    for sink in sinks:
-        check_kind(sink, "tee", "sink")
     for place, sink in enumerate(sinks, 1):
         if not callable(sink):
             raise TypeError(
                 f"tee takes sinks, each a function of (state, values); argument {place} is a "
                 f"{type(sink).__name__}; for a list of sinks write ll.tee(*sinks)"
             )
+        check_kind(sink, "tee", "sink")
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         failed: list[tuple[Sink, Exception]] = []
