@@ -64,8 +64,8 @@ def predict_to(
             dimensions; two leaves of one name, such as those of the keys 1 and "1"; a loader that shuffles.
         TypeError: an output with something else in it than tensors and lists of strings.
     """
-    check_kind(predict_step, "predict_to", "predict_step")
     check_order("predict_to", predict_step, state, "path, ")
+    check_kind(predict_step, "predict_to", "predict_step")
     target = Path(path)
     run = _fingerprint(state)
     index = together().on_first(lambda: resume(target, run, batches))
