@@ -78,25 +78,10 @@ def make_per_sample_grad_fn(
     check_kind(loss_fn, "make_per_sample_grad_fn", "loss_fn")
     host = _modules.Host(model, training=True)
     names = _modules.trainable_names(model, trainable)
-    if host.engine.name:
-        raise ValueError(
-            f"{host.engine.name} works on gradients of whole batches, which per-sample gradients pass by: give the module "
-            "that it wraps"
-        )
-    if mixing := _batch_norms(host):
-        raise ValueError(
-            f"{', '.join(mixing)} would normalise each example by the others, so that it has no gradient of its own: "
-            "use GroupNorm in its place, or put it into eval mode, with running statistics, before this call"
-        )
+    _check_model(host)
 
     def per_sample_grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        if part.summed:
-            raise ValueError(
-                "gradients of each example do not add up within accumulate: bring them together inside, "
-                "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)"
-            )
-        if part.scale is not None:
-            raise ValueError(PER_SAMPLE_SCALED)
+        _check_part(part)
         params, buffers = of_this_model(host, state)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
         samples, seed = (
@@ -178,6 +163,31 @@ def _batch_of_one(layout: Any, rows: list[Tensor]) -> Any:
         layout,
         is_leaf=lambda node: type(node) is _Column,
     )
+
+
+def _check_model(host: _modules.Host) -> None:
+    """Refuse a model in which the gradient of a sample is not its own."""
+    if host.engine.name:
+        raise ValueError(
+            f"{host.engine.name} works on gradients of whole batches, which per-sample gradients pass by: give the module "
+            "that it wraps"
+        )
+    if mixing := _batch_norms(host):
+        raise ValueError(
+            f"{', '.join(mixing)} would normalise each example by the others, so that it has no gradient of its own: "
+            "use GroupNorm in its place, or put it into eval mode, with running statistics, before this call"
+        )
+
+
+def _check_part(part: Part) -> None:
+    """Refuse to be called for gradients that are added up or scaled."""
+    if part.summed:
+        raise ValueError(
+            "gradients of each example do not add up within accumulate: bring them together inside, "
+            "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)"
+        )
+    if part.scale is not None:
+        raise ValueError(PER_SAMPLE_SCALED)
 
 
 def _batch_norms(host: _modules.Host) -> list[str]:

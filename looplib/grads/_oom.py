@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor
 
 from looplib._core.checks import check_optional_count
 from looplib._core.collective import named, raise_of
@@ -70,28 +71,19 @@ def retry_on_oom(
         """The gradients, or None where memory ran out on any rank; and the size of the microbatches there."""
         nonlocal finish
         saved = {name: tensor.clone() for name, tensor in state.buffers.items()} if part.donate else {}
-        out, error, failed, largest = None, None, 0.0, float(pieces)
-        try:
-            out = over(grad_fn, state, split(batch, count, pieces, batch_size), count, part)
-            finish = out.finish or finish
-        except Exception as raised:
-            if isinstance(raised, PassFailed):
-                finish = raised.finish
-            error = _original(raised)
-            failed = pieces if pieces > 1 and out_of_memory(error) else math.inf
-            error = error if failed == math.inf else None
+        outcome = _outcome(lambda: over(grad_fn, state, split(batch, count, pieces, batch_size), count, part), pieces)
+        finish = outcome.finish or finish
+        failed, largest = outcome.failed, float(pieces)
         if together := finish is not None and several():
             failed, largest = largest_over_ranks([failed, largest])
         if not failed:
-            return out, largest
-        with torch.no_grad():
-            for name, tensor in saved.items():
-                state.buffers[name].copy_(tensor)
+            return outcome.out, largest
+        _put_back(state, saved)
         if failed == math.inf:
             try:
-                _raise(error, together)
+                _raise(outcome.error, together)
             finally:
-                error = None  # which knows this frame, and all that the attempt had allocated
+                del outcome  # its error knows this frame, and all that the attempt had allocated
         return None, failed
 
     def retrying(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
@@ -115,6 +107,41 @@ def retry_on_oom(
         return out._replace(metrics={**out.metrics, "microbatch_size": Mean(round(size))})
 
     return kept(retrying, "retry_on_oom", grad_fn, whole_step=True)
+
+
+class _Outcome(NamedTuple):
+    """What came of an attempt.
+
+    Attributes:
+        out: the gradients, where there was memory for them.
+        finish: of an engine's passes, where it made any.
+        failed: 0; the size of the microbatches for which memory ran out; or inf for an error that smaller ones keep.
+        error: that error.
+    """
+
+    out: Gradients | None = None
+    finish: Callable[[TrainState, Gradients], Gradients] | None = None
+    failed: float = 0.0
+    error: Exception | None = None
+
+
+def _outcome(run: Callable[[], Gradients], pieces: int) -> _Outcome:
+    """`run()`, or how it failed. No local of this frame is an error, which would keep the memory of the attempt."""
+    try:
+        out = run()
+        return _Outcome(out, out.finish)
+    except Exception as raised:
+        finish = raised.finish if isinstance(raised, PassFailed) else None
+        if pieces > 1 and out_of_memory(_original(raised)):
+            return _Outcome(finish=finish, failed=pieces)
+        return _Outcome(finish=finish, failed=math.inf, error=_original(raised))
+
+
+def _put_back(state: TrainState, buffers: Mapping[str, Tensor]) -> None:
+    """Buffers as they were before an attempt that wrote to them."""
+    with torch.no_grad():
+        for name, tensor in buffers.items():
+            state.buffers[name].copy_(tensor)
 
 
 def _refuse_what_cannot_be_retried(part: Part) -> None:

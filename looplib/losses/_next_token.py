@@ -7,7 +7,7 @@ them a chunk of tokens at a time, with the gradient of each chunk while its logi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -143,6 +143,64 @@ def _of_logits(
     return total
 
 
+class _Chunk(NamedTuple):
+    """The logits of some tokens, with their labels.
+
+    Attributes:
+        logits: (token, vocabulary).
+        log_z: (token, 1), the log of the softmax's denominator.
+        labels: (token, 1), within the vocabulary.
+        valid: (token, 1), False for a label that counts nothing.
+    """
+
+    logits: Tensor
+    log_z: Tensor
+    labels: Tensor
+    valid: Tensor
+
+    def loss(self, label_smoothing: float, z_loss: float) -> Tensor:
+        """The loss, summed over the tokens."""
+        loss = self.log_z - (1 - label_smoothing) * self.logits.gather(-1, self.labels)
+        if label_smoothing:
+            loss -= label_smoothing * self.logits.mean(-1, keepdim=True)
+        if z_loss:
+            loss += z_loss * self.log_z.square()
+        return loss.masked_fill(~self.valid, 0).sum()
+
+    def gradient_(self, label_smoothing: float, z_loss: float) -> Tensor:
+        """The gradient of that loss by the logits, written over them, since two of this size may not fit."""
+        grad = self.logits.sub_(self.log_z).exp_()  # the softmax
+        if z_loss:
+            grad *= 1 + 2 * z_loss * self.log_z
+        if label_smoothing:
+            grad -= label_smoothing / grad.shape[-1]
+        toward_label = torch.full_like(self.log_z, label_smoothing - 1)
+        return grad.scatter_add_(-1, self.labels, toward_label).masked_fill_(~self.valid, 0)
+
+
+def _chunk_of(logits: Tensor, labels: Tensor, valid: Tensor) -> _Chunk:
+    column = "token -> token 1"
+    return _Chunk(logits, logits.logsumexp(-1, keepdim=True), rearrange(labels, column), rearrange(valid, column))
+
+
+def _add_gradients(
+    grads: list[Tensor | None], rows: slice, by_logits: Tensor, hidden: Tensor, weight: Tensor
+) -> None:
+    """Add what a chunk has in the gradients of all hidden states, of the weight and of the bias that are wanted."""
+    of_hidden, of_weight, of_bias = grads
+    if of_bias is not None:
+        of_bias += by_logits.sum(0)
+    by_logits = by_logits.to(hidden.dtype)
+    if of_hidden is not None:
+        torch.mm(by_logits, weight, out=of_hidden[rows])
+    if of_weight is None:
+        return
+    if hidden.dtype == of_weight.dtype:
+        of_weight.addmm_(by_logits.T, hidden)
+    else:
+        of_weight += by_logits.T @ hidden
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """The summed loss of hidden states (tokens, width) under a head, and its gradients, chunk by chunk."""
 
@@ -176,33 +234,11 @@ class _ChunkedLoss(torch.autograd.Function):
             for begin in range(0, len(hidden), chunk_size):
                 rows = slice(begin, begin + chunk_size)
                 x = hidden[rows].to(dtype)
-                logits = F.linear(x, weight, bias).to(wide)
-                label = rearrange(labels[rows], "token -> token 1")
-                live = rearrange(valid[rows], "token -> token 1")
-                log_z = logits.logsumexp(-1, keepdim=True)
-                loss = log_z - (1 - label_smoothing) * logits.gather(-1, label)
-                if label_smoothing:
-                    loss -= label_smoothing * logits.mean(-1, keepdim=True)
-                if z_loss:
-                    loss += z_loss * log_z.square()
-                total += loss.masked_fill(~live, 0).sum()
-                if not any(needs):
-                    continue
-                grad = logits.sub_(log_z).exp_()  # the softmax, where the logits were
-                if z_loss:
-                    grad *= 1 + 2 * z_loss * log_z
-                if label_smoothing:
-                    grad -= label_smoothing / len(weight)
-                grad.scatter_add_(-1, label, torch.full_like(log_z, label_smoothing - 1)).masked_fill_(~live, 0)
-                if grads[2] is not None:
-                    grads[2] += grad.sum(0)
-                grad = grad.to(dtype)
-                if grads[0] is not None:
-                    torch.mm(grad, weight, out=grads[0][rows])
-                if grads[1] is not None and dtype == wide:
-                    grads[1].addmm_(grad.T, x)
-                elif grads[1] is not None:
-                    grads[1] += grad.T @ x
+                chunk = _chunk_of(F.linear(x, weight, bias).to(wide), labels[rows], valid[rows])
+                total += chunk.loss(label_smoothing, z_loss)
+                if any(needs):
+                    _add_gradients(grads, rows, chunk.gradient_(label_smoothing, z_loss), x, weight)
+                del chunk  # before the logits of the next one are made
         ctx.save_for_backward(*grads)
         return total
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from looplib._core.torch_private import pytree
-from looplib.optim._closure import first_state_of_lbfgs, is_lbfgs
 from looplib.optim._hyperparameters import injected
 from looplib.optim._kernels import fused_groups
+from looplib.optim._lbfgs_state import first_state_of_lbfgs, is_lbfgs
 from looplib.optim._recipe import Recipe
 from looplib.optim._rehearsal import rehearse
 from looplib.types import Params

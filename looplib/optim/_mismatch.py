@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from looplib.optim._first_state import first_state
 from looplib.optim._recipe import Recipe
 
 
@@ -41,8 +42,6 @@ def makers_of(keys: frozenset[str]) -> list[str]:
 
 @functools.cache
 def _keys_of_torch() -> dict[str, list[frozenset[str]]]:
-    from looplib.optim._first_state import first_state
-
     options: dict[str, list[dict[str, Any]]] = {
         "SGD": [{}, {"momentum": 0.9}],
         "Adam": [{}, {"amsgrad": True}],

@@ -14,12 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from looplib._core.tracing import tracing
-from looplib.optim._closure import is_lbfgs, lbfgs_update
+from looplib.optim._closure import lbfgs_update
 from looplib.optim._comparison import check_against_raw_loop
 from looplib.optim._description import description_of
 from looplib.optim._first_state import first_state
 from looplib.optim._hyperparameters import numbers_of
 from looplib.optim._kernels import check_fused, told
+from looplib.optim._lbfgs_state import is_lbfgs
 from looplib.optim._recipe import Groups, Recipe, copied
 from looplib.optim._traced_update import traced_update
 from looplib.optim._update import Plan, check_state, eager_update, not_started

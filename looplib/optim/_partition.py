@@ -45,22 +45,11 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     Source: `optax.partition`.
     """
-    for name, member in optimizers.items():
-        if not isinstance(member, Optimizer):
-            raise TypeError(f"partition got a {type(member).__name__} for {name!r}; give what ll.optimizer returns")
-
-    known: list[tuple[Any, dict[str, str]]] = []  # names, shapes and dtypes, and the labels that follow from them
-
-    def divide(params: Params) -> dict[str, Params]:
-        return _divided(optimizers, params, _labels(known, label, params))
+    _check_optimizers(optimizers)
+    labels = _remembered(label)
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
-        label_of = {name: label(name, tensor) for name, tensor in params.items()}
-        _check_labels(optimizers, params, label_of)
-        _check_by_kind(label, params, label_of)
-        members = _divided(optimizers, params, label_of)
-        if empty := [key for key, own in members.items() if not own]:
-            raise ValueError(f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
+        members = _first_divided(optimizers, params, label)
         return {"inner_states": {key: optimizers[key].init(own, **extra) for key, own in members.items()}}
 
     def update(
@@ -68,7 +57,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
     ) -> tuple[Params, Any, bool | Tensor]:
         states, new = dict(opt_state["inner_states"]), dict(params)
         applied: bool | Tensor = False
-        label_of = _labels(known, label, params)
+        label_of = labels(params)
         members = _divided(optimizers, params, label_of)
         _check_labels(optimizers, grads, label_of)
         for key, own in members.items():
@@ -83,36 +72,58 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
         chosen = dict(params)
-        for key, own in divide(params).items():
+        for key, own in _divided(optimizers, params, labels(params)).items():
             mine, buffers = optimizers[key].evaluation(own, buffers, opt_state["inner_states"][key])
             chosen.update(mine)
         same = all(chosen[name] is tensor for name, tensor in params.items())
         return (params if same else chosen), buffers
 
     def numbers(opt_state: Any, step: int) -> dict[str, float]:
-        found = {}
-        for key, member in optimizers.items():
-            for name, value in member.hyperparameters(opt_state["inner_states"][key], step).items():
-                first, slash, rest = name.partition("/")
-                found[f"{first}/{key}{slash}{rest}"] = value
-        return found
+        states = opt_state["inner_states"]
+        return {
+            _name_within(key, name): value
+            for key, member in optimizers.items()
+            for name, value in member.hyperparameters(states[key], step).items()
+        }
 
     description = {label: member.description for label, member in optimizers.items()}
     return Optimizer(init, update, evaluation, numbers, description)
 
 
-def _labels(
-    known: list[tuple[Any, dict[str, str]]], label: Callable[[str, Tensor], str], params: Params
-) -> dict[str, str]:
-    """The label of each parameter: asked for once for the same names, shapes and dtypes."""
-    key = [*params], [*map(_shape_of, params.values())], [*map(_dtype_of, params.values())]
-    for seen, label_of in known:
-        if seen == key:
-            return label_of
+def _name_within(key: str, name: str) -> str:
+    """The name of a hyperparameter with that of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
+    first, slash, rest = name.partition("/")
+    return f"{first}/{key}{slash}{rest}"
+
+
+def _remembered(label: Callable[[str, Tensor], str]) -> Callable[[Params], dict[str, str]]:
+    """A function of the label of each parameter, which asks once for the same names, shapes and dtypes."""
+    known: list[tuple[Any, dict[str, str]]] = []  # names, shapes and dtypes, and the labels that follow from them
+
+    def labels(params: Params) -> dict[str, str]:
+        key = [*params], [*map(_shape_of, params.values())], [*map(_dtype_of, params.values())]
+        for seen, label_of in known:
+            if seen == key:
+                return label_of
+        label_of = {name: label(name, tensor) for name, tensor in params.items()}
+        known.insert(0, (key, label_of))
+        del known[8:]
+        return label_of
+
+    return labels
+
+
+def _first_divided(
+    optimizers: Mapping[str, Optimizer], params: Params, label: Callable[[str, Tensor], str]
+) -> dict[str, Params]:
+    """The parameters of each optimizer, with all that may be wrong with the labels refused."""
     label_of = {name: label(name, tensor) for name, tensor in params.items()}
-    known.insert(0, (key, label_of))
-    del known[8:]
-    return label_of
+    _check_labels(optimizers, params, label_of)
+    _check_by_kind(label, params, label_of)
+    members = _divided(optimizers, params, label_of)
+    if empty := [key for key, own in members.items() if not own]:
+        raise ValueError(f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
+    return members
 
 
 def _divided(optimizers: Mapping[str, Optimizer], params: Params, label_of: Mapping[str, str]) -> dict[str, Params]:
@@ -121,6 +132,12 @@ def _divided(optimizers: Mapping[str, Optimizer], params: Params, label_of: Mapp
         if label_of[name] in members:  # one that is not trained needs no optimizer
             members[label_of[name]][name] = tensor
     return members
+
+
+def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
+    for name, member in optimizers.items():
+        if not isinstance(member, Optimizer):
+            raise TypeError(f"partition got a {type(member).__name__} for {name!r}; give what ll.optimizer returns")
 
 
 def _check_labels(optimizers: Mapping[str, Optimizer], names: Params, label_of: Mapping[str, str]) -> None:

@@ -1,0 +1,74 @@
+"""The state of torch's LBFGS, whose history grows, in tensors of fixed shapes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib.optim._recipe import Recipe
+from looplib.types import Params
+
+_FLAT = ("d", "prev_flat_grad", "H_diag")  # tensors of LBFGS's; the history is in tensors of `history_size` rows
+_ROWS = ("old_dirs", "old_stps", "ro")
+
+
+def is_lbfgs(recipe: Recipe) -> bool:
+    """Whether this is torch's LBFGS, whose history grows from update to update."""
+    return recipe.cls is torch.optim.LBFGS
+
+
+def first_state_of_lbfgs(recipe: Recipe, params: Params) -> dict[str, dict[str, Any]]:
+    """LBFGS's state before its first update, in tensors that hold a full history. It stands at the first parameter."""
+    made = recipe.build(params, recipe.members(params))
+    size = int(made.param_groups[0]["history_size"])
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in params.values()]
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in real])
+    count = sum(tensor.numel() for tensor in real)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=real[0].device)
+
+    state = {
+        **{"func_evals": 0, "n_iter": 0, "history": 0, "t": 0.0, "prev_loss": 0.0},
+        **{"d": zeros(count), "prev_flat_grad": zeros(count), "H_diag": zeros()},
+        **{"old_dirs": zeros(size, count), "old_stps": zeros(size, count), "ro": zeros(size)},
+    }
+    return {name: state if index == 0 else {} for index, name in enumerate(params)}
+
+
+def unpacked(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The state as LBFGS has it, with the history in lists.
+
+    Copies, since BLAS may round a dot product otherwise where a vector does not begin at an aligned address.
+    """
+    counts = {key: kept[key] for key in ("func_evals", "n_iter")}
+    if not kept["n_iter"]:
+        return counts
+    rows = {key: [row.clone() for row in kept[key][: kept["history"]]] for key in _ROWS}
+    flat = {key: kept[key].clone() for key in _FLAT}
+    return {**counts, **rows, **flat, "t": kept["t"], "prev_loss": kept["prev_loss"]}
+
+
+def packed_into(kept: Mapping[str, Any], state: Mapping[str, Any], donate: bool) -> dict[str, Any]:
+    """The state in tensors of fixed shapes; with `donate`, in those that were there."""
+    packed = {**kept, "func_evals": state["func_evals"], "n_iter": state["n_iter"]}
+    if "d" not in state:
+        return packed  # it began at an optimum, and made no direction
+    with torch.no_grad():
+        for key in _FLAT:
+            value = torch.as_tensor(state[key], dtype=kept[key].dtype, device=kept[key].device)
+            packed[key] = kept[key].copy_(value) if donate else value.clone()
+        for key in _ROWS:
+            packed[key] = into = kept[key] if donate else torch.zeros_like(kept[key])
+            for index, row in enumerate(state[key]):
+                into[index].copy_(row)
+    return {
+        **packed,
+        "history": len(state["old_dirs"]),
+        "t": float(state["t"]),
+        "prev_loss": float(state["prev_loss"]),
+    }
