@@ -84,7 +84,7 @@ def main(
             window = ll.Window()
     predict_step = ll.make_predict_step(model, embed)
     known, unknown = (
-        torch.cat(list(ll.predict(predict_step, state, x.split(512)))) for x in (train_x[:labelled], test_x)
+        torch.cat(list(ll.predict(predict_step, state, torch.split(x, 512)))) for x in (train_x[:labelled], test_x)
     )
     scores = {
         "by embeddings": agreement(known, unknown, train_y, test_y),

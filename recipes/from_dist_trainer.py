@@ -66,8 +66,8 @@ def main(
         eval_now = (ll.every_n_steps(validate_every) if validate_every > 0 else ll.at_epoch_end()) | last
         log_now, ended = ll.every_n_steps(print_every) | eval_now, last | ll.early_stopping(patience)
         done = ended | (log_now & ll.after_signal(signal.SIGINT, signal.SIGTERM))
-        monitor, mode = "dev/" + metric_key.strip("+-"), "min" if metric_key.startswith("-") else "max"
-        best = ll.predicates.BestSoFar(monitor, mode=mode)
+        monitor = "dev/" + metric_key.strip("+-")
+        best = ll.predicates.BestSoFar(monitor, mode="min" if metric_key.startswith("-") else "max")
         ckpt = ll.checkpoint_io(f"{save_path}/checkpoints", keep_last=1, monitor=best.monitor, mode=best.mode)
         log = ll.tee(ll.jsonl(f"{save_path}/log.jsonl"), ll.console())  # callbacks_master: the first rank's
         first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra={"best": best})
