@@ -195,6 +195,7 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
                 out = grad_fn(state, batch, part)
             finally:
                 _interrupts.begin_hold(thread)
+            chain = ownership.before_writing(state, out.grads.keys(), in_forward.learn(saved))
             new_params, new_opt_state, applied = optimizer.update(
                 out.grads,
                 opt_state,
@@ -214,7 +215,7 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
             values |= {"params": new_params, "opt_state": new_opt_state}
             if applied:
                 values["buffers"] = out.buffers
-                new = written(state, values, out.grads.keys(), in_forward.learn(saved), readers)
+                new = written(state, values, chain, readers)
             else:
                 if lost := saved.restore():
                     raise RuntimeError(explain(lost))

@@ -28,6 +28,12 @@ def overlapping(tensors: Mapping[str, Tensor], written: Set[str]) -> tuple[str, 
     return None
 
 
+def share_elements(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common; True where that cannot be known."""
+    plain = all(t.layout is torch.strided and type(t) in (Tensor, torch.nn.Parameter) for t in (one, other))
+    return not plain or _share(one, other)
+
+
 def _share(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one storage have an element in common."""
     if one.dtype != other.dtype:

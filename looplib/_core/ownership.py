@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import interrupts as _interrupts
+from looplib._core.overlap import share_elements
 from looplib._core.torch_private import pytree
 
 S = TypeVar("S")
@@ -204,6 +205,40 @@ def owner(state: Any, params: Set[str], buffers: Set[str]) -> Chain:
     return chain
 
 
+def before_writing(state: Any, params: Set[str], buffers: Set[str]) -> Chain:
+    """The chain of this run, whose step is about to write these tensors; `extra` is checked when it has not yet."""
+    chain = state._mark.lane
+    if chain is None or not (params <= chain.params and buffers <= chain.buffers):
+        _check_extra(state, params, buffers)
+    return owner(state, params, buffers)
+
+
+def _check_extra(state: Any, params: Set[str], buffers: Set[str]) -> None:
+    """What the user keeps in `extra` would change with the tensors that a step in place writes."""
+    if not any(True for _ in tensors_in(state.extra)):
+        return
+    written: dict[int, list[tuple[str, Tensor]]] = {}
+    for field, names in (("params", params), ("buffers", buffers), ("opt_state", None)):
+        tree = getattr(state, field)
+        for path, tensor in _named_tensors(field, tree if names is None else {name: tree[name] for name in names}):
+            written.setdefault(_storage(tensor), []).append((path, tensor))
+    for kept, leaf in _named_tensors("extra", state.extra):
+        key = _storage(leaf)
+        for path, tensor in written.get(key, ()) if key else ():
+            if share_elements(tensor, leaf):
+                raise ValueError(
+                    f"{kept} shares memory with {path}, which a step with donate=True writes in place, so that it would "
+                    "change with every step: keep a copy there, such as extra={'start': ll.copy_state(state).params} "
+                    "or tensor.detach().clone(), or make the step with donate=False"
+                )
+
+
+def _named_tensors(root: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
+    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, Tensor):
+            yield root + pytree.keystr(path), leaf
+
+
 def spoil(state: Any, params: Set[str], buffers: Set[str] = frozenset()) -> None:
     """A step has written some of these tensors and failed: the state is spent, and nothing follows it."""
     owner(state, params, buffers).wrote()
@@ -363,8 +398,10 @@ class Guarded(Generic[S]):
         # nothing any more will write nothing.
         kept = mark.seen.items() if len(new_trees) < len(self.trees) else ()
         seen = {chain: at for chain, at in kept if chain.generation == at and chain.storages}
-        seen |= generations([changes[name] for name in new_trees])
-        lane = mark.lane if set(new_trees) <= {self.trees[-1]} else None
+        found = generations([changes[name] for name in new_trees])
+        seen |= found
+        # What the run writes, put into `extra`, is a new beginning, at which a step in place looks through `extra`.
+        lane = mark.lane if set(new_trees) <= {self.trees[-1]} and mark.lane not in found else None
         # A step wrapped by one that changes `extra` is given such a copy. A copy with another seed, or at another
         # place, is not what the run goes on from.
         heir = (mark.heir or mark) if changes.keys() <= {self.trees[-1]} else None
@@ -377,9 +414,8 @@ class Guarded(Generic[S]):
         """What a pure step has made of a state."""
         return self.make(values, state._mark.seen and generations([values]))
 
-    def written(self, state: Any, values: dict[str, Any], params: Set[str], buffers: Set[str], readers: int) -> S:
-        """What a step has made of a state by writing these of its tensors: from now on that state is spent."""
-        chain = owner(state, params, buffers)
+    def written(self, state: Any, values: dict[str, Any], chain: Chain, readers: int) -> S:
+        """What a step has made of a state by writing the tensors of its chain: from now on that state is spent."""
         chain.wrote()
         chain.step, chain.readers = values["step"], readers
         mark: Mark = state._mark

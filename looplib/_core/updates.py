@@ -35,7 +35,11 @@ def conditional(update: Any) -> Callable[..., tuple[Any, Any, Any]]:
     if "when" in _parameters(update):
 
         def update_of_three(*args: Any, **extra: Any) -> tuple[Any, Any, Any]:
-            out = known(*args, **extra)
+            try:
+                out = known(*args, **extra)
+            except (KeyError, TypeError) as error:
+                _check_state(update, error, *args)
+                raise
             return out if type(out) is tuple and len(out) == 3 else _refuse(update, out)
 
         return update_of_three
@@ -46,7 +50,11 @@ def conditional(update: Any) -> Callable[..., tuple[Any, Any, Any]]:
         chooses = when is not True and tracing()
         if when is not True and not chooses and not when:  # the one time that the host reads it
             return params, opt_state, False
-        out = known(grads, opt_state, params, step, **extra)
+        try:
+            out = known(grads, opt_state, params, step, **extra)
+        except (KeyError, TypeError) as error:
+            _check_state(update, error, grads, opt_state)
+            raise
         if type(out) is not tuple or len(out) != 3:
             _refuse(update, out)
         new, new_state, applied = out
@@ -79,6 +87,25 @@ def _refuse(update: Any, out: Any) -> Any:
         "(params, opt_state, applied), where applied is True for an update that was made, and what an inner "
         "optimizer said in a wrapper"
     )
+
+
+def _check_state(
+    update: Any, error: Exception, grads: Any = None, opt_state: Any = None, *args: Any, **extra: Any
+) -> None:
+    """Say of a failed update that the state is not its own, where that is why it failed."""
+    name = getattr(update, "__qualname__", str(update)).partition(".")[0].lstrip("_")
+    advice = (
+        "Make the state with this optimizer, ll.init_state(model, optimizer), or a new opt_state by "
+        "optimizer.init(params)"
+    )
+    if opt_state is None and "NoneType" in str(error):
+        raise ValueError(f"the state was made without an optimizer, and {name} is to update it. {advice}") from error
+    missing = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if missing in ("inner_state", "inner_states") and missing not in opt_state:
+        raise ValueError(
+            f"opt_state is that of another optimizer, with {', '.join(map(str, opt_state))}, and {name} is to update "
+            f"it, which keeps {missing}. {advice}"
+        ) from error
 
 
 def read(applied: Any) -> bool:

@@ -92,14 +92,15 @@ def _train_step(parts: Parts, compiler: Compiler) -> TrainStep:
         if compiler.no_grad and (compiler.known is None or compiler.known[0]() is not state):
             check_history(state.params)
         ready = compiler.prepare(state, batch)
+        chain = ownership.before_writing(state, *ready.machine.program.written) if donate else None
         thread = threading.get_ident()
         try:
             _interrupts.begin_hold(thread)
             params, opt_state, buffers, metrics, samples, applied = compiler.run(ready, state)
             values = advanced(state, samples, read(applied), same_batch)
             values |= {"params": params, "opt_state": opt_state, "buffers": buffers}
-            if donate:
-                new = written(state, values, *ready.machine.program.written, readers)
+            if chain is not None:
+                new = written(state, values, chain, readers)
             else:
                 new = made(state, values)
             compiler.remember(ready, new)

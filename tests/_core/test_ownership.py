@@ -5,7 +5,8 @@ import threading
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, testing
+from torch.utils._pytree import tree_leaves
 
 import looplib as ll
 from looplib._core import ownership
@@ -79,3 +80,57 @@ def test_writes_of_another_thread_are_not_ours():
     thread.join()
     assert ownership.writes.count == before
     assert counts == [1]
+
+
+# What `extra` keeps
+
+
+def kept(which, state):
+    return {
+        "parameters": lambda: {"start": state.params},
+        "a view of one": lambda: [state.params["0.weight"].detach().view(-1)[:2]],
+        "moments": lambda: state.opt_state["state"],
+        "statistics": lambda: (state.buffers["1.running_mean"],),
+    }[which]()
+
+
+def with_batch_norm(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = ll.optimizer(torch.optim.Adam, lr=0.1)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).exp().mean()), optimizer, **options)
+    return ll.init_state(model, optimizer), step, torch.randn(6, 4)
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("which", ["parameters", "a view of one", "moments", "statistics"])
+def test_a_donated_step_refuses_to_write_what_extra_keeps(which, started):
+    state, step, batch = with_batch_norm(donate=True)
+    if started:
+        state, _ = step(state, batch)
+    before = ll.copy_state(state)
+    sharing = state.replace(extra=kept(which, state))
+    with pytest.raises(ValueError, match=r"extra\[.* shares memory with .* donate=True writes in place.*copy_state"):
+        step(sharing, batch)
+    testing.assert_close(tree_leaves(sharing), tree_leaves(before.replace(extra=kept(which, before))), rtol=0, atol=0)
+    state, _ = step(sharing.replace(extra=kept(which, ll.copy_state(state))), batch)  # as the message says
+    values = tree_leaves(ll.copy_state(state).extra)
+    state, _ = step(state, batch)
+    testing.assert_close(tree_leaves(state.extra), values, rtol=0, atol=0)
+    testing.assert_close(values, tree_leaves(kept(which, before)), rtol=0, atol=0)
+
+
+def test_a_compiled_donated_step_refuses_to_write_what_extra_keeps():
+    state, step, batch = with_batch_norm(donate=True)
+    with pytest.raises(ValueError, match=r"extra\['start'\]\['0.weight'\] shares memory with params\['0.weight'\]"):
+        ll.compile_step(step, backend="eager")(state.replace(extra={"start": state.params}), batch)
+
+
+def test_extra_may_share_what_no_step_writes():
+    state, step, batch = with_batch_norm(donate=True)
+    pure = with_batch_norm()[1]
+    start = state.params["0.weight"].clone()
+    kept, _ = pure(state.replace(extra={"start": state.params}), batch)  # new tensors
+    for _ in range(2):
+        kept, _ = step(kept, batch)
+    assert torch.equal(kept.extra["start"]["0.weight"], start)

@@ -630,3 +630,24 @@ def test_updates_leave_nothing_that_grows():
             )
         gc.collect()
         assert sum(type(thing) is cls for thing in gc.get_objects()) <= 4
+
+
+WRAPPERS = {
+    "averaging": lambda optimizer: ll.ema(optimizer, 0.9),
+    "apply_if_finite": lambda optimizer: ll.optim.apply_if_finite(optimizer, max_consecutive=2),
+    "dynamic_loss_scale": ll.optim.dynamic_loss_scale,
+    "lookahead": ll.contrib.lookahead,
+    "partition": lambda optimizer: ll.optim.partition({"all": optimizer}, lambda name, tensor: "all"),
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_optimizer_names_the_state_that_is_not_its_own(wrapper, donate):
+    model, adamw = torch.nn.Linear(3, 1), ll.optimizer(torch.optim.AdamW, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+    step = ll.make_train_step(grad_fn, WRAPPERS[wrapper](adamw), donate=donate)
+    with pytest.raises(ValueError, match=f"the state was made without an optimizer, and {wrapper} is to update it"):
+        step(ll.init_state(model), torch.ones(2, 3))
+    with pytest.raises(ValueError, match=f"of another optimizer, with state, and {wrapper} is .* keeps inner_state"):
+        step(ll.init_state(model, adamw), torch.ones(2, 3))
