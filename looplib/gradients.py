@@ -81,8 +81,9 @@ def make_grad_fn(
     host = _modules.Host(model, training=True)
     check_kind(loss_fn, "make_grad_fn", "loss_fn")
     names = _modules.trainable_names(model, trainable)
+    needed = [] if allow_unused else names
     _warn_of_eval_mode(host, names)
-    watch = Watch()
+    microbatch = _microbatch_of(host, loss_fn, batch_size)
 
     def grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         return microbatches(state, (batch,), part)[0]
@@ -104,28 +105,11 @@ def make_grad_fn(
                 first, final = not outs, len(outs) == len(batches) - 1
                 if not first:
                     host.start(seed)
-                passes.before(final)
-                samples = batch_size(batch)
-                with cuts_marked():
-                    loss, aux = split_loss(loss_fn(model, batch))
-                if (part.summed or passes.ranks > 1) and not isinstance(loss, Mean):
-                    watch.look(batch)
-                objective = _objective(passes, loss, samples, part, normalizer, first)
-                normalizer = objective.normalizer
-                _backward(objective.value, objective.factor, part.scale, leaves.inputs())
-                metrics = _records(loss, aux, samples)
-                weight = objective.weight
-                if final:
-                    for left in reversed(range(passes.spare)):
-                        passes.before_spare(left)
-                        again = split_loss(loss_fn(model, batch))[0]
-                        _backward(objective_of(again, 0, True, 1.0).value, 0.0, part.scale)
-                del loss, aux, objective  # or two graphs would stand side by side
-                grads, after = (leaves.grads(), host.buffers()) if final else ({}, {})
-                counted = passes.samples(samples, first)
-                outs.append(Gradients(grads, metrics, after, counted, weight, normalizer, passes.ranks))
+                out = microbatch(batch, part, passes, leaves, normalizer, first, final)
+                normalizer = out.normalizer
+                outs.append(out)
 
-        lent = buffers if part.donate else {name: tensor.clone() for name, tensor in buffers.items()}
+        lent = buffers if part.donate else _copies(buffers)
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
         try:
             torch_private.set_grad_enabled(True)
@@ -147,27 +131,70 @@ def make_grad_fn(
         if passes.deferred:
             outs[-1] = outs[-1]._replace(finish=finish)
         elif part.context.last:
-            check_reached(outs[-1])
+            _check_reached(outs[-1], needed)
         if buffers and not part.donate:
-            kept = {name: _kept(buffers[name], lent[name], after) for name, after in outs[-1].buffers.items()}
-            outs[-1] = outs[-1]._replace(buffers=kept)
+            outs[-1] = outs[-1]._replace(buffers=_all_kept(buffers, lent, outs[-1].buffers))
         if host.renormed:
             outs[-1] = outs[-1]._replace(params=_written(host, params, state))
         return outs
 
-    def check_reached(out: Gradients) -> None:
-        if len(out.grads) < len(names) and not allow_unused:
-            raise ValueError(unreached(name for name in names if name not in out.grads))
-
     def finish(state: TrainState, out: Gradients) -> Gradients:
         """What an engine would have made of all ranks' sums, and of the buffers."""
         out = mean_over_ranks(out, state.params)
-        check_reached(out)
+        _check_reached(out, needed)
         if out.buffers:
             host.run(state.params, out.buffers, 0, host.engine.share_buffers)
         return out
 
     return kinds.mark(grad_fn, Made("grad_fn", "make_grad_fn", adds=True, microbatches=microbatches))
+
+
+def _microbatch_of(
+    host: _modules.Host, loss_fn: LossFn, batch_size: Callable[[Any], int]
+) -> Callable[..., Gradients]:
+    """The forward and backward passes of a microbatch, once the tensors of a state are in the module."""
+    model, watch = host.model, Watch()
+
+    # A function of its own, so that the graph of one microbatch is gone before that of the next is made.
+    def microbatch(
+        batch: Any,
+        part: Part,
+        passes: Alone,
+        leaves: _Leaves,
+        normalizer: Tensor | float | None,
+        first: bool,
+        final: bool,
+    ) -> Gradients:
+        passes.before(final)
+        samples = batch_size(batch)
+        with cuts_marked():
+            loss, aux = split_loss(loss_fn(model, batch))
+        if (part.summed or passes.ranks > 1) and not isinstance(loss, Mean):
+            watch.look(batch)
+        objective = _objective(passes, loss, samples, part, normalizer, first)
+        _backward(objective.value, objective.factor, part.scale, leaves.inputs())
+        metrics = _records(loss, aux, samples)
+        grads, after = {}, {}
+        if final:
+            for left in reversed(range(passes.spare)):
+                passes.before_spare(left)
+                again = split_loss(loss_fn(model, batch))[0]
+                _backward(objective_of(again, 0, True, 1.0).value, 0.0, part.scale)
+            grads, after = leaves.grads(), host.buffers()
+        counted = passes.samples(samples, first)
+        return Gradients(grads, metrics, after, counted, objective.weight, objective.normalizer, passes.ranks)
+
+    return microbatch
+
+
+def _check_reached(out: Gradients, names: Sequence[str]) -> None:
+    """Refuse gradients that lack some of these parameters."""
+    if len(out.grads) < len(names):
+        raise ValueError(unreached(name for name in names if name not in out.grads))
+
+
+def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in buffers.items()}
 
 
 def _warn_of_eval_mode(host: _modules.Host, names: Sequence[str]) -> None:
@@ -233,6 +260,12 @@ def _renormed(host: _modules.Host, params: dict[str, Tensor], names: Sequence[st
 def _written(host: _modules.Host, params: dict[str, Tensor], state: TrainState) -> dict[str, Tensor] | None:
     before = state.params
     return {name: params[name] for name in host.renormed if params[name] is not before[name]} or None
+
+
+def _all_kept(
+    before: Mapping[str, Tensor], lent: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    return {name: _kept(before[name], lent[name], tensor) for name, tensor in after.items()}
 
 
 def _kept(before: Tensor, lent: Tensor, after: Tensor) -> Tensor:

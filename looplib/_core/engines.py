@@ -108,7 +108,7 @@ class Apart(Alone):
     def begin(self) -> None:
         for replica in self.engine.replicas:
             # What is left of a pass before, which the next forward pass would do with the other ranks.
-            replica.reducer._rebuild_buckets()
+            torch_private.rebuild_buckets(replica.reducer)
             replica.require_backward_grad_sync = replica.require_forward_param_sync = False
 
     def failure(self, error: Exception, finish: Callable[..., Any]) -> Exception:
@@ -270,7 +270,7 @@ class Engine(NoEngine):
 
     def only_together(self) -> str | None:
         """Why all ranks must make a pass, or none of them, and what to do; None where one rank may give it up."""
-        hooks = [hook for replica in self.replicas for hook, _ in replica._comm_hooks]
+        hooks = [hook for replica in self.replicas for hook, _ in torch_private.comm_hooks(replica)]
         if self.shards:
             return (
                 f"{self.name} gathers its shards in each forward pass, on all ranks together. Give it batches that "
@@ -317,7 +317,7 @@ class Engine(NoEngine):
         """Give all replicas the buffers of the first rank, where they are to have them."""
         for replica in self.replicas:
             if replica.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-                replica._sync_buffers()  # type: ignore[no-untyped-call]
+                torch_private.sync_buffers(replica)
 
 
 def engine_of(model: nn.Module, params: Mapping[str, Tensor]) -> NoEngine:

@@ -43,7 +43,7 @@ _main_thread = threading.main_thread().ident or 0
 _holders: list[int] = []  # the threads that hold signals up, each as often as it does
 
 
-_waiting: list[tuple[_Guard, int]] = []  # signals that are held up
+_waiting: list[tuple[Guard, int]] = []  # signals that are held up
 
 
 _stopping = False  # a first Ctrl-C came, and the next batch is to take it
@@ -55,7 +55,7 @@ _bodies: dict[object, tuple[int, CodeType]] = {}  # loop -> the frame whose loop
 before_raising: list[Callable[[], None]] = []  # _donation, which knows what is in flight, asks to be told
 
 
-class _Guard:
+class Guard:
     """Stands before handlers. Another one is made when a handler is found where this one stood: whoever put it
     there may have kept this one, to put it back, and then it must still know its own."""
 
@@ -89,7 +89,7 @@ class _Guard:
                 raise
 
 
-_handle = _Guard()
+_handle = Guard()
 
 
 _previous = _handle.handlers
@@ -101,9 +101,9 @@ def install() -> None:
     if threading.get_ident() == _main_thread:
         for signum in _HELD:
             handler = _signal.getsignal(signum)
-            if type(handler) is not _Guard and callable(handler):
+            if type(handler) is not Guard and callable(handler):
                 if signum in _previous:
-                    _handle = _Guard()
+                    _handle = Guard()
                     _previous = _handle.handlers
                 _previous[signum] = handler
                 _signal.signal(signum, _handle)
@@ -111,7 +111,7 @@ def install() -> None:
 
 def _uninstall() -> None:
     for signum in _HELD:
-        if type(guard := _signal.getsignal(signum)) is _Guard:
+        if type(guard := _signal.getsignal(signum)) is Guard:
             _signal.signal(signum, guard.handlers[signum])
 
 
@@ -193,7 +193,7 @@ def _stop_if_asked(frame: FrameType) -> None:
     if _stopping and threading.get_ident() == _main_thread and not _in_body(frame):
         _stopping = False
         # The handler of now: that of then may have gone with a `with` in the body.
-        if type(guard := _signal.getsignal(signal.SIGINT)) is _Guard:
+        if type(guard := _signal.getsignal(signal.SIGINT)) is Guard:
             guard.take(signal.SIGINT, frame)
 
 

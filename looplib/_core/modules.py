@@ -20,7 +20,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.engines import engine_of
-from looplib._core.torch_private import pytree
+from looplib._core.torch_private import own_buffers, own_parameters, pytree
 
 R = TypeVar("R")
 
@@ -52,7 +52,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         seen.add(id(module))
         yield prefix, module
         parallel = isinstance(module, (DataParallel, DistributedDataParallel))
-        for name, child in module._modules.items():
+        for name, child in torch_private.own_modules(module).items():
             if child is not None:
                 transparent = name in TRANSPARENT or (parallel and name == "module")
                 yield from walk(child, prefix if transparent else f"{prefix}.{name}".lstrip("."))
@@ -66,7 +66,7 @@ def members(model: nn.Module) -> Members:
     found = Members({}, {})
     names: dict[int, str] = {}
     for prefix, module in named_modules(model):
-        for slots, own in ((found.params, module._parameters), (found.buffers, module._buffers)):
+        for slots, own in ((found.params, own_parameters(module)), (found.buffers, own_buffers(module))):
             for key, tensor in own.items():
                 if tensor is None:
                     continue
@@ -130,9 +130,9 @@ class Host:
             [(owner, key, name) for name, slots in group.items() for owner, key in slots] for group in self.slots
         ]
         self.unfilled = [
-            (module._buffers, key, f"{prefix}.{key}".lstrip("."))
+            (own_buffers(module), key, f"{prefix}.{key}".lstrip("."))
             for prefix, module in named_modules(model)
-            for key, tensor in module._buffers.items()
+            for key, tensor in own_buffers(module).items()
             if tensor is None
         ]
         names = {id(tensor): name for name, tensor in tensors(self.slots.params).items()}
@@ -142,9 +142,7 @@ class Host:
     def left_in_eval(self, names: Sequence[str]) -> str | None:
         """The outermost part in eval mode, of a module that is not, with dropout and some of these parameters."""
         for prefix, module in named_modules(self.model) if self.model.training else ():
-            drops = [
-                part for part in module.modules() if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0
-            ]
+            drops = [part for part in module.modules() if isinstance(part, torch_private.Dropout) and part.p > 0]
             off = not module.training and not all(part.training for part in drops)
             if off and any(name.startswith(f"{prefix}.") for name in names):
                 return f"{prefix} ({type(module).__name__})"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
@@ -24,6 +24,22 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 # How many writes torch has counted. The kernels of batch norm and fused optimizers write without counting.
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+# What a module itself has, not those within it: name -> tensor or module, or None where a name is not filled.
+own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
+BatchNorm: type[nn.modules.batchnorm._BatchNorm] = (
+    nn.modules.batchnorm._BatchNorm
+)  # of all dimensions, and SyncBatchNorm
+Dropout: type[nn.modules.dropout._DropoutNd] = nn.modules.dropout._DropoutNd  # of all dimensions, and alpha dropout
+
+# Of DistributedDataParallel, of its reducer, of an iterator of a DataLoader, and of an optimizer.
+comm_hooks: Callable[[Any], list[tuple[Any, Any]]] = operator.attrgetter("_comm_hooks")
+sync_buffers: Callable[[Any], None] = operator.methodcaller("_sync_buffers")
+rebuild_buckets: Callable[[Any], None] = operator.methodcaller("_rebuild_buckets")
+shutdown_workers: Callable[[Any], None] = operator.methodcaller("_shutdown_workers")
+init_group: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_init_group")
 
 # One kernel for many tensors.
 foreach_add_ = torch._foreach_add_

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from looplib._core import modules as _modules
 from looplib._core import torch_private, trees
@@ -195,7 +194,7 @@ def _batch_norms(host: _modules.Host) -> list[str]:
     return [
         f"{name or 'the model'} ({type(module).__name__})"
         for name, module in _modules.named_modules(host.model)
-        if isinstance(module, _BatchNorm) and (modes[module] or module.running_mean is None)
+        if isinstance(module, torch_private.BatchNorm) and (modes[module] or module.running_mean is None)
     ]
 
 

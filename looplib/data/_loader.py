@@ -71,7 +71,7 @@ class Loader:
     drop_last: bool
     limit: int | None
     divide: bool
-    _source: Source
+    source: Source
     _move: Callable[[Any], Any]
     left_out: frozenset[Any] = frozenset()
 
@@ -103,11 +103,11 @@ class Loader:
         (samples,) int64, or a list of keys where a sampler gives others; of this rank's part of the batch. None for a
         stream, whose samples have no indices.
         """
-        if not isinstance(self._source, Samples):
+        if not isinstance(self.source, Samples):
             return None
-        plan = self._source.plan(state.epoch)
-        check_position(state, len(plan), self._source.length)
-        return plan.batch(state.batch, *(rank_and_ranks(self.divide) if self._source.batched else (0, 1)))[0]
+        plan = self.source.plan(state.epoch)
+        check_position(state, len(plan), self.source.length)
+        return plan.batch(state.batch, *(rank_and_ranks(self.divide) if self.source.batched else (0, 1)))[0]
 
     def resume(self, state: TrainState) -> TrainState:
         """The state of a run that began with another batch size or dataset, to continue with this loader.
@@ -129,7 +129,7 @@ class Loader:
             ValueError: within an epoch that this loader cannot continue.
             TypeError: a stream, whose samples are not counted.
         """
-        source = self._source
+        source = self.source
         if not isinstance(source, Samples) or self.order is None:
             raise TypeError(
                 f"a loader over a stream ({type(self.dataset).__name__}) cannot continue a run that began with another "
@@ -163,21 +163,21 @@ class Loader:
         }
 
     def _described_order(self) -> str:
-        if self.order is None or not isinstance(self._source, Samples):
+        if self.order is None or not isinstance(self.source, Samples):
             return "stream"
-        checksum = self.order.checksum(self._source.plan)
+        checksum = self.order.checksum(self.source.plan)
         return repr(self.order) if checksum is None else f"{self.order!r}, checksum {checksum:08x}"
 
     def _batches(self, state: TrainState, *, pairs: bool) -> Iterator[Any]:
         rank, ranks = rank_and_ranks(self.divide)
-        read = self._source.read(state, rank, ranks, train=not pairs)
+        read = self.source.read(state, rank, ranks, train=not pairs)
         return delivered(read, self._move, state.epoch, state.batch, rank, ranks, pairs=pairs)
 
     def _say_if_epochs_have_no_end(self, state: TrainState) -> None:
         """Warn of a training state without an epoch_length, whose epochs the step would not end."""
         if state.epoch_length is not None or state.step or state.opt_state is None:
             return
-        if isinstance(self._source, Samples) and not isinstance(self.order, sampler):
+        if isinstance(self.source, Samples) and not isinstance(self.order, sampler):
             warnings.warn(
                 f"state.epoch_length is None, so train_step cannot know that an epoch has {len(self)} batches; write "
                 "ll.init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop",
@@ -185,12 +185,12 @@ class Loader:
             )
 
     def __len__(self) -> int:
-        if not isinstance(self._source, Samples):
+        if not isinstance(self.source, Samples):
             raise TypeError(
                 f"a loader over a stream ({type(self.dataset).__name__}) has no length; leave epoch_length out "
                 "of init_state, and call state = ll.end_epoch(state) after the for loop"
             )
-        return self._source.length
+        return self.source.length
 
     @property
     def shuffles(self) -> bool:
@@ -201,7 +201,7 @@ class Loader:
         raise TypeError("a Loader is a function of the state: write `for batch in loader(state)`")
 
     def __repr__(self) -> str:
-        batches = f"{self._source.length} batches" if isinstance(self._source, Samples) else "a stream"
+        batches = f"{self.source.length} batches" if isinstance(self.source, Samples) else "a stream"
         return f"Loader({type(self.dataset).__name__}, {batches}, batch_size={self.batch_size}, seed={self.seed})"
 
 

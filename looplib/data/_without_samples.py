@@ -38,7 +38,7 @@ def without_samples(loader: Loader, rows: Iterable[Any] | Tensor) -> Loader:
         TypeError: a loader over a stream, whose samples have no indices.
         ValueError: a row that the dataset does not have; by `loader(state)`, fewer samples left than batches.
     """
-    source = loader._source
+    source = loader.source
     if not isinstance(source, Samples):
         raise TypeError(
             f"a stream ({type(loader.dataset).__name__}) has no numbered rows; leave them out where it yields them"
@@ -63,5 +63,5 @@ def without_samples(loader: Loader, rows: Iterable[Any] | Tensor) -> Loader:
         return plan
 
     return dataclasses.replace(
-        loader, _source=dataclasses.replace(source, plan=plan_of), left_out=loader.left_out | gone
+        loader, source=dataclasses.replace(source, plan=plan_of), left_out=loader.left_out | gone
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
+from looplib._core import torch_private
 from looplib._core.random import mix
 from looplib.data._random_streams import STREAM
 
@@ -44,7 +45,7 @@ class Engines:
             if not (sound and engine.persistent_workers) and engine.num_workers:
                 # Left to __del__, they would live as long as a traceback that holds them, and when the garbage
                 # collector then stops them, its order of things makes that a wait of 5 seconds.
-                source._shutdown_workers()
+                torch_private.shutdown_workers(source)
 
 
 def start_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:

@@ -184,7 +184,7 @@ class Background:
         self._sink, self._max_pending, self._patience = sink, max_pending, patience
         self._renew()
         # Before what atexit runs, which ends what the sink works with (a run of W&B); as concurrent.futures does it.
-        threading._register_atexit(self.close)  # type: ignore[attr-defined]
+        threading._register_atexit(self.close)  # type: ignore[attr-defined]  # noqa: SLF001
 
     def _renew(self) -> None:
         self._pid = os.getpid()

@@ -94,8 +94,7 @@ def next_token_loss(
             bias,
             torch.where(valid, labels, 0),
             valid,
-            label_smoothing,
-            z_loss,
+            _Terms(label_smoothing, z_loss),
             chunk_size,
             torch.is_grad_enabled(),
         )
@@ -141,6 +140,13 @@ def _of_logits(
     if z_loss:
         total = total + z_loss * logits.logsumexp(-1).square().masked_fill(~valid, 0).sum()
     return total
+
+
+class _Terms(NamedTuple):
+    """What the loss has beside the cross-entropy."""
+
+    label_smoothing: float
+    z_loss: float
 
 
 class _Chunk(NamedTuple):
@@ -212,8 +218,7 @@ class _ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         valid: Tensor,
-        label_smoothing: float,
-        z_loss: float,
+        terms: _Terms,
         chunk_size: int,
         differentiate: bool,
     ) -> Tensor:
@@ -235,9 +240,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 rows = slice(begin, begin + chunk_size)
                 x = hidden[rows].to(dtype)
                 chunk = _chunk_of(F.linear(x, weight, bias).to(wide), labels[rows], valid[rows])
-                total += chunk.loss(label_smoothing, z_loss)
+                total += chunk.loss(*terms)
                 if any(needs):
-                    _add_gradients(grads, rows, chunk.gradient_(label_smoothing, z_loss), x, weight)
+                    _add_gradients(grads, rows, chunk.gradient_(*terms), x, weight)
                 del chunk  # before the logits of the next one are made
         ctx.save_for_backward(*grads)
         return total
@@ -249,4 +254,4 @@ class _ChunkedLoss(torch.autograd.Function):
             None if grad is None else (grad * scale).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *grads, None, None, None, None, None, None
+        return *grads, None, None, None, None, None

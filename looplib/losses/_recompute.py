@@ -144,8 +144,8 @@ _HOOKS = (
 
 def _places(module: nn.Module) -> Iterator[Place]:
     for inner in module.modules():
-        for key, buffer in inner._buffers.items():
-            yield inner._buffers, key, buffer
+        for key, buffer in torch_private.own_buffers(inner).items():
+            yield torch_private.own_buffers(inner), key, buffer
         for key in _HOOKS:
             if inner is not module and (hooks := vars(inner)[key]):
                 yield vars(inner), key, hooks

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core import torch_private
 from looplib._core.torch_private import pytree
 from looplib.optim._hyperparameters import injected
 from looplib.optim._kernels import fused_groups
@@ -104,9 +105,10 @@ def _of_torch(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) 
     made = recipe.build(params, members, fused_groups(recipe, params, members))
     for tensor in params.values():
         tensor.grad = tensor.new_zeros(()).expand_as(tensor)  # it is only looked at, so it takes no memory
-    lists = len(inspect.signature(made._init_group).parameters) - 1
+    init_group = torch_private.init_group(made)
+    lists = len(inspect.signature(init_group).parameters) - 1
     for group in made.param_groups:
-        made._init_group(group, *([] for _ in range(lists)))
+        init_group(group, *([] for _ in range(lists)))
     return {name: dict(made.state[tensor]) for name, tensor in params.items()}
 
 

@@ -220,9 +220,9 @@ def eager_update(
         elif left:
             evaluate = extra.get("evaluate")
             with streams_at(mix(extra.get("seed", 0), step, STREAM), plan.key[2]):
-                new_state |= _run_others(
-                    plan, values, grads, tensors, working, params, opt_state, late, donate, evaluate
-                )
+                first = late & grads.keys()
+                lent = _instance_of_others(plan, values, tensors, params, opt_state, late, first)
+                new_state |= _run_others(plan, lent, grads, tensors, working, opt_state, first, donate, evaluate)
     finally:
         torch_private.set_grad_enabled(grad_mode)
     _donation.writes.count += donate
@@ -319,20 +319,17 @@ def _fits(names: Sequence[str], grads: Grads, tensors: Params, working: States) 
 
 def _run_others(
     plan: Plan,
-    values: Sequence[dict[str, Any]],
+    lent: tuple[Any, dict[str, Any]],
     grads: Grads,
     tensors: Params,
     working: States,
-    params: Params,
     opt_state: Mapping[str, Any],
-    late: frozenset[str],
+    first: Set[str],
     donate: bool,
     evaluate: Evaluate | None,
 ) -> dict[str, Any]:
     """The own step of a third party's class on these tensors, in place; returns what it keeps beside parameters."""
-    recipe, first = plan.recipe, late & grads.keys()
-    lent = _instance_of_others(plan, values, tensors, params, opt_state, late, first)
-    instance = lent[0]
+    recipe, instance = plan.recipe, lent[0]
     for name in grads.keys() - first:
         kinds = plan.objects.get(name)
         instance.state[tensors[name]] = unpacked(working[name], kinds) if kinds else working[name]

@@ -180,7 +180,7 @@ class early_stopping(Predicate):
         if not is_count(self.patience):
             raise ValueError(f"{self!r}: patience must be an int of at least 1.")
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         return _record(state, self.key).waited >= self.patience
 
     def __repr__(self) -> str:
@@ -220,7 +220,7 @@ class at_best(Predicate):
 
     key: str = field(default="best", kw_only=True)
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         record = _record(state, self.key)
         # A second evaluation at the step of the best, as after a restore, has waited. Where small improvements count
         # less than the best does, that says nothing.

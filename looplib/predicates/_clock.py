@@ -44,7 +44,7 @@ class every_seconds(_Clock):
 
     __slots__ = ()
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         now = self.clock()
         if not any_rank(now >= self.due):
             return False
@@ -69,5 +69,5 @@ class after_seconds(_Clock):
 
     __slots__ = ()
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         return any_rank(self.clock() >= self.due)

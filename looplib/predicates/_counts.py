@@ -118,7 +118,7 @@ class every_n_steps(_Every):
     def __post_init__(self) -> None:
         self._check_ints()
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         return _crossed(state.step - state.batch_steps, state.step, self.n, self.offset, self.first, self.last)
 
 
@@ -147,7 +147,7 @@ class every_n_samples(_Every):
     def __post_init__(self) -> None:
         self._check_ints()
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         now = state.samples
         return _crossed(now - state.batch_samples, now, self.n, self.offset, self.first, self.last)
 
@@ -191,7 +191,7 @@ class every_n_epochs(_Every):
         self._check_order(n, offset, first, last)
         object.__setattr__(self, "_parts", (n, offset, first, last, per_epoch))
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         n, offset, first, last, per_epoch = self._parts
         if per_epoch == 1:  # only ends of epochs, so that a stream will do
             return not state.batch and _crossed(state.epoch - 1, state.epoch, n, offset, first, last)
@@ -211,7 +211,7 @@ class at_epoch_end(Predicate):
     With a stream, ask it about the state that `ll.end_epoch` returned. It is another name for ``every_n_epochs(1)``.
     """
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         return state.batch == 0 and state.epoch > 0
 
     def between(self, first: Number, last: Number = math.inf) -> Predicate:
@@ -246,7 +246,7 @@ class at_step(Predicate):
             raise ValueError(f"at_step{steps!r}: expected one or more steps, ints of at least 1.")
         object.__setattr__(self, "steps", frozenset(steps))
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         return not self.steps.isdisjoint(range(state.step - state.batch_steps + 1, state.step + 1))
 
     def once(self) -> Predicate:
@@ -288,7 +288,7 @@ class after_steps(_After):
 
     _every = every_n_steps
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         return state.step >= self.n
 
 
@@ -318,7 +318,7 @@ class after_epochs(_After):
     def __post_init__(self) -> None:
         _epochs(self, self.n)
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         n = _fraction(self.n)
         if n.denominator == 1:  # an end of an epoch, so that a stream will do
             return state.epoch >= n
@@ -340,5 +340,5 @@ class after_samples(_After):
 
     _every = every_n_samples
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         return state.samples >= self.n

@@ -41,7 +41,7 @@ class Predicate:
 
     def __call__(self, state: TrainState) -> bool:
         try:
-            return self._fires(state)
+            return self.fires(state)
         except AttributeError:
             if isinstance(state, TrainState):
                 raise
@@ -50,7 +50,7 @@ class Predicate:
             "predicate(state)."
         )
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         raise NotImplementedError
 
     def between(self, first: Number, last: Number = math.inf) -> Predicate:
@@ -111,8 +111,8 @@ class _And(Predicate):
     left: Predicate
     right: Predicate
 
-    def _fires(self, state: TrainState) -> bool:
-        return self.left._fires(state) and self.right._fires(state)
+    def fires(self, state: TrainState) -> bool:
+        return self.left.fires(state) and self.right.fires(state)
 
     def __repr__(self) -> str:
         return f"({self.left!r} & {self.right!r})"
@@ -123,8 +123,8 @@ class _Or(Predicate):
     left: Predicate
     right: Predicate
 
-    def _fires(self, state: TrainState) -> bool:
-        return self.left._fires(state) or self.right._fires(state)
+    def fires(self, state: TrainState) -> bool:
+        return self.left.fires(state) or self.right.fires(state)
 
     def __repr__(self) -> str:
         return f"({self.left!r} | {self.right!r})"
@@ -134,8 +134,8 @@ class _Or(Predicate):
 class _Not(Predicate):
     inner: Predicate
 
-    def _fires(self, state: TrainState) -> bool:
-        return not self.inner._fires(state)
+    def fires(self, state: TrainState) -> bool:
+        return not self.inner.fires(state)
 
     def __repr__(self) -> str:
         return f"~{self.inner!r}"
@@ -164,7 +164,7 @@ class predicate(Predicate):
         if not callable(self.function):
             raise TypeError(f"predicate: expected a function of the state, got {self.function!r}.")
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         return bool(self.function(state))
 
     def __repr__(self) -> str:

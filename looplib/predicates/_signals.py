@@ -97,7 +97,7 @@ class after_signal(Predicate):
         # At the exit of Python, a signal that comes again shall not cut off what is still being written.
         self._close.atexit = False
 
-    def _fires(self, state: TrainState) -> bool:
+    def fires(self, state: TrainState) -> bool:
         return any_rank(bool(self._watch.came))
 
     def close(self) -> None:
@@ -223,4 +223,4 @@ class _Handler:
 def _handler(number: int) -> Any:
     """The handler of a signal, below the guard of `_core.interrupts`, which the next batch or donated step restores."""
     current = signal.getsignal(number)
-    return current.handlers[number] if isinstance(current, _interrupts._Guard) else current
+    return current.handlers[number] if isinstance(current, _interrupts.Guard) else current

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from looplib._core.closures import Variable, walk
 from looplib._core.modules import _generators, named_modules
+from looplib._core.torch_private import own_buffers, own_parameters
 from looplib.testing._compare import copied_leaf, differences, recorded, same
 from looplib.testing._report import listed
 from looplib.types import TrainState
@@ -92,7 +93,7 @@ def _add_module(model: nn.Module, fixed: dict[str, Any], memory: dict[str, Any])
     for prefix, module in named_modules(model):
         path = f"{type(model).__name__}.{prefix}".rstrip(".")
         fixed[f"{path}.training"] = module.training
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        for name, tensor in [*own_parameters(module).items(), *own_buffers(module).items()]:
             if tensor is not None and not nn.parameter.is_lazy(tensor):
                 fixed[f"{path}.{name}"] = copied_leaf(tensor)
                 fixed[f"{path}.{name}.requires_grad"] = tensor.requires_grad

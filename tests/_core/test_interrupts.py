@@ -128,7 +128,7 @@ def press(times=1):
 
 
 def guarded():
-    return isinstance(signal.getsignal(signal.SIGINT), _interrupts._Guard)
+    return isinstance(signal.getsignal(signal.SIGINT), _interrupts.Guard)
 
 
 def wait_for_interrupt():
