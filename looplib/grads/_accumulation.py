@@ -108,13 +108,18 @@ def over(
         outs: list[Gradients] = record.microbatches(state, pieces, whole)
     else:
         outs = _one_by_one(grad_fn, state, pieces, whole, dtype)
+    out = _joined(outs)
+    return out if part.summed else mean_of_sums(out)
+
+
+def _joined(outs: Sequence[Gradients]) -> Gradients:
+    """The last one's, which has the gradients of all, with the metrics, samples and weights of all."""
     weights = [out.weight for out in outs if out.weight is not None]
-    out = outs[-1]._replace(
+    return outs[-1]._replace(
         metrics=merge(*[out.metrics for out in outs]),
         samples=sum(out.samples for out in outs),
         weight=sum_of_weights(weights) if weights else None,
     )
-    return out if part.summed else mean_of_sums(out)
 
 
 def _one_by_one(
@@ -132,17 +137,7 @@ def _one_by_one(
         last = part.context.last and len(outs) == len(pieces) - 1
         context = dataclasses.replace(part.context, into=grads if adds else None, last=last, ranks=ranks)
         out = grad_fn(state, piece, dataclasses.replace(part, index=index, normalizer=normalizer, context=context))
-        if out.ranks > 1 and dtype is not None:
-            raise RuntimeError(
-                f"accumulate(dtype={dtype}) adds up in memory of its own, which DDP and FSDP2 do not reduce over the "
-                "ranks: leave it out, and give fully_shard a MixedPrecisionPolicy(reduce_dtype=...), or leave the "
-                "model unwrapped and use ll.grads.reduce_gradients"
-            )
-        if out.weight is None and out.ranks == 1:
-            raise TypeError(
-                f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
-                "accumulated hands its `part` on to the one that it wraps (see ll.types.Part)"
-            )
+        _check_summed(grad_fn, out, dtype)
         normalizer, ranks = out.normalizer, out.ranks
         adds = adds or ranks > 1
         if adds:
@@ -150,12 +145,33 @@ def _one_by_one(
         else:
             _add(grads, out.grads, dtype)
         outs.append(out._replace(grads={}))
-        if any(tensor is not state.buffers[name] for name, tensor in out.buffers.items()):
-            state = state.replace(buffers=out.buffers)
-        if out.params is not None:
-            state = state.replace(params={**state.params, **out.params})
+        state = _moved_on(state, out)
     outs[-1] = outs[-1]._replace(grads=grads)
     return outs
+
+
+def _check_summed(grad_fn: GradFn, out: Gradients, dtype: torch.dtype | None) -> None:
+    """Refuse gradients of a piece that cannot be added to those of others."""
+    if out.ranks > 1 and dtype is not None:
+        raise RuntimeError(
+            f"accumulate(dtype={dtype}) adds up in memory of its own, which DDP and FSDP2 do not reduce over the "
+            "ranks: leave it out, and give fully_shard a MixedPrecisionPolicy(reduce_dtype=...), or leave the "
+            "model unwrapped and use ll.grads.reduce_gradients"
+        )
+    if out.weight is None and out.ranks == 1:
+        raise TypeError(
+            f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
+            "accumulated hands its `part` on to the one that it wraps (see ll.types.Part)"
+        )
+
+
+def _moved_on(state: TrainState, out: Gradients) -> TrainState:
+    """The state for the next piece: with the buffers, and the renormed embeddings, that this one left."""
+    if any(tensor is not state.buffers[name] for name, tensor in out.buffers.items()):
+        state = state.replace(buffers=out.buffers)
+    if out.params is not None:
+        state = state.replace(params={**state.params, **out.params})
+    return state
 
 
 def _adds(grad_fn: GradFn, part: Part) -> bool:
