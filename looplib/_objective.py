@@ -23,7 +23,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.ranks import Sums, add_up_over_ranks, shards, total_over_ranks
-from looplib._core.tracing import tracing
+from looplib._core.tracing import entered, tracing
 from looplib.metrics._mean import Mean
 from looplib.types import Gradients
 
@@ -137,7 +137,7 @@ _constants: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
 def scalar_like(like: Tensor, value: float = 1.0) -> Tensor:
     """A scalar on the device and of the dtype of another tensor, made once."""
     kind = like.device, like.dtype, value
-    if tracing():
+    if entered and tracing():
         return torch.full((), value, device=like.device, dtype=like.dtype)
     if (constant := _constants.get(kind)) is None:
         if len(_constants) > 100:

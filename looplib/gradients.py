@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import kinds, torch_private
 from looplib._core import modules as _modules
-from looplib._core import tracing as _tracing
 from looplib._core.cuts import cuts_marked
-from looplib._core.engines import Alone
+from looplib._core.engines import ALONE, Alone
 from looplib._core.ignored_labels import Watch
 from looplib._core.kinds import Made, check_kind
 from looplib._core.random import mix
 from looplib._core.ranks import rank, several
-from looplib._core.tracing import tracing
+from looplib._core.tracing import differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import Objective, mean_over_ranks, objective_of, on_host, scalar_like, weight_on_host
 from looplib.metrics._mean import Mean
@@ -95,7 +94,7 @@ def make_grad_fn(
             params = _renormed(host, params, names, part)
         passes = host.engine.passes(part, batches, batch_size, lambda: host.holds(params))
         leaves = _Leaves(params, names)
-        seeds = _seeds(state, part, len(batches))
+        seeds = _seeds(state, part, len(batches), leaves.traced)
         outs: list[Gradients] = []
 
         def body() -> None:
@@ -113,9 +112,8 @@ def make_grad_fn(
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
         try:
             torch_private.set_grad_enabled(True)
-            leaves.freeze()
             passes.begin()
-            host.run(leaves.among(params), lent, seeds[0], body)
+            host.run(leaves.all, lent, seeds[0], body)
         except Exception as error:
             batch = batches[min(len(outs), len(batches) - 1)]
             raise passes.failure(host.explained(error, params, buffers, batch), finish)  # noqa: B904
@@ -124,7 +122,8 @@ def make_grad_fn(
             try:
                 torch_private.set_grad_enabled(grad_mode)
                 leaves.end()
-                passes.end()
+                if passes is not ALONE:
+                    passes.end()
             finally:
                 _interrupts.end_hold(thread)
                 _interrupts.deliver()
@@ -165,23 +164,31 @@ def _microbatch_of(
         first: bool,
         final: bool,
     ) -> Gradients:
-        passes.before(final)
+        shared, summed = passes is not ALONE, part.reduction == "sum"
+        if shared:
+            passes.before(final)
         samples = batch_size(batch)
-        with cuts_marked():
-            loss, aux = split_loss(loss_fn(model, batch))
-        if (part.summed or passes.ranks > 1) and not isinstance(loss, Mean):
+        if leaves.traced:
+            with cuts_marked():
+                out = loss_fn(model, batch)
+        else:
+            out = loss_fn(model, batch)
+        loss, aux = split_loss(out)
+        if (summed or passes.ranks > 1) and not isinstance(loss, Mean):
             watch.look(batch)
         objective = _objective(passes, loss, samples, part, normalizer, first)
-        _backward(objective.value, objective.factor, part.scale, leaves.inputs())
-        metrics = _records(loss, aux, samples)
+        _backward(objective.value, objective.factor, part.scale, leaves.inputs, leaves.again)
+        metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
+        for name, value in aux.items():
+            metrics[name] = record(name, value, samples)
         grads, after = {}, {}
         if final:
             for left in reversed(range(passes.spare)):
                 passes.before_spare(left)
                 again = split_loss(loss_fn(model, batch))[0]
                 _backward(objective_of(again, 0, True, 1.0).value, 0.0, part.scale)
-            grads, after = leaves.grads(), host.buffers()
-        counted = passes.samples(samples, first)
+            grads, after = leaves.grads(), host.buffers() if host.slots.buffers else {}
+        counted = passes.samples(samples, first) if shared else samples
         return Gradients(grads, metrics, after, counted, objective.weight, objective.normalizer, passes.ranks)
 
     return microbatch
@@ -208,33 +215,36 @@ def _warn_of_eval_mode(host: _modules.Host, names: Sequence[str]) -> None:
 
 
 class _Leaves:
-    """The parameters that are trained, as leaves of the graph of a call, with its gradients in `grad`."""
+    """The parameters that are trained, as leaves of the graph of a call, with its gradients in `grad`.
 
-    __slots__ = ("_frozen", "_leaves", "_stale")
+    Attributes:
+        all: all parameters, these among them.
+        traced: whether the call is written down, rather than made.
+        inputs: what a backward pass that is written down has to name.
+        again: whether its formulas need a gradient themselves.
+    """
+
+    __slots__ = ("_frozen", "_leaves", "_stale", "again", "all", "inputs", "traced")
 
     def __init__(self, params: dict[str, Tensor], names: Sequence[str]) -> None:
         self._leaves = {name: _leaf(name, params[name]) for name in names}
+        self.all = self._leaves
         self._frozen: list[Tensor] = []
         if len(names) < len(params):
             rest = (_leaf(name, tensor) for name, tensor in params.items() if name not in self._leaves)
             self._frozen = [tensor for tensor in rest if tensor.requires_grad]
+            self.all = {**params, **self._leaves}
         self._stale = [leaf.grad for leaf in self._leaves.values()]
-
-    def freeze(self) -> None:
-        for tensor in self._frozen:
-            tensor.requires_grad_(False)
+        self.traced = bool(entered) and tracing()
+        self.inputs = tuple(self._leaves.values()) if self.traced else ()
+        self.again = self.traced and differentiated()
 
     def begin(self, into: Mapping[str, Tensor] | None) -> None:
-        """Let gradients add up from nothing, or into these."""
+        """Let gradients add up from nothing, or into these; parameters that are not trained get none."""
+        for tensor in self._frozen:
+            tensor.requires_grad_(False)
         for name, leaf in self._leaves.items():
             leaf.grad = into.get(name) if into else None
-
-    def inputs(self) -> Iterable[Tensor]:
-        return self._leaves.values() if tracing() else ()
-
-    def among(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All parameters, these among them."""
-        return self._leaves if len(self._leaves) == len(params) else {**params, **self._leaves}
 
     def grads(self) -> dict[str, Tensor]:
         return {name: grad for name, leaf in self._leaves.items() if (grad := leaf.grad) is not None}
@@ -277,9 +287,9 @@ def _kept(before: Tensor, lent: Tensor, after: Tensor) -> Tensor:
     return after.detach()
 
 
-def _seeds(state: TrainState, part: Part, count: int) -> list[int]:
+def _seeds(state: TrainState, part: Part, count: int, traced: bool) -> list[int]:
     here = state.seed, state.step, rank()
-    return [index if tracing() else mix(*here, index) for index in indices(part, count)]
+    return [index if traced else mix(*here, index) for index in indices(part, count)]
 
 
 def _objective(
@@ -293,14 +303,7 @@ def _objective(
         normalizer = agreed
     elif normalizer is None and not isinstance(loss, Mean):
         normalizer = part.context.samples  # known beforehand, so there is nothing to divide at the end
-    return objective_of(loss, samples, part.summed, normalizer, passes.ranks, total)
-
-
-def _records(loss: Any, aux: Mapping[str, Any], samples: int) -> dict[str, Metric]:
-    metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
-    for name, value in aux.items():
-        metrics[name] = record(name, value, samples)
-    return metrics
+    return objective_of(loss, samples, part.reduction == "sum", normalizer, passes.ranks, total)
 
 
 def indices(part: Part, count: int) -> Iterable[int]:
@@ -366,7 +369,13 @@ def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
 _run_backward = torch_private.run_backward
 
 
-def _backward(loss: Tensor, factor: Tensor | float, scale: Tensor | None, inputs: Iterable[Tensor] = ()) -> None:
+def _backward(
+    loss: Tensor,
+    factor: Tensor | float,
+    scale: Tensor | None,
+    inputs: tuple[Tensor, ...] = (),
+    again: bool = False,
+) -> None:
     """`(loss * factor * scale).backward()` for a loss that has been looked at: the factors need no operation."""
     if loss.dim():
         loss = loss.reshape(())
@@ -375,8 +384,7 @@ def _backward(loss: Tensor, factor: Tensor | float, scale: Tensor | None, inputs
         seed = seed * scale
     if scale is not None or seed is factor:
         seed = seed.reshape(()).to(loss.device, loss.dtype)
-    again = _tracing.differentiated()  # by formulas that have a gradient themselves
-    _run_backward((loss,), (seed,), again, again, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
+    _run_backward((loss,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
 def record(name: str, value: Any, samples: int) -> Metric:

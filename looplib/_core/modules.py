@@ -153,7 +153,8 @@ class Host:
         if self.unfilled:
             self._refuse_filled()
         swaps = self._swaps(params, buffers)
-        if lent := self.engine.lend(params, self.params):
+        engine = self.engine if self.engine.name else None
+        if lent := engine.lend(params, self.params) if engine else None:
             swaps = [swap for swap in swaps if id(swap[2]) not in lent.owners]
         modes = [(module, mode) for module, mode in self.modes if module.training is not mode]
         device = next(iter(params.values())).device if params else _CPU
@@ -179,7 +180,8 @@ class Host:
                     owner[key] = own
                 for owner, key, _ in self.unfilled:
                     owner[key] = None
-                self.engine.take_back(lent)
+                if engine:
+                    engine.take_back(lent)
                 self._set_modes()
                 for module, mode in modes:
                     module.training = not mode
@@ -210,7 +212,8 @@ class Host:
     def _seed(self, seed: int) -> None:
         for generator in self.generators:
             generator.manual_seed(seed)
-        _tracing.draws_for(seed)
+        if _tracing.entered:
+            _tracing.draws_for(seed)
 
     def _set_modes(self) -> None:
         """The modes that this module runs in, whatever a loss function has made of them."""

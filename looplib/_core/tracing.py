@@ -105,44 +105,46 @@ class within:
 
     def __enter__(self) -> None:
         self.before = _here()
-        _entered.append(self)
+        entered.append(self)
         torch_private.set_thread_value(_KEY, self)
 
     def __exit__(self, *_: Any) -> None:
         torch_private.set_thread_value(_KEY, self.before)
-        _entered.remove(self)
+        entered.remove(self)
 
 
 _KEY = "looplib.tracing"
 
-_entered: list[within] = []  # in any thread: where there is none, which is nearly always, nothing else is looked at
+# In any thread: where there is none, which is nearly always, nothing else is looked at. What each step passes looks here
+# before it asks `tracing()`.
+entered: list[within] = []
 
 
 def _here() -> within | None:
-    here: within | None = torch_private.thread_value(_KEY) if _entered else None
+    here: within | None = torch_private.thread_value(_KEY) if entered else None
     return here
 
 
 def current() -> Trace | None:
     """The trace of the step that is being written down now."""
-    here = _here() if _entered else None
+    here = _here() if entered else None
     return None if here is None else here.trace
 
 
 def tracing() -> bool:
     """Tell whether a step is being written down now, rather than taken."""
-    return current() is not None if _entered else False
+    return current() is not None if entered else False
 
 
 def differentiated() -> bool:
     """Tell whether a step is being written down to be differentiated itself."""
-    here = _here() if _entered else None
+    here = _here() if entered else None
     return here is not None and here.differentiable
 
 
 def draws_for(microbatch: int) -> None:
     """Say which microbatch a trace's random numbers are drawn for from now on."""
-    if _entered and (trace := current()) is not None:
+    if entered and (trace := current()) is not None:
         trace.stream = microbatch
 
 

@@ -58,7 +58,10 @@ class Visits(nn.Module):
 
 
 class Halfway(torch.optim.SGD):
-    """Does something once when the first parameter is written and the others are not."""
+    """Does something once when the first parameter is written and the others are not.
+
+    A rehearsal, of one parameter alone, is no update.
+    """
 
     action = None
     finished = 0
@@ -68,10 +71,10 @@ class Halfway(torch.optim.SGD):
         for group in self.param_groups:
             for tensor in group["params"]:
                 tensor.add_(tensor.grad, alpha=-group["lr"])
-                action, Halfway.action = Halfway.action, None
-                if action:
+                if len(group["params"]) > 1 and (action := Halfway.action):
+                    Halfway.action = None
                     action()
-        Halfway.finished += 1
+        Halfway.finished += any(len(group["params"]) > 1 for group in self.param_groups)
 
 
 class Parts:
