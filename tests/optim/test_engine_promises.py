@@ -651,3 +651,32 @@ def test_a_wrapped_optimizer_names_the_state_that_is_not_its_own(wrapper, donate
         step(ll.init_state(model), torch.ones(2, 3))
     with pytest.raises(ValueError, match=f"of another optimizer, with state, and {wrapper} is .* keeps inner_state"):
         step(ll.init_state(model, adamw), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adagrad, {}),
+    ],
+)
+def test_a_kernel_that_looplib_takes_by_itself_differs_from_torchs_default_by_rounding_alone(
+    cls, options, dtype, donate
+):
+    draw = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(100, generator=draw).to(dtype)}  # more numbers than a vector of the processor has
+    grads = [{"w": torch.randn(100, generator=draw).to(dtype)} for _ in range(6)]
+    raw = torch.nn.Parameter(params["w"].clone())
+    torchs = cls([raw], lr=0.05, **options)
+    optimizer = ll.optimizer(cls, lr=0.05, **options)
+    opt_state = optimizer.init(params)
+    for step, given in enumerate(grads):
+        raw.grad = given["w"].clone()
+        torchs.step()
+        params, opt_state, _ = optimizer.update(given, opt_state, params, step, donate=donate)
+    torch.testing.assert_close(params["w"], raw.detach(), rtol=0, atol=16 * torch.finfo(dtype).eps)
