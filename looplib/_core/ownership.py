@@ -207,9 +207,12 @@ def owner(state: Any, params: Set[str], buffers: Set[str]) -> Chain:
 
 def before_writing(state: Any, params: Set[str], buffers: Set[str]) -> Chain:
     """The chain of this run, whose step is about to write these tensors; `extra` is checked when it has not yet."""
-    chain = state._mark.lane
-    if chain is None or not (params <= chain.params and buffers <= chain.buffers):
-        _check_extra(state, params, buffers)
+    mark: Mark = state._mark
+    chain = mark.lane
+    current = chain is not None and chain.generation == mark.seen.get(chain)
+    if chain is not None and current and params <= chain.params and buffers <= chain.buffers:
+        return chain  # all that later steps do
+    _check_extra(state, params, buffers)
     return owner(state, params, buffers)
 
 
