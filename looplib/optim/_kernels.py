@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -28,6 +29,8 @@ DIRECT = {torch.optim.Adam, torch.optim.AdamW}
 _WRONG = {(torch.optim.SGD, "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)}
 
 _PLAIN = {Tensor, torch.nn.Parameter}
+
+_exp_avg, _exp_avg_sq, _step = map(operator.itemgetter, ("exp_avg", "exp_avg_sq", "step"))
 
 
 def chosen_by_user(recipe: Recipe) -> list[bool]:
@@ -148,14 +151,14 @@ def fused_adam(
     values: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], one: Tensor
 ) -> bool:
     """Adam's or AdamW's fused kernel, in place, as the class calls it; False, and nothing done, if it would be wrong."""
-    lists = [params, grads, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]]
+    lists = [params, grads, [*map(_exp_avg, states)], [*map(_exp_avg_sq, states)]]
     lists.append([state["max_exp_avg_sq"] for state in states] if values["amsgrad"] else [])
     if not _PLAIN.issuperset(map(type, params)) and any(map(is_sharded, params)):
         # Each element by itself: so this rank's part, without what DTensor asks of each operation.
         lists = [shards(tensors) for tensors in lists]
     if not aligned(lists if lists[4] else lists[:4]):
         return False
-    steps = [state["step"] for state in states]
+    steps = [*map(_step, states)]
     torch_private.foreach_add_(steps, one)
     kernel: Any = torch_private.fused_adamw_ if values["decoupled_weight_decay"] else torch_private.fused_adam_
     kernel(

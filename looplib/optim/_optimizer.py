@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.tracing import tracing
+from looplib._core.tracing import entered, tracing
 from looplib.optim._closure import lbfgs_update
 from looplib.optim._comparison import check_against_raw_loop
 from looplib.optim._description import description_of
@@ -99,7 +99,7 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
         grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
     ) -> tuple[Params, Any, bool]:
         check_state(recipe, opt_state, grads)
-        if tracing():
+        if entered and tracing():
             return *traced_update(recipe, grads, opt_state, params, step), True
         if lbfgs:
             return *lbfgs_update(recipe, grads, opt_state, params, step, donate, extra), True
