@@ -182,7 +182,7 @@ def _factor(normalizer: Tensor | float, total: Tensor | float) -> Tensor | float
 
 def sum_of_weights(weights: Sequence[Tensor | float]) -> Tensor | float:
     tensors = [weight for weight in weights if isinstance(weight, Tensor)]
-    number = sum(weight for weight in weights if not isinstance(weight, Tensor))
+    number = sum([weight for weight in weights if not isinstance(weight, Tensor)])
     return torch.stack(tensors).sum() + number if tensors else number
 
 

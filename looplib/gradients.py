@@ -7,6 +7,7 @@ them. What stands between loss and update (clipping, accumulation, loss scales) 
 
 from __future__ import annotations
 
+import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -176,7 +177,12 @@ def _microbatch_of(
         loss, aux = split_loss(out)
         if (summed or passes.ranks > 1) and not isinstance(loss, Mean):
             watch.look(batch)
-        objective = _objective(passes, loss, samples, part, normalizer, first)
+        if passes.ranks > 1:
+            objective = _objective_of_all(passes, loss, samples, part, normalizer, first)
+        else:
+            if normalizer is None and not isinstance(loss, Mean):
+                normalizer = part.context.samples  # known beforehand, so there is nothing to divide at the end
+            objective = objective_of(loss, samples, summed, normalizer)
         _backward(objective.value, objective.factor, part.scale, leaves.inputs, leaves.again)
         metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
         for name, value in aux.items():
@@ -214,6 +220,9 @@ def _warn_of_eval_mode(host: _modules.Host, names: Sequence[str]) -> None:
         )
 
 
+_grad_of = operator.attrgetter("grad")
+
+
 class _Leaves:
     """The parameters that are trained, as leaves of the graph of a call, with its gradients in `grad`.
 
@@ -234,7 +243,7 @@ class _Leaves:
             rest = (_leaf(name, tensor) for name, tensor in params.items() if name not in self._leaves)
             self._frozen = [tensor for tensor in rest if tensor.requires_grad]
             self.all = {**params, **self._leaves}
-        self._stale = [leaf.grad for leaf in self._leaves.values()]
+        self._stale = [*map(_grad_of, self._leaves.values())]
         self.traced = bool(entered) and tracing()
         self.inputs = tuple(self._leaves.values()) if self.traced else ()
         self.again = self.traced and differentiated()
@@ -292,17 +301,15 @@ def _seeds(state: TrainState, part: Part, count: int, traced: bool) -> list[int]
     return [index if traced else mix(*here, index) for index in indices(part, count)]
 
 
-def _objective(
+def _objective_of_all(
     passes: Alone, loss: Any, samples: int, part: Part, normalizer: Tensor | float | None, first: bool
 ) -> Objective:
-    """What to differentiate of a microbatch, by what all ranks agree on where there are several."""
-    agreed = total = None
-    if passes.ranks > 1:
-        agreed, total = passes.agree(weight_on_host(loss), first)
+    """What to differentiate of a microbatch on one of several ranks, by what all of them agree on."""
+    agreed, total = passes.agree(weight_on_host(loss), first)
     if agreed is not None:
         normalizer = agreed
     elif normalizer is None and not isinstance(loss, Mean):
-        normalizer = part.context.samples  # known beforehand, so there is nothing to divide at the end
+        normalizer = part.context.samples
     return objective_of(loss, samples, part.reduction == "sum", normalizer, passes.ranks, total)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import ownership, torch_private
-from looplib._core.buffers import Written, explain
+from looplib._core.buffers import NO_NAMES, NOTHING, Written, explain
 from looplib._core.kinds import check_kind
 from looplib._core.random import mix
 from looplib._core.ranks import rank
@@ -188,14 +188,16 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
         readers = ownership.before_a_step(state, (params, buffers, opt_state))
         _interrupts.install()
         thread = threading.get_ident()
-        saved = in_forward.save(buffers)
+        saved = in_forward.save(buffers) if buffers else NOTHING
         writes = ownership.writes.count
         try:
             try:
                 out = grad_fn(state, batch, part)
             finally:
                 _interrupts.begin_hold(thread)
-            chain = ownership.before_writing(state, out.grads.keys(), in_forward.learn(saved))
+            chain = ownership.before_writing(
+                state, out.grads.keys(), in_forward.learn(saved) if buffers else NO_NAMES
+            )
             new_params, new_opt_state, applied = optimizer.update(
                 out.grads,
                 opt_state,

@@ -43,7 +43,9 @@ class Saved:
         return lost
 
 
-_NOTHING = Saved({}, {})
+# Of a model without buffers, for which a step does nothing else.
+NOTHING = Saved({}, {})
+NO_NAMES: frozenset[str] = frozenset()
 
 
 class Written:
@@ -54,8 +56,6 @@ class Written:
 
     def save(self, buffers: Mapping[str, Tensor]) -> Saved:
         """Before a step."""
-        if not buffers:  # then this is all that a step pays
-            return _NOTHING
         known = self.names
         copies = {
             name: tensor.clone()
@@ -66,8 +66,6 @@ class Written:
 
     def learn(self, saved: Saved) -> set[str]:
         """After a step: all that it or a step before it has written."""
-        if saved is _NOTHING:
-            return set()
         changed = saved.changed()
         if self.names is None or not changed <= self.names:
             # Batch norm's kernels write uncounted, and its module counts: now is the time to compare the values.

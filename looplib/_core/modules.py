@@ -166,9 +166,7 @@ class Host:
         try:
             for owner, key, _, tensor in swaps:
                 owner[key] = tensor
-            for module, mode in modes:
-                module.training = mode
-            self._seed(seed)
+            self.start(seed)
             out = body()
             if self.unfilled:
                 self._refuse_filled()
@@ -182,7 +180,9 @@ class Host:
                     owner[key] = None
                 if engine:
                     engine.take_back(lent)
-                self._set_modes()
+                for module, mode in self.modes:  # whatever the loss function has made of them
+                    if module.training is not mode:
+                        module.training = mode
                 for module, mode in modes:
                     module.training = not mode
                 for generator, stream in zip(generators, streams, strict=True):
@@ -205,21 +205,14 @@ class Host:
         return swaps
 
     def start(self, seed: int) -> None:
-        """Before another microbatch, within `run`: its random streams, and the modes of the first one."""
-        self._set_modes()
-        self._seed(seed)
-
-    def _seed(self, seed: int) -> None:
+        """Before each microbatch, within `run`: its random streams, and the modes that the module runs in."""
+        for module, mode in self.modes:
+            if module.training is not mode:
+                module.training = mode
         for generator in self.generators:
             generator.manual_seed(seed)
         if _tracing.entered:
             _tracing.draws_for(seed)
-
-    def _set_modes(self) -> None:
-        """The modes that this module runs in, whatever a loss function has made of them."""
-        for module, mode in self.modes:
-            if module.training is not mode:
-                module.training = mode
 
     def _refuse_filled(self) -> None:
         if filled := [name for owner, key, name in self.unfilled if owner[key] is not None]:

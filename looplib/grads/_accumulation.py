@@ -8,6 +8,7 @@ update never knows that there were pieces.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check_optional_count
+from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.kinds import made
 from looplib._core.ranks import several
 from looplib._core.trees import batch_size as count_examples
@@ -95,12 +97,14 @@ def over(
     dtype: torch.dtype | None = None,
 ) -> Gradients:
     """The gradients of all pieces together, of so many examples."""
-    context = part.context
+    context, summed = part.context, part.reduction == "sum"
     alone = len(pieces) == 1 and dtype is None and (context.into is None or _adds(grad_fn, part))
     # Other ranks may have more pieces, and what they send each other comes in one order.
-    if alone and (part.summed or not several()):
+    if alone and (summed or not several()):
         return grad_fn(state, pieces[0], part)
-    if context.samples is None:
+    if context is NO_CONTEXT and type(count) is int:
+        context = _of_samples(count)
+    elif context.samples is None:
         context = dataclasses.replace(context, samples=count)
     whole = dataclasses.replace(part, reduction="sum", context=context)
     record = made(grad_fn)
@@ -109,7 +113,13 @@ def over(
     else:
         outs = _one_by_one(grad_fn, state, pieces, whole, dtype)
     out = _joined(outs)
-    return out if part.summed else mean_of_sums(out)
+    return out if summed else mean_of_sums(out)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_samples(count: int) -> Context:
+    """What the microbatches of a step of so many samples are told: the same at each step of a run."""
+    return Context(samples=count)
 
 
 def _joined(outs: Sequence[Gradients]) -> Gradients:
@@ -117,7 +127,7 @@ def _joined(outs: Sequence[Gradients]) -> Gradients:
     weights = [out.weight for out in outs if out.weight is not None]
     return outs[-1]._replace(
         metrics=merge(*[out.metrics for out in outs]),
-        samples=sum(out.samples for out in outs),
+        samples=sum([out.samples for out in outs]),
         weight=sum_of_weights(weights) if weights else None,
     )
 

@@ -56,7 +56,7 @@ class Mean(NamedTuple):
 def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
     """The sum of so many times each, with few operations however many there are."""
     pairs = list(zip(values, times, strict=True))
-    number = sum(value * n for value, n in pairs if not isinstance(value, Tensor))
+    number = sum([value * n for value, n in pairs if not isinstance(value, Tensor)])
     tensors = [value for value in values if isinstance(value, Tensor)]
     tensors = [value.reshape(()) if value.dim() and value.numel() == 1 else value for value in tensors]
     if not tensors:

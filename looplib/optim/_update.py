@@ -127,7 +127,7 @@ def _alike(params: Params, members: Sequence[Sequence[str]]) -> bool:
 def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[str, Any]) -> Plan:
     """The plan for these parameters, made if none of the last few fits."""
     names = [*states]
-    tensors = [params[name] for name in names]
+    tensors = [*map(params.__getitem__, names)]
     # Predicates of groups may look at shapes; without groups nothing depends on them.
     shapes = [*map(_shape_of, tensors)] if recipe.groups else None
     key = names, [*map(_dtype_of, tensors)], tensors[0].device, shapes
@@ -199,8 +199,8 @@ def eager_update(
     if [*map(_dtype_of, grads.values())] != plan.key[1]:
         _check_dtypes(grads, params)
     if donate:
-        tensors = {name: params[name] for name in grads}
-        working: States = {name: states[name] for name in grads}
+        tensors = dict(zip(grads, map(params.__getitem__, grads), strict=True))
+        working: States = dict(zip(grads, map(states.__getitem__, grads), strict=True))
     else:
         tensors, working = _copies(grads, params, states)
     late, kept = _first_updates(plan, opt_state, step, grads, working, donate) if plan.late else (frozenset(), {})
@@ -301,8 +301,7 @@ def _run(
             plan.fell_back |= not group["fused"]
         elif plan.asked[number]:
             given |= {name: realigned(name, grads[name], tensors[name], working[name]) for name in names}
-    for name in grads:
-        instance.state[tensors[name]] = working[name]
+    instance.state = defaultdict(dict, zip(tensors.values(), working.values(), strict=True))
     _step_with(plan, plan.step, lent, given, tensors)
 
 
