@@ -48,7 +48,7 @@ def copy(name: str, folder: str | Path = ".") -> Path:
     """
     found = _found()
     if name not in found:
-        near = difflib.get_close_matches(name, found)
+        near = difflib.get_close_matches(name, found, cutoff=0.7)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(found))}"
         raise ValueError(f"there is no recipe {name!r}; {hint}")
     source = found[name]

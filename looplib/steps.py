@@ -133,6 +133,7 @@ def make_train_step(
             that arrives during the update is taken after it.
         same_batch: for one more update on a batch that another step takes too, as the second network of a GAN does:
             `step` counts it, and the position in the data stays. The other step comes first.
+        unknown: nothing else is taken; `compile=` is refused with what to write instead.
 
     `ll.compile_step` makes one graph of the whole step, `ll.vmap_step` a step of many members.
 

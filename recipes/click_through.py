@@ -68,13 +68,9 @@ def main(
     folder = Path(directory)
     to_file = ll.jsonl(folder / "log.jsonl")
     log = ll.tee(to_file, ll.log.only(ll.console(), ["eval/all/auc", "eval/all/user_auc", "eval/all/loss"]))
+    settings, monitor = {"loader": loader}, "eval/all/user_auc"
     ckpt = ll.checkpoint_io(
-        folder / "checkpoints",
-        keep_last=1,
-        keep_best=1,
-        monitor="eval/all/user_auc",
-        mode="max",
-        describe={"loader": loader},
+        folder / "checkpoints", keep_last=1, keep_best=1, monitor=monitor, mode="max", describe=settings
     )
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     check = ll.evaluate(judges["model"], state, dev, limit=1)  # a mistake shows now, and not after the training
@@ -123,10 +119,8 @@ def make_eval_steps(model: nn.Module, column: int | None) -> dict[str, ll.types.
 
     def metric_fn(model: nn.Module, batch: Batch, users: bool) -> dict[str, Any]:
         chance, clicked = predict_fn(model, batch)["chance"] if column is None else batch[column], batch[1]
-        loss, by_user = (
-            F.binary_cross_entropy(chance, clicked),
-            ll.metrics.GroupedAUC.of(chance, clicked, batch[0][:, 0]),
-        )
+        loss = F.binary_cross_entropy(chance, clicked)
+        by_user = ll.metrics.GroupedAUC.of(chance, clicked, batch[0][:, 0])
         found = {
             "auc": ll.metrics.AUC.of(chance, clicked),
             "loss": loss,

@@ -8,9 +8,8 @@
 The last is for each of 4 hosts, of which HOST is one. Each process holds the whole model and takes its rows of every
 batch; gradients are averaged while the backward pass runs. The batches, losses and weights are those of one process,
 but for how sums of floats round. The first rank writes runs/language_model_ddp, a folder that all hosts must see; the
-others print to rank-1.log and so on in it.
-Ctrl-C, or SIGTERM from a scheduler, ends all at the next line of the log (for which torchrun allows 30 s), and the
-same command goes on from there, with any number of processes.
+others print to rank-1.log and so on in it. Ctrl-C, or SIGTERM from a scheduler, ends all at the next line of the log
+(torchrun allows 30 s for it). Rerunning continues from there, with any number of processes.
 
 Reached by --steps 300 and seed 0, on the CPU in bfloat16: 3.27 bits a byte on the held-out text with 2 processes,
 3.26 with one, in 65 seconds on one core; language_model.py says what 2000 steps reach.
@@ -100,8 +99,7 @@ def main(
 
         began, first, window = time.perf_counter(), state.samples, ll.Window()
         while not done(state):
-            bar = ll.progress(loader(state), state, leave=False)
-            for batch in bar:
+            for batch in (bar := ll.progress(loader(state), state, leave=False)):
                 state, metrics = train_step(state, batch)
                 bar.show(metrics)
                 window = window.add(metrics)

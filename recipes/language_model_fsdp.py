@@ -9,8 +9,7 @@ The last is for each of 4 hosts, of which HOST is one. Each process holds its pa
 takes its rows of every batch; a block's weights are gathered when it runs. The batches, losses and weights are those
 of one process, but for how sums of floats round. runs/language_model_fsdp, a folder that all hosts must see, has the
 log, what the other ranks print, and checkpoints, each rank's part of them. Ctrl-C, or SIGTERM from a scheduler, ends
-all at the next line of the log (torchrun allows 30 s for it); the same command goes on, with any number of processes,
-and so does language_model_ddp.py with that --directory.
+all at the next line of the log (torchrun allows 30 s). Rerunning continues, with any number of processes.
 
 Reached by --steps 300 and seed 0, on the CPU in bfloat16: 3.26 bits a byte on the held-out text with 2 processes, and
 with one, in 60 seconds on one core; language_model.py tells of 2000 steps. In float32, small runs agree to 1e-6.
@@ -114,8 +113,7 @@ def main(
 
         began, first, window = time.perf_counter(), state.samples, ll.Window()
         while not done(state):
-            bar = ll.progress(loader(state), state, leave=False)
-            for batch in bar:
+            for batch in (bar := ll.progress(loader(state), state, leave=False)):
                 state, metrics = train_step(state, batch)
                 bar.show(metrics)
                 window = window.add(metrics)

@@ -6,7 +6,7 @@ from pathlib import Path
 import looplib as ll
 
 ROOT = Path(__file__).parents[1]
-ROOMS = {name: value for name, value in vars(ll).items() if isinstance(value, types.ModuleType) and name[0] != "_"}
+ROOMS = {name: getattr(ll, name) for name in ll.__all__ if isinstance(getattr(ll, name), types.ModuleType)}
 
 
 def public_names():

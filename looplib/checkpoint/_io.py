@@ -106,7 +106,8 @@ def checkpoint_io(
 class CheckpointIO:
     """The checkpoints of one directory, as `checkpoint_io` returns it.
 
-    Where there are several ranks, all of them call each of these methods.
+    Where there are several ranks, all of them call each of these methods. `checkpoint_io` makes it, of a `folder`, a
+    `policy`, whether saves are `asynchronous`, and the `settings` of the run.
     """
 
     def __init__(self, folder: Path, policy: Policy, asynchronous: bool, settings: Settings) -> None:

@@ -111,6 +111,7 @@ def test_training_with_an_evaluation_at_every_step_has_the_bits_of_training_with
             return metric_fn(model, x)
 
         loader = ll.make_loader(torch.utils.data.TensorDataset(torch.randn(12, 3)), batch_size=4, seed=1)
+        state = state.replace(epoch_length=len(loader))
         for (batch,) in loader(state):
             state, _ = step(state, batch)
             if evaluated:

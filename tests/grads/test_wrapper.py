@@ -41,9 +41,12 @@ def marked(grad_fn):
     return marked_grad_fn
 
 
+WHOLE = ll.types.Part()
+
+
 def keeping(grad_fn):
     @ll.grads.wrapper(grad_fn, keeps_max_norm=True)
-    def keeping_grad_fn(state, batch, part):
+    def keeping_grad_fn(state, batch, part=WHOLE):
         return grad_fn(state, batch, part)
 
     return keeping_grad_fn
