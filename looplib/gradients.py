@@ -221,6 +221,7 @@ def _warn_of_eval_mode(host: _modules.Host, names: Sequence[str]) -> None:
 
 
 _grad_of = operator.attrgetter("grad")
+_NO_INPUTS: tuple[Tensor, ...] = ()
 
 
 class _Leaves:
@@ -244,9 +245,9 @@ class _Leaves:
             self._frozen = [tensor for tensor in rest if tensor.requires_grad]
             self.all = {**params, **self._leaves}
         self._stale = [*map(_grad_of, self._leaves.values())]
-        self.traced = bool(entered) and tracing()
-        self.inputs = tuple(self._leaves.values()) if self.traced else ()
-        self.again = self.traced and differentiated()
+        self.traced, self.again, self.inputs = False, False, _NO_INPUTS
+        if entered and tracing():
+            self.traced, self.again, self.inputs = True, differentiated(), tuple(self._leaves.values())
 
     def begin(self, into: Mapping[str, Tensor] | None) -> None:
         """Let gradients add up from nothing, or into these; parameters that are not trained get none."""

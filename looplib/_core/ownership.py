@@ -419,8 +419,7 @@ class Guarded(Generic[S]):
 
     def written(self, state: Any, values: dict[str, Any], chain: Chain, readers: int) -> S:
         """What a step has made of a state by writing the tensors of its chain: from now on that state is spent."""
-        chain.wrote()
-        chain.step, chain.readers = values["step"], readers
+        chain.generation, chain.step, chain.readers = chain.generation + 1, values["step"], readers
         mark: Mark = state._mark
         seen = mark.seen
         if chain is not mark.lane:

@@ -32,6 +32,7 @@ States = dict[str, dict[str, Any]]
 
 _dtype_of = operator.attrgetter("dtype")
 _shape_of = operator.attrgetter("shape")
+_grad_of = operator.attrgetter("grad")
 
 # Classes whose first state holds the learning rate of the update that makes it, and under which key.
 LR_IN_STATE = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
@@ -309,7 +310,7 @@ def _fits(names: Sequence[str], grads: Grads, tensors: list[Tensor], working: St
     """Whether parameters, gradients and moments have the strides that a fused kernel needs."""
     states = [*map(working.__getitem__, names)]
     keys = [*map(dict.keys, states)]
-    if keys.count(keys[0]) != len(keys):
+    if keys != keys[:1] * len(keys):
         return False
     lists = [tensors, [*map(grads.__getitem__, names)]]
     for key, value in states[0].items():
@@ -392,7 +393,7 @@ def _instance_of_others(
 def _step_with(plan: Plan, step: Any, lent: tuple[Any, Any], grads: Grads, tensors: Params) -> Any:
     """A step of an instance with these gradients; returns its state, and leaves it empty."""
     instance = lent[0]
-    stale = {name: tensor.grad for name, tensor in tensors.items()}
+    stale = [*map(_grad_of, tensors.values())]
     try:
         for name, grad in grads.items():
             tensors[name].grad = grad
@@ -408,8 +409,8 @@ def _step_with(plan: Plan, step: Any, lent: tuple[Any, Any], grads: Grads, tenso
             "SGD and Adagrad take both kinds, the others dense ones only"
         ) from error
     finally:
-        for name, tensor in tensors.items():
-            tensor.grad = stale[name]
+        for tensor, grad in zip(tensors.values(), stale, strict=True):
+            tensor.grad = grad
         plan.give_back(lent)
 
 
