@@ -72,8 +72,7 @@ class Plan:
         self.sample = {name: set(state) for name, state in kept.state.items()}
         self.flags = kept.flags
         self.late = makes_state_late(recipe)
-        # Without torch's profiler hook and grad-mode wrapper, 7 us a step. Third parties keep what they have.
-        self.step: Any = inspect.unwrap(recipe.cls.step) if recipe.ours else recipe.cls.step
+        self.step = _step_of(recipe)
         self.differentiable = bool(recipe.defaults.get("differentiable", False))
         self.moves = any(self.moving)
         nested = any(isinstance(value, dict) for state in states.values() for value in state.values())
@@ -118,6 +117,11 @@ class Plan:
         for values, kept in zip(numbers, own or (), strict=False):
             values.update({key: copied(value) for key, value in kept.items() if value is not None})
         return numbers
+
+
+def _step_of(recipe: Recipe) -> Any:
+    """The class's step: torch's own without its profiler hook and grad-mode wrapper, which take 7 us a step."""
+    return inspect.unwrap(recipe.cls.step) if recipe.ours else recipe.cls.step
 
 
 def _alike(params: Params, members: Sequence[Sequence[str]]) -> bool:
