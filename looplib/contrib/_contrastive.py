@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import trees
 from looplib._core.checks import check_count
-from looplib._core.kinds import Made, mark
+from looplib._core.kinds import Made, check_kind, mark
 from looplib._core.random import mix
 from looplib._core.ranks import gather, largest_over_ranks, rank, several
 from looplib._core.tracing import UntraceableError, tracing
@@ -38,7 +38,7 @@ class _Microbatch(NamedTuple):
 def make_contrastive_grad_fn(
     model: nn.Module,
     embed_fn: Callable[[Any, Any], Any],
-    loss_fn: Callable[[Any], Any],
+    embedding_loss: Callable[[Any], Any],
     *,
     microbatches: int,
     trainable: Callable[[str, Tensor], bool] | None = None,
@@ -73,7 +73,7 @@ def make_contrastive_grad_fn(
         model: the module, wrapped by torch's engines or not.
         embed_fn: `embed_fn(model, batch)`, the embeddings of a batch: a tensor or any tree of tensors, each with one
             row for each sample. Tensors that are not floating point, such as labels, are handed to the loss as well.
-        loss_fn: `loss_fn(embeddings)`, of the tree with the rows of the whole batch (of all ranks, in their order): a
+        embedding_loss: `embedding_loss(embeddings)`, of the tree with the rows of the whole batch (of all ranks, in their order): a
             scalar, or `(loss, aux)` with a dict of scalars and metrics.
         microbatches: number of microbatches, split as by `torch.tensor_split`; at most one for each sample.
         trainable: `(name, tensor) -> bool`; without it the parameters that require a gradient now.
@@ -86,6 +86,7 @@ def make_contrastive_grad_fn(
 
     Source: Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
     """
+    check_kind(embed_fn, "make_contrastive_grad_fn", "loss_fn")
     check_count("microbatches", microbatches)
     host = _modules.Host(model, training=True)
 
@@ -133,7 +134,7 @@ def make_contrastive_grad_fn(
         sizes = [len(rows) for rows in torch.arange(count).tensor_split(max(1, min(microbatches, count)))]
         batches = trees.split(batch, count, sizes, batch_size)
         embeddings = [_checked(each, size) for each, size in zip(embed(state, batches, part), sizes, strict=True)]
-        loss, aux, grads, total = _loss_and_grads(loss_fn, trees.concat(embeddings, sizes), count)
+        loss, aux, grads, total = _loss_and_grads(embedding_loss, trees.concat(embeddings, sizes), count)
         columns = zip(*(torch.split(grad, sizes) for grad in grads), strict=True)
         shares = [size / total for size in sizes]
         cached = [_Microbatch(*each) for each in zip(batches, map(list, columns), shares, strict=True)]
@@ -163,7 +164,7 @@ def _checked(embeddings: Any, count: int) -> Any:
 
 
 def _loss_and_grads(
-    loss_fn: Callable[[Any], Any], embeddings: Any, count: int
+    embedding_loss: Callable[[Any], Any], embeddings: Any, count: int
 ) -> tuple[Any, dict[str, Any], list[Tensor], int]:
     """The loss of all ranks' embeddings, and its gradient with respect to this rank's, and the samples of all."""
     leaves: list[Tensor] = []
@@ -184,10 +185,10 @@ def _loss_and_grads(
         with torch.enable_grad():
             own = trees.concat(parts, counts)
     with torch.enable_grad():
-        loss, aux = split_loss(loss_fn(own))
+        loss, aux = split_loss(embedding_loss(own))
         value = mean_of(loss)
     grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(leaves)
     if all(grad is None for grad in grads):
-        raise ValueError("the loss does not depend on the embeddings: compute it from what loss_fn is given")
+        raise ValueError("the loss does not depend on the embeddings: compute it from what embedding_loss is given")
     filled = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
     return loss, dict(aux), filled, total
