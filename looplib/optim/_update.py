@@ -34,6 +34,7 @@ _dtype_of = operator.attrgetter("dtype")
 _shape_of = operator.attrgetter("shape")
 _grad_of = operator.attrgetter("grad")
 
+_PLAIN = {Tensor, torch.nn.Parameter}
 # Classes whose first state holds the learning rate of the update that makes it, and under which key.
 LR_IN_STATE = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
 
@@ -135,7 +136,8 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[
     tensors = [*map(params.__getitem__, names)]
     # Predicates of groups may look at shapes; without groups nothing depends on them.
     shapes = [*map(_shape_of, tensors)] if recipe.groups else None
-    key = names, [*map(_dtype_of, tensors)], tensors[0].device, shapes
+    # Of the same names, one model may be sharded and another whole, and their kernels differ.
+    key = names, [*map(_dtype_of, tensors)], tensors[0].device, shapes, {*map(type, tensors)} - _PLAIN
     for plan in plans:
         if plan.key == key:
             return plan
