@@ -271,7 +271,7 @@ def written_in_place(state: Any) -> bool:
 
 
 def let_finish(storages: set[int], reading: Any) -> None:
-    """Until this future is done, whoever is about to write these storages in place for the first time waits."""
+    """Make the first write in place to these storages wait until this future is done."""
     _process.reading.append((storages, reading))
     _process.readers += 1
 
@@ -284,11 +284,11 @@ def wait_for_readers(tree: Any) -> None:
         written = {_storage(tensor) for tensor in tensors_in(tree)}
         for keys, future in reading:
             if not keys.isdisjoint(written):
-                future.exception()  # waits; the error is for whoever asks for it
+                future.exception()  # waits; the error is raised where the result is asked for
 
 
 def before_a_step(state: Any, trees: tuple[Any, ...]) -> int:
-    """Wait for who reads what a step is about to write; how many readers there had been before."""
+    """Wait for readers of the tensors that a step is about to write; returns the number of readers so far."""
     readers = _process.readers
     if _process.reading:
         lane = state._mark.lane
