@@ -21,10 +21,10 @@ def seed():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The fast tier runs the first and the last case of each parametrized test; the others are marked `slow`."""
-    functions = {}
+    """The fast tier runs the first case of each parametrized test; the others are marked `slow`."""
+    tests = set()
     for item in items:
-        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in functions.values():
-        for item in cases[1:-1]:
+        test = item.nodeid.partition("[")[0]
+        if test in tests:
             item.add_marker("slow")
+        tests.add(test)

@@ -267,6 +267,7 @@ def test_each_kind_of_run_in_processes_of_its_own(tmp_path):
         check(tmp_path / f"{family} {name}", stops[-1], family)
 
 
+@pytest.mark.slow
 def test_new_processes_with_workers_one_of_them_killed(tmp_path):
     """The workers of a killed process live on for a while, and must not keep the next one out."""
     options = {"workers": 3, "donate": True, "bound": True, "asynchronous": True}

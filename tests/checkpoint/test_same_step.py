@@ -117,6 +117,7 @@ def kill_again_and_again(folder, kills, seed):
     print(inside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [30, pytest.param(1000, marks=pytest.mark.large)])
 def test_killed_at_any_moment_one_of_the_two_is_whole(tmp_path, kills):
     code = (

@@ -490,6 +490,7 @@ def test_augmentation_is_the_same_with_workers(num_workers):
     assert len(rest) == 5
 
 
+@pytest.mark.slow
 def test_augmentation_is_the_same_in_spawned_workers():
     there = make_loader(Augmented(6), batch_size=3, num_workers=1, multiprocessing_context="spawn")
     here = make_loader(Augmented(6), batch_size=3)

@@ -383,6 +383,7 @@ with ll.distributed.setup(required=False):
 """
 
 
+@pytest.mark.slow
 def test_batch_norm_normalises_each_part_and_keeps_the_statistics_of_the_first(tmp_path):
     for ranks in (0, 2):
         launch(tmp_path, ranks, BATCHNORM, tmp_path / str(ranks))
@@ -564,6 +565,7 @@ with ll.distributed.setup(required=False):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_whose_memory_runs_out_cuts_its_own_part(tmp_path):
     for ranks in (0, 2):
         launch(tmp_path, ranks, MEMORY, tmp_path / "out")
@@ -784,6 +786,7 @@ with ll.distributed.setup(timeout=300), warnings.catch_warnings(record=True) as 
 """
 
 
+@pytest.mark.slow
 def test_ranks_in_ddp_cut_alike_when_memory_runs_out_on_one(tmp_path):
     # The script compares losses and parameters with those of a raw loop over the global batches.
     launch(tmp_path, 2, RETRY, tmp_path / "out")

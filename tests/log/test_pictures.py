@@ -298,6 +298,7 @@ def test_a_live_picture_waits_for_a_name(tmp_path):
     assert (tmp_path / "loss.png").exists()
 
 
+@pytest.mark.slow
 def test_the_last_picture_is_drawn_when_the_program_ends(tmp_path):
     code = f"""
         import os

@@ -297,6 +297,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ranks_skip_together_what_one_of_them_has_to(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)

@@ -102,6 +102,7 @@ def train(settings):
     load().main(**settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overfit_batches", [0, 2])
 def test_two_ranks_log_what_one_process_logs(tmp_path, overfit_batches):
     settings = {**SMALL, "fp16": "float32", "dropout": 0.0, "overfit_batches": overfit_batches}

@@ -189,6 +189,7 @@ def train(name, settings):
     load(name, dropout=0.0).main(**settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_two_ranks_log_what_one_process_logs(name, tmp_path):
     settings = SMALL[name] | ({"bf16": False} if name == "from_transformers" else {})

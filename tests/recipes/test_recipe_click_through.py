@@ -173,6 +173,7 @@ def test_the_model_has_the_products_of_all_pairs_of_fields():
     assert model.table.num_embeddings == 3056
 
 
+@pytest.mark.slow
 def test_a_run_killed_half_way_ends_with_the_same_numbers(whole, tmp_path):
     _, folder, scores = whole
     log = tmp_path / "runs/click_through/log.jsonl"

@@ -46,6 +46,7 @@ def test_the_run_is_a_function_of_its_settings(recipe):
     assert run(piece_size=7)[0] == pytest.approx(run(piece_size=1437)[0], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_each_digit_is_drawn_by_its_own_coin_and_a_batch_may_be_empty(recipe, monkeypatch):
     loaders, sizes, gradients = [], [], []
 

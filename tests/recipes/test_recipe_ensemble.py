@@ -20,6 +20,7 @@ def test_an_ensemble_of_digits_is_trained_and_compared(tmp_path, capsys):
     assert "4 raw loops in turn" in shown
 
 
+@pytest.mark.slow
 def test_members_of_other_seeds_are_others(tmp_path):
     recipe = load("ensemble_digits")
     settings = {"members": 2, "epochs": 1, "compile": 0, "directory": str(tmp_path)}
@@ -38,6 +39,7 @@ def test_scores_of_probabilities_by_hand():
     assert scores["ece"] == pytest.approx(3 / 5 * (0.9 - 2 / 3) + 1 / 5 * 0.3 + 1 / 5 * 0.55, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sweep_finds_a_learning_rate_and_halving_one_that_is_as_good(tmp_path, capsys):
     recipe = load("sweep_lr")
     found = recipe.main(members=8, epochs=4, directory=str(tmp_path / "run"))

@@ -66,6 +66,7 @@ def test_its_loss_and_gradient_are_those_of_whole_logits(recipe, precision):
         torch.testing.assert_close(found.grads[name], grad, rtol=0, atol=2e-3 if cast else 1e-6)
 
 
+@pytest.mark.slow
 def test_interrupted_it_goes_on_to_the_same_bits(recipe, tmp_path, monkeypatch, capsys):
     models = []
 

@@ -28,6 +28,7 @@ def quickly_compiled(monkeypatch):
     monkeypatch.setattr(ll, "compile_step", functools.partial(ll.compile_step, backend="eager"))
 
 
+@pytest.mark.slow
 def test_a_step_on_few_points_helps_after_meta_learning_alone(recipe, quickly_compiled, tmp_path, capsys):
     picture = tmp_path / "errors.png"
     scores = recipe.main(iterations=800, lr=3e-3, test_tasks=200, picture=str(picture))
@@ -79,6 +80,7 @@ def test_the_outer_gradient_equals_that_of_a_loop_written_out(recipe):
         assert torch.allclose(dict(model.named_parameters())[name].grad, slope, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_the_compiled_outer_step_does_as_the_plain_one(recipe):
     torch.manual_seed(0)
     model = recipe.make_model(1, 8)

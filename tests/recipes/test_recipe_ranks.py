@@ -58,6 +58,7 @@ def values(folder):
     return rows
 
 
+@pytest.mark.slow
 def test_stopped_and_gone_on_by_other_ranks_and_engines_it_logs_what_one_process_logs(tmp_path, monkeypatch, capsys):
     expected = load("ddp").main(**SMALL, sample=8, directory=str(tmp_path / "whole"))
     rows = values(tmp_path / "whole")

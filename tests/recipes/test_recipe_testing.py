@@ -50,6 +50,7 @@ def test_the_documentation_shows_the_projects_own_tests():
     assert set(testing.__all__) - checks == {"assert_causal", "assert_ranks_train_alike"}
 
 
+@pytest.mark.slow
 def test_the_script_learns(project):
     done = subprocess.run(
         [sys.executable, "train.py", "--epochs", "5"], cwd=project, capture_output=True, text=True, timeout=300
@@ -64,6 +65,7 @@ def test_the_project_as_it_is_passes_its_tests(project):
     assert failed == []
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_averaged_wrongly_turns_its_tests_red(project):
     script = project / "train.py"
     text, right = script.read_text(), "ll.Mean((costs * losses).sum(), costs.sum())"

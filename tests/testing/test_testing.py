@@ -1066,6 +1066,7 @@ def begin_with_means():
     return begin("fsdp", token_mean)
 
 
+@pytest.mark.slow
 def test_ranks_that_reduce_train_as_one_process():
     testing.assert_ranks_train_alike(begin, ranks=2, steps=5)
 
@@ -1075,6 +1076,7 @@ def test_ranks_that_each_train_a_model_of_their_own_are_found():
         testing.assert_ranks_train_alike(begin_alone)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_alike_and_not_as_one_process_are_found():
     with fails(
         "after 3 steps 2 ranks have other weights than one process", "apart by", "return ll.Mean(total, weight)"

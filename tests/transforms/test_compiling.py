@@ -480,6 +480,7 @@ def test_the_gradient_of_a_split_is_written_to_memory_once(handed):
     assert not any(user.target is aten.permute.default for stack in stacks for user in stack.users)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(deadline=None)
 def test_a_permuted_stack_is_a_stack_of_permuted_tensors(data):

@@ -619,6 +619,7 @@ def test_where_all_are_skipped_the_step_does_not_count():
     close(after.params, stack.params, 0)
 
 
+@pytest.mark.slow
 def test_the_weak_are_dropped_on_the_way():
     step, stack = stacked(adamw, mlp)
     for batch in batches(3):
@@ -858,6 +859,7 @@ def test_metrics_of_one_state_are_none_of_members():
         ll.transforms.compute_members({"a": ll.Mean(torch.zeros(2)), "b": ll.Mean(torch.zeros(3))})
 
 
+@pytest.mark.slow
 def test_torch_warns_of_no_loop_over_the_members():
     code = """
         import sys, torch

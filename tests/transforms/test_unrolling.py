@@ -800,6 +800,7 @@ def outer_loss(model, step, start, data):
     return loss
 
 
+@pytest.mark.slow
 def test_an_outer_loop_is_a_loop_like_any_other():
     model, data = net(), batches(2)
     inner, _, start = make(model, lambda model, batch: loss_fn(model, batch) + model[3].bias.detach().sum() ** 2)
