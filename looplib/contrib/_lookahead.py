@@ -10,9 +10,8 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.checks import is_count
 from looplib._core.ranks import shards
-from looplib._core.tracing import on_host, where
 from looplib.optim._averaging import Tensors
-from looplib.optim._wrap import wrap
+from looplib.optim._wrap import act_after_updates, kept_by_wrappers
 from looplib.types import Grads, Optimizer, Params
 
 
@@ -42,55 +41,35 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
         )
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
-        inner = record = optimizer.init(params, **extra)
-        while isinstance(record, dict):
-            if "master" in record:  # they would not notice that the weights were moved
-                raise ValueError(
-                    "lookahead around master_weights would move the rounded weights, and the next update overwrites "
-                    "those: put it inside, master_weights(lookahead(optimizer))"
-                )
-            record = record.get("inner_state")
+        inner = optimizer.init(params, **extra)
+        if kept_by_wrappers(inner, "master") is not None:  # they would not notice that the weights were moved
+            raise ValueError(
+                "lookahead around master_weights would move the rounded weights, and the next update overwrites "
+                "those: put it inside, master_weights(lookahead(optimizer))"
+            )
         slow = {name: tensor.detach().clone() for name, tensor in params.items()}
         return {"inner_state": inner, "slow": slow, "updates": torch.tensor(0)}
 
-    def update(
-        grads: Grads,
-        opt_state: Any,
-        params: Params,
-        step: int,
-        *,
-        donate: bool = False,
-        when: bool | Tensor = True,
-        **extra: Any,
-    ) -> tuple[Params, Any, bool | Tensor]:
-        new, inner, applied = optimizer.update(
-            grads, opt_state["inner_state"], params, step, donate=donate, when=when, **extra
-        )
-        skipped = {**opt_state, "inner_state": inner}
-        if applied is False:
-            return params, skipped, False
-        counter, meets = on_host(moment, opt_state["updates"])
-        record = {**skipped, "updates": counter}
-        if not meets:
-            return new, where(applied, record, skipped), applied
+    def moment(before: Tensor) -> tuple[dict[str, Tensor], bool | None]:
+        updates = int(before) + 1
+        return {"updates": torch.tensor(updates)}, updates % sync_period == 0 or None
+
+    def act(
+        meets: bool, new: Params, opt_state: Any, grads: Grads, in_place: bool, old: Params, **extra: Any
+    ) -> tuple[Params, dict[str, Any]]:
         with torch.no_grad():
             slow, fast = [opt_state["slow"][name] for name in grads], [new[name] for name in grads]
-            if donate and applied is True:
+            if in_place:
                 slow, fast = shards(slow), shards(fast)
                 torch_private.foreach_lerp_(slow, fast, slow_step_size)
                 torch_private.foreach_copy_(fast, slow)
-                return new, record, True
+                return new, {}
             moved = dict(zip(grads, torch_private.foreach_lerp(slow, fast, slow_step_size), strict=True))
         # A parameter that the inner update has left alone is still that of the state before.
-        there = {name: t.clone().requires_grad_(params[name].requires_grad) for name, t in moved.items()}
-        record["slow"] = {**opt_state["slow"], **moved}
-        return where(applied, {**new, **there}, new), where(applied, record, skipped), applied
-
-    def moment(before: Tensor) -> tuple[Tensor, bool]:
-        updates = int(before) + 1
-        return torch.tensor(updates), updates % sync_period == 0
+        met = {name: t.clone().requires_grad_(old[name].requires_grad) for name, t in moved.items()}
+        return {**new, **met}, {"slow": {**opt_state["slow"], **moved}}
 
     def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
         return {**params, **opt_state["slow"]}, buffers
 
-    return wrap(optimizer, init, update, evaluation)
+    return act_after_updates(optimizer, init, moment, act, evaluation)

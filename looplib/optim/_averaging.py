@@ -17,9 +17,8 @@ from looplib._core import torch_private
 from looplib._core.checks import is_count
 from looplib._core.kinds import check_kind
 from looplib._core.ranks import shards
-from looplib._core.tracing import on_host, where
 from looplib.optim._hyperparameters import of_another
-from looplib.optim._wrap import wrap
+from looplib.optim._wrap import act_after_updates
 from looplib.types import Grads, Optimizer, Params, TrainState
 
 Tensors = dict[str, Tensor]
@@ -125,30 +124,13 @@ def _averaging(
         count = torch.tensor(int(start == 0))
         return {"inner_state": inner, "average": averaged, "n_averaged": count, "updates": torch.tensor(0)}
 
-    def update(
-        grads: Grads,
-        opt_state: Any,
-        params: Params,
-        step: int,
-        *,
-        donate: bool = False,
-        when: bool | Tensor = True,
-        **extra: Any,
-    ) -> tuple[Params, Any, bool | Tensor]:
-        new, inner, applied = optimizer.update(
-            grads, opt_state["inner_state"], params, step, donate=donate, when=when, **extra
-        )
-        skipped = {**opt_state, "inner_state": inner}
-        if applied is False:
-            return params, skipped, False
-        counted, moves = on_host(moment, opt_state["updates"])
-        record = {**skipped, **counted}
-        if moves is not None:
-            now = {"params": new, "buffers": extra.get("buffers", {})}
-            average = opt_state["average"]
-            in_place = donate and applied is True
-            record["average"] = {kind: _moved(average[kind], now[kind], *moves, in_place) for kind in average}
-        return new, where(applied, record, skipped), applied
+    def act(
+        plan: tuple[bool, float], new: Params, opt_state: Any, grads: Grads, in_place: bool, **extra: Any
+    ) -> tuple[Params, dict[str, Any]]:
+        now = {"params": new, "buffers": extra.get("buffers", {})}
+        return new, {
+            "average": {kind: _moved(t, now[kind], *plan, in_place) for kind, t in opt_state["average"].items()}
+        }
 
     def moment(before: Tensor) -> tuple[dict[str, Tensor], tuple[bool, float] | None]:
         """The counters after this update, and whether the average moves: as the first one, or by which share."""
@@ -162,7 +144,7 @@ def _averaging(
     def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
         return _evaluated(optimizer, params, buffers, opt_state)
 
-    return wrap(optimizer, init, update, evaluation)
+    return act_after_updates(optimizer, init, moment, act, evaluation)
 
 
 def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:

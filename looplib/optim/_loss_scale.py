@@ -10,21 +10,18 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.tracing import afterwards, where
 from looplib.optim._skipping import NonFiniteGradientsError, all_finite
-from looplib.optim._wrap import wrap
+from looplib.optim._wrap import Flag, Updated, kept_by_wrappers, wrap
 from looplib.types import Grads, Optimizer, Params
 
 
 def _scale_of(opt_state: Any) -> Tensor:
-    record = opt_state
-    while isinstance(record, dict):
-        if "loss_scale" in record:
-            scale: Tensor = record["loss_scale"]
-            return scale
-        record = record.get("inner_state")
-    raise ValueError(
-        "scale_loss found no loss scale in the state: wrap the optimizer as well, "
-        "ll.optim.dynamic_loss_scale(ll.optimizer(...)), and make the state with it"
-    )
+    scale: Tensor | None = kept_by_wrappers(opt_state, "loss_scale")
+    if scale is None:
+        raise ValueError(
+            "scale_loss found no loss scale in the state: wrap the optimizer as well, "
+            "ll.optim.dynamic_loss_scale(ll.optimizer(...)), and make the state with it"
+        )
+    return scale
 
 
 def dynamic_loss_scale(
@@ -78,18 +75,11 @@ def dynamic_loss_scale(
         }
 
     def update(
-        grads: Grads,
-        opt_state: Any,
-        params: Params,
-        step: int,
-        *,
-        donate: bool = False,
-        when: bool | Tensor = True,
-        **extra: Any,
-    ) -> tuple[Params, Any, bool | Tensor]:
+        grads: Grads, opt_state: Any, params: Params, step: int, *, when: Flag = True, **extra: Any
+    ) -> Updated:
         finite = all_finite(grads)
         new, inner, applied = optimizer.update(
-            grads, opt_state["inner_state"], params, step, donate=donate, when=finite & when, **extra
+            grads, opt_state["inner_state"], params, step, when=finite & when, **extra
         )
         before = {name: opt_state[name] for name in ("loss_scale", "growth_tracker")}
         scale, tracker = (tensor.clone() for tensor in before.values())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.tracing import where
-from looplib.optim._wrap import wrap
+from looplib.optim._wrap import Flag, Updated, wrap
 from looplib.types import Grads, Optimizer, Params
 
 
@@ -60,9 +60,9 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
         step: int,
         *,
         donate: bool = False,
-        when: bool | Tensor = True,
+        when: Flag = True,
         **extra: Any,
-    ) -> tuple[Params, Any, bool | Tensor]:
+    ) -> Updated:
         master = opt_state["master"]
         wide = {name: grad.to(dtype) if name in master else grad for name, grad in grads.items()}
         full = {**params, **master}

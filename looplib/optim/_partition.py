@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from looplib._core.tracing import on_host
-from looplib.optim._wrap import wrap
+from looplib.optim._wrap import Flag, Updated, wrap
 from looplib.types import Grads, Optimizer, Params
 
 _shape_of = operator.attrgetter("shape")
@@ -180,23 +180,14 @@ def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimize
         return {"inner_state": optimizer.init(params, **extra)}
 
     def update(
-        grads: Grads,
-        opt_state: Any,
-        params: Params,
-        step: int,
-        *,
-        donate: bool = False,
-        when: bool | Tensor = True,
-        **extra: Any,
-    ) -> tuple[Params, Any, bool | Tensor]:
+        grads: Grads, opt_state: Any, params: Params, step: int, *, when: Flag = True, **extra: Any
+    ) -> Updated:
         names = tuple(grads)
         chosen = on_host(lambda step: [name for name in names if not frozen(name, step)], step)
         active = {name: grads[name] for name in chosen}
         if not active:
             return params, opt_state, when
-        new, inner, applied = optimizer.update(
-            active, opt_state["inner_state"], params, step, donate=donate, when=when, **extra
-        )
+        new, inner, applied = optimizer.update(active, opt_state["inner_state"], params, step, when=when, **extra)
         return new, {"inner_state": inner}, applied
 
     return wrap(optimizer, init, update)

@@ -18,7 +18,7 @@ from looplib._core.checks import check_count, is_count
 from looplib._core.ranks import all_ranks, shards, sum_over_ranks
 from looplib._core.tracing import afterwards, tracing, where
 from looplib.metrics._mean import Mean
-from looplib.optim._wrap import wrap
+from looplib.optim._wrap import Flag, Updated, wrap
 from looplib.types import Grads, Optimizer, Params
 
 
@@ -71,18 +71,11 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
         return {"inner_state": inner, "notfinite_count": zero, "total_notfinite": zero.clone()}
 
     def update(
-        grads: Grads,
-        opt_state: Any,
-        params: Params,
-        step: int,
-        *,
-        donate: bool = False,
-        when: bool | Tensor = True,
-        **extra: Any,
-    ) -> tuple[Params, Any, bool | Tensor]:
+        grads: Grads, opt_state: Any, params: Params, step: int, *, when: Flag = True, **extra: Any
+    ) -> Updated:
         finite = all_finite(grads)
         new, inner, applied = optimizer.update(
-            grads, opt_state["inner_state"], params, step, donate=donate, when=finite & when, **extra
+            grads, opt_state["inner_state"], params, step, when=finite & when, **extra
         )
         before = {name: opt_state[name] for name in ("notfinite_count", "total_notfinite")}
         after = {**before, "notfinite_count": torch.zeros_like(before["notfinite_count"])}
@@ -175,15 +168,8 @@ def skip_spikes(
         }
 
     def update(
-        grads: Grads,
-        opt_state: Any,
-        params: Params,
-        step: int,
-        *,
-        donate: bool = False,
-        when: bool | Tensor = True,
-        **extra: Any,
-    ) -> tuple[Params, Any, bool | Tensor]:
+        grads: Grads, opt_state: Any, params: Params, step: int, *, when: Flag = True, **extra: Any
+    ) -> Updated:
         recent, seen, row = opt_state["recent"], opt_state["seen"], opt_state["spikes_in_a_row"]
         value = _value(extra.get("metrics") or {}, monitor).to(recent.device, torch.float64)
         known = ~recent.isnan()
@@ -192,7 +178,7 @@ def skip_spikes(
         deviation = (torch.where(known, recent - mean, 0).square().sum() / (count - 1)).sqrt()
         spike = ~finite | ((count >= max(2, window // 2)) & (value > mean + sigmas * deviation))
         new, inner, applied = optimizer.update(
-            grads, opt_state["inner_state"], params, step, donate=donate, when=~spike & when, **extra
+            grads, opt_state["inner_state"], params, step, when=~spike & when, **extra
         )
         at = finite & (torch.arange(window, device=recent.device) == seen % window)
         after = {
