@@ -1,16 +1,18 @@
-"""Sum over weight: the arithmetic of losses, microbatches and ranks.
+"""Loss averaging: how totals and weights combine over microbatches and ranks.
 
     gradient of the mean loss = (sum of the gradients of all totals) / (sum of all weights)
 
-A *total* is the summed loss of a microbatch on a rank, and its *weight* what the sum is over: samples, or tokens. A
-whole batch on one rank differentiates `total / weight` at once. A microbatch does not know the other weights, so it
-differentiates `total / normalizer`, adds that to what the ones before it gave, and reports its weight; whoever adds up
-multiplies by `normalizer / sum of weights` at the end. The normalizer is any number, the same for all microbatches of a
-step, that keeps gradients of half precision as small as a mean's. An engine such as DDP averages over its ranks what
-they have added up, so there the sum of weights is divided by the number of ranks.
+A *total* is the summed loss of one microbatch on one rank. Its *weight* is the number of samples or tokens in that
+sum.
 
-Where all weights together are zero, the sum of weights counts as 1: nothing counts, so the gradient of the totals is
-zero, and so is the result, however the batch was cut. The loss is 0 / 0 then, which a metric shows as NaN.
+A whole batch on one rank differentiates `total / weight` at once. A microbatch does not know the weights of the
+others, so it differentiates `total / normalizer`, adds the result to the gradients so far, and reports its weight.
+After the last microbatch, the sum is multiplied by `normalizer / sum of weights`. The normalizer can be any number
+that is the same for all microbatches of a step; it only keeps half-precision gradients as small as those of a mean.
+Engines such as DDP average over ranks, so there the sum of weights is divided by the number of ranks.
+
+If all weights add up to zero, the sum counts as 1. Nothing contributes to the loss then, so the gradient is zero
+however the batch was split. The loss itself is 0 / 0, which metrics report as NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from looplib.types import Gradients
 
 
 class Objective(NamedTuple):
-    """What to differentiate: `value` times `factor`. The result has this weight, and was divided by `normalizer`."""
+    """The scalar to differentiate, `value * factor`, with its weight and the `normalizer` it was already divided by."""
 
     value: Tensor
     factor: Tensor | float
@@ -45,10 +47,10 @@ def objective_of(
     ranks: int = 1,
     total: float | None = None,
 ) -> Objective:
-    """The objective of a loss function's scalar or `Mean`: the mean loss, or where `summed` the summed one.
+    """Objective of a loss function's scalar or `Mean`: the mean loss, or the summed loss if `summed`.
 
-    On several ranks, whose gradients are then averaged, the mean is that over all ranks, and `normalizer` the same on
-    each; `total` is what the losses of all ranks weigh, where that is known.
+    On several ranks, whose gradients are averaged afterwards, the mean is over all ranks and `normalizer` is the same
+    on each. `total` is the weight of the losses of all ranks, if it is known.
     """
     value = _scalar(loss.total if isinstance(loss, Mean) else loss)
     if not isinstance(loss, Mean):
@@ -68,7 +70,7 @@ def objective_of(
 
 
 def mean_of(loss: Any) -> Tensor:
-    """The mean loss itself, of one sample within a transform of torch.func's, whose values nobody may look at."""
+    """Mean loss of one sample inside a `torch.func` transform, where values cannot be read."""
     value = _scalar(loss.total if isinstance(loss, Mean) else loss)
     if not isinstance(loss, Mean):
         return (value * 1.0).reshape(())
@@ -106,23 +108,23 @@ def _summed(value: Tensor, weight: Tensor | float, times: int, normalizer: Tenso
 
 
 def _not_zero(weight: Tensor | float, times: int) -> Tensor | float:
-    """The weight, of which there are so many, or what makes 1 of them all where it is zero."""
+    """Return the weight, summed over `times` equal ones, with zero replaced so that the sum is 1."""
     if not isinstance(weight, Tensor):
         return weight or 1 / times
-    if on_host(weight):  # where to look costs less than to compute
+    if on_host(weight):  # checking on the CPU costs less than computing
         return weight if weight.item() else torch.full_like(weight, 1 / times, dtype=torch.float64)
     zero = weight == 0
     return weight + (zero if times == 1 else zero / times)
 
 
 def on_host(weight: Tensor) -> bool:
-    """Whether its value can be had without waiting for a device."""
+    """Return True if the value can be read without waiting for a device."""
     plain = type(weight) is Tensor and weight.device.type == "cpu"
     return plain and not tracing() and not torch_private.functorch_level()
 
 
 def weight_on_host(loss: Any) -> list[float]:
-    """What a loss weighs, where no device must be waited for to know it; else nothing."""
+    """Weight of a loss, or None if reading it would wait for a device."""
     if not isinstance(loss, Mean):
         return []
     if not isinstance(loss.weight, Tensor):
@@ -135,7 +137,7 @@ _constants: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
 
 
 def scalar_like(like: Tensor, value: float = 1.0) -> Tensor:
-    """A scalar on the device and of the dtype of another tensor, made once."""
+    """Make a scalar with the device and dtype of another tensor, cached after the first call."""
     kind = like.device, like.dtype, value
     if entered and tracing():
         return torch.full((), value, device=like.device, dtype=like.dtype)
@@ -147,7 +149,7 @@ def scalar_like(like: Tensor, value: float = 1.0) -> Tensor:
 
 
 def mean_of_sums(out: Gradients) -> Gradients:
-    """The gradients of the mean loss, from those of the summed loss over `normalizer`."""
+    """Turn gradients of the summed loss over `normalizer` into gradients of the mean loss."""
     if out.weight is not None:
         total = total_over_ranks(out.weight) if out.ranks > 1 else out.weight
         multiply(out.grads, _factor(out.normalizer * out.ranks, total))
@@ -155,9 +157,9 @@ def mean_of_sums(out: Gradients) -> Gradients:
 
 
 def mean_over_ranks(out: Gradients, params: Mapping[str, Tensor]) -> Gradients:
-    """The gradient of the mean over all ranks, from each rank's own of its summed loss; collective.
+    """Gradient of the mean loss over all ranks, from each rank's gradient of its summed loss. A collective call.
 
-    What each weighs is summed first, and the gradients after that. One that a rank does not have is zero there.
+    The weights are summed over ranks first, then the gradients. A gradient that a rank does not have counts as zero.
     """
     there = [float(name in out.grads) for name in params]
     weight = out.weight if out.weight is not None else out.samples
@@ -187,7 +189,7 @@ def sum_of_weights(weights: Sequence[Tensor | float]) -> Tensor | float:
 
 
 def multiply(grads: Mapping[str, Tensor], factor: Tensor | float) -> None:
-    """All gradients times a factor, in place."""
+    """Multiply all gradients by a factor, in place."""
     parts = shards(grads.values())
     if not isinstance(factor, Tensor):
         if factor != 1:

@@ -1,8 +1,8 @@
-"""From a state and a batch to gradients.
+"""Gradient functions: from a state and a batch to the gradients of a loss.
 
-`make_grad_fn` runs the user's loss function on the user's module, with the state's tensors in it for the time of
-the call, and takes the gradient inside, so that hooks, buffers and recomputation see what a raw loop shows
-them. What stands between loss and update (clipping, accumulation, loss scales) wraps a `GradFn` into another.
+`make_grad_fn` runs your loss function on your module with the state's tensors in it, and takes the gradient inside
+that call, so hooks, buffers and activation checkpointing behave as in a raw loop. Everything between the loss and the
+update (clipping, accumulation, loss scaling) wraps one `GradFn` in another.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_grad_fn(
     allow_unused: bool = False,
     batch_size: Callable[[Any], int] = count_examples,
 ) -> GradFn:
-    """The gradient of a loss, as a pure function of state and batch.
+    """Make a pure gradient function from a module and a loss function.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -54,29 +54,33 @@ def make_grad_fn(
     >>> sorted(gradients.grads), gradients.samples
     (['bias', 'weight'], 4)
 
-    The module is in training mode for the time of the call, but for submodules that were in eval mode when
-    `make_grad_fn` was called; a warning names one that has dropout and is to be trained, as models of
-    `from_pretrained` come in eval mode, and stay so within peft's. torch's random streams are at a place that depends
-    on `(seed, step, rank, microbatch)` alone, and afterwards where they were. On a state that is bound to the module
-    its own tensors are used, hooks and all, else the state's are put in their places for the time of the call.
+    During the call the module is in training mode, except for submodules that were in eval mode when `make_grad_fn`
+    was called. If one of those has dropout and trainable parameters, a warning names it: models from
+    `from_pretrained` come in eval mode, and stay in eval mode inside a peft wrapper.
+
+    torch's random streams are seeded from `(seed, step, rank, microbatch)` for the call and restored afterwards, so
+    the same state and batch always give the same gradients. If the state is bound to the module, the module runs on
+    its own tensors, hooks included. Otherwise the state's tensors take their place for the duration of the call.
+
+    If the module is wrapped in DDP or sharded by FSDP2, the result is the gradient of the global batch over all
+    ranks, even if their batches have different sizes or token counts. See `ll.distributed`.
 
     Args:
-        model: the module, wrapped by torch's engines or not.
-        loss_fn: `loss_fn(model, batch)`, which gives a scalar loss (the mean over the examples), or a
+        model: the `nn.Module`, with or without torch's wrappers.
+        loss_fn: `loss_fn(model, batch)`, which returns a scalar loss (the mean over the samples), a
             `Mean(total, weight)`, or `(loss, aux)` with a dict of scalars and metrics.
-        trainable: `(name, tensor) -> bool`; without it the parameters that require a gradient now.
-        allow_unused: leave out parameters that the loss does not reach, as a raw loop does, instead of raising.
-        batch_size: counts the examples in a batch.
+        trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
+            gradient when `make_grad_fn` is called.
+        allow_unused: skip parameters that the loss does not reach, as a raw loop does, instead of raising.
+        batch_size: function that counts the samples in a batch. The default takes the length of the first dimension.
 
     Raises:
-        ValueError: a loss that is no scalar or reaches no parameter, a parameter without a gradient, a state of
-            another model or with parameters that have a graph behind them, a batch on another device; each with the
+        ValueError: the loss is not a scalar or reaches no parameter, a parameter has no gradient or carries a graph,
+            the state belongs to a different model, or the batch is on a different device. The message gives the
             names.
-        TypeError: something else than the above returned by `loss_fn`.
-        RuntimeError: a module wrapped in DDP or FSDP2 with a state that is not bound, or without donation.
-
-    A module that is wrapped in DDP or sharded by FSDP2 gives the gradient of the global batch, the parts of all ranks
-    together, whatever each weighs: see `ll.distributed`.
+        TypeError: `loss_fn` returns anything else.
+        RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
+            donate.
     """
     host = _modules.Host(model, training=True)
     check_kind(loss_fn, "make_grad_fn", "loss_fn")
@@ -89,7 +93,7 @@ def make_grad_fn(
         return microbatches(state, (batch,), part)[0]
 
     def microbatches(state: TrainState, batches: Sequence[Any], part: Part) -> list[Gradients]:
-        """The same of several microbatches, one after another, with the tensors lent to the module once."""
+        """Gradients of several microbatches in order, with the state's tensors placed in the module once."""
         params, buffers = of_this_model(host, state)
         if host.renormed:
             params = _renormed(host, params, names, part)
@@ -139,7 +143,7 @@ def make_grad_fn(
         return outs
 
     def finish(state: TrainState, out: Gradients) -> Gradients:
-        """What an engine would have made of all ranks' sums, and of the buffers."""
+        """Combine the sums and buffers of all ranks, for an engine that has not sent anything yet."""
         out = mean_over_ranks(out, state.params)
         _check_reached(out, needed)
         if out.buffers:
@@ -152,10 +156,10 @@ def make_grad_fn(
 def _microbatch_of(
     host: _modules.Host, loss_fn: LossFn, batch_size: Callable[[Any], int]
 ) -> Callable[..., Gradients]:
-    """The forward and backward passes of a microbatch, once the tensors of a state are in the module."""
+    """Forward and backward pass of one microbatch, with a state's tensors already in the module."""
     model, watch = host.model, Watch()
 
-    # A function of its own, so that the graph of one microbatch is gone before that of the next is made.
+    # A separate function, so that one microbatch's graph is freed before the next one is built.
     def microbatch(
         batch: Any,
         part: Part,
@@ -181,7 +185,7 @@ def _microbatch_of(
             objective = _objective_of_all(passes, loss, samples, part, normalizer, first)
         else:
             if normalizer is None and not isinstance(loss, Mean):
-                normalizer = part.context.samples  # known beforehand, so there is nothing to divide at the end
+                normalizer = part.context.samples  # the total is known in advance, so no division is left for the end
             objective = objective_of(loss, samples, summed, normalizer)
         _backward(objective.value, objective.factor, part.scale, leaves.inputs, leaves.again)
         metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
@@ -201,7 +205,7 @@ def _microbatch_of(
 
 
 def _check_reached(out: Gradients, names: Sequence[str]) -> None:
-    """Refuse gradients that lack some of these parameters."""
+    """Raise if any of these parameters has no gradient."""
     if len(out.grads) < len(names):
         raise ValueError(unreached(name for name in names if name not in out.grads))
 
@@ -225,13 +229,13 @@ _NO_INPUTS: tuple[Tensor, ...] = ()
 
 
 class _Leaves:
-    """The parameters that are trained, as leaves of the graph of a call, with its gradients in `grad`.
+    """Trained parameters as the leaves of one call's graph, with their gradients in `grad`.
 
     Attributes:
-        all: all parameters, these among them.
-        traced: whether the call is written down, rather than made.
-        inputs: what a backward pass that is written down has to name.
-        again: whether its formulas need a gradient themselves.
+        all: all parameters, including the trained ones.
+        traced: True while the call is being traced instead of run.
+        inputs: leaves that a traced backward pass has to name.
+        again: True if the gradients must be differentiable themselves.
     """
 
     __slots__ = ("_frozen", "_leaves", "_stale", "again", "all", "inputs", "traced")
@@ -250,7 +254,7 @@ class _Leaves:
             self.traced, self.again, self.inputs = True, differentiated(), tuple(self._leaves.values())
 
     def begin(self, into: Mapping[str, Tensor] | None) -> None:
-        """Let gradients add up from nothing, or into these; parameters that are not trained get none."""
+        """Start accumulating from zero, or into these gradients. Frozen parameters get none."""
         for tensor in self._frozen:
             tensor.requires_grad_(False)
         for name, leaf in self._leaves.items():
@@ -267,7 +271,7 @@ class _Leaves:
 
 
 def _renormed(host: _modules.Host, params: dict[str, Tensor], names: Sequence[str], part: Part) -> dict[str, Tensor]:
-    """The parameters to run on, where the forward pass writes some: copies, unless the step trains them in place."""
+    """Parameters to run on if the forward pass writes some: copies, unless the step trains them in place."""
     if several():
         raise RuntimeError(
             f"{', '.join(host.renormed)} has max_norm=, so each rank writes it in its forward pass by what its own "
@@ -289,8 +293,8 @@ def _all_kept(
 
 
 def _kept(before: Tensor, lent: Tensor, after: Tensor) -> Tensor:
-    """A buffer after the forward pass: the very one from before it where nothing was written, as in most masks."""
-    # torch counts the writes to a tensor, but neither those of batch norm's kernels nor those through `.data`.
+    """A buffer after the forward pass: the original tensor if it was not written, as for most masks."""
+    # torch counts writes to a tensor, but not those of batch norm's kernels or through `.data`.
     may_be_untouched = after is lent and not lent.is_floating_point() and on_host(lent)
     if may_be_untouched and torch_private.version(lent) == 0 and torch.equal(lent, before):
         return before
@@ -305,7 +309,7 @@ def _seeds(state: TrainState, part: Part, count: int, traced: bool) -> list[int]
 def _objective_of_all(
     passes: Alone, loss: Any, samples: int, part: Part, normalizer: Tensor | float | None, first: bool
 ) -> Objective:
-    """What to differentiate of a microbatch on one of several ranks, by what all of them agree on."""
+    """Objective of a microbatch on one of several ranks, with the normalizer that all ranks agree on."""
     agreed, total = passes.agree(weight_on_host(loss), first)
     if agreed is not None:
         normalizer = agreed
@@ -315,7 +319,7 @@ def _objective_of_all(
 
 
 def indices(part: Part, count: int) -> Iterable[int]:
-    """What tells apart the pieces that a part is cut into, also where it was cut from another."""
+    """Indices of the microbatches of a part, distinct even if the part is itself a microbatch of another."""
     return (
         range(count)
         if not part.index
@@ -343,7 +347,7 @@ def _leaf(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_history(params: Mapping[str, Tensor]) -> None:
-    """Raise where a step would cut off a gradient, and a donated one hold on to its graph for the rest of the run."""
+    """Raise if a parameter carries a graph: a step would cut off its gradient, and a donated step would keep the graph."""
     for name, tensor in params.items():
         if tensor.grad_fn is not None:
             raise ValueError(
@@ -384,7 +388,7 @@ def _backward(
     inputs: tuple[Tensor, ...] = (),
     again: bool = False,
 ) -> None:
-    """`(loss * factor * scale).backward()` for a loss that has been looked at: the factors need no operation."""
+    """Run `(loss * factor * scale).backward()` without an operation for the factors."""
     if loss.dim():
         loss = loss.reshape(())
     seed = factor if isinstance(factor, Tensor) else scalar_like(loss, factor)
@@ -396,7 +400,7 @@ def _backward(
 
 
 def record(name: str, value: Any, samples: int) -> Metric:
-    """A value of the loss function as a record, cut off from the graph."""
+    """Wrap a value of the loss function in a metric record, detached from the graph."""
     if isinstance(value, Mean):
         total, weight = (v.detach() if isinstance(v, Tensor) else v for v in value[:2])
         return Mean(total, weight, value.times)
@@ -411,14 +415,14 @@ def record(name: str, value: Any, samples: int) -> Metric:
 
 
 def check_grad_fn(grad_fn: Any, who: str) -> None:
-    """Raise unless it is, or may be, a function of state and batch to gradients."""
+    """Raise unless this is a `GradFn`, or a function that may be one."""
     inside = f"; put it inside: make_train_step({who}(grad_fn, ...), optimizer)"
     steps = ("train_step", "eval_step", "predict_step")
     kinds.check_kind(grad_fn, who, "grad_fn", advice=inside if kinds.kind_of(grad_fn) in steps else "")
 
 
 def check_whole(grad_fn: GradFn, who: str) -> None:
-    """Raise unless it is a `GradFn` whose gradients are those of the parameters, and not of each sample."""
+    """Raise unless this `GradFn` returns gradients of the parameters, and not one gradient per sample."""
     check_grad_fn(grad_fn, who)
     if (record := kinds.made(grad_fn)) is not None and record.per_sample:
         raise ValueError(
@@ -428,7 +432,7 @@ def check_whole(grad_fn: GradFn, who: str) -> None:
 
 
 def check_parts(grad_fn: GradFn, who: str, but: str = "") -> None:
-    """Raise if the microbatches of a step, as `who` will ask for, have no meaning for this `GradFn`."""
+    """Raise if this `GradFn` has no meaning for microbatches, which `who` is going to ask for."""
     check_whole(grad_fn, who)
     for record in kinds.chain(grad_fn):
         if record.whole_step and record.name != but:
@@ -436,7 +440,7 @@ def check_parts(grad_fn: GradFn, who: str, but: str = "") -> None:
 
 
 def check_scalable(grad_fn: GradFn, who: str) -> None:
-    """Raise if the gradients of a scaled loss have no meaning for this `GradFn`."""
+    """Raise if this `GradFn` has no meaning for a scaled loss."""
     check_whole(grad_fn, who)
     for record in kinds.chain(grad_fn):
         if record.name == who:
@@ -454,9 +458,9 @@ PER_SAMPLE_SCALED = (
 
 
 def of_whole_step(name: str, function: GradFn, inner: GradFn, *, scaled: bool = False) -> GradFn:
-    """A wrapper that has a meaning for the gradients of a whole step alone, and is refused for a microbatch's.
+    """Build a wrapper for the gradients of a whole step, which refuses those of a single microbatch.
 
-    It is refused for the gradients of a scaled loss too, unless it may be `scaled`.
+    It also refuses the gradients of a scaled loss unless `scaled` is True.
     """
     check_whole(inner, name)
 

@@ -1,10 +1,11 @@
-"""The recipes, from wherever looplib is installed.
+"""Recipes: list the example scripts and copy one out of an installed looplib.
 
     python -m looplib.recipes list
-    python -m looplib.recipes copy classify_digits                 (or into a folder: copy classify_digits scripts)
+    python -m looplib.recipes copy classify_digits             # into the current folder
+    python -m looplib.recipes copy classify_digits scripts     # into scripts/
 
-A recipe is to be changed, so it is copied out and not imported: what is copied is the user's own, one file that knows
-of looplib and of nothing else here.
+A recipe is yours to change, so it is copied and not imported. Each is one file that depends on looplib and on nothing
+else in this folder.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 
 def names() -> list[str]:
-    """The recipes that `copy` knows.
+    """List the names that `copy` accepts.
 
     >>> from looplib import recipes
     >>> [name for name in recipes.names() if "digits" in name]
@@ -30,7 +31,7 @@ def names() -> list[str]:
 
 
 def copy(name: str, folder: str | Path = ".") -> Path:
-    """A recipe copied into a folder, and where it is now.
+    """Copy a recipe into a folder and return its new path.
 
     >>> import tempfile
     >>> from looplib import recipes
@@ -39,12 +40,12 @@ def copy(name: str, folder: str | Path = ".") -> Path:
     'classify_digits.py'
 
     Args:
-        name: of `names()`; one that is a folder is copied whole.
-        folder: made if it is not there.
+        name: one of `names()`. A recipe that is a folder is copied with all its files.
+        folder: target folder, created if it does not exist.
 
     Raises:
-        ValueError: there is no such recipe.
-        FileExistsError: there is a file, or a folder, of that name already, which stays as it is.
+        ValueError: there is no recipe of this name.
+        FileExistsError: the folder already holds a file or folder of this name. It is left unchanged.
     """
     found = _found()
     if name not in found:
@@ -65,18 +66,18 @@ def copy(name: str, folder: str | Path = ".") -> Path:
 
 
 def _found() -> dict[str, Path]:
-    """Each recipe, a file or a folder with its script, and the pages that they speak of."""
+    """Map each recipe's name to its path: scripts, folders with a script, and pages."""
     here = Path(__file__).parent
-    folder = here / "_recipes"  # where a wheel has them
+    folder = here / "_recipes"  # in an installed wheel
     if not folder.is_dir():
-        folder = here.parent / "recipes"  # and a checkout
+        folder = here.parent / "recipes"  # in a checkout
     scripts = list(folder.glob("*.py")) + [path.parent for path in folder.glob("*/*.py")]
-    pages = [path for path in folder.glob("*.md") if path.name != "README.md"]  # which lists what is here
+    pages = [path for path in folder.glob("*.md") if path.name != "README.md"]  # the index page
     return {path.stem: path for path in scripts} | {path.name: path for path in pages}
 
 
 def _opening(recipe: Path) -> list[str]:
-    """The lines of its docstring; of a page, its title."""
+    """Lines of a script's docstring, or the title of a page."""
     if recipe.suffix == ".md":
         return [recipe.read_text(encoding="utf-8").partition("\n")[0].strip("# ")]
     script = min(recipe.glob("*.py")) if recipe.is_dir() else recipe
@@ -84,7 +85,7 @@ def _opening(recipe: Path) -> list[str]:
 
 
 def _commands(recipe: Path) -> str:
-    """How the docstring says that it is installed and run: its first indented lines."""
+    """Commands that install and run a recipe: the first indented lines of its docstring."""
     lines = _opening(recipe)
     first = next((i for i, line in enumerate(lines) if line.startswith("    ")), len(lines))
     last = next((i for i, line in enumerate(lines) if i > first and not line), len(lines))
@@ -92,7 +93,7 @@ def _commands(recipe: Path) -> str:
 
 
 def _missing(recipe: Path) -> list[str]:
-    """The modules that it imports and that are not installed here."""
+    """Modules that a recipe imports and that are not installed here."""
     files = sorted(recipe.rglob("*.py")) if recipe.is_dir() else [recipe] if recipe.suffix == ".py" else []
     imported = set()
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):

@@ -1,4 +1,4 @@
-"""Functions of a state: the first one of a run, copies, and the values of a module."""
+"""Training state: create one, copy it, cast it, and bind it to a module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def init_state(
     trainable: Callable[[str, Tensor], bool] | None = None,
     extra: Any = None,
 ) -> TrainState:
-    """The first state of a run, bound to `model`: it holds the module's own tensors, uncopied.
+    """Create the initial training state, bound to `model`: it holds the module's own tensors, not copies.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -40,18 +40,18 @@ def init_state(
     True
 
     Args:
-        model: the module, wrapped or not; names are the innermost module's own.
-        optimizer: its `init` makes `opt_state`; None for a state to evaluate with.
-        seed: what dropout and every other random draw of the steps come from.
-        epoch_length: batches in an epoch (`len(loader)`), or None for a stream.
-        trainable: `(name, tensor) -> bool`, the parameters to train, as given to `make_grad_fn`; without it
-            those that require a gradient.
-        extra: a pytree of the user's own.
+        model: the `nn.Module`, with or without torch's wrappers. Parameter names are those of the innermost module.
+        optimizer: an optimizer whose `init` creates `opt_state`. None for a state used only for evaluation.
+        seed: int from which dropout and all other random draws of the steps are derived.
+        epoch_length: number of batches in an epoch (`len(loader)`), or None for a stream.
+        trainable: `(name, tensor) -> bool`, selects the parameters to train. Pass the same function as to
+            `make_grad_fn`. Defaults to the parameters that require a gradient.
+        extra: a pytree of your own, kept in `state.extra` and checkpointed.
 
     Raises:
-        TypeError: `model` is no module, or `optimizer` no `ll.optimizer(...)`.
-        ValueError: a lazy parameter without a shape, no trainable parameter, an epoch of no batches; a trained
-            parameter that shares memory with another tensor of the module.
+        TypeError: `model` is not a module, or `optimizer` is not an `ll.optimizer(...)`.
+        ValueError: a lazy parameter has no shape yet, no parameter is trainable, `epoch_length` is 0, or a trained
+            parameter shares memory with another tensor of the module.
     """
     slots = _modules.members(model)
     advice = "an epoch has 1 batch or more, or give None for a stream"
@@ -84,7 +84,7 @@ def _describe(thing: Any) -> str:
 
 
 def copy_state(state: TrainState) -> TrainState:
-    """A state equal to `state` that shares no tensor with it, so that a donated step may spend either.
+    """Copy a state, tensors included, so that a donated step can consume either copy.
 
     >>> import looplib as ll, torch
     >>> state = ll.init_state(torch.nn.Linear(2, 1))
@@ -92,7 +92,13 @@ def copy_state(state: TrainState) -> TrainState:
     >>> kept.params["weight"] is state.params["weight"]
     False
 
-    Tensors that stand in it twice stand in the copy twice. Raises DonatedStateError for a spent state.
+    Tensors that occur twice in the state are still shared with each other in the copy.
+
+    Args:
+        state: the state to copy.
+
+    Raises:
+        DonatedStateError: the state was donated to a step.
     """
     copies: dict[int, Tensor] = {}
 
@@ -107,7 +113,7 @@ def copy_state(state: TrainState) -> TrainState:
 
 
 def bind(model: nn.Module, state: TrainState) -> TrainState:
-    """Copy a state's values into the module, and return the state bound to it.
+    """Copy a state's values into the module and return a state that is bound to it.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -117,16 +123,20 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     >>> state.params["weight"] is model.weight, torch.equal(model.weight, kept.params["weight"])
     (True, True)
 
-    The state returned shares nothing with the one given, which therefore stays good. Other states that were
-    bound to the module are spent. A state that is bound to it already is returned as it is.
+    Use it after training with pure steps, before `torch.save(model.state_dict(), ...)`: the module does not follow
+    the state unless the state is bound to it.
+
+    The returned state shares no tensors with the given one, which stays valid. Other states bound to the module can
+    no longer be used, because their tensors are overwritten. A state that is already bound to the module is returned
+    unchanged.
 
     Args:
-        model: the module, wrapped or not.
-        state: with the module's names and shapes, in any dtypes and on any devices.
+        model: the `nn.Module`, with or without torch's wrappers.
+        state: a state with the module's parameter names and shapes, in any dtype and on any device.
 
     Raises:
-        ValueError: names or shapes that are not the module's; nothing is copied then.
-        DonatedStateError: the state is spent.
+        ValueError: names or shapes differ from the module's. Nothing is copied then.
+        DonatedStateError: the state was donated to a step.
     """
     slots = _modules.members(model)
     _modules.check_names("parameters", state.params, slots.params, model)
@@ -144,10 +154,10 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
 
 
 def end_epoch(state: TrainState) -> TrainState:
-    """The state at the start of the next epoch: call it after the `for` loop over a stream.
+    """Start the next epoch of a stream: call it after the `for` loop over the loader.
 
-    A loader with a length ends its epochs by itself, since the step knows `epoch_length`; a stream's end is
-    known only when it comes.
+    Loaders with a length do not need it, because each step compares its batch with `epoch_length`. The end of a
+    stream is known only when it is reached.
 
     >>> import looplib as ll
     >>> state = ll.end_epoch(ll.TrainState(batch=3, step=3))
@@ -155,20 +165,23 @@ def end_epoch(state: TrainState) -> TrainState:
     (1, 0)
 
     Args:
-        state: of a stream, after its last batch.
+        state: the state after the stream's last batch.
 
-    Raises ValueError for a state with an `epoch_length`.
+    Raises:
+        ValueError: the state has an `epoch_length`.
     """
     if state.epoch_length is not None:
         raise ValueError(
             f"the state has epoch_length={state.epoch_length}, so train_step ends its epochs; "
             "end_epoch is for streams, whose states are made with epoch_length=None"
         )
-    return state.replace(epoch=state.epoch + 1, batch=0, batch_samples=0)  # no batch, so no multiple is crossed
+    return state.replace(
+        epoch=state.epoch + 1, batch=0, batch_samples=0
+    )  # no batch was consumed, so periodic predicates do not fire
 
 
 def cast(state: TrainState, dtype: torch.dtype) -> TrainState:
-    """The state with its floating-point parameters and buffers in `dtype`, and complex ones as they are.
+    """Cast a state's floating-point parameters and buffers to a dtype. Complex tensors keep theirs.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -180,26 +193,27 @@ def cast(state: TrainState, dtype: torch.dtype) -> TrainState:
     >>> predict_step(half, torch.zeros(4, 2)).dtype
     torch.bfloat16
 
-    For evaluation at half the memory, `ll.evaluate(eval_step, ll.state.cast(state, torch.bfloat16), batches)`, and for
-    export, `ll.checkpoint.save_safetensors(model, ll.state.cast(state, torch.bfloat16), path)`. What a batch has in floating point the
-    metric function casts; for arithmetic in fewer bits with weights in float32 there is `autocast`.
+    Use it to evaluate with half the memory, `ll.evaluate(eval_step, ll.state.cast(state, torch.bfloat16), batches)`,
+    or to export, `ll.checkpoint.save_safetensors(model, ll.state.cast(state, torch.bfloat16), path)`. The batches are
+    not cast, so cast floating-point inputs in the metric function. To compute in lower precision with float32
+    weights, use `autocast`.
 
-    Parameters and buffers, those of integers too, are copies, which carry no gradient back and are bound to no
-    module, so a donated step may go on from `state`. (A module that FSDP2 shards computes, and is exported, in its
-    own dtype all the same.)
+    All parameters and buffers of the result, integer ones included, are copies. They carry no gradient and are bound
+    to no module, so a donated step can still consume `state`. A module sharded by FSDP2 computes, and is exported, in
+    its own dtype anyway.
 
-    `opt_state` and `extra` are those of `state`, so torch's optimizers refuse to go on from here with moments of
-    another dtype. To train on, begin them anew: `state.replace(opt_state=optimizer.init(state.params))`, with
-    `master_weights` around the optimizer where the weights are of half precision.
+    `opt_state` and `extra` are those of `state`, so torch's optimizers refuse to train on with moments of a different
+    dtype. To continue training, create them again with `state.replace(opt_state=optimizer.init(state.params))`, with
+    `master_weights` around the optimizer if the weights are half precision.
 
     Args:
-        state: any; of averages, `ll.eval_state(optimizer, state)` first.
-        dtype: a floating-point one.
+        state: the state to cast. For averaged weights, pass `ll.eval_state(optimizer, state)`.
+        dtype: a floating-point `torch.dtype`.
 
     Raises:
-        TypeError: something else than a state.
-        ValueError: a dtype that is not floating-point.
-        DonatedStateError: the state is spent.
+        TypeError: `state` is not a TrainState.
+        ValueError: `dtype` is not a floating-point dtype.
+        DonatedStateError: the state was donated to a step.
     """
     if not isinstance(state, TrainState):
         raise TypeError(

@@ -1,7 +1,8 @@
-"""One batch, one step.
+"""Train, eval and predict steps.
 
-A train step takes a state and a batch and returns the next state and the metrics: gradients, update, counts. It
-is pure; with `donate` it may use the old state's memory for the new one's, and the old state is spent.
+A train step takes a state and a batch and returns the next state and the metrics. It is pure: it leaves its inputs
+unchanged. With `donate=True` it may reuse the old state's memory for the new one, and the old state can no longer be
+used.
 """
 
 from __future__ import annotations
@@ -49,25 +50,25 @@ S = TypeVar("S", bound=Callable[..., Any])
 
 
 class Outcome(NamedTuple):
-    """What a step makes of a state and a batch, before its counts."""
+    """Result of a step before its counts are updated."""
 
     params: dict[str, Tensor]
     opt_state: Any
     buffers: dict[str, Tensor]
     metrics: dict[str, Metric]
     samples: int
-    applied: bool | Tensor = True  # whether an update was made
+    applied: bool | Tensor = True  # True if an update was made
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step is made of, for the transforms that make another step of it.
+    """Components of a step, for transforms that build another step from it.
 
     Attributes:
-        kind: what the step is for.
+        kind: "train", "eval" or "predict".
         core: the step without its counts.
         watched: the functions that it calls.
-        donate, same_batch: as given to `make_train_step`.
+        donate, same_batch: as passed to `make_train_step`.
     """
 
     kind: Literal["train", "eval", "predict"]
@@ -79,7 +80,7 @@ class Parts:
 
 @runtime_checkable
 class MadeStep(Protocol):
-    """A step that says what it is made of: all that this module makes, and what transforms make of them."""
+    """A step that records its components: returned by this module and by transforms."""
 
     parts: Parts
 
@@ -87,14 +88,14 @@ class MadeStep(Protocol):
 
 
 def with_parts(step: S, parts: Parts) -> S:
-    """The step, as a `MadeStep`."""
+    """Return the step as a `MadeStep`."""
     open_to_attributes: Any = step
     open_to_attributes.parts = parts
     return step
 
 
 def parts_of(step: object, transform: str) -> Parts:
-    """What a step is made of; raises TypeError in the name of a transform for a function that is no `MadeStep`."""
+    """Return a step's components; raise TypeError, naming the transform, for a function that is not a `MadeStep`."""
     if isinstance(step, MadeStep) and isinstance(step.parts, Parts):
         return step.parts
     raise TypeError(
@@ -111,7 +112,7 @@ def make_train_step(
     same_batch: bool = False,
     **unknown: NoReturn,
 ) -> TrainStep:
-    """The step of a training loop, as a function from a state and a batch to the next state and its metrics.
+    """Make a training step: a function from a state and a batch to the next state and its metrics.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -125,21 +126,27 @@ def make_train_step(
     >>> sorted(ll.compute(metrics))
     ['loss']
 
-    Args:
-        grad_fn: from `make_grad_fn`, wrapped at will.
-        optimizer: from `ll.optimizer`, wrapped at will; the one that made the state.
-        donate: write the new state over the old one, with the speed and memory of a loop in place. The old
-            state, and all that share a tensor that was written, raise DonatedStateError from then on. A signal
-            that arrives during the update is taken after it.
-        same_batch: for one more update on a batch that another step takes too, as the second network of a GAN does:
-            `step` counts it, and the position in the data stays. The other step comes first.
-        unknown: nothing else is taken; `compile=` is refused with what to write instead.
+    Keep the returned state. The old one stays at its own step, and without `donate` the module's weights do not
+    change either: use `ll.bind(model, state)` before saving the module.
 
-    `ll.compile_step` makes one graph of the whole step, `ll.vmap_step` a step of many members.
+    Wrap the result with `ll.compile_step` to compile the whole step into one graph, or with `ll.vmap_step` to train
+    many members at once.
+
+    Args:
+        grad_fn: from `make_grad_fn`, with or without wrappers.
+        optimizer: from `ll.optimizer`, with or without wrappers. Use the one that created the state.
+        donate: if True, write the new state over the old one, for the speed and memory of an in-place loop.
+            Afterwards the old state, and every state that shares an overwritten tensor, raises DonatedStateError. A
+            signal that arrives during an update is handled after it.
+        same_batch: if True, this is a second update on a batch that another step has already consumed, such as the
+            second network of a GAN. `step` counts the update; the position in the data stays. Call the other step
+            first.
+        unknown: no other arguments are accepted. `compile=` is refused with a message that says what to write
+            instead.
 
     Raises:
-        DonatedStateError: the state was given to a donated step before.
-        ValueError, TypeError: see `make_grad_fn` and `ll.optimizer`; the state is as it was then.
+        DonatedStateError: the state was already donated to a step.
+        ValueError, TypeError: see `make_grad_fn` and `ll.optimizer`. The state is unchanged then.
     """
     if unknown:
         _refuse_unknown(unknown)
@@ -226,7 +233,9 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
                 new = unwritten(state, values)
         except BaseException:
             lost = saved.restore()
-            if lost or ownership.writes.count != writes:  # by one of several optimizers, of which another failed
+            if (
+                lost or ownership.writes.count != writes
+            ):  # one of several optimizers has written, and another has failed
                 ownership.spoil(state, params.keys(), lost)
             raise
         finally:
@@ -266,7 +275,7 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
 def _evaluate(
     grad_fn: GradFn, state: TrainState, batch: Any, params: Mapping[str, Tensor]
 ) -> tuple[Any, dict[str, Tensor]]:
-    """The loss and the gradients of a step at other parameters, for optimizers that ask for them."""
+    """Loss and gradients of the step's batch at different parameters, for optimizers that request them."""
     out = grad_fn(state.replace(params={**state.params, **params}), batch, Part())
     return out.metrics["loss"].compute(), out.grads
 
@@ -281,7 +290,7 @@ def _refuse_late_choice(applied: Any) -> None:
 
 
 def advanced(state: TrainState, samples: int, applied: bool, same_batch: bool) -> dict[str, Any]:
-    """The fields of the state after one more batch, but for what the step makes."""
+    """The state's counts after one more batch, as a dict of changed fields."""
     counts = counts_of(state)
     if same_batch:
         for name in ("step", "batch_steps"):
@@ -301,7 +310,7 @@ def advanced(state: TrainState, samples: int, applied: bool, same_batch: bool) -
 
 
 def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str, Any]]) -> EvalStep:
-    """A function from a state and a batch to metrics, which leaves everything as it was.
+    """Make an evaluation step: a function from a state and a batch to metrics.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 3)
@@ -309,7 +318,7 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
     ...     x, y = batch
     ...     logits = model(x)
     ...     return {
-    ...         "loss": torch.nn.functional.cross_entropy(logits, y),  # a mean: weighs by its examples
+    ...         "loss": torch.nn.functional.cross_entropy(logits, y),  # a mean over the samples
     ...         "accuracy": ll.Mean((logits.argmax(1) == y).sum(), len(y)),
     ...     }
     >>> eval_step = ll.make_eval_step(model, metric_fn)
@@ -317,16 +326,19 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
     >>> sorted(metrics)
     ['accuracy', 'loss']
 
-    The module is in eval mode for the time of the call, without gradients, with copies of the state's buffers.
+    The module runs in eval mode and without gradients, with copies of the state's buffers, so state and module are
+    left unchanged.
 
     Args:
-        model: the module, wrapped or not.
-        metric_fn: `metric_fn(model, batch)`, a dict of metrics such as `Mean(total, weight)`, or of scalars, which
-            weigh by the number of examples in the batch: a mean of the batches' means, which is right for an average
-            over examples, and wrong for F1, AUC or a metric of torchmetrics that was called (see `torchmetric`).
+        model: the `nn.Module`, with or without torch's wrappers.
+        metric_fn: `metric_fn(model, batch)`, which returns a dict of metrics such as `Mean(total, weight)`, or of
+            scalars. A scalar is taken as the mean over the batch's samples and weighted by their number. That is
+            right for averages over samples, and wrong for F1, AUC or the value of a torchmetrics metric: use the
+            records in `ll.metrics` or `torchmetric` for those.
 
     Raises:
-        TypeError, ValueError: something else returned; a state of another model, a batch on another device.
+        TypeError: `metric_fn` returns anything else.
+        ValueError: the state belongs to a different model, or the batch is on a different device.
     """
     check_kind(metric_fn, "make_eval_step", "loss_fn")
     forward = _without_training(model, metric_fn)
@@ -344,7 +356,7 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
 
 
 def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -> PredictStep:
-    """A function from a state and a batch to the model's outputs, which leaves everything as it was.
+    """Make a prediction step: a function from a state and a batch to the model's outputs.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 3)
@@ -352,13 +364,15 @@ def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -
     >>> predict_step(ll.init_state(model), torch.zeros(4, 2)).shape
     torch.Size([4, 3])
 
-    As `make_eval_step`: eval mode, no gradients, copies of the buffers.
+    As with `make_eval_step`, the module runs in eval mode and without gradients, on copies of the state's buffers.
 
     Args:
-        model: the module, wrapped or not.
-        predict_fn: `predict_fn(model, batch)`, whose result the step returns: a tensor, or any pytree of such.
+        model: the `nn.Module`, with or without torch's wrappers.
+        predict_fn: `predict_fn(model, batch)`, which returns a tensor or any pytree of tensors. The step returns it
+            unchanged.
 
-    Raises ValueError for a state of another model or a batch on another device.
+    Raises:
+        ValueError: the state belongs to a different model, or the batch is on a different device.
     """
     check_kind(predict_fn, "make_predict_step", "loss_fn")
     predict_step = _without_training(model, predict_fn)

@@ -1,4 +1,4 @@
-"""The contracts: everything in looplib is a function of one of these types, or from one of them to the same."""
+"""Types: the records and protocols that looplib's functions take and return."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ __all__ = [
 
 
 class DonatedStateError(RuntimeError):
-    """A state was touched whose tensors a donated step has since written over."""
+    """A state was used after a donated step had overwritten its tensors."""
 
 
 @instances_are("state")
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TrainState(ownership.Marked):
-    """A training run at one moment, immutable.
+    """Training state: an immutable record of a training run at one moment.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -52,25 +52,25 @@ class TrainState(ownership.Marked):
     >>> state.replace(step=7).step
     7
 
-    It is a pytree: the tensors of `params`, `buffers`, `opt_state` and `extra` are its leaves, the counts and
-    the seed belong to its structure, so that `torch.func` and `tree_map` see tensors alone.
+    It is a pytree. Its leaves are the tensors of `params`, `buffers`, `opt_state` and `extra`; counts and seed belong
+    to its structure, so `torch.func` and `tree_map` see only tensors.
 
     Attributes:
         step: optimizer updates completed.
         epoch: epochs completed.
         batch: batches consumed in this epoch.
         epoch_length: batches in an epoch, or None for a stream.
-        samples: examples consumed.
-        batch_samples: examples in the batch consumed last.
-        batch_steps: updates made on the batch consumed last: 1, or 0 if it was skipped, or more (`same_batch`).
-        params, buffers: name -> tensor, as `named_parameters` and `named_buffers` give them.
+        samples: samples consumed.
+        batch_samples: samples in the last batch.
+        batch_steps: updates made on the last batch: usually 1, 0 if the update was skipped, more with `same_batch`.
+        params, buffers: dicts of name -> tensor, as given by `named_parameters` and `named_buffers`.
         opt_state: the optimizer's pytree.
-        seed: what all randomness of the run comes from.
-        extra: the user's own pytree (EMA weights, an early-stopping record, ...), checkpointed with the rest.
+        seed: int from which all randomness of the run is derived.
+        extra: your own pytree (EMA weights, an early-stopping record, ...), checkpointed with the rest.
 
     Raises:
-        DonatedStateError: when `params`, `buffers`, `opt_state` or `extra` is read after a donated step wrote
-            over one of its tensors.
+        DonatedStateError: `params`, `buffers`, `opt_state` or `extra` is read after a donated step has overwritten
+            one of its tensors.
     """
 
     step: int = 0
@@ -91,21 +91,22 @@ class TrainState(ownership.Marked):
 
     @property
     def skipped(self) -> bool:
-        """Whether the batch consumed last made no update, so that `step` did not move."""
+        """True if the last batch made no update, so that `step` did not advance."""
         return self.batch_steps == 0
 
     def replace(self, **changes: Any) -> TrainState:
-        """A copy with these fields changed; it shares every tensor that is not.
+        """Return a copy with the given fields changed. The other fields share their tensors with the original.
 
         >>> TrainState(step=3).replace(step=4, extra={"note": "kept"}).extra
         {'note': 'kept'}
 
-        What is computed from parameters that require a gradient has a graph behind it, which steps refuse unless they
-        are `ll.transforms.differentiable`: write `with torch.no_grad():` around, as in a raw loop.
+        If you compute new values from parameters that require a gradient, do it inside `with torch.no_grad():`, as in
+        a raw loop. The values would otherwise carry a graph, which steps refuse unless they are
+        `ll.transforms.differentiable`.
 
         Raises:
-            TypeError: a field that a TrainState does not have.
-            DonatedStateError: a field that is not changed was donated.
+            TypeError: TrainState has no such field.
+            DonatedStateError: a field that is not replaced was donated.
         """
         if unknown := changes.keys() - set(FIELDS):
             raise TypeError(f"a TrainState has no field {sorted(unknown)}; it has {', '.join(FIELDS)}")
@@ -118,7 +119,7 @@ class TrainState(ownership.Marked):
         return TrainState, tuple(getattr(self, name) for name in FIELDS)
 
 
-TREES = ("params", "buffers", "opt_state", "extra")  # of tensors; the rest are counts and settings
+TREES = ("params", "buffers", "opt_state", "extra")  # hold tensors; the other fields are counts and settings
 
 
 _record = ownership.Guarded(TrainState, TREES, DonatedStateError)
@@ -130,7 +131,7 @@ FIELDS, COUNTS = _record.fields, _record.counts
 records.register(TrainState, FIELDS, TREES)
 
 
-# For steps: states whose marks are known.
+# For steps, which know who owns a state's tensors.
 counts_of, made, written, unwritten = _record.counts_of, _record.made, _record.written, _record.unwritten
 
 
@@ -141,7 +142,7 @@ LossFn = Callable[[Any, Any], Any]
 
 
 class Gradients(NamedTuple):
-    """What a `GradFn` returns.
+    """Gradients and metrics of one batch, as returned by a `GradFn`.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -149,21 +150,21 @@ class Gradients(NamedTuple):
     >>> out.grads["weight"], out.samples, sorted(out.metrics)
     (tensor([[1., 1.]]), 4, ['loss'])
 
-    A wrapper changes what it is about and keeps the rest: `out._replace(grads=...)`.
+    A wrapper replaces the fields it is responsible for and keeps the rest: `out._replace(grads=...)`.
 
     Attributes:
-        grads: name -> gradient of the mean loss; with `Part.reduction` "sum", of the summed loss over `normalizer`.
-            The tensors are the caller's own.
-        metrics: name -> mergeable record; holds "loss".
-        buffers: name -> the buffers after the forward pass.
-        samples: samples in the batch.
-        weight: what the summed loss is to be divided by; None when `grads` are the mean's already.
-        normalizer: what the summed loss was divided by already.
-        ranks: of how many ranks `grads` are the average, which an engine such as DDP has taken.
-        params: name -> parameters that the forward pass itself has written, such as those of
-            `nn.Embedding(max_norm=...)`, as they are after it; None for most models.
-        finish: `finish(state, gradients)` makes one gradient of all ranks' sums, where an engine has sent nothing yet
-            (see `retry_on_oom`); else None.
+        grads: name -> gradient of the mean loss, or with `Part.reduction` "sum", of the summed loss divided by
+            `normalizer`. The caller owns the tensors.
+        metrics: name -> mergeable record. Always contains "loss".
+        buffers: name -> buffer after the forward pass.
+        samples: number of samples in the batch.
+        weight: what is left to divide the summed loss by; None if `grads` are already those of the mean loss.
+        normalizer: what the summed loss has already been divided by.
+        ranks: number of ranks over which an engine such as DDP has averaged `grads`.
+        params: name -> value after the forward pass, for parameters that the forward pass itself writes, such as
+            those of `nn.Embedding(max_norm=...)`. None for most models.
+        finish: `finish(state, gradients)`, which combines the sums of all ranks if an engine has not sent anything
+            yet (see `retry_on_oom`); otherwise None.
     """
 
     grads: Grads
@@ -179,24 +180,24 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One microbatch of an optimizer step, or all of it: what a `GradFn` is asked for.
+    """The part of an optimizer step that a `GradFn` is asked for: one microbatch, or the whole step.
 
-    A wrapper hands it on to the function that it wraps, as it is or changed by `dataclasses.replace(part, ...)`.
+    A wrapper passes it on to the function it wraps, unchanged or changed with `dataclasses.replace(part, ...)`.
 
     >>> import looplib as ll
     >>> ll.types.Part(index=2, reduction="sum").reduction
     'sum'
 
     Attributes:
-        index: the microbatch's, which its random numbers depend on.
-        reduction: "mean" for the gradient of the mean loss; "sum" for that of the summed loss over `normalizer`,
-            together with its weight.
-        normalizer: what summed losses are divided by, so that gradients of half precision stay as small as a mean's;
-            None to let the function choose: the step's samples where they are known, else the microbatch's own weight
-            (at least 1).
-        scale: multiplies the loss before the backward pass.
-        donate: whether the state's buffers may be written in place.
-        context: what looplib's own functions tell each other. It makes no promises; hand it on.
+        index: index of the microbatch, which its random numbers depend on.
+        reduction: "mean" for the gradient of the mean loss; "sum" for the gradient of the summed loss over
+            `normalizer`, together with its weight.
+        normalizer: what to divide summed losses by, so that half-precision gradients stay as small as those of a
+            mean. None lets the function choose: the step's number of samples if it is known, otherwise the
+            microbatch's own weight (at least 1).
+        scale: factor by which the loss is multiplied before the backward pass.
+        donate: True if the state's buffers may be overwritten.
+        context: private to looplib and without promises. Pass it on.
     """
 
     index: int = 0
@@ -208,7 +209,7 @@ class Part:
 
     @property
     def summed(self) -> bool:
-        """Whether the gradient of the summed loss is asked for, with its weight."""
+        """True if the gradient of the summed loss is requested, together with its weight."""
         return self.reduction == "sum"
 
 
@@ -216,9 +217,9 @@ WHOLE = Part()
 
 
 class GradFn(Protocol):
-    """`grad_fn(state, batch, part=Part()) -> Gradients`, pure.
+    """Gradient function: `grad_fn(state, batch, part=Part()) -> Gradients`, pure.
 
-    What `make_grad_fn` returns, and what wraps it, which hands `part` on:
+    `make_grad_fn` returns one, and wrappers take one and return another. A wrapper passes `part` on:
 
     >>> import looplib as ll, torch
     >>> def halved(grad_fn):
@@ -237,7 +238,7 @@ class GradFn(Protocol):
 
 @runtime_checkable
 class Metric(Protocol):
-    """What `merge` and `compute` accept: a record with these two methods, such as `Mean`.
+    """Metric record: an object with `merge` and `compute`, such as `Mean`.
 
     >>> from dataclasses import dataclass
     >>> import looplib as ll
@@ -253,10 +254,10 @@ class Metric(Protocol):
     """
 
     def merge(self, other: Any) -> Any:
-        """The record of both parts together."""
+        """Combine two records into the record of their samples together."""
 
     def compute(self) -> Any:
-        """The value: a number or a tensor of one element."""
+        """Return the value: a number or a tensor with one element."""
 
 
 Metrics = Mapping[str, Metric]
@@ -266,34 +267,35 @@ Params = dict[str, Tensor]
 
 
 class Init(Protocol):
-    """`init(params, **extra) -> opt_state`, a pytree whose structure stays the same for the whole run.
+    """Optimizer initialization: `init(params, **extra) -> opt_state`, a pytree with a fixed structure.
 
-    `extra` holds `buffers`, name -> tensor, when `init_state` calls.
+    `extra` holds `buffers`, name -> tensor, when `init_state` calls it.
     """
 
     def __call__(self, params: Params, **extra: Any) -> Any: ...
 
 
 class Update(Protocol):
-    """`update(grads, opt_state, params, step, donate=False, when=True, **extra) -> (params, opt_state, applied)`.
+    """Optimizer update: `update(grads, opt_state, params, step, **options) -> (params, opt_state, applied)`.
 
-    `grads` names the parameters to change; the others are handed through. `step` counts the updates before this one:
-    schedules are functions of it. `applied` says whether an update was made, since `state.step` counts those: a bool,
-    or a 0-dim bool tensor, which the train step reads. A wrapper returns what the inner optimizer said.
+    `grads` names the parameters to change; the others are returned as they are. `step` is the number of updates made
+    before this one, which schedules depend on. `applied` is a bool, or a 0-dim bool tensor that the train step reads:
+    True if an update was made, since `state.step` counts updates. A wrapper returns the `applied` of the optimizer it
+    wraps.
 
-    All after `step` are keyword arguments, which an update may leave out:
+    The keyword arguments after `step` are optional to implement:
 
     Args:
-        donate: the tensors of `params` and `opt_state` may be written in place. An update without it makes new ones,
-            in donated steps too, so that a state bound to a module leaves it.
-        when: a bool or a 0-dim bool tensor: where it is not set, `params` and `opt_state` come back as they were,
-            and `applied` is False. An update without it is simply not called then, or its result not taken.
-        extra: `metrics` and `buffers` of the gradients (`Gradients`), the state's `seed`, and `evaluate`, a function
-            from params to `(loss, grads)` of the same batch, when a train step calls.
+        donate: if True, the tensors of `params` and `opt_state` may be overwritten. An update without this argument
+            always makes new tensors, even in donated steps, so a state bound to a module is then no longer bound.
+        when: a bool or a 0-dim bool tensor. If it is false, `params` and `opt_state` are returned unchanged and
+            `applied` is False. An update without this argument is not called in that case, or its result is dropped.
+        extra: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,
+            and `evaluate`, a function from params to `(loss, grads)` on the same batch.
 
-    So a wrapper that skips updates has one line to add, which works donated (the flag is read before anything is
-    written over), compiled and vectorized (the graph chooses), and in other such wrappers, with one flag to read for
-    all of them:
+    A wrapper that skips updates therefore adds one line. It works in donated steps, where the flag is read before
+    anything is overwritten, in compiled and vectorized steps, where the graph selects the result, and around or
+    inside other such wrappers, which share a single flag:
 
     >>> import dataclasses, looplib as ll, torch
     >>> def skip_small_losses(optimizer, least):
@@ -307,7 +309,8 @@ class Update(Protocol):
     >>> state.step, state.skipped
     (0, True)
 
-    What a wrapper keeps in a state of its own it chooses by `ll.optim.where(applied, new, old)`.
+    If a wrapper has state of its own, it chooses between the new and the old one with
+    `ll.optim.where(applied, new, old)`.
     """
 
     def __call__(
@@ -340,20 +343,21 @@ def _none_known(opt_state: Any, step: int) -> dict[str, float]:
 @instances_are("optimizer")
 @dataclass(frozen=True, slots=True, repr=False)
 class Optimizer:
-    """A pair of pure functions; `ll.optimizer` makes one of a `torch.optim` class, wrappers one of another.
+    """Optimizer: a pair of pure functions, `init` and `update`.
 
-    Functions that take no `**extra` are given none, and an `update` without `when` is made to take it.
+    `ll.optimizer` makes one from a `torch.optim` class, and wrappers make one from another. Functions without
+    `**extra` are not passed any, and an `update` without `when` is wrapped so that it accepts it.
 
     Attributes:
-        init: `init(params, **extra) -> opt_state`, a pytree; `extra` holds `buffers`.
+        init: `init(params, **extra) -> opt_state`, a pytree; `extra` holds `buffers`. See `Init`.
         update: `update(grads, opt_state, params, step, donate=False, when=True, **extra) -> (params, opt_state,
-            applied)`; `step` counts the updates before this one; see `Update`.
-        evaluation: `evaluation(params, buffers, opt_state) -> (params, buffers)`, the weights to evaluate with, where
-            those are others than the weights that are trained (averages); see `eval_state`.
-        hyperparameters: `hyperparameters(opt_state, step) -> {name: float}`, those of the next update; see
+            applied)`. See `Update`.
+        evaluation: `evaluation(params, buffers, opt_state) -> (params, buffers)`, the weights to evaluate with if
+            they differ from the trained ones, such as averages. See `eval_state`.
+        hyperparameters: `hyperparameters(opt_state, step) -> {name: float}`, the values for the next update. See
             `ll.optim.hyperparameters`.
-        description: the optimizer class and its settings as plain values, which checkpoints hold.
-        kernel: says which of torch's kernels the updates take, for `repr`.
+        description: the optimizer class and its settings as plain values, which checkpoints store.
+        kernel: function that returns the name of torch's kernel used by the updates, for `repr`.
     """
 
     init: Init
@@ -376,7 +380,7 @@ class Optimizer:
 Schedule = Callable[[int], float]
 
 
-"""A hyperparameter as a function of the updates made so far.
+"""Schedule: a hyperparameter as a function of the number of updates made so far.
 
 >>> import looplib as ll, torch
 >>> def rising(step):
@@ -388,7 +392,7 @@ Schedule = Callable[[int], float]
 Sink = Callable[[TrainState, Mapping[str, float]], None]
 
 
-"""Where numbers go: a function of the state that they are of, for its counts, and of names and values.
+"""Sink: a function that logs values, given the state (for its counts) and a dict of names and floats.
 
 >>> import looplib as ll
 >>> def shout(state, values):
@@ -400,9 +404,9 @@ step      5  epoch      0  loss 0.5
 
 
 class TrainStep(Protocol):
-    """`train_step(state, batch) -> (state, metrics)`.
+    """Training step: `train_step(state, batch) -> (state, metrics)`.
 
-    What `make_train_step` returns, and any function like it, such as one around it:
+    `make_train_step` returns one. Any function of this form is one, such as a wrapper:
 
     >>> import looplib as ll, torch
     >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
@@ -417,9 +421,9 @@ class TrainStep(Protocol):
 
 
 class EvalStep(Protocol):
-    """`eval_step(state, batch) -> metrics`.
+    """Evaluation step: `eval_step(state, batch) -> metrics`.
 
-    What `make_eval_step` returns, and any function like it:
+    `make_eval_step` returns one. Any function of this form is one:
 
     >>> import looplib as ll, torch
     >>> def eval_step(state, batch):
@@ -432,9 +436,9 @@ class EvalStep(Protocol):
 
 
 class PredictStep(Protocol):
-    """`predict_step(state, batch) -> outputs`.
+    """Prediction step: `predict_step(state, batch) -> outputs`.
 
-    What `make_predict_step` returns, and any function like it:
+    `make_predict_step` returns one. Any function of this form is one:
 
     >>> import looplib as ll, torch
     >>> def predict_step(state, batch):

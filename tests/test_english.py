@@ -1,0 +1,115 @@
+"""Plain English: words and openings that docstrings, comments and pages avoid, with what to write instead."""
+
+import ast
+import io
+import json
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+QUESTION = re.compile(r"(What|Whatever|Whether|Where|How|When|Who|Whoever|Whose)\b")
+# Pattern -> what to write instead.
+AVOID = {
+    r"\bwhoever\b": 'name the subject, or "you"',
+    r"(?:^|[.;:] )Who\b(?![^.]*\?)": 'name the subject, or "if you"',
+    r"\banew\b": "again",
+    r"\b(?:go|goes|going|went|gone) on\b(?! (?:the|a|disk|top)\b)": "continue",
+    r"\bpictures?\b": "plot, figure or image",
+    r"\bpieces?\b": "microbatch, part, slice, or the name of the thing",
+    r"\bsomething else than\b": "something other than",
+    r"\bothers than\b": "different from",
+    r"\b(?:after|for|in|into|of|to) so (?:many|much)\b": '"`n`", or "the given number of"',
+    r"\bsure to \d": "accurate to",
+    r"\bthe world says\b": "name the signal",
+}
+# Where a pattern above has another meaning: (file, the text around it).
+EXCEPTIONS: set[tuple[str, str]] = set()
+
+
+def docstrings(tree):
+    """(line, text) of every docstring: modules, classes, functions, closures, and the strings below an assignment."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
+            node
+        ):
+            yield body[0].lineno, ast.get_docstring(node)
+        if isinstance(node, (ast.Module, ast.ClassDef)):
+            for one, two in zip(body, body[1:], strict=False):
+                if isinstance(one, (ast.Assign, ast.AnnAssign)) and isinstance(two, ast.Expr):
+                    yield two.lineno, inspect_string(two)
+
+
+def inspect_string(node):
+    return node.value.value if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else ""
+
+
+def comments(source):
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# ")
+
+
+def prose(path):
+    """(line, text, whether it is a docstring) of what a person reads in a file, without code."""
+    source = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        yield from ((line, text, True) for line, text in docstrings(ast.parse(source)))
+        yield from ((line, text, False) for line, text in comments(source))
+    elif path.suffix == ".ipynb":
+        for number, cell in enumerate(json.loads(source)["cells"]):
+            if cell["cell_type"] == "markdown":
+                yield number, without_code("".join(cell["source"])), False
+    else:
+        yield 1, without_code(source), False
+
+
+def without_code(text):
+    """Markdown without fenced blocks and code spans, with its lines in place."""
+    blank = lambda match: re.sub(r"[^\n]", " ", match[0])  # noqa: E731
+    return re.sub(r"`[^`\n]+`", blank, re.sub(r"^```.*?^```", blank, text, flags=re.M | re.S))
+
+
+def faults(path):
+    name = path.relative_to(ROOT).as_posix()
+    for line, text, documents in prose(path):
+        if documents and (match := QUESTION.match(text)) and "?" not in text.partition("\n")[0]:
+            yield f"{name}:{line}: begins with {match[0]}; name the thing"
+        text = re.sub(r"^\s*(?:>>>|\.\.\.).*$", "", text, flags=re.M)
+        for pattern, instead in AVOID.items():
+            for match in re.finditer(pattern, text, re.M):
+                around = " ".join(text[max(0, match.start() - 30) : match.end() + 30].split())
+                if not any(file == name and part in around for file, part in EXCEPTIONS):
+                    where = line + text.count("\n", 0, match.start())
+                    yield f"{name}:{where}: {match[0]!r} in {around!r}; write {instead}"
+
+
+# Rooms that have been read through so far.
+READ = ["*.py"]
+
+
+def files():
+    yield from sorted(path for pattern in READ for path in (ROOT / "looplib").glob(pattern))
+
+
+@pytest.mark.parametrize(
+    "bad", ["Where the run stands.", "Whoever reads it.", "Some pictures of it.", "After so many steps."]
+)
+def test_the_check_finds_what_it_is_for(bad, tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "module.py").write_text(f'"""{bad}"""\n')
+    assert len(list(faults(tmp_path / "module.py"))) >= 1
+
+
+def test_plain_english():
+    assert [fault for path in files() for fault in faults(path)] == []
+
+
+if __name__ == "__main__":
+    import sys
+
+    for path in [Path(each).resolve() for each in sys.argv[1:]] or files():
+        print(*faults(path), sep="\n", end="\n" if list(faults(path)) else "")
