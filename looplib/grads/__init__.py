@@ -1,4 +1,4 @@
-"""Gradients: a `GradFn` goes in, a `GradFn` comes out."""
+"""Gradient wrappers: a `GradFn` goes in and a `GradFn` comes out (accumulation, clipping, loss scaling, ranks)."""
 
 from looplib.grads._accumulation import accumulate
 from looplib.grads._clipping import clip_by_global_norm, clip_by_value, global_norm

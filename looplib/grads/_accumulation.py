@@ -1,8 +1,8 @@
-"""One optimizer step over a batch in pieces.
+"""Gradient accumulation: one optimizer step over several microbatches.
 
-A piece gives the gradient of its summed loss, added into those of the pieces before it, and its weight; the sum of
-gradients is divided by the sum of weights once. So the result is the whole batch's, however it was cut, and an
-update never knows that there were pieces.
+Each microbatch gives the gradient of its summed loss, added to those before it, and its weight. The sum of gradients
+is divided by the sum of weights once, at the end. The result is therefore the gradient of the whole batch however it
+was split, and the update does not need to know about microbatches.
 """
 
 from __future__ import annotations
@@ -37,37 +37,41 @@ def accumulate(
     dtype: torch.dtype | None = None,
     batch_size: Callable[[Any], int] = count_examples,
 ) -> GradFn:
-    """The gradient of a whole batch, taken piece by piece, in the memory of one.
+    """Gradient accumulation: split each batch into microbatches and add up their gradients.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
     >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
     >>> state, batch = ll.init_state(model), torch.randn(10, 2)
-    >>> whole, in_pieces = grad_fn(state, batch), ll.accumulate(grad_fn, microbatches=4)(state, batch)
-    >>> torch.testing.assert_close(in_pieces.grads, whole.grads)
-    >>> ragged = ll.accumulate(grad_fn)(state, [batch[:7], batch[7:]])  # pieces of the user's own
-    >>> torch.testing.assert_close(ragged.grads, whole.grads)
+    >>> full, split = grad_fn(state, batch), ll.accumulate(grad_fn, microbatches=4)(state, batch)
+    >>> torch.testing.assert_close(split.grads, full.grads)
+    >>> ragged = ll.accumulate(grad_fn)(state, [batch[:7], batch[7:]])  # your own microbatches
+    >>> torch.testing.assert_close(ragged.grads, full.grads)
 
-    A loss that is a `Mean(total, weight)` averages over all the weight of the batch, such as its tokens; a scalar
-    one over its examples. Metrics merge exactly. A piece may be without any weight.
+    The result is the gradient of the whole batch, even if the microbatches differ in size or in their number of
+    tokens: a loss `Mean(total, weight)` is averaged over the weight of the whole batch, such as its tokens, and a
+    scalar loss over its samples. A microbatch may have zero weight. Metrics are merged without rounding to means
+    first. Peak memory is that of one microbatch.
 
-    Each piece draws random numbers of its own, a function of the state's seed and step and of its index: with
-    dropout the result depends on how the batch is cut. BatchNorm normalises each piece by itself and moves its
-    running statistics once for each, as in a raw loop.
+    Dropout draws different masks for each microbatch, as a function of the state's seed and step and the microbatch's
+    index, so with dropout the result depends on how the batch is split. BatchNorm normalizes each microbatch
+    separately and updates its running statistics once per microbatch, as in a raw loop.
 
     Args:
-        grad_fn: of a piece.
-        microbatches: cut the batch along the first dimension into so many pieces, or one for each example where there
-            are fewer; the first are larger by one example where they must be, as by `torch.tensor_split`.
-        size: or into pieces of so many examples, the last one smaller. With neither, the batch is a list of pieces.
-        dtype: add up in this dtype, in memory of its own, and return it. The default adds in that of the
-            parameters, which loses small pieces of many in bfloat16.
-        batch_size: counts the examples in a batch, as for `make_grad_fn`.
+        grad_fn: gradient function, called once per microbatch.
+        microbatches: number of microbatches, split along the first dimension as by `torch.tensor_split` (the first
+            ones may have one sample more). Batches with fewer samples are split into single samples.
+        size: number of samples per microbatch, instead of `microbatches`. The last one may be smaller. If neither is
+            given, each batch must be a list of microbatches.
+        dtype: dtype to accumulate in and to return. Defaults to the dtype of the parameters; pass `torch.float32` for
+            bfloat16 models, where many small gradients would otherwise be rounded away.
+        batch_size: function that counts the samples in a batch, as for `make_grad_fn`.
 
     Raises:
-        ValueError: a count below 1; both given; a batch of no pieces, with tensors of different lengths, or of a type
-            that cannot be cut; a `grad_fn` whose wrapper belongs around `accumulate` (clipping, `scale_loss`).
-        TypeError: a batch that is no list where it must be.
+        ValueError: `microbatches` or `size` is below 1, or both are given; a batch is empty, has tensors of different
+            lengths, or is of a type that cannot be split; or `grad_fn` has a wrapper that belongs around `accumulate`
+            (clipping, `scale_loss`).
+        TypeError: neither `microbatches` nor `size` is given and the batch is not a list.
     """
     if microbatches is not None and size is not None:
         raise ValueError(f"give microbatches={microbatches} or size={size}, not both")
@@ -96,10 +100,10 @@ def over(
     part: Part,
     dtype: torch.dtype | None = None,
 ) -> Gradients:
-    """The gradients of all pieces together, of so many examples."""
+    """Accumulate the gradients of all microbatches, which hold `count` samples together."""
     context, summed = part.context, part.reduction == "sum"
     alone = len(pieces) == 1 and dtype is None and (context.into is None or _adds(grad_fn, part))
-    # Other ranks may have more pieces, and what they send each other comes in one order.
+    # Other ranks may have more microbatches, and collective calls must come in the same order on all.
     if alone and (summed or not several()):
         return grad_fn(state, pieces[0], part)
     if context is NO_CONTEXT and type(count) is int:
@@ -118,12 +122,12 @@ def over(
 
 @functools.lru_cache(maxsize=64)
 def _of_samples(count: int) -> Context:
-    """What the microbatches of a step of so many samples are told: the same at each step of a run."""
+    """Context passed to the microbatches of a step with this many samples, cached so that each step reuses it."""
     return Context(samples=count)
 
 
 def _joined(outs: Sequence[Gradients]) -> Gradients:
-    """The last one's, which has the gradients of all, with the metrics, samples and weights of all."""
+    """The last microbatch's result, which holds the accumulated gradients, with everyone's metrics, samples and weights."""
     weights = [out.weight for out in outs if out.weight is not None]
     return outs[-1]._replace(
         metrics=merge(*[out.metrics for out in outs]),
@@ -135,7 +139,7 @@ def _joined(outs: Sequence[Gradients]) -> Gradients:
 def _one_by_one(
     grad_fn: GradFn, state: TrainState, pieces: Sequence[Any], part: Part, dtype: torch.dtype | None
 ) -> list[Gradients]:
-    """A call for each piece, whose gradients are added to those of the ones before it."""
+    """Call `grad_fn` once per microbatch and add up the gradients."""
     normalizer, ranks, adds = part.normalizer, part.context.ranks, dtype is None and _adds(grad_fn, part)
     grads: dict[str, Tensor] = {}
     if adds:
@@ -161,7 +165,7 @@ def _one_by_one(
 
 
 def _check_summed(grad_fn: GradFn, out: Gradients, dtype: torch.dtype | None) -> None:
-    """Refuse gradients of a piece that cannot be added to those of others."""
+    """Raise if a microbatch's gradients cannot be added to those of others."""
     if out.ranks > 1 and dtype is not None:
         raise RuntimeError(
             f"accumulate(dtype={dtype}) adds up in memory of its own, which DDP and FSDP2 do not reduce over the "
@@ -176,7 +180,7 @@ def _check_summed(grad_fn: GradFn, out: Gradients, dtype: torch.dtype | None) ->
 
 
 def _moved_on(state: TrainState, out: Gradients) -> TrainState:
-    """The state for the next piece: with the buffers, and the renormed embeddings, that this one left."""
+    """The state for the next microbatch: with the buffers and renormed embeddings that this one produced."""
     if any(tensor is not state.buffers[name] for name, tensor in out.buffers.items()):
         state = state.replace(buffers=out.buffers)
     if out.params is not None:
@@ -185,10 +189,10 @@ def _moved_on(state: TrainState, out: Gradients) -> TrainState:
 
 
 def _adds(grad_fn: GradFn, part: Part) -> bool:
-    """Whether a function adds to the gradients so far itself, rather than give those of its microbatch alone.
+    """True if a gradient function accumulates into the gradients so far itself.
 
-    A wrapper of a user's may change the gradients that it is given, which is wrong for those of earlier microbatches;
-    but an engine has to find all of them in one place, where it reduces them over the ranks.
+    A user's wrapper may change the gradients it receives, which would be wrong for those of earlier microbatches. An
+    engine, though, must find the accumulated gradients in `.grad`, where it reduces them over the ranks.
     """
     record = made(grad_fn)
     return part.context.ranks > 1 or (record is not None and record.adds)

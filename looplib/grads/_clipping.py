@@ -1,7 +1,7 @@
-"""Gradients that are no larger than they may be.
+"""Gradient clipping.
 
-Each of these takes the gradients of a whole step, so it stands around `accumulate`, and around `scale_loss`, which
-gives true gradients to those around it. What they measure stays on the device, among the metrics.
+Each function clips the gradients of a whole step, so it goes around `accumulate`, and around `scale_loss`, which
+returns unscaled gradients. Norms are reported as metrics and stay on the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
 
 def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0) -> GradFn:
-    """Scale the gradients down so that their global norm is at most `max_norm`; report it as `grad_norm`.
+    """Clip gradients by their global norm, and report the norm before clipping as `grad_norm`.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -31,16 +31,19 @@ def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0
     >>> torch.nn.utils.get_total_norm(clipped.grads.values()).item() <= 1.0
     True
 
-    The norm, taken before the scaling, stays on the device. The bits are those of
-    `torch.nn.utils.clip_grad_norm_`. A norm that is infinite or NaN makes the gradients NaN, as there.
+    Gradients whose norm is above `max_norm` are scaled down to it. The result is bitwise that of
+    `torch.nn.utils.clip_grad_norm_`, because it runs the same operations in the same order. As there, a norm that is
+    infinite or NaN makes the gradients NaN. The norm is not read by the host, so it does not delay the step.
 
     Args:
-        grad_fn: whose gradients.
-        max_norm: the largest norm of all gradients together, above 0; `math.inf` reports the norm alone.
-        norm_type: which norm, such as 2 or `math.inf`.
+        grad_fn: gradient function of a whole step.
+        max_norm: largest norm of all gradients together, above 0. Pass `math.inf` to report the norm without
+            clipping.
+        norm_type: order of the norm, such as 2 or `math.inf`.
 
     Raises:
-        ValueError: `max_norm` is not above 0; within `accumulate`, where it would clip each piece.
+        ValueError: `max_norm` is not above 0, or the wrapper is used inside `accumulate`, where it would clip each
+            microbatch.
 
     Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013.
     """
@@ -58,14 +61,14 @@ def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0
 
 
 def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all elements together, as a scalar tensor on the first tensor's device.
+    """Norm of all elements of all tensors together, as a scalar tensor on the first tensor's device.
 
     >>> global_norm([torch.tensor([3.0]), torch.tensor([4.0])])
     tensor(5.)
 
     Args:
-        tensors: of any shapes; those of other devices are brought to the first one's.
-        norm_type: which norm, such as 2 or `math.inf`.
+        tensors: tensors of any shapes. Those on other devices are copied to the first one's.
+        norm_type: order of the norm, such as 2 or `math.inf`.
     """
     tensors = list(tensors)
     if any(map(is_sharded, tensors)):
@@ -78,7 +81,7 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def _norm_of_shards(tensors: list[Tensor], norm_type: float) -> Tensor:
-    """That of all ranks' shards, of each device mesh by itself and then of all."""
+    """Norm over all ranks' shards: first of each device mesh separately, then of all meshes."""
     by_mesh: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         by_mesh.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
@@ -89,7 +92,7 @@ def _norm_of_shards(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 
 def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
-    """Bring each element of the gradients into `[-max_value, max_value]`.
+    """Clip each element of the gradients to `[-max_value, max_value]`.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -98,13 +101,14 @@ def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
     >>> clipped.grads["weight"]
     tensor([[ 0.5000, -0.5000]])
 
-    The bits are those of `torch.nn.utils.clip_grad_value_`; an element that is NaN stays so.
+    The result is bitwise that of `torch.nn.utils.clip_grad_value_`. NaN elements stay NaN.
 
     Args:
-        grad_fn: whose gradients.
-        max_value: the largest magnitude, above 0.
+        grad_fn: gradient function of a whole step.
+        max_value: largest magnitude of an element, above 0.
 
-    Raises ValueError when `max_value` is not above 0, and within `accumulate`.
+    Raises:
+        ValueError: `max_value` is not above 0, or the wrapper is used inside `accumulate`.
     """
     if not max_value > 0:
         raise ValueError(f"max_value is {max_value}; give a magnitude above 0")

@@ -16,7 +16,7 @@ from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
 
 def scale_loss(grad_fn: GradFn) -> GradFn:
-    """Multiply the loss by the scale in the state before the backward pass, and divide the gradients by it after.
+    """Loss scaling for float16: multiply the loss before the backward pass, and divide the gradients afterwards.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -27,15 +27,18 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
     >>> ll.compute(metrics)["loss_scale"]
     65536.0
 
-    Gradients that are too small for float16 survive so; when one overflows all become NaN, and
-    `dynamic_loss_scale` skips them. Clipping goes around it, where the gradients are the true ones; `accumulate`
-    goes inside. The scale is reported as `loss_scale`.
+    Gradients that are too small for float16 survive this way. The scale comes from the state, where
+    `dynamic_loss_scale` keeps it, and is reported as `loss_scale`. If one gradient overflows, all become NaN and
+    `dynamic_loss_scale` skips the update.
+
+    Put clipping around `scale_loss`, because the gradients it returns are unscaled, and put `accumulate` inside it.
 
     Args:
-        grad_fn: whose loss.
+        grad_fn: gradient function whose loss is scaled.
 
-    Raises ValueError for a state without a loss scale, for gradients in float16 (of weights in float16, which need
-    `accumulate(..., dtype=torch.float32)` and `master_weights`), and within `accumulate`.
+    Raises:
+        ValueError: the state has no loss scale; the gradients are float16 because the weights are (those need
+            `accumulate(..., dtype=torch.float32)` and `master_weights`); or the wrapper is used inside `accumulate`.
 
     Source: Micikevicius et al., "Mixed precision training", 2018; `torch.amp.GradScaler`.
     """
@@ -54,7 +57,7 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
                 "add up in float32, scale_loss(accumulate(grad_fn, ..., dtype=torch.float32)), with master_weights"
             )
         factor = scale.double().reciprocal().float()
-        # All NaN after an overflow, so that no clipping around this makes an infinite gradient a finite one.
+        # All are NaN after an overflow, so that clipping around this cannot turn infinite gradients into finite ones.
         multiply(out.grads, torch.where(_finite(out.grads.values()).to(factor.device), factor, torch.nan))
         return out._replace(metrics={**out.metrics, "loss_scale": Mean(scale)})
 

@@ -1,4 +1,4 @@
-"""Retry with smaller microbatches when memory runs out."""
+"""Out-of-memory recovery: retry a batch with smaller microbatches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 def retry_on_oom(
     grad_fn: GradFn, size: int | None = None, *, batch_size: Callable[[Any], int] = count_examples
 ) -> GradFn:
-    """When memory runs out, take the gradient of the same batch in pieces of half the size, and so from then on.
+    """Out-of-memory recovery: retry the batch in microbatches of half the size, and keep that size from then on.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -38,37 +38,41 @@ def retry_on_oom(
     >>> gradients.metrics["microbatch_size"].compute()
     8
 
-    The gradient is the whole batch's, as by `accumulate`; the metric `microbatch_size` says how large the pieces
-    were, and a warning when they become smaller. What is remembered is the size that fits, which belongs to
-    the machine and not to the run, so it is no part of the state: it stands in this function, and with dropout or
-    BatchNorm, whose results depend on the pieces, so do the results.
+    The gradient is that of the whole batch, as with `accumulate`. The metric `microbatch_size` reports the size in
+    samples, and a warning is given each time it is halved.
+
+    The size that fits depends on the machine and not on the run, so the returned function remembers it and the state
+    does not. With dropout or BatchNorm, whose results depend on the microbatches, the results therefore depend on the
+    machine as well.
+
+    In DistributedDataParallel all ranks split alike: if one runs out of memory, all retry with microbatches of half
+    the size, and `microbatch_size` is the largest of all ranks. During the passes DDP sends nothing, so that they can
+    be abandoned. Afterwards the gradients are reduced in buckets, and the first rank's buffers are sent to all. This
+    takes longer than DDP's own reduction, which overlaps with the backward pass. Inside `ll.grads.reduce_gradients`,
+    around a model that is not wrapped, each rank splits its batch independently.
 
     Args:
-        grad_fn: of a piece; `accumulate(...)` too.
-        size: the size of pieces to begin with; None for the whole batch.
-        batch_size: counts the examples in a batch, as for `make_grad_fn`.
-
-    A model in DistributedDataParallel is cut alike on all ranks: when memory runs out on one, all begin again with
-    pieces that are half as large, and `microbatch_size` is that of the rank with the largest. The engine then sends
-    nothing while the passes run, so that they can be given up; the gradients are reduced after them, in buckets, and
-    the buffers of the first rank are sent to all. That takes longer than DDP's own reduction, which is hidden
-    behind the backward pass. Within `ll.grads.reduce_gradients`, around a model that is not wrapped, each rank
-    cuts its own part by itself.
+        grad_fn: gradient function, called once per microbatch. It may be an `accumulate(...)`.
+        size: number of samples per microbatch to start with. None starts with the whole batch.
+        batch_size: function that counts the samples in a batch, as for `make_grad_fn`.
 
     Raises:
-        torch.OutOfMemoryError, RuntimeError, MemoryError: the original, when one example alone does not fit. With DDP
-            this or any other error of one rank's is raised on all, with the rank in the message.
-        RuntimeError: a model whose passes no rank can give up alone, on several ranks: in FSDP2 or tensor parallel,
-            with SyncBatchNorm, in DDP with `static_graph=True` or a communication hook.
-        ValueError: within `accumulate`, whose gradients so far a failed attempt would have spoiled.
+        torch.OutOfMemoryError, RuntimeError, MemoryError: the original error, if a single sample does not fit. With
+            DDP, an error on one rank, of this or any other kind, is raised on all, with the rank in the message.
+        RuntimeError: on several ranks, one rank cannot abandon the model's passes alone: FSDP2, tensor parallelism,
+            SyncBatchNorm, or DDP with `static_graph=True` or a communication hook.
+        ValueError: the wrapper is used inside `accumulate`, where a failed attempt would corrupt the gradients so
+            far.
     """
     check_parts(grad_fn, "retry_on_oom")
     check_optional_count("size", size, advice="give a whole number of examples, at least 1")
     fitting = size
-    finish: Callable[[TrainState, Gradients], Gradients] | None = None  # of an engine's passes, once one was made
+    finish: Callable[[TrainState, Gradients], Gradients] | None = (
+        None  # of an engine's passes, known after the first attempt
+    )
 
     def attempt(state: TrainState, batch: Any, pieces: int, count: int, part: Part) -> tuple[Gradients | None, float]:
-        """The gradients, or None where memory ran out on any rank; and the size of the microbatches there."""
+        """Return the gradients, or None if any rank ran out of memory, and the microbatch size there."""
         nonlocal finish
         saved = {name: tensor.clone() for name, tensor in state.buffers.items()} if part.donate else {}
         outcome = _outcome(lambda: over(grad_fn, state, split(batch, count, pieces, batch_size), count, part), pieces)
@@ -83,13 +87,13 @@ def retry_on_oom(
             try:
                 _raise(outcome.error, together)
             finally:
-                del outcome  # its error knows this frame, and all that the attempt had allocated
+                del outcome  # the error refers to this frame, and through it to everything the attempt allocated
         return None, failed
 
     def retrying(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         nonlocal fitting
         _refuse_what_cannot_be_retried(part)
-        own = several() and not part.context.local  # what an engine would average, or this rank's alone
+        own = several() and not part.context.local  # what an engine would average, or this rank's gradients
         asked = dataclasses.replace(
             part,
             reduction="sum" if own else part.reduction,
@@ -110,12 +114,13 @@ def retry_on_oom(
 
 
 class _Outcome(NamedTuple):
-    """What came of an attempt.
+    """Result of an attempt.
 
     Attributes:
-        out: the gradients, where there was memory for them.
-        finish: of an engine's passes, where it made any.
-        failed: 0; the size of the microbatches for which memory ran out; or inf for an error that smaller ones keep.
+        out: the gradients, if memory sufficed.
+        finish: of an engine's passes, if there were any.
+        failed: 0 for success; the microbatch size that ran out of memory; or inf for an error that smaller
+            microbatches would not avoid.
         error: that error.
     """
 
@@ -126,7 +131,7 @@ class _Outcome(NamedTuple):
 
 
 def _outcome(run: Callable[[], Gradients], pieces: int) -> _Outcome:
-    """`run()`, or how it failed. No local of this frame is an error, which would keep the memory of the attempt."""
+    """Result of `run()`. No local of this frame keeps the error, which would keep the attempt's memory alive."""
     try:
         out = run()
         return _Outcome(out, out.finish)
@@ -138,7 +143,7 @@ def _outcome(run: Callable[[], Gradients], pieces: int) -> _Outcome:
 
 
 def _put_back(state: TrainState, buffers: Mapping[str, Tensor]) -> None:
-    """Buffers as they were before an attempt that wrote to them."""
+    """Restore buffers to their values before a failed attempt."""
     with torch.no_grad():
         for name, tensor in buffers.items():
             state.buffers[name].copy_(tensor)
@@ -163,7 +168,7 @@ def _finished(
     state: TrainState,
     part: Part,
 ) -> Gradients:
-    """The gradients as they were asked for, from those of this rank's summed loss."""
+    """Convert the gradients of this rank's summed loss to the reduction that was requested."""
     if finish is None:
         return out if part.summed else mean_of_sums(out)
     if part.summed:
@@ -179,7 +184,7 @@ def _original(raised: Exception) -> Exception:
 
 
 def _raise(error: Exception | None, together: bool) -> NoReturn:
-    """Raise this rank's error, or on all ranks that of the first that has one."""
+    """Raise this rank's error, or on all ranks the error of the first rank that has one."""
     failures = gather(None if error is None else named(rank(), error)) if together else []
     raise_of({place: one for place, one in enumerate(failures) if one is not None}, rank(), error)
     assert error is not None

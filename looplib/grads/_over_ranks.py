@@ -1,4 +1,4 @@
-"""The mean of gradients over ranks."""
+"""Gradient averaging over ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
 
 def reduce_gradients(grad_fn: GradFn) -> GradFn:
-    """The gradient of the global batch from those of the ranks' parts, for a model that no engine wraps.
+    """Data parallelism without a wrapper: average gradients over ranks after the backward pass.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -22,21 +22,23 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
     >>> grad_fn(ll.init_state(model), torch.zeros(4, 2)).samples
     4
 
-    DistributedDataParallel sends gradients while the backward pass still runs; this sends them after it. For that it
-    is a function like any other: states need not be bound nor donated, so runs can be kept and forked, and it stands
-    around what has to be whole on one rank, such as `retry_on_oom` and `clip_per_sample`.
+    DistributedDataParallel sends gradients while the backward pass is still running, which is faster.
+    `reduce_gradients` sends them afterwards and is a function like any other: states need not be bound or donated, so
+    you can keep and branch them, and it can go around functions that need a whole rank's batch, such as
+    `retry_on_oom` and `clip_per_sample`. (`retry_on_oom` over a model in DistributedDataParallel does the same by
+    itself, with microbatches that all ranks agree on.)
 
-    `retry_on_oom` over a model in DistributedDataParallel does the same by itself, in pieces that all ranks agree on.
-
-    What each rank's part weighs, in samples or in the weight of a loss `Mean(total, weight)`, is summed first, and
-    the gradients after that, in buckets of 25 MiB. A parameter that a rank's loss does not reach has a zero there.
+    The result is the gradient of the global batch even if the ranks' batches differ in weight: the weights, in
+    samples or of a loss `Mean(total, weight)`, are summed first, and then the gradients, in buckets of 25 MiB. A
+    parameter that one rank's loss does not reach counts as zero there.
 
     Args:
-        grad_fn: of a rank's part of the batch. What acts on the gradients of a whole step goes around.
+        grad_fn: gradient function of one rank's batch. Wrappers for the gradients of a whole step go around
+            `reduce_gradients`.
 
     Raises:
-        ValueError: a `grad_fn` that is to go around, such as `clip_by_global_norm`.
-        RuntimeError: a model in DDP or FSDP2, at the first step: its gradients would be reduced twice.
+        ValueError: `grad_fn` has a wrapper that belongs outside, such as `clip_by_global_norm`.
+        RuntimeError: at the first step, if the model is in DDP or FSDP2, where gradients would be reduced twice.
     """
     check_parts(grad_fn, "reduce_gradients", but="retry_on_oom")
 

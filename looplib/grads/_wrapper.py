@@ -1,4 +1,4 @@
-"""Gradient wrappers of one's own."""
+"""Custom gradient wrappers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def wrapper(
     keeps_max_norm: bool = False,
     max_norm: float | None = None,
 ) -> Callable[[Any], Any]:
-    """Mark a gradient wrapper, so that checks see what it wraps.
+    """Decorator for custom gradient wrappers, which lets looplib check their order.
 
     >>> import looplib as ll, torch
     >>> def halved(grad_fn):
@@ -30,22 +30,24 @@ def wrapper(
     >>> ll.accumulate(halved(ll.clip_by_global_norm(grad_fn, 1.0)), microbatches=2)
     Traceback (most recent call last):
         ...
-    ValueError: clip_by_global_norm within accumulate would act on each piece alone: put it around, ...
+    ValueError: clip_by_global_norm within accumulate ...
 
-    A `GradFn` wrapper without this mark works too. But what it wraps cannot be seen then: a wrong order is refused
-    when the step runs and not when it is built, and what must be known before, such as the norm that `add_noise`
-    protects, is refused. It is used like `functools.wraps`, on the function that the wrapper returns. The name in
-    messages is that of the wrapper.
+    Use it like `functools.wraps`, on the function that your wrapper returns. Messages then use your wrapper's name.
+
+    A wrapper works without it too, but looplib cannot see what it wraps. A wrong order is then refused when the step
+    runs instead of when it is built, and functions that must know in advance refuse the wrapper altogether, such as
+    `add_noise`, which needs the clipping norm.
 
     Args:
-        grad_fn: the function that is wrapped.
-        whole_step: the wrapper has a meaning for the gradient of a whole step alone, as clipping does. It is then
-            refused within `accumulate` and `scale_loss`.
-        keeps_max_norm: no sample's gradient becomes larger by this wrapper, so what `clip_per_sample` has made sure
-            of still holds outside.
-        max_norm: the wrapper itself clips the gradient of each sample to this norm and adds them up.
+        grad_fn: the gradient function that you wrap.
+        whole_step: True if the wrapper makes sense only for the gradient of a whole step, as clipping does. It is
+            then refused inside `accumulate` and `scale_loss`.
+        keeps_max_norm: True if the wrapper never makes a sample's gradient larger, so that the bound set by
+            `clip_per_sample` still holds outside it.
+        max_norm: set this if the wrapper itself clips each sample's gradient to this norm and adds them up.
 
-    Raises TypeError when `grad_fn` is something else, such as a train step.
+    Raises:
+        TypeError: `grad_fn` is something different, such as a train step.
     """
     check_grad_fn(grad_fn, "grads.wrapper")
 
@@ -60,14 +62,14 @@ def wrapper(
 
 
 def kept(function: Any, name: str, inner: GradFn, whole_step: bool = False) -> GradFn:
-    """Mark a wrapper that makes no sample's gradient larger."""
+    """Mark a wrapper that never makes a sample's gradient larger."""
     adds = (record := made(inner)) is not None and record.adds
     facts = Made("grad_fn", name, inner, whole_step=whole_step, max_norm=max_norm_of(inner), adds=adds)
     return mark(function, facts)  # type: ignore[no-any-return]
 
 
 def name_of(function: Any) -> str:
-    """The name of the wrapper that a function was made by: "halved" of "halved.<locals>.halved_grad_fn"."""
+    """Name of the wrapper that created a function: "halved" for "halved.<locals>.halved_grad_fn"."""
     qualified: str = getattr(function, "__qualname__", type(function).__name__)
     within = qualified.split(".<locals>.")
     return within[-2].rpartition(".")[2] if len(within) > 1 else qualified
@@ -80,5 +82,5 @@ def max_norm_of(grad_fn: GradFn) -> float | None:
 
 
 def seen(grad_fn: GradFn) -> list[str]:
-    """The wrappers of a function that are marked, from the outside in."""
+    """Marked wrappers of a function, from the outside in."""
     return [record.name for record in chain(grad_fn)]

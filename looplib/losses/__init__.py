@@ -1,4 +1,4 @@
-"""Losses: a loss function goes in, a loss function comes out."""
+"""Loss functions and wrappers: a loss function goes in and a loss function comes out."""
 
 from looplib.losses._autocast import autocast
 from looplib.losses._next_token import next_token_loss

@@ -1,9 +1,10 @@
-"""Arithmetic in fewer bits: where it happens, and what keeps it from losing small numbers.
+"""Mixed precision with `torch.autocast`.
 
-`autocast` wraps what calls the model, so the backward pass is left outside, as torch asks. fp16 needs a loss scale:
-`scale_loss` multiplies the loss and divides the gradients, and `dynamic_loss_scale` around the optimizer holds the
-scale, grows it, and skips the updates that overflowed. Weights in bfloat16 need `master_weights` to move at all;
-`cast` makes a state of such weights to evaluate and export with.
+`autocast` wraps only the function that calls the model, so the backward pass runs outside it, as torch recommends.
+float16 also needs loss scaling: `scale_loss` multiplies the loss and divides the gradients, and `dynamic_loss_scale`
+around the optimizer keeps the scale, adapts it, and skips updates that overflowed. Weights in bfloat16 need
+`master_weights`, because small updates would be rounded away. `cast` makes a state with such weights for evaluation
+and export.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ R = TypeVar("R")
 def autocast(
     function: Callable[[Any, Any], R], dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True
 ) -> Callable[[Any, Any], R]:
-    """A `loss_fn`, `metric_fn` or `predict_fn` under `torch.autocast`, on the device of the model's parameters.
+    """Mixed precision: run a `loss_fn`, `metric_fn` or `predict_fn` under `torch.autocast` on the model's device.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -30,14 +31,15 @@ def autocast(
     >>> predict_step(ll.init_state(model), torch.zeros(4, 2)).dtype
     torch.bfloat16
 
-    The parameters, and their gradients, stay in their own dtype. float16 needs `scale_loss` besides.
+    Parameters and their gradients keep their own dtype. For float16, use `scale_loss` as well.
 
     Args:
         function: `function(model, batch)`.
-        dtype: torch.bfloat16 or torch.float16.
-        enabled: False for no effect, so that a setting can choose.
+        dtype: `torch.bfloat16` or `torch.float16`.
+        enabled: False turns it off, so that a setting can control it.
 
-    Raises ValueError for another dtype.
+    Raises:
+        ValueError: `dtype` is neither of the two.
     """
     check_kind(function, "autocast", "loss_fn")
     if dtype not in (torch.bfloat16, torch.float16):

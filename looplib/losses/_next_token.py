@@ -1,8 +1,8 @@
-"""Losses of language models.
+"""Language-model losses.
 
-The average is over tokens, so the loss is a sum with its count, which `accumulate` and the ranks add up before they
-divide. The logits of a whole vocabulary are most of the memory of a step; given the head instead, the loss takes
-them a chunk of tokens at a time, with the gradient of each chunk while its logits are there.
+The average is over tokens, so the loss is returned as a sum and a count, which `accumulate` and the ranks add up
+before dividing. The logits of a whole vocabulary take most of a step's memory. If the loss is given the output layer
+(the head), it computes them for one chunk of tokens at a time, together with that chunk's gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def next_token_loss(
     z_loss: float = 0.0,
     chunk_size: int = 1024,
 ) -> Mean:
-    """Cross-entropy of the next token, as the sum over tokens and their number.
+    """Next-token cross-entropy for language models, as a sum over tokens and their number.
 
     >>> import looplib as ll, torch
     >>> tokens, embed, head = torch.tensor([[3, 1, 2], [0, 2, -100]]), torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)
@@ -40,29 +40,35 @@ def next_token_loss(
     tensor(3)
     >>> torch.testing.assert_close(ll.next_token_loss(hidden, tokens, head=head), loss)  # never all logits at once
 
-    A `loss_fn` returns it as it is: `accumulate` over pieces of different token counts then gives the gradient of
-    the mean over all tokens. The softmax is in float32, or float64 for such inputs, under autocast too.
+    Return the result from your `loss_fn`. `accumulate` then gives the gradient of the mean over all tokens, even if
+    microbatches have different token counts. The softmax is computed in float32 (float64 for float64 inputs), under
+    autocast too.
 
-    With a head, the gradients are made along with the loss, unless nothing needs them, and `backward` only scales
-    them: memory of one chunk's logits, and of the head's gradient in float32. They can be differentiated only once,
-    and not by `torch.func`.
+    With `head`, only one chunk's logits are in memory at a time. Gradients are computed together with the loss,
+    unless none are needed, and `backward` only scales them. This takes the memory of one chunk's logits and of the
+    head's gradient in float32. The result can be differentiated only once, and not with `torch.func`.
 
     Args:
-        inputs: logits (batch, length, vocabulary), or with a head, hidden states (batch, length, width).
-        labels: (batch, length) int64; most often the tokens themselves.
-        head: a Linear, or its weight (vocabulary, width): a tied one is the embedding's weight.
-        bias: (vocabulary,), where the head is a weight.
-        shift: position t predicts label t + 1, as in transformers; False where labels are shifted already.
-        ignore_index: a label that counts nothing, such as padding.
-        label_smoothing: the part of the target, 0 to 1, that is spread evenly over the vocabulary.
-        z_loss: times the squared log of the softmax's denominator is added for each token, which keeps logits small.
-        chunk_size: positions whose logits are held at a time; with a head.
+        inputs: logits of shape (batch, length, vocabulary), or with `head`, hidden states of shape (batch, length,
+            width).
+        labels: int64 of shape (batch, length), usually the input tokens themselves.
+        head: an `nn.Linear`, or its weight of shape (vocabulary, width). For tied embeddings, pass the embedding's
+            weight.
+        bias: shape (vocabulary,), if `head` is a weight.
+        shift: if True, position t predicts label t + 1, as in transformers. Pass False if the labels are already
+            shifted.
+        ignore_index: label to ignore, such as that of padding.
+        label_smoothing: fraction of the target, from 0 to 1, that is spread evenly over the vocabulary.
+        z_loss: coefficient of the squared log of the softmax's denominator, added for each token to keep logits
+            small.
+        chunk_size: number of positions whose logits are computed at a time, with `head`.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit; an argument out of its range; a bias too many.
-        TypeError: a head that is neither.
+        ValueError: shapes or dtypes do not match, an argument is out of range, or `bias` is given although `head` has
+            one or is missing.
+        TypeError: `head` is neither a Linear nor a tensor.
 
-    Source: chunks as in Hsu et al., "Liger kernel", 2024; z-loss of Chowdhery et al., "PaLM", 2022, section 5.
+    Source: chunking as in Hsu et al., "Liger kernel", 2024; z-loss from Chowdhery et al., "PaLM", 2022, section 5.
     """
     weight: Tensor | None
     if isinstance(head, nn.Linear):
@@ -79,7 +85,7 @@ def next_token_loss(
             f"label_smoothing={label_smoothing}, z_loss={z_loss}, chunk_size={chunk_size}: smoothing is from 0 to 1, "
             "z_loss at least 0, and a chunk at least 1 position"
         )
-    if shift:  # the labels: shifting the logits would copy them
+    if shift:  # shift the labels, since shifting the logits would copy them
         labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
     tokens = rearrange(inputs, "batch length feature -> (batch length) feature")
     labels = rearrange(labels, "batch length -> (batch length)")
@@ -143,20 +149,20 @@ def _of_logits(
 
 
 class _Terms(NamedTuple):
-    """What the loss has beside the cross-entropy."""
+    """Optional terms of the loss besides the cross-entropy."""
 
     label_smoothing: float
     z_loss: float
 
 
 class _Chunk(NamedTuple):
-    """The logits of some tokens, with their labels.
+    """Logits of some tokens, with their labels.
 
     Attributes:
         logits: (token, vocabulary).
         log_z: (token, 1), the log of the softmax's denominator.
-        labels: (token, 1), within the vocabulary.
-        valid: (token, 1), False for a label that counts nothing.
+        labels: (token, 1), each within the vocabulary.
+        valid: (token, 1), False for ignored labels.
     """
 
     logits: Tensor
@@ -165,7 +171,7 @@ class _Chunk(NamedTuple):
     valid: Tensor
 
     def loss(self, label_smoothing: float, z_loss: float) -> Tensor:
-        """The loss, summed over the tokens."""
+        """Loss summed over the chunk's tokens."""
         loss = self.log_z - (1 - label_smoothing) * self.logits.gather(-1, self.labels)
         if label_smoothing:
             loss -= label_smoothing * self.logits.mean(-1, keepdim=True)
@@ -174,7 +180,7 @@ class _Chunk(NamedTuple):
         return loss.masked_fill(~self.valid, 0).sum()
 
     def gradient_(self, label_smoothing: float, z_loss: float) -> Tensor:
-        """The gradient of that loss by the logits, written over them, since two of this size may not fit."""
+        """Gradient of the loss with respect to the logits, written over them, since two such tensors may not fit."""
         grad = self.logits.sub_(self.log_z).exp_()  # the softmax
         if z_loss:
             grad *= 1 + 2 * z_loss * self.log_z
@@ -192,7 +198,7 @@ def _chunk_of(logits: Tensor, labels: Tensor, valid: Tensor) -> _Chunk:
 def _add_gradients(
     grads: list[Tensor | None], rows: slice, by_logits: Tensor, hidden: Tensor, weight: Tensor
 ) -> None:
-    """Add what a chunk has in the gradients of all hidden states, of the weight and of the bias that are wanted."""
+    """Add a chunk's contribution to the requested gradients of hidden states, weight and bias."""
     of_hidden, of_weight, of_bias = grads
     if of_bias is not None:
         of_bias += by_logits.sum(0)
@@ -208,7 +214,7 @@ def _add_gradients(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The summed loss of hidden states (tokens, width) under a head, and its gradients, chunk by chunk."""
+    """Summed loss of hidden states (tokens, width) under a head, with its gradients, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -234,7 +240,7 @@ class _ChunkedLoss(torch.autograd.Function):
             torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None,
         ]
         with torch.autocast(device.type, enabled=False):
-            # Cast once, not in each chunk as autocast would.
+            # Cast once instead of in each chunk, as autocast would.
             weight, bias = (weight.to(dtype), None if bias is None else bias.to(dtype)) if low else (weight, bias)
             for begin in range(0, len(hidden), chunk_size):
                 rows = slice(begin, begin + chunk_size)
@@ -243,7 +249,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 total += chunk.loss(*terms)
                 if any(needs):
                     _add_gradients(grads, rows, chunk.gradient_(*terms), x, weight)
-                del chunk  # before the logits of the next one are made
+                del chunk  # free these logits before computing the next chunk's
         ctx.save_for_backward(*grads)
         return total
 

@@ -1,8 +1,8 @@
-"""Memory for time: activations that the backward pass makes anew.
+"""Activation checkpointing: trade time for memory.
 
-A chosen module keeps its inputs alone, and runs again when its gradient is wanted. The second run has to be the
-first one over again: with the same random numbers, which torch sees to, and with the buffers and hooks of that
-moment, which it does not; so they are put back for it, and what it does to buffers is thrown away.
+A chosen module keeps only its inputs and runs again when its gradient is needed. The second run must repeat the first
+one: with the same random numbers, which torch takes care of, and with the buffers and hooks of that moment, which
+torch does not. `recompute` therefore restores these for the second run and discards its changes to buffers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ R = TypeVar("R")
 Classes: TypeAlias = type[nn.Module] | tuple[type[nn.Module], ...]
 
 
-# A place in a dictionary of some module, with what stood there when the module began to run.
+# A module's dictionary, a key in it, and its value when the module started to run.
 Place: TypeAlias = tuple[dict[str, Any], str, Any]
 
 
 def recompute(
     loss_fn: Callable[[nn.Module, Any], R], modules: Classes | Callable[[str, nn.Module], bool]
 ) -> Callable[[nn.Module, Any], R]:
-    """Keep no activations of the chosen modules, and compute them again in the backward pass.
+    """Activation checkpointing: recompute the activations of chosen modules in the backward pass.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Sequential(*[torch.nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4)])
@@ -47,21 +47,22 @@ def recompute(
     >>> all(torch.equal(grad, grads[name]) for name, grad in lean(state, x).grads.items())
     True
 
-    Gradients and buffers have the same bits as without it, dropout and BatchNorm included; a step takes about a
-    third longer when all of the model is recomputed. A good choice is the block that the model repeats. A chosen
-    module within a chosen one is part of it. Where no gradient is taken, it does nothing.
+    Gradients and buffers are bitwise the same as without it, dropout and BatchNorm included, because random numbers,
+    buffers and hooks are restored for the second run. If the whole model is recomputed, a step takes about a third
+    longer. A good choice is the block that the model repeats. Chosen modules inside another chosen module are
+    recomputed with it. Without gradients, as in evaluation, it has no effect.
 
-    The model is as it was after the loss, with all its names. Hooks within a chosen module run in the second run too.
-    `torch.func`, and so an ensemble, cannot differentiate through it. Under `torch.compile` a chosen module with
-    buffers or hooks breaks the graph.
+    The model itself is unchanged after the loss, and so are its parameter names. Hooks inside a chosen module also
+    run in the second run. `torch.func`, and therefore an ensemble, cannot differentiate through it. Under
+    `torch.compile`, a chosen module with buffers or hooks breaks the graph.
 
     Args:
-        loss_fn: any kind that `make_grad_fn` takes.
-        modules: a class of modules, a tuple of them, or `(name, module) -> bool`, with names as in `named_modules`.
+        loss_fn: any loss function that `make_grad_fn` accepts.
+        modules: a module class, a tuple of classes, or `(name, module) -> bool` with names as in `named_modules`.
 
     Raises:
-        ValueError: when it is called, and the model has no such module.
-        TypeError: `modules` of another kind.
+        ValueError: when called, if the model has no such module.
+        TypeError: `modules` is of a different type.
 
     Source: Chen et al., "Training deep nets with sublinear memory cost", 2016; `torch.utils.checkpoint`.
     """
@@ -69,7 +70,7 @@ def recompute(
     choose = choice(modules)
 
     def recomputing(model: nn.Module, batch: Any) -> R:
-        if not torch.is_grad_enabled() or _tracing.differentiated():  # whose graph is held in whole
+        if not torch.is_grad_enabled() or _tracing.differentiated():  # whose whole graph is kept
             return loss_fn(model, batch)
         chosen = outermost(model, choose, "recompute")
         own = [vars(module).get("forward") for module in chosen]
@@ -122,7 +123,7 @@ def _recomputed(module: nn.Module) -> Callable[..., Any]:
     forward = module.forward
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        # By place all of them: torch looks at these alone for the devices whose random numbers it keeps.
+        # Pass them all by position: only there does torch look for devices whose random state to save.
         def run(*values: Any) -> Any:
             return forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
 
@@ -152,7 +153,7 @@ def _places(module: nn.Module) -> Iterator[Place]:
 
 
 def _replayed(run: Callable[..., R], places: list[Place]) -> Callable[..., R]:
-    """A function that finds in these places, each time after the first, what it found there the first time."""
+    """Wrap `run` so that each later call finds the same values in these dictionaries as the first call did."""
     kept = _copies(places)
     ran = False
 
@@ -177,13 +178,13 @@ def _replayed(run: Callable[..., R], places: list[Place]) -> Callable[..., R]:
 
 
 def _unwritten(value: Any, version: int | None) -> bool:
-    # Such as a causal mask, which may be large and needs no copy. torch counts the writes to a tensor, but batch
-    # norm's kernels write their float statistics uncounted.
+    # For example a causal mask, which may be large and needs no copy. torch counts writes to a tensor, except
+    # those of batch norm's kernels to their float statistics.
     return isinstance(value, Tensor) and not value.is_floating_point() and torch_private.version(value) == version
 
 
 def _copies(places: list[Place]) -> list[Place]:
-    """The places with copies of their values, one for all that share a value."""
+    """The same entries with copied values; entries that share a value share its copy."""
     copies: dict[int, Any] = {}
     for _, _, value in places:
         if id(value) not in copies:
