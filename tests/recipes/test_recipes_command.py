@@ -35,7 +35,7 @@ def built(tmp_path_factory):
     for path in ROOT.iterdir():
         if path.is_file() and not path.name.startswith("."):
             shutil.copy(path, tree)
-    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
+    build = f"from hatchling.build import build_sdist; build_sdist({str(folder)!r})"
     run(sys.executable, "-c", build, cwd=tree)
     (sdist,) = folder.glob("*.tar.gz")
     pip = sys.executable, "-m", "pip", "--no-cache-dir"
