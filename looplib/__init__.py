@@ -1,5 +1,7 @@
 """looplib: write PyTorch training loops from small, composable functions."""
 
+import sys as _sys
+
 from looplib import (
     checkpoint,
     contrib,
@@ -21,6 +23,7 @@ from looplib import (
     transforms,
     types,
 )
+from looplib._core.absent import explain_names as _explain_names
 from looplib.checkpoint import checkpoint_io
 from looplib.data import make_loader
 from looplib.evaluation import evaluate, predict, predict_to
@@ -113,3 +116,5 @@ __all__ = [
     "vmap_step",
     "warmup_cosine",
 ]
+
+_explain_names(_sys.modules[__name__])

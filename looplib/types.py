@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from looplib._core import ownership, records, updates
+from looplib._core import absent, ownership, records, updates
 from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.kinds import instances_are
 
@@ -86,6 +86,9 @@ class TrainState(ownership.Marked):
     seed: int = 0
     extra: Any = None
 
+    if not TYPE_CHECKING:
+        __getattr__ = absent.explained("a TrainState", absent.OF_A_STATE)
+
     def __post_init__(self) -> None:
         _record.mark(self)
 
@@ -117,6 +120,9 @@ class TrainState(ownership.Marked):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TrainState, tuple(getattr(self, name) for name in FIELDS)
+
+
+absent.explain_assignment(TrainState)
 
 
 TREES = ("params", "buffers", "opt_state", "extra")  # hold tensors; the other fields are counts and settings
@@ -366,6 +372,9 @@ class Optimizer:
     hyperparameters: Numbers = _none_known
     description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kernel: Callable[[], str] | None = None
+
+    if not TYPE_CHECKING:
+        __getattr__ = absent.explained("what ll.optimizer returns", absent.OF_AN_OPTIMIZER)
 
     def __repr__(self) -> str:
         settings = [f"{name}={value!r}" for name, value in self.description.items()]

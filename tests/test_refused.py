@@ -136,7 +136,7 @@ def check(code, words, known):
             exec(code, known)
     else:
         warnings.simplefilter("ignore")
-        with pytest.raises((OSError, RuntimeError, TypeError, ValueError), match=re.escape(words)):
+        with pytest.raises((AttributeError, OSError, RuntimeError, TypeError, ValueError), match=re.escape(words)):
             exec(code, known)
 
 

@@ -1,7 +1,8 @@
-"""Checks of arguments: whole numbers and numbers, where a bool is neither."""
+"""Checks of arguments: whole numbers and numbers, where a bool is neither; and how a message names a value."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -31,3 +32,21 @@ def check_optional_count(name: str, value: Any, least: int = 1, advice: str = ""
     """The same for an argument that may be None."""
     if value is not None:
         check_count(name, value, least, advice)
+
+
+def named(value: Any) -> str:
+    """A value as a message names it.
+
+    >>> [named(value) for value in (1, {}, "sgd", None, int, len)]
+    ['an int', 'a dict', "the text 'sgd'", 'None', 'the class int', 'the function len']
+    """
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, str):
+        return f"the text {value!r}"
+    if inspect.isroutine(value):
+        return f"the function {getattr(value, '__name__', value)}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"

@@ -7,7 +7,7 @@ however it was cut. Nothing leaves the device until `compute`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -51,6 +51,33 @@ class Mean(NamedTuple):
             return (self.total if self.total.is_floating_point() else self.total.double()) / self.weight
         narrow = isinstance(self.weight, Tensor) and self.weight.device.type == "mps"
         return torch.tensor(float(self.total), dtype=torch.float32 if narrow else torch.float64) / self.weight
+
+    def item(self) -> float:
+        """The value as a Python float, as of a tensor; a device is waited for."""
+        return float(self)
+
+    def __float__(self) -> float:
+        return float(self.compute())
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else str(self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy as np  # which has called this: to it, a list of tuples would be a matrix
+
+        return np.array(float(self), dtype=dtype)
+
+
+def _not_a_number(self: Mean, *others: Any) -> NoReturn:
+    raise TypeError(
+        "a Mean is a record of a sum and a weight, not a number: metrics['loss'].item() gives its value; "
+        "for the mean over several steps, use ll.Window or ll.merge(metrics, other_metrics)"
+    )
+
+
+# A tuple would compare and join them field by field.
+for _name in ("add", "radd", "mul", "rmul", "sub", "rsub", "truediv", "rtruediv", "lt", "le", "gt", "ge"):
+    setattr(Mean, f"__{_name}__", _not_a_number)
 
 
 def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:

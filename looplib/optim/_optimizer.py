@@ -7,13 +7,12 @@ the engine. An update writes in place: into the given tensors when they are dona
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from looplib._core.tracing import entered, tracing
+from looplib.optim._arguments import NotGiven, check_class, check_groups, check_lr
 from looplib.optim._closure import lbfgs_update
 from looplib.optim._comparison import check_against_raw_loop
 from looplib.optim._description import description_of
@@ -27,7 +26,9 @@ from looplib.optim._update import Plan, check_state, eager_update, not_started
 from looplib.types import Grads, Optimizer, Params
 
 
-def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
+def optimizer(
+    cls: type, *parameters: NoReturn, lr: Any = NotGiven.LR, groups: Groups = (), **hyperparameters: Any
+) -> Optimizer:
     """Make a `torch.optim` class, or a third party's with the same interface, an `Optimizer`.
 
     >>> import looplib as ll, torch
@@ -44,6 +45,7 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
 
     Args:
         cls: the class, not an instance.
+        parameters: none; they are in the state.
         lr: learning rate, a number or a schedule `(step) -> float`.
         groups: `(predicate(name, tensor), {hyperparameter: value or schedule})`; the first match wins, the
             rest take the defaults. A third party's class may read more from a group than it takes for all, such
@@ -68,7 +70,7 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
     object for a parameter (GaLore's `projector`), its attributes stand there as a dict.
 
     Raises:
-        TypeError: no optimizer class; an unknown hyperparameter, or in a
+        TypeError: no optimizer class; no learning rate; an unknown hyperparameter, or in a
             group of a third party's class one that is spelt nearly as a parameter of it. From `init`: a class that
             keeps state elsewhere than in `state` and `param_groups`, in something other than tensors, numbers, lists
             and dicts (a deque), more of it after a few updates than after one, or that draws from the random streams
@@ -77,12 +79,9 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
             that goes by which tensor it is given; the `opt_state` of another optimizer; gradients sparse where it
             needs dense ones, or dense where it needs sparse ones; a gradient of a parameter that `init` did not see.
     """
-    _check_class(cls)
-    for predicate, values in groups:
-        if not callable(predicate) or not isinstance(values, Mapping):
-            raise TypeError(
-                f"a group is (predicate(name, tensor), {{hyperparameter: value}}); found ({predicate!r}, {values!r})"
-            )
+    check_class(cls, parameters)
+    check_lr(lr)
+    check_groups(groups)
     recipe = Recipe(cls, {"lr": lr, **hyperparameters}, groups)
     recipe.check()
     plans: list[Plan] = []
@@ -117,17 +116,6 @@ def optimizer(cls: type, *, lr: Any, groups: Groups = (), **hyperparameters: Any
     return Optimizer(
         init, update, evaluation, hyperparameters_at, description_of(cls, recipe.defaults, groups), kernel
     )
-
-
-def _check_class(cls: Any) -> None:
-    if not isinstance(cls, type):
-        raise TypeError(
-            f"ll.optimizer needs the class, found an instance of {type(cls).__name__}: "
-            f"ll.optimizer(torch.optim.{type(cls).__name__}, lr=...), without the parameters"
-        )
-    step = getattr(cls, "step", None)
-    if not callable(step) or "params" not in inspect.signature(cls).parameters:
-        raise TypeError(f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer")
 
 
 def evaluated(recipe: Recipe, params: Params, opt_state: Any) -> Params:

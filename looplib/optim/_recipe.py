@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.torch_private import pytree
+from looplib.optim._arguments import refuse_hyperparameters
 from looplib.types import Params
 
 Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
@@ -110,7 +111,10 @@ class Recipe:
                     raise TypeError(
                         f"a group gives {key!r}, which is no parameter of {self.cls.__name__}: give {near[0]!r}"
                     )
-            self.cls([{"params": [torch.zeros(2, 2)], **beyond}], **{**defaults, **given})
+            try:
+                self.cls([{"params": [torch.zeros(2, 2)], **beyond}], **{**defaults, **given})
+            except TypeError as error:
+                refuse_hyperparameters(self.cls, error, {**defaults, **given})
 
 
 def value_at(value: Any, step: int) -> Any:

@@ -4,6 +4,7 @@ import math
 from fractions import Fraction
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -114,3 +115,19 @@ def test_of_n_batches_that_collect_log_n_are_held():
     for i in range(1000):
         evaluation._hold(held, {"rows": Collected((i,))})
         assert len(held) <= math.log2(i + 1) + 1
+
+
+def test_a_mean_is_read_like_a_scalar_tensor():
+    loss = ll.Mean(torch.tensor(1.5), 2)
+    assert loss.item() == float(loss) == 0.75
+    assert f"{loss:.3f}" == "0.750"
+    assert f"{loss}" == str(loss) == "Mean(total=tensor(1.5000), weight=2, times=1)"
+    assert np.mean([loss, ll.Mean(1.0, 4)]) == 0.5  # of two values, and not of six fields
+
+
+@pytest.mark.parametrize(
+    "use", [lambda m: m < 1.0, lambda m: m >= m, lambda m: 0 + m, lambda m: m + m, lambda m: m * 2, lambda m: m / 2]
+)
+def test_a_mean_is_not_compared_or_added_field_by_field(use):
+    with pytest.raises(TypeError, match=r"not a number: metrics\['loss'\]\.item\(\) gives its value"):
+        use(ll.Mean(1.5, 2))

@@ -1,0 +1,97 @@
+"""What to write instead of a name that looplib does not have."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import FrozenInstanceError
+from types import ModuleType
+from typing import Any, NoReturn
+
+_LOOP = "there is no Trainer: write the loop, `for batch in loader(state): state, metrics = train_step(state, batch)`"
+
+# What users of torch and of other libraries look for.
+OF_AN_OPTIMIZER = {
+    "step": "the train step makes the update, `state, metrics = train_step(state, batch)`",
+    "zero_grad": "there is nothing to reset: gradients belong to the step that computed them",
+    "state_dict": "its state is state.opt_state, which checkpoints hold; for a file that torch reads, "
+    "ll.checkpoint.optimizer_state_dict(...)",
+    "load_state_dict": "its state is state.opt_state, which ckpt.restore(state) loads; for one of torch's, "
+    "ll.checkpoint.load_optimizer_state_dict(...)",
+    "param_groups": "the learning rate is a function of the step; to read it, ll.optim.hyperparameters(optimizer, "
+    "state), and to change it in a loop, lr=ll.optim.injected(...)",
+    "add_param_group": "give groups=[(predicate, hyperparameters)] to ll.optimizer",
+}
+OF_A_STATE = {
+    "model": "the model is yours; ll.bind(model, state) copies the state's values into it",
+    "module": "the model is yours; ll.bind(model, state) copies the state's values into it",
+    "optimizer": "the optimizer is what ll.optimizer returned; its moments are state.opt_state",
+    "loss": "it is among the metrics, `state, metrics = train_step(state, batch)`",
+    "metrics": "the step returns them beside the state, `state, metrics = train_step(state, batch)`",
+    "lr": "ll.optim.hyperparameters(optimizer, state) gives the learning rate of the next update",
+    "parameters": "they are state.params, name -> tensor",
+    "grads": "gradients belong to a step; grad_fn(state, batch).grads computes them",
+    "state_dict": "ll.checkpoint.state_dict(model, state) gives the model's",
+    "load_state_dict": "ckpt.restore(state) loads a checkpoint; ll.checkpoint.load_state_dict(...) weights",
+    "save": "ll.checkpoint_io(folder).save(state) writes a checkpoint",
+}
+OF_LOOPLIB = {
+    "Trainer": _LOOP,
+    "fit": _LOOP,
+    "train": _LOOP,
+    "recipes": "it is a command, `python -m looplib.recipes`",
+    "DataLoader": "ll.make_loader makes a loader, also of a DataLoader",
+    "load_checkpoint": "it is ll.checkpoint_io(folder).restore(state)",
+    "save_checkpoint": "it is ll.checkpoint_io(folder).save(state)",
+    "clip_grad_norm": "it is ll.clip_by_global_norm",
+    "clip_grad_norm_": "it is ll.clip_by_global_norm",
+    "train_step": "ll.make_train_step makes one",
+    "eval_step": "ll.make_eval_step makes one",
+    "loader": "ll.make_loader makes one",
+    "save": "it is ll.checkpoint_io(folder).save(state)",
+}
+
+
+def explained(owner: str, advice: Mapping[str, str]) -> Callable[[Any, str], NoReturn]:
+    """A `__getattr__` that says what to write in place of an attribute that is not there."""
+
+    def __getattr__(self: Any, name: str) -> NoReturn:
+        more = f": {advice[name]}" if name in advice else ""
+        raise AttributeError(f"{owner} has no attribute {name!r}{more}", name=name, obj=self)
+
+    return __getattr__
+
+
+def explain_names(package: ModuleType) -> None:
+    """Let a package and its rooms say where a name is that they do not have."""
+    members = [getattr(package, name) for name in package.__all__]
+    rooms = [member for member in members if isinstance(member, ModuleType)]
+    where = {name: f"ll.{room.__name__.rpartition('.')[2]}.{name}" for room in rooms for name in room.__all__}
+    where |= {name: f"ll.{name}" for name in package.__all__}
+    for module in (package, *rooms):
+        vars(module)["__getattr__"] = _explained_name(module.__name__, where)
+
+
+def _explained_name(module: str, where: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    def __getattr__(name: str) -> NoReturn:
+        more = ""
+        if name in where:
+            more = f": it is {where[name]}"
+        elif name in OF_LOOPLIB:
+            more = f": {OF_LOOPLIB[name]}"
+        elif name[0] != "_" and (near := difflib.get_close_matches(name, where, 1, 0.75)):
+            more = f"; did you mean {where[near[0]]}?"
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{more}", name=name)
+
+    return __getattr__
+
+
+def explain_assignment(cls: type) -> None:
+    """Let a frozen record say how a changed copy is made."""
+
+    def __setattr__(self: Any, name: str, value: Any) -> NoReturn:
+        raise FrozenInstanceError(
+            f"cannot assign to {name!r}: a {cls.__name__} does not change; write state = state.replace({name}=...)"
+        )
+
+    cls.__setattr__ = __setattr__  # type: ignore[method-assign, assignment]

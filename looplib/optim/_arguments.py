@@ -1,0 +1,112 @@
+"""Checks of the arguments of `ll.optimizer`, each with what to write instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, NoReturn
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from looplib._core.checks import named
+
+
+class NotGiven(Enum):
+    """The default of `lr`: no learning rate is right for all models."""
+
+    LR = "no lr"
+
+
+_NO_RATES = bool, str, list, tuple, Mapping
+
+# The schedule that does what a scheduler of torch does.
+_SCHEDULES = {
+    "ConstantLR": "ll.schedules.join(...)",
+    "CosineAnnealingLR": "ll.schedules.cosine(...)",
+    "CosineAnnealingWarmRestarts": "ll.schedules.cosine_restarts(...)",
+    "CyclicLR": "ll.schedules.cyclic(...)",
+    "ExponentialLR": "ll.schedules.exponential(...)",
+    "LambdaLR": "the function itself, times the learning rate",
+    "LinearLR": "ll.schedules.warmup(...) or ll.schedules.linear(...)",
+    "MultiStepLR": "ll.schedules.multistep_decay(...)",
+    "OneCycleLR": "ll.schedules.one_cycle(...)",
+    "PolynomialLR": "ll.schedules.polynomial(...)",
+    "ReduceLROnPlateau": "ll.optim.injected(lr), changed by ll.optim.set_hyperparameters",
+    "SequentialLR": "ll.schedules.join(...)",
+    "StepLR": "ll.schedules.step_decay(...)",
+}
+
+
+def check_class(cls: Any, parameters: Sequence[Any]) -> None:
+    """Raise TypeError for anything but an optimizer class without parameters."""
+    if isinstance(cls, torch.optim.Optimizer):
+        name = type(cls).__name__
+        raise TypeError(
+            f"ll.optimizer needs the class, found an instance of {name}: write ll.optimizer(torch.optim.{name}, lr=...)"
+            ", without the parameters. They are in the state"
+        )
+    if not isinstance(cls, type):
+        near = [name for name in dir(torch.optim) if isinstance(cls, str) and name.lower() == cls.lower()]
+        raise TypeError(
+            f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim."
+            f"{(near or ['AdamW'])[0]}, lr=...). The parameters are in the state, ll.init_state(model, optimizer)"
+        )
+    if not callable(getattr(cls, "step", None)) or "params" not in inspect.signature(cls).parameters:
+        raise TypeError(f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer")
+    if parameters:
+        raise TypeError(
+            f"ll.optimizer takes no parameters, found {named(parameters[0])} after the class: write "
+            f"ll.optimizer({cls.__name__}, lr=...). The parameters are in the state, "
+            "ll.init_state(model, optimizer)"
+        )
+
+
+def check_lr(lr: Any) -> None:
+    """Raise TypeError for what is neither a number nor a function of the step."""
+    what = "a number such as 1e-3, or a schedule such as ll.warmup_cosine(1e-3, warmup=100, total=2000)"
+    if lr is NotGiven.LR:
+        raise TypeError(f"ll.optimizer needs a learning rate: give lr=, {what}")
+    scheduler = lr if isinstance(lr, type) else type(lr)
+    if issubclass(scheduler, LRScheduler):
+        instead = _SCHEDULES.get(scheduler.__name__, "a function of the step, such as ll.warmup_cosine(...)")
+        raise TypeError(
+            f"lr is {named(lr)}, which changes an optimizer in place; give a schedule, a function of the step. In "
+            f"place of {scheduler.__name__}: lr={instead}. There is no step() to call"
+        )
+    if lr is None or isinstance(lr, _NO_RATES):
+        raise TypeError(f"lr is {named(lr)}; give {what}")
+    if callable(lr):
+        try:
+            first = lr(0)
+        except TypeError as error:
+            raise TypeError(f"lr is {named(lr)}, and lr(0) raised {error}; give {what}") from error
+        if first is None or isinstance(first, _NO_RATES):
+            raise TypeError(f"lr(0) is {named(first)}; a schedule gives a number for each step")
+
+
+def check_groups(groups: Any) -> None:
+    """Raise TypeError for groups that are not (predicate, hyperparameters)."""
+    for group in [groups] if isinstance(groups, Mapping) else groups:
+        pair = group if isinstance(group, (tuple, list)) and len(group) == 2 else (None, None)
+        if not callable(pair[0]) or not isinstance(pair[1], Mapping):
+            raise TypeError(
+                "a group is (predicate(name, tensor), {hyperparameter: value}), such as (lambda name, tensor: "
+                f'tensor.ndim < 2, {{"weight_decay": 0.0}}), in a list of them; found {group!r}'
+            )
+
+
+def refuse_hyperparameters(cls: type, error: TypeError, values: Mapping[str, Any]) -> NoReturn:
+    """Raise TypeError in the name of a class that could not be made with these hyperparameters."""
+    taken = inspect.signature(cls).parameters
+    taken_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    unknown = [] if taken_any else [name for name in values if name not in taken]
+    if unknown:
+        raise TypeError(
+            f"{cls.__name__} has no hyperparameter {', '.join(unknown)}; it takes "
+            f"{', '.join(name for name in taken if name != 'params')}"
+        ) from error
+    raise TypeError(
+        f"{cls.__name__} cannot be made with {', '.join(f'{name}={value!r}' for name, value in values.items())}: {error}"
+    ) from error

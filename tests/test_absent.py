@@ -1,0 +1,33 @@
+"""Names that users of other libraries look for: what to write instead, and nothing that `hasattr` would take for true."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+
+
+def test_a_name_of_a_room_is_found_from_the_top_and_from_another_room():
+    with pytest.raises(AttributeError, match=r"module 'looplib' has no attribute 'AUC': it is ll\.metrics\.AUC$"):
+        ll.AUC  # noqa: B018
+    with pytest.raises(AttributeError, match=r"module 'looplib.log' has no attribute 'Window': it is ll\."):
+        ll.log.Window  # noqa: B018
+    with pytest.raises(AttributeError, match=r"did you mean ll\.make_loader\?"):
+        ll.make_loaders  # noqa: B018
+    assert not hasattr(ll, "no_such_thing_at_all")
+    assert not hasattr(ll, "__wrapped__")
+    with pytest.raises(ImportError, match="cannot import name 'AUC' from 'looplib'"):
+        from looplib import AUC  # noqa: F401
+
+
+def test_an_optimizer_and_a_state_have_only_what_they_have():
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    state = ll.init_state(nn.Linear(2, 1), optimizer)
+    for name in ("step", "zero_grad", "state_dict", "__array__"):
+        assert not hasattr(optimizer, name)
+    for name in ("model", "loss", "__len__"):
+        assert not hasattr(state, name)
+    assert copy.copy(state).step == pickle.loads(pickle.dumps(state)).step == 0
