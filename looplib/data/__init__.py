@@ -1,4 +1,4 @@
-"""Data: a state goes in, the batches that are left of its epoch come out."""
+"""Data loading: a state goes in and the remaining batches of its epoch come out."""
 
 from looplib._core.trees import batch_size
 from looplib.data._loader import Loader, make_loader

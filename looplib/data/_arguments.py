@@ -1,4 +1,4 @@
-"""Checks of the arguments of `make_loader`, each of them with what to write instead."""
+"""Argument checks for `make_loader`, each with a message that says what to write instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from looplib.data._orders import Order, divided_by_rank, in_order
 
 
 class NotGiven(Enum):
-    """The default of `batch_size`, which has none that is right for most datasets."""
+    """Default of `batch_size`, since no value is right for most datasets."""
 
     BATCH_SIZE = "no batch_size"
 
@@ -38,12 +38,12 @@ _OWN = {"self", "dataset", "batch_size", "collate_fn", "drop_last"}
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset can only be iterated over."""
+    """True if a dataset can only be iterated over."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 def check_dataloader_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for what is no option of torch's DataLoader, or is said in another way here."""
+    """Raise TypeError for an option that torch's DataLoader does not have, or that has a different name here."""
     known = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OWN | _INSTEAD.keys()]
     for name in options:
         if name in _INSTEAD:
@@ -59,7 +59,7 @@ def check_dataloader_options(options: Mapping[str, Any]) -> None:
 
 
 def check_beside_dataloader(dataset: Any, given: Mapping[str, bool]) -> None:
-    """Raise ValueError for arguments that a DataLoader, given as the dataset, has itself."""
+    """Raise ValueError for arguments that a DataLoader, passed as the dataset, already has."""
     if names := sorted(name for name, is_given in given.items() if is_given):
         raise ValueError(
             f"{', '.join(names)} given together with a {type(dataset).__name__}, which has its own; "
@@ -70,7 +70,7 @@ def check_beside_dataloader(dataset: Any, given: Mapping[str, bool]) -> None:
 def check_batch_size(
     dataset: Any, batch_size: int | NotGiven | None, order: Order | None, drop_last: bool
 ) -> int | None:
-    """The batch size, if it goes with the dataset and the order."""
+    """Return the batch size, after checking it against the dataset and the order."""
     if order is not None and order.whole_batches:
         if batch_size not in (None, NotGiven.BATCH_SIZE):
             raise ValueError(f"batch_size={batch_size} and a batch_sampler are given; the sampler makes the batches")
@@ -89,7 +89,7 @@ def check_batch_size(
 
 
 def check_order(order: Any) -> None:
-    """Raise TypeError for what is no order."""
+    """Raise TypeError for an `order` that is not an Order."""
     if order is None or isinstance(order, Order):
         return
     if isinstance(order, type) and issubclass(order, Order):
@@ -102,7 +102,7 @@ def check_order(order: Any) -> None:
 
 
 def check_stream(dataset: Any, order: Order | None, limit: int | None, num_workers: int, divide: bool) -> None:
-    """Raise TypeError or ValueError for what cannot be read as a stream, or asked of one."""
+    """Raise TypeError or ValueError for a dataset that is not a stream, or options that streams do not support."""
     kind = type(dataset).__name__
     if not hasattr(dataset, "__iter__") or isinstance(dataset, Iterator):
         raise TypeError(
@@ -130,7 +130,7 @@ def check_stream(dataset: Any, order: Order | None, limit: int | None, num_worke
 
 
 def check_samples(dataset: Any) -> None:
-    """Raise TypeError for the columns of a dataset where the dataset itself is expected."""
+    """Raise TypeError if the columns of a dataset are passed instead of the dataset."""
     if isinstance(dataset, tuple):
         columns: list[Any] = list(dataset)
         instead = "torch.utils.data.TensorDataset(" + ", ".join("xyz"[: len(columns)] or "...") + ")"
@@ -151,5 +151,5 @@ def _is_column(values: Any) -> bool:
 
 
 def _has_keys(dataset: Any) -> bool:
-    """Whether a dict can be read by indices, as a dataset is."""
+    """True if a dict can be read by indices like a dataset."""
     return isinstance(dataset, dict) and all(index in dataset for index in range(len(dataset)))

@@ -1,4 +1,4 @@
-"""Division of batches among ranks."""
+"""Data parallelism: division of batches among ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from looplib.data._plan import own_rows
 
 
 def rank_and_ranks(divide: bool) -> tuple[int, int]:
-    """This rank and the number of ranks at this moment; (0, 1) for a loader that is not divided."""
+    """Current rank and number of ranks; (0, 1) for a loader that is not divided."""
     return (_ranks.rank(), _ranks.world_size()) if divide else (0, 1)
 
 
 def own_part(batch: Any, rank: int, ranks: int) -> tuple[Any, int]:
-    """This rank's rows of a batch that was read whole, and how many rows the batch has."""
+    """This rank's samples of a batch that was read completely, and the number of samples in the batch."""
     try:
         count = batch_size(batch)
     except TypeError:
@@ -32,14 +32,14 @@ def own_part(batch: Any, rank: int, ranks: int) -> tuple[Any, int]:
 def delivered(
     read: Iterator[Any], move: Callable[[Any], Any], epoch: int, first: int, rank: int, ranks: int, *, pairs: bool
 ) -> Iterator[Any]:
-    """The batches that a loader yields, moved to their device.
+    """Batches that a loader yields, moved to their device.
 
     Args:
-        read: batches; of several ranks, (this rank's part, samples in the global batch).
+        read: batches, or on several ranks, pairs (this rank's part, samples in the global batch).
         move: moves a batch to the device.
-        epoch, first: the position of the first batch.
-        rank, ranks: this rank, and how many there are.
-        pairs: yield (part, whether it counts).
+        epoch, first: position of the first batch.
+        rank, ranks: this rank and the number of ranks.
+        pairs: yield (part, True if it counts).
     """
     if ranks > 1:
         return _parts(read, move, epoch, first, rank, ranks, pairs)
@@ -59,7 +59,7 @@ def _parts(
 
 
 def check_size(epoch: int, k: int, count: int, ranks: int) -> None:
-    """Raise ValueError for a batch of fewer samples than ranks."""
+    """Raise ValueError for a batch with fewer samples than ranks."""
     if count < ranks:
         raise ValueError(
             f"batch {k} of epoch {epoch} has {count} samples for {ranks} ranks, and each needs one at least to train "
@@ -69,5 +69,5 @@ def check_size(epoch: int, k: int, count: int, ranks: int) -> None:
 
 
 def unchanged(batch: Any) -> Any:
-    """The batch itself."""
+    """Return the batch itself."""
     return batch

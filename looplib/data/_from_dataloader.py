@@ -1,4 +1,4 @@
-"""A loader from the settings of a torch DataLoader."""
+"""Conversion of a torch DataLoader's settings to a looplib loader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIONS = (
 
 
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments with which `make_loader` gives what a DataLoader (or torchdata's StatefulDataLoader) gives."""
+    """Arguments for `make_loader` that reproduce a DataLoader (or torchdata's StatefulDataLoader)."""
     options: dict[str, Any] = {name: getattr(loader, name) for name in _OPTIONS}
     if isinstance(loader.dataset, IterableDataset):
         return options | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -47,6 +47,6 @@ def _order_of(loader: DataLoader[Any], given: Any) -> Order:
 
 
 def _is_torchs(name: str, given: Any) -> bool:
-    """Whether it is torch's or torchdata's own, and not a subclass, which may give another order."""
+    """True for torch's or torchdata's own class, and not a subclass, which may use a different order."""
     kind = type(given)
     return kind.__name__ == name and kind.__module__.partition(".")[0] in ("torch", "torchdata")

@@ -1,8 +1,8 @@
 """Data loaders: batches as a function of the state.
 
-The batches of an epoch are planned before anything is read (`_plan`), in an order that is a value (`_orders`). They are
-read here or in worker processes (`_samples`, `_streams`), and divided among the ranks (`_divide`). torch's DataLoader
-is the engine for workers, pinned memory and streams.
+The batches of an epoch are planned before anything is read (`_plan`), in an order that is a value (`_orders`). They
+are read in this process or in workers (`_samples`, `_streams`) and divided among the ranks (`_divide`). torch's
+DataLoader provides workers, pinned memory and streams.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from looplib.types import TrainState
 
 
 class Source(Protocol):
-    """What a loader reads from: `Samples` of a dataset with indices, or `Streamed`."""
+    """Source that a loader reads from: `Samples` of a dataset with indices, or `Streamed`."""
 
     def read(self, state: TrainState, rank: int, ranks: int, *, train: bool) -> Iterator[Any]:
-        """What is left of the state's epoch: batches; of several ranks, (this rank's part, samples in the batch)."""
+        """Remaining batches of the state's epoch, or on several ranks, pairs (this rank's part, samples in the batch)."""
         ...
 
 
 @instances_are("loader")
 @dataclass(frozen=True, eq=False, repr=False)
 class Loader:
-    """Batches as a function of the state, made by `make_loader`.
+    """Data loader returned by `make_loader`: batches as a function of the state.
 
-    `loader(state)` is an iterator over what is left of the state's epoch. `len(loader)` is the number of batches in
-    an epoch, and a TypeError for a stream, whose end is known only when it comes.
+    `loader(state)` returns an iterator over the remaining batches of the state's epoch. `len(loader)` is the number
+    of batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
 
-    Under torchrun a batch is divided among the ranks, and `loader(state)` gives this rank's part of each. Rank and
-    number of ranks are read at each call.
+    Under torchrun, each batch is divided among the ranks and `loader(state)` yields this rank's part. Rank and number
+    of ranks are read at each call.
 
     Attributes:
         dataset: the dataset.
-        batch_size: samples in a batch, of all ranks together, or None where the dataset or a batch sampler decides.
-        seed: the seed of the order and of the draws within the dataset.
-        order: the order of the samples, or None for a stream.
-        drop_last: a last batch that is not full is left out.
-        limit: batches after which an epoch ends, or None.
-        divide: the batches are divided among the ranks.
-        left_out: samples that `without_samples` has taken out of all batches.
+        batch_size: samples per batch over all ranks together, or None if the dataset or a batch sampler decides.
+        seed: seed of the order and of random draws inside the dataset.
+        order: order of the samples, or None for a stream.
+        drop_last: True if an incomplete last batch is dropped.
+        limit: number of batches after which an epoch ends, or None.
+        divide: True if batches are divided among the ranks.
+        left_out: samples that `without_samples` has removed from all batches.
     """
 
     dataset: Any
@@ -80,28 +80,28 @@ class Loader:
         return interruptible(self._batches(state, pairs=False))
 
     def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
-        """For evaluation: pairs of this rank's part of each batch, and whether it counts.
+        """For evaluation on several ranks: pairs of this rank's part of each batch and True if it counts.
 
         >>> import looplib as ll, torch
         >>> loader = ll.make_loader(torch.arange(5), batch_size=4, order=ll.data.in_order())
         >>> list(loader.parts(ll.TrainState()))
         [(tensor([0, 1, 2, 3]), True), (tensor([4]), True)]
 
-        Where a batch has no sample for this rank, the batch's first sample stands in and does not count. So all ranks
-        make the same number of forward passes, and each sample counts once.
+        If a batch has no sample for this rank, the batch's first sample is used in its place and does not count. All
+        ranks therefore make the same number of forward passes, and each sample counts once.
         """
         return interruptible(self._batches(state, pairs=True))
 
     def indices(self, state: TrainState) -> Tensor | list[Any] | None:
-        """Indices in the dataset of the next batch's samples, without reading them.
+        """Dataset indices of the samples in the next batch, without reading them.
 
         >>> import looplib as ll, torch
         >>> loader = ll.make_loader(torch.arange(5) * 10, batch_size=4, order=ll.data.in_order())
         >>> loader.indices(ll.TrainState(batch=1))
         tensor([4])
 
-        (samples,) int64, or a list of keys where a sampler gives others; of this rank's part of the batch. None for a
-        stream, whose samples have no indices.
+        The result is an int64 tensor of shape (samples,), or a list of keys if a sampler gives keys that are not
+        ints. It covers this rank's part of the batch. Streams return None, since their samples have no indices.
         """
         if not isinstance(self.source, Samples):
             return None
@@ -110,7 +110,7 @@ class Loader:
         return plan.batch(state.batch, *(rank_and_ranks(self.divide) if self.source.batched else (0, 1)))[0]
 
     def resume(self, state: TrainState) -> TrainState:
-        """The state of a run that began with another batch size or dataset, to continue with this loader.
+        """Continue a run with a different batch size or dataset: convert the state's position to this loader's batches.
 
         >>> import looplib as ll
         >>> loader = ll.make_loader(range(100), batch_size=20)
@@ -118,16 +118,20 @@ class Loader:
         >>> loader.resume(state)
         TrainState(step=5, epoch=0, batch=1/5, samples=20, seed=0)
 
-        Only the position and `epoch_length` change: weights, optimizer state, step and samples stay. At the end of an
-        epoch, any batch size and any dataset will do. Within an epoch, the samples that are left are the same as
-        before, in larger or smaller batches, if a batch of this loader begins at the sample that comes next and
-        the order of the samples has not changed. It changes if the dataset does, except for `in_order()`; and
-        `by_length` and `batch_sampler` make other batches for another batch size. The seed must be that of before,
-        which a state does not know.
+        Only the position and `epoch_length` change; weights, optimizer state, step and samples stay.
+
+        At the end of an epoch, any batch size and any dataset are accepted. Within an epoch, the remaining samples
+        are the same as before, in larger or smaller batches. This requires that a batch of this loader starts at the
+        next sample and that the order of the samples has not changed. The order changes if the dataset does, except
+        with `in_order()`, and `by_length` and `batch_sampler` build different batches for a different batch size. Use
+        the same seed as before: a state does not store it, so it cannot be checked.
+
+        Args:
+            state: a state whose run used a different loader.
 
         Raises:
-            ValueError: within an epoch that this loader cannot continue.
-            TypeError: a stream, whose samples are not counted.
+            ValueError: the state is within an epoch that this loader cannot continue.
+            TypeError: the loader reads a stream, whose samples are not counted.
         """
         source = self.source
         if not isinstance(source, Samples) or self.order is None:
@@ -141,15 +145,15 @@ class Loader:
 
     @property
     def description(self) -> dict[str, str | int | bool | None]:
-        """What the batches depend on, as plain values: to store with a checkpoint, and compare when resuming.
+        """Description of everything that the batches depend on, as plain values to store with a checkpoint.
 
         >>> import looplib as ll
         >>> ll.make_loader(range(10), batch_size=4, seed=3).description
         {'dataset': 'range', 'samples': 10, 'order': 'shuffled()', 'seed': 3, 'batch_size': 4, 'drop_last': False,
          'limit': None, 'left_out': 0}
 
-        Long weights and lengths, and the indices that a sampler gives for epoch 0, come with a checksum. The contents
-        of the dataset are not described.
+        Compare it when resuming. Long weights and lengths, and the indices that a sampler gives for epoch 0, are
+        represented by a checksum. The contents of the dataset are not described.
         """
         return {
             "dataset": type(self.dataset).__name__,
@@ -174,7 +178,7 @@ class Loader:
         return delivered(read, self._move, state.epoch, state.batch, rank, ranks, pairs=pairs)
 
     def _say_if_epochs_have_no_end(self, state: TrainState) -> None:
-        """Warn of a training state without an epoch_length, whose epochs the step would not end."""
+        """Warn about a training state without an epoch_length, whose epochs the step would not end."""
         if state.epoch_length is not None or state.step or state.opt_state is None:
             return
         if isinstance(self.source, Samples) and not isinstance(self.order, sampler):
@@ -194,7 +198,7 @@ class Loader:
 
     @property
     def shuffles(self) -> bool:
-        """Whether the samples come in an order that is neither the dataset's nor the user's own."""
+        """True if the samples come in an order that is neither the dataset's nor given by the user."""
         return self.order is not None and self.order.shuffles
 
     def __iter__(self) -> NoReturn:
@@ -218,7 +222,7 @@ def make_loader(
     divide: bool = True,
     **dataloader_options: Any,
 ) -> Loader:
-    """A data loader: a function of the state that gives what is left of its epoch, batch by batch.
+    """Make a data loader: a function from a state to the remaining batches of its epoch.
 
     >>> import looplib as ll, torch
     >>> data = torch.utils.data.TensorDataset(torch.arange(10))
@@ -233,65 +237,65 @@ def make_loader(
     True
     >>> test_batches = ll.make_loader(data, batch_size=4, order=ll.data.in_order(), num_workers=0)
 
-    The order is a function of (seed, epoch), with any number of workers, and a run that starts at batch k
-    reads nothing of what went before. What `__getitem__` draws from the global streams of torch (CPU), numpy
-    and `random` is a function of (seed, epoch, index): the same with any number of workers and any batch
-    size. (A sampler that gives an index again within an epoch gets other draws for it each time.) What
-    `collate_fn` draws is a function of (seed, epoch, batch, rank). The global streams themselves are left as they
-    were. Generators that a dataset holds for itself are not seeded.
+    **Order and randomness.** The order is a function of (seed, epoch) with any number of workers, and a run that
+    starts at batch k does not read the batches before it. Random numbers that `__getitem__` draws from the global
+    streams of torch (CPU), numpy and `random` are a function of (seed, epoch, index): the same with any number of
+    workers and any batch size. (If a sampler repeats an index within an epoch, each repetition gets different draws.)
+    Draws in `collate_fn` are a function of (seed, epoch, batch, rank). The global streams themselves are left
+    unchanged. Generators that belong to the dataset are not seeded. A dataset with its own `__getitems__` receives
+    the whole list of a batch, under the seed of its first index, so its draws also depend on the batch size and the
+    number of ranks.
 
-    Under torchrun there is nothing to change. `batch_size` is that of the global batch, which all ranks share. Each
-    rank reads only its own consecutive samples of it; where the batch does not divide evenly, the first ranks get one
-    more (as by `torch.tensor_split`). The global batches are the same for any number of ranks, so a run may continue
-    with more or fewer. Nothing is repeated or dropped to make them even, and there is no `set_epoch` to call. To
-    train, each rank needs a sample of each batch. To evaluate it does not: see `Loader.parts`.
+    **Several processes.** Under torchrun, nothing needs to change. `batch_size` is the size of the global batch,
+    which all ranks share. Each rank reads only its own consecutive samples; if the batch does not divide evenly, the
+    first ranks get one more (as with `torch.tensor_split`). The global batches are the same for any number of ranks,
+    so you can resume with more or fewer. No samples are repeated or dropped, and there is no `set_epoch` to call. For
+    training, each rank needs at least one sample of each batch. For evaluation it does not: see `Loader.parts`.
 
-    A dataset with a `__getitems__` of its own is given the whole list of a batch, under the seed of its first
-    index: its draws then depend on the batch size and the number of ranks too.
+    **Items that are batches.** With `batch_size=None`, each item of the dataset is already a batch. Each rank reads
+    the whole item and takes its samples from every tensor, array and list in it.
 
-    With `batch_size=None`, each item of the dataset is a batch already. Each rank reads it whole and takes its rows of
-    every tensor, array and list in it.
+    **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at
+    every call, and the batches before `state.batch` are read and skipped; its own `state_dict` is not used. Its
+    random draws are a function of (seed, epoch), and with workers, of the worker's index. Its `set_epoch(epoch)` is
+    called if it exists. An epoch is one pass: call `state = ll.end_epoch(state)` after the for loop. If the state has
+    an `epoch_length`, an epoch is that many batches instead. Each rank reads the whole stream and collates only its
+    own samples, and draws of `collate_fn` do not affect those of the stream.
 
-    A stream (an `IterableDataset`, or anything else with `__iter__` alone) is read from its start for every
-    call, and the batches before `state.batch` are read and skipped (a `state_dict` of its own is not used).
-    What it draws is a function of (seed, epoch), and with workers of the worker's number. Its
-    `set_epoch(epoch)` is called if there is one. An epoch is one pass: call `state = ll.end_epoch(state)` after
-    the for loop. For a state with an `epoch_length`, it is that many batches instead. Each rank reads all of the
-    stream, and collates its own samples; among several ranks, what `collate_fn` draws does not move the stream's
-    draws. A stream that gives each rank different samples already (such as those of `split_dataset_by_node` of
-    Hugging Face's datasets) cannot be told from one that does not: give divide=False, the batch_size of one rank, a
-    state with an `epoch_length` that all ranks can reach, and another seed on each rank if the stream draws.
+    A stream that already gives each rank different samples (such as `split_dataset_by_node` of Hugging Face datasets)
+    cannot be detected. For such a stream pass `divide=False`, the `batch_size` of one rank, a state with an
+    `epoch_length` that all ranks can reach, and, if the stream draws random numbers, a different seed on each rank.
 
     Args:
-        dataset: anything with `__len__` and `__getitem__`; a stream; or a DataLoader (or a
-            torchdata StatefulDataLoader), whose settings are taken over, except for its generator.
-        batch_size: samples in a batch, of all ranks together; None when each item of the dataset is a batch
-            already. Required, except with `batch_sampler` and for a DataLoader.
+        dataset: anything with `__len__` and `__getitem__`; a stream; or a DataLoader (or torchdata
+            StatefulDataLoader), whose settings are used, except for its generator.
+        batch_size: samples per batch over all ranks together, or None if each item of the dataset is already a batch.
+            Required, except with `batch_sampler` and for a DataLoader.
         order: `ll.data.shuffled()` (the default), `in_order()`, `weighted(weights)`, `by_length(lengths)`,
             `sampler(...)` or `batch_sampler(...)`. A stream has its own order.
-        seed: of the order and of the draws within the dataset.
-        drop_last: leave out the last batch of an epoch when it is not full.
-        limit: end each epoch after this many batches, the first ones of its order: `len(loader)` is `limit` then, or
-            less where the epoch has fewer. A shuffled order has different ones in each epoch; to see the same samples
-            again and again, give `order=ll.data.in_order()` too, or a Subset. A stream's epochs are ended by the
-            state's `epoch_length`.
-        collate_fn: list of samples -> batch; torch's `default_collate` unless given.
-        device: where to move the tensors of each batch (and whatever else in it has a `to`), without waiting
-            for the copy if `pin_memory`.
-        divide: False gives each rank the whole of each batch.
+        seed: int, seed of the order and of random draws inside the dataset.
+        drop_last: if True, drop the last batch of an epoch when it is incomplete.
+        limit: number of batches after which each epoch ends. `len(loader)` is then `limit`, or less if the epoch has
+            fewer batches. A shuffled order has different batches in each epoch; to repeat the same samples, also pass
+            `order=ll.data.in_order()`, or use a Subset. For streams, set the state's `epoch_length` instead.
+        collate_fn: function from a list of samples to a batch. Defaults to torch's `default_collate`.
+        device: device to move the tensors of each batch to (and anything else in it that has a `to`). With
+            `pin_memory`, the copy is asynchronous.
+        divide: if False, each rank gets the whole batch.
         dataloader_options: `num_workers`, `pin_memory`, `prefetch_factor`, `persistent_workers`, `timeout`,
             `multiprocessing_context` and `worker_init_fn` of torch's DataLoader.
 
     Raises:
-        TypeError: a dataset that can be neither indexed nor iterated more than once; no `batch_size`; a sampler that
-            gives anything but indices; an option that torch's DataLoader does not have; among several ranks, an item
-            without rows where items are batches.
-        ValueError: options that contradict each other or the dataset, a sampler that is no function of the
-            epoch, or that divides among ranks by itself (DistributedSampler), an epoch without batches; from
-            `loader(state)`, a state whose `epoch_length` or position is not this loader's (see `Loader.resume`), and a
-            batch of fewer samples than ranks: before the first is read, or when it comes, from a stream and from
-            items that are batches.
-        RuntimeError: a dataset or `collate_fn` that raises StopIteration, which a loop would take for its end.
+        TypeError: the dataset can be neither indexed nor iterated more than once; `batch_size` is missing; a sampler
+            returns something other than indices; torch's DataLoader has no such option; or, on several ranks, an item
+            that should be a batch has no samples dimension.
+        ValueError: options contradict each other or the dataset; a sampler is not a function of the epoch, or divides
+            samples among ranks itself (DistributedSampler); or an epoch has no batches. From `loader(state)`: the
+            state's `epoch_length` or position is not this loader's (see `Loader.resume`), or a batch has fewer
+            samples than there are ranks. The latter is raised before the first batch is read, or for streams and
+            items that are batches, when the batch is reached.
+        RuntimeError: the dataset or `collate_fn` raises StopIteration, which a loop would mistake for the end of the
+            data.
     """
     if isinstance(dataset, DataLoader):
         given = {
@@ -371,5 +375,5 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
     def move(leaf: Any) -> Any:
         return leaf.to(target, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf
 
-    # What has a `to` of its own (a tokenizer's BatchEncoding, a PackedSequence) is moved by that.
+    # Objects with their own `to` (a tokenizer's BatchEncoding, a PackedSequence) are moved by it.
     return functools.partial(trees.map_leaves, move, is_leaf=lambda node: hasattr(node, "to"))

@@ -1,7 +1,7 @@
-"""Orders of samples: the values that `make_loader(order=...)` takes.
+"""Sample orders: the values that `make_loader(order=...)` accepts.
 
-An order knows nothing of the dataset until a loader asks it for a function that draws an epoch. Whatever an order
-cannot do with a dataset or a batch size, it says here, when the loader is made.
+An order knows nothing about the dataset until a loader asks it for a function that draws an epoch. If an order does
+not support a dataset or a batch size, it raises then, when the loader is made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Sampler = Callable[[int, torch.Generator], Any] | Iterable[Any]
 
 
 class Order:
-    """The order in which a loader reads the samples of each epoch, for `make_loader(order=...)`.
+    """Sample order of a loader, for `make_loader(order=...)`.
 
     >>> import looplib as ll, torch
     >>> loader = ll.make_loader(torch.arange(5), batch_size=2, order=ll.data.in_order())
@@ -31,14 +31,14 @@ class Order:
     >>> [batch.tolist() for batch in loader(ll.TrainState())]
     [[0, 1], [2, 3], [4]]
 
-    Every order is a function of (seed, epoch): the loader seeds what an order draws.
+    Every order is a function of (seed, epoch): the loader seeds everything that the order draws.
 
     Attributes:
-        shuffles: the order differs from the dataset's without the user having written it down.
-        distinct: no sample comes twice in an epoch.
-        whole_batches: the order decides the batches, and not only the samples.
-        any_batch_size: the samples come in the same order whatever the batch size.
-        any_length: more samples at the end of the dataset leave the order of those before as it was.
+        shuffles: the order differs from the dataset's and was not written down by the user.
+        distinct: no sample occurs twice in an epoch.
+        whole_batches: the order decides the batches, not only the samples.
+        any_batch_size: the samples come in the same order with any batch size.
+        any_length: samples appended to the dataset do not change the order of the earlier ones.
     """
 
     __slots__ = ()
@@ -49,23 +49,23 @@ class Order:
     any_length: ClassVar[bool] = False
 
     def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
-        """The function `(epoch, generator) -> keys` of this order for a dataset."""
+        """Return the function `(epoch, generator) -> keys` of this order for a dataset."""
         raise NotImplementedError
 
     def check_undivided(self) -> None:
-        """Raise ValueError if the order already gives each rank samples of its own."""
+        """Raise ValueError if the order already gives each rank its own samples."""
 
     def check_repeatable(self, first: Plan, plan: Callable[[int], Plan]) -> None:
-        """Raise ValueError if epoch 0 is not the plan `first` when asked for again."""
+        """Raise ValueError if asking for epoch 0 again does not give the plan `first`."""
 
     def checksum(self, plan: Callable[[int], Plan]) -> int | None:
-        """A number for what the repr leaves out, such as all but the first weights. None if the repr says it all."""
+        """Checksum of what the repr leaves out, such as all but the first weights; None if the repr is complete."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class shuffled(Order):
-    """A random permutation of the dataset in each epoch. The default for datasets with a length.
+    """Shuffling: a random permutation of the dataset in each epoch. The default for datasets with a length.
 
     >>> import looplib as ll
     >>> loader = ll.make_loader(range(4), batch_size=2, order=ll.data.shuffled())
@@ -83,14 +83,14 @@ class shuffled(Order):
 
 @dataclass(frozen=True, slots=True)
 class in_order(Order):
-    """The order of the dataset itself, as for evaluation.
+    """Sequential order: the dataset's own, for evaluation.
 
     >>> import looplib as ll
     >>> loader = ll.make_loader(range(4), batch_size=3, order=ll.data.in_order())
     >>> [batch.tolist() for batch in loader(ll.TrainState())]
     [[0, 1, 2], [3]]
 
-    It is the one order that a stream accepts, since a stream's order is its own.
+    It is the only order that a stream accepts.
     """
 
     distinct = True
@@ -114,11 +114,12 @@ class weighted(Order):
     (2, False)
 
     Args:
-        weights: (len(dataset),) the probability of each sample, relative to the others.
-        num_samples: samples in an epoch. Defaults to the length of the dataset.
+        weights: (len(dataset),) relative probability of each sample.
+        num_samples: number of samples in an epoch. Defaults to the length of the dataset.
 
-    Raises ValueError for weights that are negative, not finite or all 0, for a `num_samples` below 1, and, from
-    `make_loader`, if there is not one weight for each sample.
+    Raises:
+        ValueError: weights are negative, not finite or all 0; `num_samples` is below 1; or, from `make_loader`, the
+            number of weights is not the number of samples.
     """
 
     weights: Tensor
@@ -133,11 +134,11 @@ class weighted(Order):
     def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
         _check_one_each("weights", self.weights, dataset)
         count = self.num_samples or len(dataset)
-        # By cumulative weights: torch.multinomial ends at 2**24 of them.
+        # Use cumulative weights, since torch.multinomial supports at most 2**24 of them.
         bounds = self.weights.cumsum(0)
 
         def draw(epoch: int, generator: torch.Generator) -> Tensor:
-            # The largest number that rand gives, 1 - 2**-53, times the total is still rounded below the total.
+            # The largest value of rand, 1 - 2**-53, times the total still rounds to less than the total.
             points = torch.rand(count, dtype=torch.float64, generator=generator) * bounds[-1]
             return torch.searchsorted(bounds, points, right=True)
 
@@ -153,7 +154,7 @@ class weighted(Order):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, init=False)
 class by_length(Order):
-    """Length grouping (bucketing): random batches of samples of similar lengths, to save padding.
+    """Length grouping (bucketing): random batches of samples with similar lengths, to reduce padding.
 
     >>> import looplib as ll
     >>> texts = ["a", "bb", "cccc", "dddddd", "ee", "ffff", "g", "hhhhhh"]
@@ -162,20 +163,21 @@ class by_length(Order):
     >>> [sorted(map(len, batch)) for batch in loader(ll.TrainState())][0]
     [6, 6]
 
-    The samples are shuffled and sorted by length within pools of several batches. Then the batches are shuffled, except
-    for the first: it is a full batch with the longest sample of the epoch, so that a run that will
-    not fit into memory fails at its first batch. (The batch that held that sample, or the sample itself where it
-    was in the last batch and this one is not full, changes places with the first.) The last batch stays last if it
-    is not full. The batches are those of the `group_by_length` of transformers.
+    The samples are shuffled, then sorted by length within pools of several batches. Then the batches are shuffled,
+    except for the first: it is a full batch with the longest sample of the epoch, so that a run that does not fit
+    into memory fails at its first batch. (The batch with that sample is swapped with the first. If the sample is in
+    an incomplete last batch, only the sample is swapped.) An incomplete last batch stays last. The batches are those
+    of `group_by_length` in transformers.
 
     Args:
-        lengths: (len(dataset),) the length of each sample.
-        pool: number of batches to sort together. More of them save more padding, and differ less from epoch to epoch;
-            with 1, the batches are those of a plain shuffle. Defaults to 50, or as many as a quarter of a small
-            dataset has.
+        lengths: (len(dataset),) length of each sample.
+        pool: number of batches to sort together. Larger pools save more padding but vary less between epochs; with 1,
+            the batches are those of a plain shuffle. Defaults to 50, or to a quarter of the batches of a small
+            dataset.
 
-    Raises ValueError for lengths that are negative, not finite or all 0, for a `pool` below 1, and, from
-    `make_loader`, if there is not one length for each sample, or no `batch_size`.
+    Raises:
+        ValueError: lengths are negative, not finite or all 0; `pool` is below 1; or, from `make_loader`, the number
+            of lengths is not the number of samples, or there is no `batch_size`.
     """
 
     lengths: Tensor
@@ -198,7 +200,7 @@ class by_length(Order):
 
         def draw(epoch: int, generator: torch.Generator) -> Tensor:
             keys = torch.randperm(count, generator=generator)
-            if drop_last:  # before the sort: after it, what is dropped would be the longest
+            if drop_last:  # drop before the sort: afterwards the longest samples would be dropped
                 keys = keys[: count - count % size]
             pools = torch.arange(len(keys)) // pool_size
             order = lengths[keys].argsort(stable=True)
@@ -218,7 +220,7 @@ class by_length(Order):
 
 
 def _longest_first(batches: Tensor, rest: Tensor, lengths: Tensor) -> Tensor:
-    """The keys of full batches and of the rest, the longest sample in the first batch."""
+    """Keys of the full batches and of the rest, with the longest sample in the first batch."""
     if len(batches):
         first = int(lengths[batches].amax(1).argmax())
         batches[[0, first]] = batches[[first, 0]]
@@ -230,7 +232,7 @@ def _longest_first(batches: Tensor, rest: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class sampler(Order):
-    """Your own order of samples: a function of the epoch and a generator, or a torch Sampler.
+    """Custom sample order: a function of the epoch and a generator, or a torch Sampler.
 
     >>> import looplib as ll, torch
     >>> def backwards(epoch, generator):
@@ -240,15 +242,15 @@ class sampler(Order):
     [[3, 2], [1, 0]]
 
     Args:
-        source: `(epoch, generator) -> indices`, or something to iterate over with a length, such as a torch Sampler or
-            a list. What it draws from the global streams, from the generator it is given, or from a torch
-            `generator` of its own is seeded by (seed, epoch). It must give the same indices whenever it is asked for
-            an epoch. Indices may be any keys that the dataset accepts.
+        source: `(epoch, generator) -> indices`, or an iterable with a length, such as a torch Sampler or a list. Its
+            draws from the global streams, from the given generator, or from a torch `generator` that it holds are
+            seeded by (seed, epoch). It must give the same indices each time it is asked for an epoch. Indices may be
+            any keys that the dataset accepts.
 
     Raises:
-        TypeError: an iterator, or something without a length, which could be read only once or never ends.
-        ValueError: from `make_loader`, a source that gives two different orders for one epoch, or that divides the
-            samples among ranks by itself (DistributedSampler).
+        TypeError: `source` is an iterator or has no length, so it could be read only once or might never end.
+        ValueError: from `make_loader`, if `source` gives two different orders for one epoch, or divides the samples
+            among ranks itself (DistributedSampler).
     """
 
     source: Sampler
@@ -302,7 +304,7 @@ class sampler(Order):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class batch_sampler(sampler):
-    """Your own batches: like `sampler`, but of lists of indices, each of them a batch.
+    """Custom batches: like `sampler`, but each element is the list of indices of one batch.
 
     >>> import looplib as ll
     >>> order = ll.data.batch_sampler([[0, 1, 2], [3]])
@@ -310,10 +312,10 @@ class batch_sampler(sampler):
     >>> [batch.tolist() for batch in loader(ll.TrainState())]
     [[0, 1, 2], [3]]
 
-    It takes the place of `batch_size` and `drop_last`.
+    It replaces `batch_size` and `drop_last`.
 
     Args:
-        source: as for `sampler`, of batches of indices.
+        source: as for `sampler`, but of lists of indices.
     """
 
     whole_batches = True
@@ -321,7 +323,7 @@ class batch_sampler(sampler):
 
 
 def divided_by_rank(part: Any) -> str | None:
-    """The name of what divides samples among ranks: torch's sampler, or a shard of accelerate's or transformers'."""
+    """Name of the object that divides samples among ranks: torch's sampler, or a shard of accelerate or transformers."""
     while part is not None:
         if isinstance(part, DistributedSampler) or hasattr(part, "process_index"):
             return type(part).__name__
@@ -330,10 +332,10 @@ def divided_by_rank(part: Any) -> str | None:
 
 
 def _seeded(source: Sampler) -> Draw:
-    """A user's order as a function of (epoch, generator).
+    """Turn a user's order into a function of (epoch, generator).
 
-    The draws of an object to iterate over come from the global streams, which are seeded by then, or from torch
-    generators that it or the samplers within it hold, which are seeded here.
+    An iterable draws from the global streams, which are already seeded at this point, or from torch generators that
+    it or its inner samplers hold, which are seeded here.
     """
     if not isinstance(source, Iterable):
         return source
@@ -351,7 +353,7 @@ def _seeded(source: Sampler) -> Draw:
         try:
             return list(source)
         finally:
-            for own, state in reversed(states):  # the same one may be held twice
+            for own, state in reversed(states):  # a generator may be held twice
                 own.set_state(state)
 
     return draw
@@ -375,7 +377,7 @@ def _numbers(name: str, values: Sequence[float] | Tensor) -> Tensor:
             f"{name} go from {numbers.min().item()} to {numbers.max().item()}; expected finite numbers, none of them "
             "negative and not all 0"
         )
-    return numbers.clone()  # a later change of the user's array must not change the order
+    return numbers.clone()  # copied, so that a later change of the user's array does not change the order
 
 
 def _check_one_each(name: str, numbers: Tensor, dataset: Any) -> None:
@@ -390,7 +392,7 @@ def _checksum(numbers: Tensor) -> int:
     return crc32(numbers.contiguous().view(torch.uint8).numpy().tobytes())
 
 
-_SHOWN = 6  # numbers that a repr shows
+_SHOWN = 6  # numbers shown in a repr
 
 
 def _shown(numbers: Tensor) -> str:

@@ -1,7 +1,7 @@
-"""Plans of epochs: the batches of an epoch as indices, decided before anything is read.
+"""Epoch plans: the batches of an epoch as indices, decided before anything is read.
 
-A plan is a function of (seed, epoch). As the batches are planned first and divided among ranks and workers later,
-they are the same for any number of either, and a run can start at any batch without reading those before it.
+A plan is a function of (seed, epoch). Batches are planned first and divided among ranks and workers later, so they
+are the same for any number of either, and a run can start at any batch without reading the earlier ones.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Draw = Callable[[int, torch.Generator], Any]  # (epoch, generator) -> the epoch'
 
 
 def own_rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The first row of a rank in a global batch and the one after its last, as by `torch.tensor_split`.
+    """Range of a rank's samples in a global batch (first, one past the last), as by `torch.tensor_split`.
 
-    A rank without a row gets the first row as a stand-in.
+    A rank without samples gets the first sample in their place.
     """
     if rank >= count:
         return 0, min(1, count)
@@ -36,12 +36,12 @@ def own_rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The global batches of one epoch, as keys of the dataset.
+    """Global batches of one epoch, as keys of the dataset.
 
     Attributes:
-        keys: every sample of the epoch in order: (samples,) int64, or a list where keys are not ints.
-        ends: where in `keys` each batch ends; the last end may lie beyond.
-        visits: (samples,) how often that key has come before in the epoch; None where none comes twice.
+        keys: every sample of the epoch in order: int64 of shape (samples,), or a list if keys are not ints.
+        ends: index in `keys` at which each batch ends; the last one may lie beyond the end.
+        visits: (samples,) number of earlier occurrences of that key in the epoch; None if all are distinct.
     """
 
     keys: Tensor | list[Any]
@@ -52,7 +52,7 @@ class Plan:
         return len(self.ends)
 
     def batch(self, k: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor | list[Any], Tensor | None]:
-        """One rank's part of a batch: keys, and how often each came before."""
+        """One rank's part of a batch: its keys, and the number of earlier occurrences of each."""
         first = self.ends[k - 1] if k else 0
         part = slice(first, self.ends[k])
         if ranks > 1:
@@ -61,7 +61,7 @@ class Plan:
         return self.keys[part], None if self.visits is None else self.visits[part]
 
     def without(self, keys: Collection[Any]) -> Plan:
-        """The same batches without these keys; a batch that would be empty takes a key of its neighbours."""
+        """The same batches without these keys. A batch that would be empty takes a key from its neighbors."""
         if isinstance(self.keys, Tensor):
             kept = ~torch.isin(self.keys, torch.tensor([operator.index(key) for key in keys], dtype=torch.int64))
             left: Tensor | list[Any] = self.keys[kept]
@@ -71,30 +71,30 @@ class Plan:
         before = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
         ends = before[torch.tensor(self.ends).clamp_(max=len(self.keys))]
         batches = torch.arange(len(ends))
-        most = ends[-1] - batches.flip(0)  # so that one is left for each that follows
+        most = ends[-1] - batches.flip(0)  # leaves at least one for each of the following batches
         ends = torch.minimum((ends - batches).clamp_(min=1).cummax(0).values + batches, most)
         return Plan(left, ends.tolist(), None if self.visits is None else self.visits[kept])
 
     def size(self, k: int) -> int:
-        """The number of samples in a batch."""
+        """Number of samples in a batch."""
         return min(self.ends[k], len(self.keys)) - (self.ends[k - 1] if k else 0)
 
     def smallest(self, first: int) -> int:
-        """The batch with the fewest samples, of those from `first` on."""
+        """Batch with the fewest samples, from `first` on."""
         ends = torch.tensor([0, *self.ends]).clamp_(max=len(self.keys))
         return first + int(ends.diff()[first:].argmin())
 
 
 @dataclass(frozen=True, eq=False)
 class Epochs:
-    """The plans of all epochs: `epochs(epoch)` is the plan of one, and reads nothing of the dataset.
+    """Plans of all epochs: `epochs(epoch)` returns the plan of one, without reading the dataset.
 
     Attributes:
         draw: `(epoch, generator) -> keys`.
-        seed: what the generator and the global streams are seeded with, together with the epoch.
-        batch_size: keys in a batch, or None when `draw` gives whole batches of keys.
-        drop_last: leave out a last batch that is not full.
-        limit: batches after which an epoch ends, or None for all.
+        seed: seed of the generator and the global streams, together with the epoch.
+        batch_size: keys in a batch, or None if `draw` returns whole batches of keys.
+        drop_last: drop an incomplete last batch.
+        limit: number of batches after which an epoch ends, or None for all.
         distinct: `draw` gives no key twice in an epoch.
     """
 
@@ -121,22 +121,22 @@ class Epochs:
         return Plan(keys, ends, None if self.distinct else _visits(keys))
 
     def samples(self, epoch: int) -> int:
-        """Samples that the order draws for an epoch, those that `drop_last` and `limit` leave out included."""
+        """Number of samples that the order draws for an epoch, before `drop_last` and `limit`."""
         return len(replace(self, drop_last=False, limit=None)(epoch).keys)
 
 
 def same_plan(one: Plan, other: Plan) -> bool:
-    """Whether two plans have the same batches."""
+    """True if two plans have the same batches."""
     return listed(one.keys) == listed(other.keys) and list(one.ends) == list(other.ends)
 
 
 def listed(values: Any) -> Any:
-    """A tensor as a list; everything else as it is."""
+    """Convert a tensor to a list; return everything else unchanged."""
     return values.tolist() if isinstance(values, Tensor) else values
 
 
 def number_of(key: Any) -> int:
-    """An int that stands for a key of the dataset, to seed its draws with."""
+    """An int for a key of the dataset, to seed its draws with."""
     try:
         return operator.index(key)
     except TypeError:

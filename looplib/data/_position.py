@@ -1,4 +1,4 @@
-"""Positions: the batch of a loader that a state stands at."""
+"""Loader positions: the batch of a loader that a state is at."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from looplib.types import TrainState
 
 
 def check_position(state: TrainState, count: int, length: int) -> None:
-    """Raise ValueError for a state that is not at a batch of this loader.
+    """Raise ValueError if a state is not at a batch of this loader.
 
     Args:
         state: the state to read from.
@@ -46,14 +46,14 @@ def check_position(state: TrainState, count: int, length: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Restart:
-    """What a loader must know to continue a run that began with another batch size or dataset.
+    """Facts about a loader that are needed to continue a run with a different batch size or dataset.
 
     Attributes:
-        plan: the plan of an epoch.
+        plan: function that returns the plan of an epoch.
         length: batches in an epoch.
-        name: what errors call the order.
-        any_batch_size: the samples come in the same order whatever the batch size.
-        any_length: more samples leave the order of those before as it was.
+        name: name of the order in errors.
+        any_batch_size: the samples come in the same order with any batch size.
+        any_length: appended samples do not change the order of the earlier ones.
     """
 
     plan: Callable[[int], Plan]
@@ -63,7 +63,7 @@ class Restart:
     any_length: bool
 
     def state(self, state: TrainState) -> TrainState:
-        """The state at the same sample, its position and `epoch_length` in this loader's batches."""
+        """The state at the same sample, with its position and `epoch_length` counted in this loader's batches."""
         if state.batch == 0:
             return state.replace(epoch_length=self.length)
         plan = self.plan(state.epoch)
@@ -80,10 +80,10 @@ class Restart:
         return state.replace(batch=batch, epoch_length=self.length)
 
     def _had_another_batch_size(self, state: TrainState, plan: Plan) -> bool:
-        """Whether batches of another size were read, although an epoch has as many of them as now.
+        """True if batches of a different size were read, although the epoch has as many batches as now.
 
-        So it is with 9 samples in batches of 4 or of 3. The last batch may have had another size for other reasons,
-        such as a `collate_fn` that drops samples. Then that size does not lead to as many batches.
+        An example is 9 samples in batches of 4 or of 3. If the last batch differs in size for another reason, such as
+        a `collate_fn` that drops samples, that size does not lead to the same number of batches.
         """
         size = state.batch_samples
         if size < 1 or size == plan.size(state.batch - 1) or not self.any_batch_size:
@@ -95,7 +95,7 @@ class Restart:
         return self.length == min(batches, self.plan.limit or batches)
 
     def _consumed(self, state: TrainState) -> int:
-        """Samples of the state's epoch that were read, if they are the first ones of this loader's epoch too."""
+        """Number of samples read in the state's epoch, if they are the first samples of this loader's epoch too."""
         size, old_length = state.batch_samples, state.epoch_length
         consumed = state.batch * size
         if not self.any_batch_size or not isinstance(self.plan, Epochs):
@@ -126,7 +126,7 @@ class Restart:
 
 
 def _batch_from(ends: Sequence[int], consumed: int) -> int | None:
-    """The batch that begins after so many samples: the number of batches for none left, None for amid a batch."""
+    """Index of the batch that starts after `consumed` samples: the batch count if none is left, None if inside a batch."""
     if consumed >= ends[-1]:
         return len(ends)
     last = bisect_left(ends, consumed)

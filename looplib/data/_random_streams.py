@@ -1,8 +1,8 @@
-"""Global random streams: seeded for what is being read, and put back afterwards.
+"""Global random streams: seed them for each read and restore them afterwards.
 
-What a dataset, a sampler or a `collate_fn` draws comes from the global streams of torch (CPU), `random` and numpy.
-A loader seeds the three from the place that is read, such as (seed, epoch, index), so that the draws do not depend
-on which process reads, or on what it read before.
+Datasets, samplers and `collate_fn` draw from the global streams of torch (CPU), `random` and numpy. A loader seeds
+the three from what is being read, such as (seed, epoch, index), so that draws do not depend on which process reads or
+on what it read before.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 
 from looplib._core import interrupts as _interrupts
 
-# Words, not 0 to 3, so that no seed here is one that a step draws its dropout from.
+# Words instead of 0 to 3, so that no seed here coincides with one that a step uses for dropout.
 ORDER, ITEM, COLLATE, STREAM = (int.from_bytes(word, "big") for word in (b"order", b"item", b"collate", b"stream"))
 
 
 def save_streams() -> tuple[Any, ...]:
-    """The states of the three global streams."""
+    """Return the states of the three global streams."""
     numpy = sys.modules.get("numpy")
     return (
         torch.default_generator.get_state(),
@@ -33,7 +33,7 @@ def save_streams() -> tuple[Any, ...]:
 
 
 def restore_streams(saved: tuple[Any, ...]) -> None:
-    """Put back what `save_streams` returned."""
+    """Restore what `save_streams` returned."""
     torch.default_generator.set_state(saved[0])
     random.setstate(saved[1])
     if saved[2] is not None:
@@ -42,16 +42,16 @@ def restore_streams(saved: tuple[Any, ...]) -> None:
 
 def seed_streams(seed: int) -> None:
     """Seed the three global streams."""
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks through all devices, at 100 us
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed loops over all devices, which takes 100 us
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
-        # torch takes the low 32 bits: numpy, a Mersenne twister as well, would draw the same words from them.
+        # torch uses the low 32 bits; numpy, also a Mersenne twister, would draw the same words from them.
         numpy.random.seed(seed >> 31)
 
 
 @contextmanager
 def kept_streams() -> Iterator[None]:
-    """Put the global streams back at the end of the block, whatever was drawn or seeded inside."""
+    """Restore the global streams at the end of the block."""
     _interrupts.install()
     saved, thread = save_streams(), threading.get_ident()
     try:

@@ -1,7 +1,7 @@
-"""Samples of a dataset with indices: the batches of a plan, read here or in worker processes.
+"""Indexed datasets: read the batches of a plan, in this process or in workers.
 
 A job is the position of a batch and its keys. The process that reads a sample seeds the global streams for that
-sample, so nothing depends on which process that is, or on what it has read before.
+sample, so nothing depends on which process reads it or on what it read before.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_strea
 from looplib.data._workers import Engines, ended_early
 from looplib.types import TrainState
 
-Job = tuple[int, int, Any, Any, int, int]  # epoch, batch, the keys to read, how often each came before, rank, ranks
+Job = tuple[int, int, Any, Any, int, int]  # epoch, batch, keys to read, earlier occurrences of each, rank, ranks
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The source of a loader over a dataset with indices.
+    """Source of a loader over a dataset with indices.
 
     Attributes:
         reader: reads the batch of a job.
         engines: DataLoaders over the reader.
-        plan: the plan of an epoch.
+        plan: function that returns the plan of an epoch.
         length: batches in epoch 0.
-        batched: a batch has several keys, and a rank reads its own. Otherwise an item is a batch, which each rank
-            reads whole and takes its rows of.
-        in_process: no DataLoader is needed.
+        batched: True if a batch has several keys and a rank reads only its own. Otherwise an item is a batch, which
+            each rank reads whole to take its samples.
+        in_process: True if no DataLoader is needed.
     """
 
     reader: Items | Rows
@@ -57,7 +57,7 @@ class Samples:
     in_process: bool
 
     def read(self, state: TrainState, rank: int, ranks: int, *, train: bool) -> Iterator[Any]:
-        """What is left of the state's epoch: batches; of several ranks, (this rank's part, samples in the batch)."""
+        """Remaining batches of the state's epoch, or on several ranks, pairs (this rank's part, samples in the batch)."""
         epoch, first, plan = state.epoch, state.batch, self.plan(state.epoch)
         check_position(state, len(plan), self.length)
         divided = ranks > 1 and self.batched
@@ -65,7 +65,7 @@ class Samples:
             k = plan.smallest(first)
             check_size(epoch, k, plan.size(k), ranks)
         cut = (rank, ranks) if self.batched else (0, 1)
-        # What is returned holds no state: a loop would keep the epoch's first one alive to its end.
+        # The iterator holds no state, which a loop would keep alive until the end of the epoch.
         jobs = ((epoch, k, *plan.batch(k, *cut), rank, ranks) for k in range(first, len(plan)))
         read = (
             (self.reader[job] for job in jobs) if self.in_process else self._through_engine(epoch, first, plan, jobs)
@@ -74,7 +74,7 @@ class Samples:
 
     def _through_engine(self, epoch: int, first: int, plan: Plan, jobs: Iterator[Job]) -> Iterator[Any]:
         def start(engine: Any) -> Iterator[Any]:
-            # As lists: a tensor would go to the worker as a file descriptor, and with all of its storage.
+            # Send lists: a tensor would go to the worker as a file descriptor, with its entire storage.
             engine.sampler.jobs = (
                 (epoch, k, listed(keys), listed(visits), *place) for epoch, k, keys, visits, *place in jobs
             )
@@ -95,7 +95,7 @@ def samples_engine(reader: Items | Rows, options: dict[str, Any]) -> DataLoader[
 
 
 class Jobs:
-    """The sampler of an engine: its jobs are set before each iteration."""
+    """Sampler of an engine: its jobs are set before each iteration."""
 
     jobs: Iterator[Job] = iter(())
 
@@ -104,7 +104,7 @@ class Jobs:
 
 
 class Items(Dataset[Any]):
-    """Reads the batch of a job item by item, each under streams seeded for it. Runs in the workers too."""
+    """Read the batch of a job item by item, each with freshly seeded streams. Also runs in workers."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
         self.dataset, self.collate, self.seed, self.batched = dataset, collate, seed, batched
@@ -116,7 +116,7 @@ class Items(Dataset[Any]):
         with kept_streams() if self.draws else nullcontext():
             items = self._items(job)
             if self.draws:
-                # The first rank draws what one process does. Of an item that is a batch, each has the whole.
+                # The first rank draws the same as a single process. If items are batches, each rank reads them whole.
                 own = [rank] if rank and self.batched else []
                 seed_streams(mix(COLLATE, self.seed, epoch, k, *own))
             try:
@@ -145,7 +145,7 @@ class Items(Dataset[Any]):
 
 
 class Rows(Dataset[Any]):
-    """Reads the batch of a job from tensors, all samples at once: the bits of default_collate over the items."""
+    """Read the batch of a job from tensors, all samples at once, bitwise as default_collate over the items."""
 
     def __init__(self, dataset: Any, tensors: Sequence[Tensor], rows: Tensor | None) -> None:
         self.dataset, self.tensors, self.rows = dataset, tensors, rows
@@ -160,14 +160,14 @@ class Rows(Dataset[Any]):
 def reader_of(
     dataset: Any, collate_fn: Callable[[Any], Any], seed: int, batch_size: int | None, *, batched: bool
 ) -> Items | Rows:
-    """The fastest reader of a dataset that gives the bits of `collate_fn` over its items."""
+    """The fastest reader of a dataset whose batches are bitwise those of `collate_fn` over its items."""
     if batch_size and collate_fn is default_collate and (found := _rows_of(dataset)):
         return Rows(dataset, *found)
     return Items(dataset, collate_fn, seed, batched=batched)
 
 
 def _rows_of(dataset: Any) -> tuple[Sequence[Tensor], Tensor | None] | None:
-    """The tensors of a TensorDataset and the rows that its Subsets choose, if that is what it is."""
+    """Tensors of a TensorDataset and the rows chosen by its Subsets, or None for a different dataset."""
     if type(dataset) is TensorDataset:
         plain = all(type(t) is Tensor and t.layout is torch.strided and not t.is_nested for t in dataset.tensors)
         return (dataset.tensors, None) if plain else None
@@ -180,7 +180,7 @@ def _rows_of(dataset: Any) -> tuple[Sequence[Tensor], Tensor | None] | None:
 
 
 def _reads_lists(dataset: Any) -> bool:
-    """Whether its `__getitems__` does more than call its parts' item by item, as Subset's and StackDataset's do."""
+    """True if `__getitems__` does more than read item by item, as those of Subset and StackDataset do."""
     method = getattr(type(dataset), "__getitems__", None)
     if method is Subset.__getitems__:
         return _reads_lists(dataset.dataset)

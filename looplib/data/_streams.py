@@ -1,4 +1,4 @@
-"""Streams: datasets that can only be iterated over, read from their start in every epoch."""
+"""Streams: datasets that can only be iterated over, read from the start in every epoch."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from looplib.types import TrainState
 
 @dataclass(frozen=True, eq=False)
 class Streamed:
-    """The source of a loader over a stream.
+    """Source of a loader over a stream.
 
     Attributes:
         engines: DataLoaders over the stream.
-        name: what errors call it.
+        name: the stream's name in errors.
     """
 
     engines: Engines
     name: str
 
     def read(self, state: TrainState, rank: int, ranks: int, *, train: bool) -> Iterator[Any]:
-        """What is left of the state's epoch: batches; of several ranks, (this rank's part, samples in the batch)."""
-        # What is returned holds no state: a loop would keep the epoch's first one alive to its end.
+        """Remaining batches of the state's epoch, or on several ranks, pairs (this rank's part, samples in the batch)."""
+        # The iterator holds no state, which a loop would keep alive until the end of the epoch.
         return self._batches(state.epoch, state.batch, state.epoch_length, rank, ranks)
 
     def _batches(self, epoch: int, first: int, length: int | None, rank: int, ranks: int) -> Iterator[Any]:
-        """The batches of a pass from number `first` on, to the stream's end or to `length`."""
+        """Batches of a pass from index `first` on, up to the stream's end or `length`."""
         count = 0
         with closing(self._pass(epoch, rank, ranks, length)) as batches:
             for batch in batches:
@@ -54,7 +54,7 @@ class Streamed:
         self._check_end(epoch, first, length, count)
 
     def _pass(self, epoch: int, rank: int, ranks: int, length: int | None) -> Generator[Any, None, None]:
-        """The first `length` batches of a pass, or all. Its own global streams go on from batch to batch."""
+        """The first `length` batches of a pass, or all, with global random streams that persist between batches."""
         inside, end, count = save_streams(), object(), 0
 
         def start(engine: Any) -> Iterator[Any]:
@@ -107,9 +107,9 @@ def stream_engine(
 
 
 class Stream(IterableDataset[Any]):
-    """A stream whose passes begin with streams seeded for the epoch, in a worker that stays alive too.
+    """A stream that seeds the global random streams at the start of each pass, in persistent workers too.
 
-    Each rank reads all of it, and keeps its own rows of each batch.
+    Each rank reads the whole stream and keeps its own samples of each batch.
     """
 
     def __init__(self, dataset: Iterable[Any], collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
@@ -127,13 +127,13 @@ class Stream(IterableDataset[Any]):
         return iter(self.dataset)
 
     def batch(self, items: Any) -> Any:
-        """The collate_fn of an engine: among several ranks, this one's part, and how many samples there are."""
+        """collate_fn of an engine: on several ranks, this rank's part and the number of samples."""
         if self.ranks == 1:
             return self._collated(items)
         if not self.batched:
             return own_part(self._collated(items), self.rank, self.ranks)
         low, high = own_rows(len(items), self.rank, self.ranks)
-        # What collate draws for its own rows must not move the stream, which is to be the same on all ranks.
+        # Draws in collate depend on the rank, so they must not affect the stream, which is the same on all ranks.
         with kept_streams() if self.draws else nullcontext():
             if self.draws:
                 seed_streams(mix(COLLATE, *self.here, self.taken, self.rank))

@@ -1,4 +1,4 @@
-"""Leaving samples out of a run: the same batches without some samples of the dataset."""
+"""Sample removal: the same batches without some samples of the dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from looplib.data._samples import Samples
 
 
 def without_samples(loader: Loader, rows: Iterable[Any] | Tensor) -> Loader:
-    """The same loader without some samples of the dataset.
+    """Remove samples of the dataset from a loader's batches.
 
     >>> import looplib as ll, torch
     >>> loader = ll.make_loader(torch.arange(6), batch_size=3, order=ll.data.in_order())
@@ -22,21 +22,21 @@ def without_samples(loader: Loader, rows: Iterable[Any] | Tensor) -> Loader:
     >>> list(loader(ll.TrainState())), len(loader)
     ([tensor([0, 2]), tensor([3, 4])], 2)
 
-    A batch that had one of them is smaller by it, and they are never read. All else stays as it was: the order,
-    the numbers of the batches, the length of an epoch, and what is drawn while another sample is read. So a run that
-    continues from an earlier state has the bits that it would have had, up to the first batch that had one of them. (A
-    batch of which nothing is left takes a sample of the next one, or of one before.)
+    Batches that contained a removed sample become smaller, and removed samples are never read. Everything else stays:
+    the order, the batch indices, the length of an epoch, and the random draws of the remaining samples. A run that
+    continues from an earlier state is therefore bitwise the same up to the first batch that contained a removed
+    sample. (A batch that would be empty takes a sample from a neighboring batch.)
 
-    To continue after a spike: `state = kept[100]; loader = ll.data.without_samples(loader, [17, 503])`. The list
-    belongs to the script, as the seed and the batch size do: a run that is resumed needs it again.
+    To continue after a loss spike: `state = kept[100]; loader = ll.data.without_samples(loader, [17, 503])`. The list
+    belongs to your script, like the seed and the batch size: pass it again when you resume.
 
     Args:
-        loader: from `make_loader`, or from this.
-        rows: indices of the dataset, or the keys that its sampler gives.
+        loader: from `make_loader` or `without_samples`.
+        rows: indices in the dataset, or the keys that its sampler gives.
 
     Raises:
-        TypeError: a loader over a stream, whose samples have no indices.
-        ValueError: a row that the dataset does not have; by `loader(state)`, fewer samples left than batches.
+        TypeError: the loader reads a stream, whose samples have no indices.
+        ValueError: the dataset has no such sample; or, from `loader(state)`, fewer samples than batches are left.
     """
     source = loader.source
     if not isinstance(source, Samples):

@@ -1,4 +1,4 @@
-"""Worker processes: torch DataLoaders, lent to one iteration at a time."""
+"""Worker processes: torch DataLoaders, each used by one iteration at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Start = Callable[[DataLoader[Any]], Iterator[Any]]
 
 
 class Engines:
-    """A pool of DataLoaders: two iterations never share one, and persistent workers wait here."""
+    """Pool of DataLoaders: no two iterations share one, and persistent workers wait here."""
 
     def __init__(self, build: Callable[[], DataLoader[Any]], seed: int) -> None:
         self.build, self.seed = build, seed
-        self.idle = [build()]  # at once, so that DataLoader checks its options now
+        self.idle = [build()]  # built now, so that DataLoader checks its options
 
     @contextmanager
     def run(self, epoch: int, start: Start) -> Iterator[Iterator[Any]]:
@@ -36,21 +36,21 @@ class Engines:
         try:
             yield source
             sound = True
-        except GeneratorExit:  # left early: the workers are sound
+        except GeneratorExit:  # the loop was left early; the workers are fine
             sound = True
             raise
         finally:
             if sound:
                 self.idle.append(engine)
             if not (sound and engine.persistent_workers) and engine.num_workers:
-                # Left to __del__, they would live as long as a traceback that holds them, and when the garbage
-                # collector then stops them, its order of things makes that a wait of 5 seconds.
+                # With __del__ they would live as long as a traceback that refers to them, and the garbage
+                # collector would stop them in an order that makes it wait for 5 seconds.
                 torch_private.shutdown_workers(source)
 
 
 def start_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
-    """The `worker_init_fn` of every engine."""
-    # Signals go to the whole process group, or to all of a job. The main process alone decides what they mean.
+    """`worker_init_fn` of every engine."""
+    # Signals reach the whole process group or job. Only the main process decides what they mean.
     for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -58,20 +58,20 @@ def start_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_told, daemon=True).start()
     info: Any = get_worker_info()
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's own, as with a plain DataLoader
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's function, as with a plain DataLoader
     if worker_init_fn is not None:
         worker_init_fn(worker_id)
 
 
 def _end_when_told() -> None:
-    """Obey a SIGTERM of the main process alone, by which it ends workers that hang."""
+    """Obey SIGTERM only if the main process sends it, which it does to end workers that hang."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
 
 
 def ended_early(what: str) -> RuntimeError:
-    """The error for a StopIteration out of the user's code, which a DataLoader takes for the end of the data."""
+    """Error for a StopIteration from the user's code, which a DataLoader would mistake for the end of the data."""
     return RuntimeError(
         f"{what} raised StopIteration, which would end the epoch early and silently. It usually comes from next() on "
         "an iterator that has ended: give next() a default, or raise another error"

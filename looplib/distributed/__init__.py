@@ -1,4 +1,4 @@
-"""Processes: start them, number them, and let them agree."""
+"""Distributed training: start processes, number them, and combine their results."""
 
 from looplib.distributed._processes import (
     barrier,

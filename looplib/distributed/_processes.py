@@ -1,9 +1,9 @@
-"""Processes: start them, number them, and do things on one of them.
+"""Processes: setup, ranks, and work for one rank only.
 
-A loop for one process runs on many when the model is wrapped, by `DistributedDataParallel` or `fully_shard`, and the
+A loop for one process runs on many if the model is wrapped in `DistributedDataParallel` or `fully_shard` and the
 script is started by `torchrun`. Loaders then give each rank its part of each global batch, steps take the gradient of
-the whole of it, and evaluations count each sample once. What is left is here: to begin and to end, to do a thing
-once, and to merge what the ranks have measured.
+the whole batch, and evaluation counts each sample once. This module has the rest: starting and ending, doing
+something once, and merging what the ranks have measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launched() -> bool:
-    """Whether torchrun, or another launcher that sets its environment, started this process.
+    """True if torchrun, or another launcher that sets its environment variables, started this process.
 
     >>> import looplib as ll
     >>> ll.distributed.launched()
@@ -50,28 +50,30 @@ def setup(
     timeout: float | None = None,
     output_dir: str | os.PathLike[str] | None = None,
 ) -> Iterator[torch.device]:
-    """Join the processes that torchrun started, for the time of a `with` block; gives this process's device.
+    """Set up distributed training: join the processes that torchrun started, and return this process's device.
 
     >>> import looplib as ll
     >>> with ll.distributed.setup(required=False) as device:  # as a script does that also runs alone
     ...     print(ll.distributed.rank(), ll.distributed.world_size())
     0 1
 
-    Each process takes the GPU of its `LOCAL_RANK`, or the CPU where there is none. Messages between GPUs go by NCCL
-    and those between hosts' memories by gloo. An error within the block is written where torchrun looks for it, so
-    that it shows the traceback of the rank that failed first, and the process ends at once, which takes the others
-    down; no rank waits for a timeout.
+    Use it in a `with` block around the run. Each process gets the GPU of its `LOCAL_RANK`, or the CPU if there is
+    none. GPU tensors are sent with NCCL, CPU tensors with gloo.
+
+    An error inside the block is written to torchrun's error file, so torchrun shows the traceback of the rank that
+    failed first. The process then exits at once, which ends the others too, so no rank waits for a timeout.
 
     Args:
-        required: False for a script that runs in one process as well, where this does nothing.
-        backend: torch's name of it, in place of the above.
-        timeout: seconds that a collective may take; torch's own by default.
-        output_dir: where what the ranks but the first print is kept, in `rank-1.log` and so on; without it they print
+        required: if False, do nothing when the script was not started by torchrun, so that it also runs as a single
+            process.
+        backend: torch's name of a backend to use instead of the above.
+        timeout: seconds that a collective call may take. Defaults to torch's own.
+        output_dir: folder for the output of all ranks but the first, in `rank-1.log` and so on. By default they print
             to the console.
 
     Raises:
-        RuntimeError: not started by torchrun, naming what is missing in the environment; more processes on this host
-            than GPUs.
+        RuntimeError: the script was not started by torchrun (the message names the missing environment variables), or
+            there are more processes than GPUs on this host.
     """
     missing = [name for name in _NEEDED if name not in os.environ]
     if missing:
@@ -83,12 +85,12 @@ def setup(
             )
         yield _device(0)
         return
-    from torch.distributed.rendezvous import rendezvous  # here, for torch may be built without it
+    from torch.distributed.rendezvous import rendezvous  # imported here, since torch may be built without it
 
     device = _device(int(os.environ["LOCAL_RANK"]))
     options: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
     store, place, processes = next(iter(rendezvous("env://", **options)))
-    # torchrun keeps one store over its restarts, in which the addresses of processes that are gone would be found.
+    # torchrun keeps one store over restarts, which would still hold the addresses of processes that have ended.
     attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     store = distributed.distributed_c10d.PrefixStore(attempt, store)
     if device.type == "cuda":
@@ -108,7 +110,7 @@ def setup(
     barrier()
     _ranks.use(None)
     distributed.destroy_process_group()
-    # A thread of gloo may still have to let go of a tensor, and aborts the process if Python ends before it does.
+    # A thread of gloo may still hold a tensor, and aborts the process if Python exits first.
     time.sleep(0.1)
 
 
@@ -125,7 +127,7 @@ def _device(local_rank: int) -> torch.device:
 
 @contextmanager
 def _output_in(folder: str | os.PathLike[str] | None) -> Iterator[None]:
-    """What this process and what it starts print goes to a file, on all ranks but the first."""
+    """Redirect the output of this process and its children to a file, on all ranks but the first."""
     if folder is None or is_rank_zero():
         yield
         return
@@ -148,7 +150,7 @@ def _output_in(folder: str | os.PathLike[str] | None) -> Iterator[None]:
 
 
 def rank() -> int:
-    """This process's number among those that divide the data, from 0; 0 where there is one process.
+    """Index of this process among those that divide the data, from 0. A single process has rank 0.
 
     >>> import looplib as ll
     >>> ll.distributed.rank()
@@ -158,7 +160,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """How many processes divide the data.
+    """Number of processes that divide the data.
 
     >>> import looplib as ll
     >>> ll.distributed.world_size()
@@ -168,7 +170,7 @@ def world_size() -> int:
 
 
 def is_rank_zero() -> bool:
-    """Whether this is the one of all processes that writes logs and checkpoints.
+    """True on the one process that writes logs and checkpoints.
 
     >>> import looplib as ll
     >>> ll.distributed.is_rank_zero()
@@ -178,17 +180,17 @@ def is_rank_zero() -> bool:
 
 
 def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
-    """A function that the first rank runs, and that gives None on the others.
+    """Decorator: run a function only on the first rank, and return None on the others.
 
     >>> import looplib as ll
     >>> say = ll.distributed.rank_zero_only(print)
     >>> say("once")
     once
 
-    looplib's own sinks and checkpoints see to that themselves. The rank is asked for at each call.
+    looplib's sinks and checkpoints already do this themselves. The rank is read at each call.
 
     Args:
-        function: what has no need of the other ranks; a collective in it would wait for them.
+        function: a function without collective calls, which would wait for the other ranks.
     """
 
     @functools.wraps(function)
@@ -199,7 +201,7 @@ def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def barrier() -> None:
-    """Wait until all processes are here; nothing where there is one.
+    """Wait until all processes have reached this call. Does nothing with a single process.
 
     >>> import looplib as ll
     >>> ll.distributed.barrier()
@@ -208,20 +210,20 @@ def barrier() -> None:
 
 
 def set_data_parallel_group(group: Any) -> None:
-    """Say which processes divide the data, where not all do: with tensor parallelism those of one model see the same.
+    """Set the processes that divide the data. With tensor parallelism, the processes of one model share their data.
 
     >>> import looplib as ll
-    >>> ll.distributed.set_data_parallel_group(None)  # all of them, as without this
+    >>> ll.distributed.set_data_parallel_group(None)  # all processes, the default
 
-    For a mesh of two dimensions:
+    For a two-dimensional mesh:
 
         mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("data", "tensor"))
         ll.distributed.set_data_parallel_group(mesh["data"])
 
-    From then on `rank()` and `world_size()` are those within the group: by them loaders divide batches, draws differ,
-    and gradients and metrics add up.
+    From then on, `rank()` and `world_size()` refer to the group. Loaders divide batches by them, random draws depend
+    on them, and gradients and metrics are combined over them.
 
     Args:
-        group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for all processes.
     """
     _ranks.use(group.get_group() if hasattr(group, "get_group") else group)

@@ -16,25 +16,27 @@ from looplib.types import Metric, Metrics
 
 
 def reduce(metrics: Metrics) -> dict[str, Metric]:
-    """The metrics of all ranks together, the same on each: what `compute` is to be given for a log.
+    """Merge the metrics of all ranks, with the same result on each. Call it before `compute` to log.
 
     >>> import looplib as ll
-    >>> ll.compute(ll.distributed.reduce({"loss": ll.Mean(6.0, 3)}))  # of one process: as they are
+    >>> ll.compute(ll.distributed.reduce({"loss": ll.Mean(6.0, 3)}))  # unchanged with one process
     {'loss': 2.0}
 
-    A train step's metrics are those of this rank's part of the batch. All ranks must call this alike. The records
-    merge in the order of ranks, so the result is exact, and the same for the same parts. They go through the host.
+    A train step returns the metrics of this rank's part of the batch. All ranks must call `reduce` together. Records
+    are merged in the order of the ranks, from their totals and weights and not from means, so the result does not
+    depend on how samples were divided beyond float rounding. The records are sent through the CPU.
 
     Args:
-        metrics: of a step, of a window, or of any other kind with `merge`.
+        metrics: name -> record with `merge`, of a step or a window.
 
-    Raises ValueError when the ranks' metrics differ in their names.
+    Raises:
+        ValueError: the ranks' metrics have different names.
     """
     return merged(metrics, metrics) or {}
 
 
 def merged(metrics: Metrics | None, like: Metrics | None) -> dict[str, Metric] | None:
-    """Those of all ranks that have any; one that has none gives what its metrics would be like, if it can."""
+    """Metrics of all ranks that have any. A rank without metrics passes `like`, a template of what they would be."""
     if not _ranks.several():
         return None if metrics is None else dict(metrics)
     own: _Own = {}
@@ -49,7 +51,7 @@ _Own = dict[tuple[str, int], Any]
 
 
 def _pickled(value: Any, own: _Own) -> bytes:
-    """What can be sent of a record; its lambdas and modules are the same on each rank, and stay there."""
+    """The parts of a record that can be sent. Lambdas and modules are the same on each rank and are not sent."""
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, thing: Any) -> tuple[str, int] | None:

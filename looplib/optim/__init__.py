@@ -1,4 +1,4 @@
-"""Optimizers: an `Optimizer` goes in, an `Optimizer` comes out; the first one is made of a torch class."""
+"""Optimizers: a `torch.optim` class or an `Optimizer` goes in and an `Optimizer` comes out."""
 
 from looplib._core.tracing import where
 from looplib.optim._averaging import ema, ema_warmup, eval_state, swa

@@ -1,8 +1,8 @@
 """Weight averaging: EMA, SWA, and the state to evaluate with.
 
-An average is part of the optimizer's state, moved by the very update that moves the weights, so that it is
-skipped, donated, interrupted and checkpointed with them. It counts the updates of the optimizer that it wraps, which
-are fewer than `state.step` where several take turns (`partition`) or all is frozen.
+An average is part of the optimizer's state and is updated together with the weights, so it is skipped, donated,
+interrupted and checkpointed with them. It counts the updates of the optimizer it wraps, which can be fewer than
+`state.step` if several optimizers take turns (`partition`) or everything is frozen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ema(
     every: int = 1,
     buffers: bool = False,
 ) -> Optimizer:
-    """Keep an exponential moving average of the trained weights: `average = decay * average + (1 - decay) * weights`.
+    """Exponential moving average (EMA) of the trained weights.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -43,20 +43,22 @@ def ema(
     >>> torch.equal(averaged.params["weight"], state.params["weight"])
     False
 
-    The average stands in `opt_state["average"]`, in float32 where the weights are of half precision. It costs one
-    more copy of the weights, and one operation over them at each step.
+    After each update, `average = decay * average + (1 - decay) * weights`. The average is stored in
+    `opt_state["average"]`, in float32 for half-precision weights. It takes one more copy of the weights, and one
+    operation over them per step.
 
     Args:
-        optimizer: what makes the updates.
-        decay: from 0 to 1, or a function of the number of averages made so far, such as `ema_warmup(0.999)`.
-        start: the average begins as the weights after so many updates; 0 for the first ones.
-        every: updates from one average to the next.
-        buffers: average floating-point buffers too (BatchNorm's statistics), and evaluate with these; without it the
-            state's own are used.
+        optimizer: the optimizer that makes the updates.
+        decay: float from 0 to 1, or a function of the number of averages so far, such as `ema_warmup(0.999)`.
+        start: number of updates after which the average is initialized to the weights; 0 for the initial weights.
+        every: number of updates between averages.
+        buffers: if True, also average floating-point buffers (BatchNorm's statistics) and evaluate with the averages.
+            By default, evaluation uses the state's own buffers.
 
-    Raises ValueError for an argument out of its range.
+    Raises:
+        ValueError: an argument is out of range.
 
-    Source: Polyak and Juditsky, 1992; the bits are those of `torch.optim.swa_utils.AveragedModel` with
+    Source: Polyak and Juditsky, 1992. The result is bitwise that of `torch.optim.swa_utils.AveragedModel` with
     `get_ema_multi_avg_fn(decay)`, first updated after `start` updates.
     """
     if not callable(decay) and not 0 <= decay <= 1:
@@ -69,15 +71,15 @@ def ema(
 
 
 def ema_warmup(decay: float) -> Callable[[int], float]:
-    """A decay for `ema` that begins low, so that the first weights are soon forgotten.
+    """EMA decay with warmup, so that the initial weights are soon forgotten.
 
-    It is `min(decay, (1 + n) / (10 + n))` after `n` averages.
+    The decay is `min(decay, (1 + n) / (10 + n))` after `n` averages.
 
     >>> [round(ema_warmup(0.999)(n), 3) for n in (1, 10, 100, 100_000)]
     [0.182, 0.55, 0.918, 0.999]
 
     Args:
-        decay: the largest, from 0 to 1.
+        decay: largest decay, from 0 to 1.
 
     Source: `tf.train.ExponentialMovingAverage` with `num_updates`.
     """
@@ -85,26 +87,28 @@ def ema_warmup(decay: float) -> Callable[[int], float]:
 
 
 def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = False) -> Optimizer:
-    """Keep the equal average of the weights after `start`, `start + every`, `start + 2 * every`, ... updates.
+    """Stochastic weight averaging (SWA): the equal average of the weights at regular intervals.
 
     >>> import looplib as ll, torch
     >>> optimizer = ll.optim.swa(ll.optimizer(torch.optim.SGD, lr=0.1), start=1500, every=100)
 
-    Use `eval_state` to evaluate with it; before `start` that gives the weights themselves. A constant learning rate
-    from there on is a schedule: `ll.schedules.join(...)`. BatchNorm's statistics belong to the weights that made them:
-    `buffers` averages them too.
+    The weights are averaged after `start`, `start + every`, `start + 2 * every`, ... updates. Evaluate with
+    `eval_state`, which returns the weights themselves before `start`. For a learning rate that is constant from
+    `start` on, combine schedules with `ll.schedules.join(...)`. BatchNorm's statistics belong to the weights that
+    produced them, so pass `buffers=True` to average them too.
 
     Args:
-        optimizer: what makes the updates.
-        start: updates before the first weights that are averaged.
-        every: updates from one to the next.
-        buffers: average floating-point buffers too, and evaluate with these.
+        optimizer: the optimizer that makes the updates.
+        start: number of updates before the first average.
+        every: number of updates between averages.
+        buffers: if True, also average floating-point buffers and evaluate with the averages.
 
-    Raises ValueError for an argument out of its range.
+    Raises:
+        ValueError: an argument is out of range.
 
-    Source: Izmailov et al., "Averaging weights leads to wider optima and better generalization", 2018; the bits are
-    those of `torch.optim.swa_utils.AveragedModel` with `get_swa_multi_avg_fn()`, but for weights in float64, where
-    torch rounds the share of each to float32.
+    Source: Izmailov et al., "Averaging weights leads to wider optima and better generalization", 2018. The result is
+    bitwise that of `torch.optim.swa_utils.AveragedModel` with `get_swa_multi_avg_fn()`, except for float64 weights,
+    where torch rounds each contribution to float32.
     """
     return _averaging(optimizer, lambda count: 1 / (count + 1), start, every, buffers)
 
@@ -133,7 +137,7 @@ def _averaging(
         }
 
     def moment(before: Tensor) -> tuple[dict[str, Tensor], tuple[bool, float] | None]:
-        """The counters after this update, and whether the average moves: as the first one, or by which share."""
+        """Counters after this update, and the averaging plan (first average?, weight), or None for no average."""
         updates = int(before) + 1
         count, rest = divmod(updates - start, every)
         if count < 0 or rest:
@@ -148,7 +152,7 @@ def _averaging(
 
 
 def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
-    """The averages, where there are any yet, and what the optimizer itself evaluates with elsewhere."""
+    """The averages, or before the first average, the weights that the optimizer itself evaluates with."""
     begun, average = opt_state["n_averaged"] > 0, opt_state["average"]
     if not begun.any():
         return optimizer.evaluation(params, buffers, opt_state["inner_state"])
@@ -157,7 +161,9 @@ def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state
     averaged = {**params, **chosen}, {**buffers, **statistics}
     if begun.all():
         return averaged
-    without = optimizer.evaluation(params, buffers, opt_state["inner_state"])  # for some members of a stack
+    without = optimizer.evaluation(
+        params, buffers, opt_state["inner_state"]
+    )  # started for some members of a stack only
     return _member_by_member(begun, averaged[0], without[0]), _member_by_member(begun, averaged[1], without[1])
 
 
@@ -184,7 +190,7 @@ def _moved(average: Tensors, now: Tensors, first: bool, weight: float, in_place:
             moved: Sequence[Tensor]
             if first:
                 moved = [tensor.clone() for tensor in new]
-            elif isinstance(weight, Tensor):  # in a trace
+            elif isinstance(weight, Tensor):  # while tracing
                 moved = [before + (after - before) * weight for before, after in zip(old, new, strict=True)]
             else:
                 moved = torch_private.foreach_lerp(old, new, weight)
@@ -197,7 +203,7 @@ def _moved(average: Tensors, now: Tensors, first: bool, weight: float, in_place:
 
 
 def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
-    """The state with the weights to evaluate with: averages where the optimizer keeps them, else those of the state.
+    """State to evaluate with: the averaged weights if the optimizer keeps averages, otherwise the trained ones.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -207,15 +213,17 @@ def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:
     >>> averaged.params["weight"] is state.opt_state["average"]["params"]["weight"]
     True
 
-    EMA, SWA, Lookahead's slow weights, and the point at which schedule-free optimizers evaluate. It is for
-    `evaluate`, `predict`, and what goes out (`state_dict`, `save_pretrained`); training goes on with `state`, which
-    is not changed. Averages are shared and not copied, so a donated step spends this state too.
+    This covers EMA, SWA, Lookahead's slow weights, and the evaluation point of schedule-free optimizers. Pass the
+    result to `evaluate`, `predict`, and exports (`state_dict`, `save_pretrained`), and continue training with
+    `state`, which is unchanged. The averages are shared and not copied, so once a donated step has consumed `state`,
+    the evaluation state cannot be used either.
 
     Args:
-        optimizer: the one that made `state.opt_state`, with its wrappers.
-        state: of a run.
+        optimizer: the optimizer that created `state.opt_state`, with its wrappers.
+        state: a training state.
 
-    Raises ValueError for a state that another optimizer made.
+    Raises:
+        ValueError: the state was created by a different optimizer.
     """
     check_kind(optimizer, "eval_state", "optimizer")
     opt_state = state.opt_state

@@ -1,6 +1,6 @@
-"""Optimizers whose step evaluates the loss at other parameters: LBFGS, and third parties' that require a closure.
+"""Optimizers that evaluate the loss at different parameters: LBFGS, and third-party classes that require a closure.
 
-`update` is given `evaluate(params) -> (loss, grads)` for that, as `optax.lbfgs` is given its `value_fn`.
+For this, `update` is given `evaluate(params) -> (loss, grads)`, as `optax.lbfgs` is given `value_fn`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Evaluate = Callable[[Params], tuple[Any, Grads]]
 
 
 def closure_over(evaluate: Evaluate | None, cls: type, tensors: Params, known: list[Any]) -> Callable[[], Any]:
-    """`closure()` as a step calls it: the loss at the tensors as they are now, with their gradients in `.grad`.
+    """Make the `closure()` that a step calls: it returns the loss at the current tensors and sets their `.grad`.
 
-    `known` holds losses and gradients that need not be evaluated, the next one last.
+    `known` holds losses and gradients that need not be computed, with the next one last.
     """
     if evaluate is None:
         raise TypeError(
@@ -51,7 +51,7 @@ def lbfgs_update(
     donate: bool,
     extra: Mapping[str, Any],
 ) -> tuple[Params, dict[str, Any]]:
-    """An update of LBFGS by its own step; `extra` holds `evaluate`, and the metrics of `grads` if these are known."""
+    """LBFGS update by torch's own step. `extra` holds `evaluate`, and the metrics of `grads` if they are known."""
     states = opt_state["state"]
     first = next(iter(states))
     if "old_dirs" not in states[first]:
@@ -66,13 +66,13 @@ def lbfgs_update(
     group.update({key: value_at(value, step) for key, value in recipe.moving[0].items()})
     group.update({key: value.item() for key, value in own.items()})
     instance.state[tensors[first]] = unpacked(states[first])
-    # The first evaluation is at the parameters that the gradients are of.
+    # The first evaluation is at the parameters where the gradients were taken.
     known = [(extra["metrics"]["loss"].compute(), grads)] if "metrics" in extra else []
     stale = {name: tensor.grad for name, tensor in tensors.items()}
     try:
         instance.step(closure_over(extra.get("evaluate"), recipe.cls, tensors, known))
     except BaseException:
-        if donate:  # the state that was given stays as it was
+        if donate:  # leave the given state unchanged
             with torch.no_grad():
                 for name, tensor in tensors.items():
                     tensor.copy_(copies[name])

@@ -1,4 +1,4 @@
-"""A third party's class against its own raw loop, on a few small parameters, before a run relies on it."""
+"""Comparison of a third-party class with its own raw loop, on a few small parameters, before training starts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _STEPS = 3
 
 
 def check_against_raw_loop(recipe: Recipe, params: Params) -> None:
-    """Refuse a class whose pure updates are not those of its own `step()` in a raw loop.
+    """Raise if a class's pure updates differ from its own `step()` in a raw loop.
 
-    What a class keeps where nobody looks (closures, attributes of its module, lists of parameters of its own) shows
-    in this. A few steps on the smallest parameters of each group and rank are compared, bit by bit.
+    This reveals state that a class keeps out of sight: in closures, in attributes of its module, or in lists of
+    parameters. A few steps on the smallest parameters of each group and number of dimensions are compared bit by bit.
     """
     chosen = _small(recipe, params)
     if recipe.needs_closure or any(map(is_sharded, chosen.values())):
         return
     raw = _raw_loop(recipe, chosen)
     if raw is None:
-        return  # the class cannot step on these numbers, so it says nothing about others
+        return  # the class cannot step on these numbers, so the comparison shows nothing
     try:
         found = _pure_loop(recipe, chosen)
     except Exception as error:
@@ -47,7 +47,7 @@ def check_against_raw_loop(recipe: Recipe, params: Params) -> None:
 
 
 def _pure_loop(recipe: Recipe, params: Params) -> Params:
-    """The parameters after some pure updates."""
+    """Parameters after a few pure updates."""
     plans: list[Plan] = []
     opt_state, structures = first_state(recipe, params), []
     for step in range(_STEPS):
@@ -72,7 +72,7 @@ def _small(recipe: Recipe, params: Params) -> Params:
 
 
 def _raw_loop(recipe: Recipe, params: Params) -> Params | None:
-    """The parameters after some steps of the class itself."""
+    """Parameters after a few steps of the class itself."""
     copies = {name: tensor.detach().clone().requires_grad_() for name, tensor in params.items()}
     made = recipe.build(copies, recipe.members(copies))
     device = next(iter(copies.values())).device

@@ -1,4 +1,4 @@
-"""Descriptions of optimizers, for checkpoints to hold: the class, its hyperparameters, and what wraps it."""
+"""Optimizer descriptions for checkpoints: the class, its hyperparameters, and its wrappers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from looplib.types import Optimizer
 
 
 def description_of(cls: type, hyperparameters: Mapping[str, Any], groups: Any) -> dict[str, Any]:
-    """The class, the hyperparameters that were given, and those of the groups in their order."""
+    """The class, the given hyperparameters, and those of the groups in order."""
     description = {"class": described(cls), **described(hyperparameters)}
     for number, (predicate, values) in enumerate(groups):
         description[f"group {number}"] = {"members": described(predicate), **described(values)}
@@ -18,6 +18,6 @@ def description_of(cls: type, hyperparameters: Mapping[str, Any], groups: Any) -
 
 
 def description_of_wrapper(optimizer: Optimizer, update: Any) -> dict[str, Any]:
-    """The description of a wrapped optimizer, with the name and the settings of what wraps it."""
+    """Description of a wrapped optimizer, with the wrapper's name and settings."""
     wrapper = update.__qualname__.partition(".")[0].lstrip("_")
     return {**optimizer.description, wrapper: {"wraps": True, **closure_settings(update)}}

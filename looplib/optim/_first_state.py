@@ -1,4 +1,4 @@
-"""The first state of an optimizer class: what it keeps for parameters that no update has moved yet."""
+"""Initial optimizer state: what a class keeps for parameters before any update."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SGD, SparseAdam = torch.optim.SGD, torch.optim.SparseAdam
 
 
 def first_state(recipe: Recipe, params: Params) -> dict[str, Any]:
-    """The state before the first update, in the structure that it has for the whole run.
+    """State before the first update, with the structure that it keeps for the whole run.
 
-    `state` holds what the class keeps for each parameter, by name. Where the class makes that only in a parameter's
-    own first update, of values that nobody knows before, zeros stand there in the meantime, and `started` says for
-    each parameter whether it has had that update. `groups` and `shared` hold what the class keeps for a group and for
-    all parameters, and `hyperparameters` those that are injected.
+    `state` holds what the class keeps for each parameter, by name. If the class creates those values only in a
+    parameter's own first update, they are zeros until then, and `started` records which parameters have had an
+    update. `groups` and `shared` hold what the class keeps for a group and for all parameters, and `hyperparameters`
+    holds the injected ones.
     """
     if not params:
         raise ValueError(f"{recipe.cls.__name__} got no parameters to optimize")
@@ -54,12 +54,12 @@ def first_state(recipe: Recipe, params: Params) -> dict[str, Any]:
 
 
 def dampened(recipe: Recipe) -> bool:
-    """Whether this is SGD with dampening, whose first buffer is no average with zeros."""
+    """True for SGD with dampening, whose first momentum buffer is not an average with zeros."""
     return recipe.cls is SGD and any(map(bool, recipe.group_values("dampening")))
 
 
 def makes_state_late(recipe: Recipe) -> bool:
-    """Whether the values of a parameter's state are known only in its own first update."""
+    """True if the values of a parameter's state are known only in its own first update."""
     return dampened(recipe) or not recipe.ours
 
 
@@ -83,10 +83,10 @@ def _none_yet(params: Params) -> Tensor:
 
 
 def _of_sgd(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """A momentum buffer where there is, or may come to be, momentum.
+    """Momentum buffers for SGD, if there is momentum or a schedule may introduce it.
 
-    It begins as -0.0, to which momentum may be applied and the first gradient added with the gradient's own bits,
-    0.0 and -0.0 among them. So the first update is no special case, at whatever step a parameter has it.
+    A buffer starts as -0.0: applying momentum and adding the first gradient then gives the gradient's own bits, for
+    0.0 and -0.0 as well. So the first update is not a special case, at whatever step a parameter has it.
     """
     recipe.build(params, members)  # for what it refuses
     with_momentum = {
@@ -101,10 +101,10 @@ def _of_sgd(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) ->
 
 
 def _of_torch(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """What torch's classes make at a parameter's first gradient, of which only the presence counts."""
+    """State that torch's classes create at a parameter's first gradient, of which only the presence matters."""
     made = recipe.build(params, members, fused_groups(recipe, params, members))
     for tensor in params.values():
-        tensor.grad = tensor.new_zeros(()).expand_as(tensor)  # it is only looked at, so it takes no memory
+        tensor.grad = tensor.new_zeros(()).expand_as(tensor)  # only its presence is checked, so it takes no memory
     init_group = torch_private.init_group(made)
     lists = len(inspect.signature(init_group).parameters) - 1
     for group in made.param_groups:

@@ -1,4 +1,4 @@
-"""Hyperparameters in the state: set them, read them, log them."""
+"""Hyperparameters in the state: inject, set and log them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from looplib.types import Optimizer, TrainState
 
 
 class injected:
-    """A hyperparameter that stands in the state, `opt_state["hyperparameters"]`, where training itself may change it.
+    """Injected hyperparameter: stored in the state as `opt_state["hyperparameters"]`, where training can change it.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -24,14 +24,15 @@ class injected:
     >>> state.opt_state["hyperparameters"]
     [{'lr': tensor(0.1000, dtype=torch.float64)}]
 
-    So each state can have its own: members of a stack, the trials of a population, an inner loop whose learning rate
-    is learned (`ll.transforms.differentiable`). `ll.optim.set_hyperparameters` gives a state with other values. There is one dict for
-    each of `groups`, and one for the defaults, which is the last.
+    Each state can then have its own value: members of a stack, trials of a population, or an inner loop whose
+    learning rate is learned (`ll.transforms.differentiable`). `ll.optim.set_hyperparameters` returns a state with new
+    values. There is one dict for each entry of `groups`, and one for the defaults, which comes last.
 
     Args:
-        value: the first value, a number.
+        value: initial value, a number.
 
-    Raises TypeError for another type; `init_state` raises it for a member of a tuple, such as one of `betas`.
+    Raises:
+        TypeError: `value` is not a number. `init_state` raises it for a member of a tuple, such as one of `betas`.
 
     Source: `optax.inject_hyperparams`.
     """
@@ -49,7 +50,7 @@ class injected:
 
 
 def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -> dict[str, float]:
-    """The learning rate, and each other hyperparameter that moves, as numbers to log.
+    """Current learning rate, and every other hyperparameter that changes, as numbers to log.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -60,21 +61,24 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
     >>> ll.optim.hyperparameters(optimizer, state)
     {'lr': 0.05, 'weight_decay': 0.01, 'lr/0': 0.5, 'weight_decay/0': 0.01}
 
-    They are those of the next update, the one at `state.step`: for what a step has taken, ask the state that it was
-    given. With the metrics they are one row of a log,
-    `log(state, ll.compute(metrics) | ll.optim.hyperparameters(optimizer, state))`.
+    The values are those of the next update, the one at `state.step`. To log the values that a step has used, call
+    this with the state before the step. To log them in one row with the metrics, write `log(state,
+    ll.compute(metrics) | ll.optim.hyperparameters(optimizer, state))`.
 
-    A name alone is the defaults' value, `lr/0` that of the first of `groups` where it has its own, `lr/matrices` that
-    of the optimizer of this label in a `partition`, and `betas[0]` a member of a tuple. Other numbers than `lr` that
-    stay as they were given are left out. Schedules are asked on the host when this is called; a step does no more.
+    A plain name is the default group's value. `lr/0` is the value of the first entry of `groups` if it has its own,
+    `lr/matrices` that of the optimizer with this label in a `partition`, and `betas[0]` a member of a tuple.
+    Constants other than `lr` are left out. Schedules are evaluated on the host when you call this, so steps are not
+    slowed down.
 
     Args:
-        optimizer: the one that made `state.opt_state`, with its wrappers. One made by hand tells what its own
-            `hyperparameters` gives.
-        state: of a run.
-        prefix: put before each name.
+        optimizer: the optimizer that created `state.opt_state`, with its wrappers. For a custom `Optimizer`, the
+            values are those of its `hyperparameters` field.
+        state: a training state.
+        prefix: string put before each name.
 
-    Raises ValueError for a state that another optimizer made, or a stack, whose members have numbers of their own.
+    Raises:
+        ValueError: the state was created by a different optimizer, or is a stack, whose members have their own
+            values.
 
     Source: Lightning's `LearningRateMonitor`.
     """
@@ -92,7 +96,7 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
 
 
 def of_another(state: TrainState, error: Exception) -> ValueError:
-    """What to say of a state that an optimizer cannot read."""
+    """Error for a state that an optimizer cannot read."""
     opt_state = state.opt_state
     found = f"has {', '.join(map(str, opt_state))}" if isinstance(opt_state, dict) else f"is {opt_state!r}"
     return ValueError(
@@ -102,11 +106,11 @@ def of_another(state: TrainState, error: Exception) -> ValueError:
 
 
 def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
-    """The learning rate and the hyperparameters that move, at a step, by name and group."""
+    """Learning rate and changing hyperparameters at a step, by name and group."""
     numbers: dict[str, float] = {}
     count = len(recipe.groups)
     moving = recipe.moving
-    for number in (count, *range(count)):  # the defaults first
+    for number in (count, *range(count)):  # defaults come first
         overrides = recipe.groups[number][1] if number < count else recipe.defaults
         own = opt_state.get("hyperparameters", [{}] * (count + 1))[number]
         kept = {**opt_state.get("groups", [{}] * (count + 1))[number], **own}
@@ -120,7 +124,7 @@ def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
 
 
 def _named(key: str, suffix: str, value: Any, given: Any) -> dict[str, float]:
-    """A hyperparameter as numbers: itself, or those members of a tuple that are schedules."""
+    """A hyperparameter as numbers: its value, or those members of a tuple that are schedules."""
     if isinstance(value, (Real, Tensor)):
         return {key + suffix: _number(value)}
     if isinstance(value, tuple):
@@ -136,7 +140,7 @@ Value = float | Tensor | Callable[[Tensor], float | Tensor]
 
 
 def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
-    """A state with other values of its injected hyperparameters, for the updates from there on.
+    """Return a state with new values for its injected hyperparameters.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -147,20 +151,21 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
     >>> ll.optim.hyperparameters(optimizer, state)
     {'lr': 0.01}
 
-    A name sets the hyperparameter wherever it stands, in all groups and in all optimizers of a `partition`; a longer
-    one, as `ll.optim.hyperparameters` gives them, sets it there and below: `lr=1e-3, **{"lr/0": 1e-4}`. The state given
-    stays as it is, and the two share all their other tensors.
+    A name sets the hyperparameter everywhere: in all groups, and in all optimizers of a `partition`. A longer name,
+    as given by `ll.optim.hyperparameters`, sets it only there and below: `lr=1e-3, **{"lr/0": 1e-4}`. The given state
+    is unchanged, and the two states share all other tensors.
 
     Args:
-        state: of an optimizer with `ll.optim.injected` hyperparameters, whatever is around it; or a stack of such.
-        values: by name, a number, a tensor, or a function from the present value, a tensor, to the next one. In a
-            stack a number is for all members, and a tensor of shape (members,) has one for each. They become tensors
-            of the dtype and on the device of the present ones. A tensor keeps its graph, so that gradients reach a
-            rate that is learned (`ll.transforms.differentiable`); `detach()` it where none is wanted.
+        state: a state with `ll.optim.injected` hyperparameters, with any wrappers around the optimizer, or a stack of
+            such states.
+        values: name -> a number, a tensor, or a function from the current value (a tensor) to the new one. In a
+            stack, a number applies to all members and a tensor of shape (members,) gives each its own. Values are
+            converted to the dtype and device of the current ones. A tensor keeps its graph, so that gradients can
+            reach a learned rate (`ll.transforms.differentiable`); otherwise, pass `tensor.detach()`.
 
     Raises:
-        ValueError: a hyperparameter that is not injected, or a tensor of another shape.
-        TypeError: neither a number nor a tensor.
+        ValueError: the hyperparameter is not injected, or the tensor has a different shape.
+        TypeError: the value is neither a number nor a tensor.
     """
     present: list[str] = []
     used: set[str] = set()
@@ -199,7 +204,7 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
 
 
 def _alike(name: str, value: Any, old: Tensor) -> Tensor:
-    """A value as a tensor of the kind of the one whose place it takes."""
+    """Convert a value to a tensor like the one it replaces."""
     if callable(value):
         value = value(old)
     if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):

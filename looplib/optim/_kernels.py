@@ -1,7 +1,7 @@
-"""Which kernel an update takes: a fused one, or what torch takes by default.
+"""Kernel selection: a fused kernel, or torch's default.
 
-torch's fused kernels read parameters, gradients and moments as flat runs of memory and pair numbers by their place
-there. So they are right only where all of these are dense, do not overlap themselves, and share their strides.
+torch's fused kernels treat parameters, gradients and moments as flat memory and pair elements by position. They are
+correct only if all of these are dense, do not overlap themselves, and share their strides.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from looplib._core.ranks import is_sharded, shards
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe
 from looplib.types import Params
 
-# Classes whose kernel is called directly: their `step` builds its lists anew each time, for ten times the price.
+# Classes whose kernel is called directly: their `step` rebuilds its lists each time, which costs ten times as much.
 DIRECT = {torch.optim.Adam, torch.optim.AdamW}
 
-# Fused kernels that torch has and that are off by far more than rounding: on a CPU, SGD's handles numbers of half
-# precision by the vector, and from the first full vector on moves parameters by as much as their size.
+# Fused kernels of torch that are wrong by far more than rounding: on a CPU, SGD's handles half precision in vectors,
+# and from the first full vector on moves parameters by as much as their size.
 _WRONG = {(torch.optim.SGD, "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)}
 
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -34,12 +34,12 @@ _exp_avg, _exp_avg_sq, _step = map(operator.itemgetter, ("exp_avg", "exp_avg_sq"
 
 
 def chosen_by_user(recipe: Recipe) -> list[bool]:
-    """For each group, whether the user chose its kernel."""
+    """For each group, True if the user chose the kernel."""
     return [bool(KERNEL_OPTIONS & {**recipe.defaults, **values}.keys()) for values in recipe.overrides]
 
 
 def fused_groups(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[bool]:
-    """For each group, whether looplib takes the fused kernel where the user chose none."""
+    """For each group, True if looplib uses the fused kernel without having been asked to."""
     if not recipe.ours or "fused" not in inspect.signature(recipe.cls).parameters:
         return [False] * len(members)
     return [
@@ -51,14 +51,14 @@ def fused_groups(recipe: Recipe, params: Params, members: Sequence[Sequence[str]
 def _all_supported(recipe: Recipe, tensors: Sequence[Tensor]) -> bool:
     if any(map(is_sharded, tensors)):
         if recipe.cls not in DIRECT:
-            return False  # torch's other fused kernels take no DTensor
+            return False  # torch's other fused kernels do not accept DTensors
         tensors = shards(tensors)
     kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
     return all(is_dense(tensor) for tensor in tensors) and all(_supports(recipe, *kind) for kind in kinds)
 
 
 def _supports(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has a fused kernel for such tensors that is right: found out by a step on a single number."""
+    """True if torch has a correct fused kernel for such tensors, determined by a step on a single number."""
     if (recipe.cls, device.type, dtype) in _WRONG:
         return False
     try:
@@ -75,7 +75,7 @@ _is_contiguous = Tensor.is_contiguous
 
 
 def aligned(lists: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether tensors at the same index in each list are dense and share their strides."""
+    """True if tensors at the same index of each list are dense and share their strides."""
     try:
         if all(map(_is_contiguous, chain.from_iterable(lists))):
             return True
@@ -86,7 +86,7 @@ def aligned(lists: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills one run of memory, each of its numbers in a place of its own."""
+    """True if a tensor fills one contiguous range of memory without overlap."""
     if tensor.layout is not torch.strided:
         return False
     return tensor.is_contiguous() or _dense(tuple(tensor.shape), tensor.stride())
@@ -103,7 +103,7 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, where the tensor has gaps too, so that sums run in the same order."""
+    """Copy a tensor with the same strides, even if it has gaps, so that sums run in the same order."""
     if tensor.is_contiguous() or is_sharded(tensor) or not _has_gaps(tuple(tensor.shape), tensor.stride()):
         return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -111,7 +111,7 @@ def clone(tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _has_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a tensor leaves places of its memory out, and has no two numbers in one."""
+    """True if a tensor leaves gaps in its memory and does not overlap itself."""
     if _dense(shape, strides):
         return False
     end = 1
@@ -123,7 +123,7 @@ def _has_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def check_fused(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> None:
-    """Refuse `fused=True` for parameters that a fused kernel would compute wrongly."""
+    """Raise for `fused=True` with parameters on which a fused kernel would be wrong."""
     for names, fused in zip(members, recipe.group_values("fused"), strict=True):
         for name in names if fused and recipe.ours else ():
             if not is_sharded(params[name]) and not is_dense(params[name]):
@@ -135,7 +135,7 @@ def check_fused(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]
 
 
 def realigned(name: str, grad: Tensor, param: Tensor, state: dict[str, Any]) -> Tensor:
-    """The gradient with the parameter's strides, for a user's `fused=True`; moments with others are refused."""
+    """Gradient with the parameter's strides, for a user's `fused=True`. Raises if moments have different strides."""
     for key, moment in state.items():
         if isinstance(moment, Tensor) and moment.shape == param.shape and not aligned([[param], [moment]]):
             raise ValueError(
@@ -150,11 +150,11 @@ def realigned(name: str, grad: Tensor, param: Tensor, state: dict[str, Any]) -> 
 def fused_adam(
     values: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], one: Tensor
 ) -> bool:
-    """Adam's or AdamW's fused kernel, in place, as the class calls it; False, and nothing done, if it would be wrong."""
+    """Run Adam's or AdamW's fused kernel in place, like the class. Returns False, unchanged, if it would be wrong."""
     lists = [params, grads, [*map(_exp_avg, states)], [*map(_exp_avg_sq, states)]]
     lists.append([state["max_exp_avg_sq"] for state in states] if values["amsgrad"] else [])
     if not _PLAIN.issuperset(map(type, params)) and any(map(is_sharded, params)):
-        # Each element by itself: so this rank's part, without what DTensor asks of each operation.
+        # The kernel is elementwise, so use this rank's shards and avoid DTensor's overhead per operation.
         lists = [shards(tensors) for tensors in lists]
     if not aligned(lists if lists[4] else lists[:4]):
         return False
@@ -176,7 +176,7 @@ def fused_adam(
 
 
 def told(recipe: Recipe, plans: Sequence[Any]) -> str:
-    """Which kernel the updates take, for a `repr`: by the user's choice, and for the parameters seen so far."""
+    """Name of the kernel that updates use, for `repr`: by the user's choice, and for the parameters seen so far."""
     given = {key: recipe.group_values(key) for key in sorted(KERNEL_OPTIONS)}
     chosen = [f"{key}={values[-1]}" for key, values in given.items() if key in recipe.defaults]
     if chosen:

@@ -1,4 +1,4 @@
-"""The state of torch's LBFGS, whose history grows, in tensors of fixed shapes."""
+"""LBFGS state in tensors of fixed shapes, although torch's history grows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from looplib.optim._recipe import Recipe
 from looplib.types import Params
 
-_FLAT = ("d", "prev_flat_grad", "H_diag")  # tensors of LBFGS's; the history is in tensors of `history_size` rows
+_FLAT = ("d", "prev_flat_grad", "H_diag")  # LBFGS's tensors; the history is in tensors of `history_size` rows
 _ROWS = ("old_dirs", "old_stps", "ro")
 
 
 def is_lbfgs(recipe: Recipe) -> bool:
-    """Whether this is torch's LBFGS, whose history grows from update to update."""
+    """True for torch's LBFGS, whose history grows from update to update."""
     return recipe.cls is torch.optim.LBFGS
 
 
 def first_state_of_lbfgs(recipe: Recipe, params: Params) -> dict[str, dict[str, Any]]:
-    """LBFGS's state before its first update, in tensors that hold a full history. It stands at the first parameter."""
+    """LBFGS state before the first update, in tensors that hold a full history, stored with the first parameter."""
     made = recipe.build(params, recipe.members(params))
     size = int(made.param_groups[0]["history_size"])
     real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in params.values()]
@@ -41,9 +41,9 @@ def first_state_of_lbfgs(recipe: Recipe, params: Params) -> dict[str, dict[str, 
 
 
 def unpacked(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The state as LBFGS has it, with the history in lists.
+    """The state as LBFGS expects it, with the history in lists.
 
-    Copies, since BLAS may round a dot product otherwise where a vector does not begin at an aligned address.
+    The tensors are copies, since BLAS may round a dot product differently if a vector is not aligned in memory.
     """
     counts = {key: kept[key] for key in ("func_evals", "n_iter")}
     if not kept["n_iter"]:
@@ -54,10 +54,10 @@ def unpacked(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def packed_into(kept: Mapping[str, Any], state: Mapping[str, Any], donate: bool) -> dict[str, Any]:
-    """The state in tensors of fixed shapes; with `donate`, in those that were there."""
+    """The state in tensors of fixed shapes. With `donate`, the existing tensors are overwritten."""
     packed = {**kept, "func_evals": state["func_evals"], "n_iter": state["n_iter"]}
     if "d" not in state:
-        return packed  # it began at an optimum, and made no direction
+        return packed  # it started at an optimum and has no direction
     with torch.no_grad():
         for key in _FLAT:
             value = torch.as_tensor(state[key], dtype=kept[key].dtype, device=kept[key].device)

@@ -33,7 +33,7 @@ def dynamic_loss_scale(
     growth_interval: int = 2000,
     min_scale: float = 1e-4,
 ) -> Optimizer:
-    """Hold the loss scale that `scale_loss` uses; skip the updates whose gradients overflowed, and lower it then.
+    """Dynamic loss scaling for float16: adapt the scale that `scale_loss` uses, and skip updates that overflow.
 
     >>> import looplib as ll, torch
     >>> optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
@@ -43,21 +43,21 @@ def dynamic_loss_scale(
     >>> applied, opt_state["loss_scale"].item()
     (False, 32768.0)
 
-    The scale moves as `torch.amp.GradScaler`'s does. A skipped step changes nothing else: neither parameters nor
-    buffers, averages of weights, or `state.step`, so the schedules stand still too; `state.skipped` is True. Ranks
-    decide alike. To know on the host whether to skip, each step waits for its gradients.
+    The scale changes as in `torch.amp.GradScaler`. A skipped step changes nothing else: parameters, buffers, averaged
+    weights and `state.step` stay, so schedules do not advance, and `state.skipped` is True. All ranks decide alike.
+    Each step waits for its gradients, because the host must know whether to skip.
 
     Args:
-        optimizer: what updates when all is finite.
-        init_scale: the first scale.
-        growth_factor: what the scale is multiplied by after `growth_interval` updates in a row.
-        backoff_factor: what it is multiplied by after an overflow.
-        growth_interval: updates in a row without an overflow that make it grow.
-        min_scale: an overflow below it is no matter of the scale.
+        optimizer: the optimizer that makes the updates when all gradients are finite.
+        init_scale: initial scale.
+        growth_factor: factor for the scale after `growth_interval` updates in a row.
+        backoff_factor: factor for the scale after an overflow.
+        growth_interval: number of updates in a row without overflow before the scale grows.
+        min_scale: smallest scale. An overflow below it does not come from the scale, so it is an error.
 
     Raises:
-        NonFiniteGradientsError: from the step, when the scale would fall below `min_scale`.
-        ValueError: an argument out of its range.
+        NonFiniteGradientsError: from the step, if the scale would fall below `min_scale`.
+        ValueError: an argument is out of range.
     """
     if not (growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1 and 0 < min_scale <= init_scale):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Master weights: update in float32 a model of half precision."""
+"""Master weights: update a half-precision model in float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _rounded(master: Tensor, old: Tensor, in_place: bool) -> Tensor:
 
 
 def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
-    """Keep the weights in `dtype` in the optimizer's state, and train those, where the model's are of half precision.
+    """Master weights: keep a float32 copy of half-precision weights in the optimizer's state, and train that copy.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1).bfloat16()
@@ -28,16 +28,19 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
     >>> state.params["weight"].dtype, state.opt_state["master"]["weight"].dtype
     (torch.bfloat16, torch.float32)
 
-    A weight in bfloat16 has 8 bits of precision, so an update of less than 1/256 of it is rounded away; its master
-    moves, and the model's weight is the master rounded. Gradients are widened, moments are those of the
-    masters. Parameters of another dtype are updated as they are. Within `ema` the average is that of the
-    rounded weights; around it, `master_weights(ema(optimizer))`, that of the masters.
+    bfloat16 has 8 bits of precision, so an update of less than 1/256 of a weight would be rounded away. With this
+    wrapper the master is updated and the model's weight is the rounded master. Gradients are converted to `dtype`,
+    and moments are those of the masters. Parameters of different dtypes are updated directly.
+
+    `ema(master_weights(optimizer))` averages the rounded weights; `master_weights(ema(optimizer))` averages the
+    masters.
 
     Args:
-        optimizer: what updates the masters.
-        dtype: theirs, torch.float32 or torch.float64.
+        optimizer: the optimizer that updates the masters.
+        dtype: dtype of the masters, `torch.float32` or `torch.float64`.
 
-    Raises ValueError for another dtype; and, from `init`, when no parameter is of half precision.
+    Raises:
+        ValueError: `dtype` is neither of the two, or, from `init`, no parameter is half precision.
     """
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"masters in {dtype}: give torch.float32 or torch.float64")

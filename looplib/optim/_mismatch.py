@@ -1,4 +1,4 @@
-"""What to say of a state that another optimizer made."""
+"""Errors for a state that was created by a different optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from looplib.optim._recipe import Recipe
 
 
 def mismatch(recipe: Recipe, opt_state: Any, name: str | None = None, expected: Any = None) -> Exception:
-    """The error for an `opt_state` that this class cannot continue; `name` is a parameter whose state tells."""
+    """Error for an `opt_state` that this class cannot continue. `name` is a parameter whose state shows the mismatch."""
     own = recipe.cls.__name__
     advice = (
         f"Make the state with this optimizer, ll.init_state(model, ll.optimizer({own}, ...)), or a new opt_state by "
@@ -36,7 +36,7 @@ def mismatch(recipe: Recipe, opt_state: Any, name: str | None = None, expected: 
 
 
 def makers_of(keys: frozenset[str]) -> list[str]:
-    """The classes of torch.optim that keep these keys for a parameter."""
+    """The torch.optim classes that keep these keys for a parameter."""
     return [name for name, kept in _keys_of_torch().items() if keys in kept]
 
 

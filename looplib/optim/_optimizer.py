@@ -1,8 +1,8 @@
-"""Any `torch.optim` class as two pure functions.
+"""Functional optimizers: any `torch.optim` class as two pure functions.
 
-torch's optimizers do the arithmetic; what they keep inside, parameters in groups and moments by parameter,
-is handed in and taken out again at each update. One instance of the class, empty between updates, serves as
-the engine. An update writes in place: into the given tensors when they are donated, else into copies.
+torch's optimizers do the arithmetic. Their internal state, parameters in groups and moments by parameter, is passed
+in and taken out at each update. An instance of the class, empty between updates, does the work. An update writes in
+place: into the given tensors if they are donated, otherwise into copies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from looplib.types import Grads, Optimizer, Params
 def optimizer(
     cls: type, *parameters: NoReturn, lr: Any = NotGiven.LR, groups: Groups = (), **hyperparameters: Any
 ) -> Optimizer:
-    """Make a `torch.optim` class, or a third party's with the same interface, an `Optimizer`.
+    """Make a functional optimizer from a `torch.optim` class, or a third-party class with the same interface.
 
     >>> import looplib as ll, torch
     >>> adamw = ll.optimizer(
@@ -43,41 +43,42 @@ def optimizer(
     >>> grads = {name: torch.ones_like(tensor) for name, tensor in params.items()}
     >>> new_params, opt_state, applied = adamw.update(grads, opt_state, params, 0)
 
+    An update is bitwise that of the class's own `step()` in a raw loop with the same arguments and the same kernel,
+    because it runs that step. A parameter whose first gradient comes late starts at its own first update, as in
+    torch. If a class creates state only then, `opt_state["started"]` records which parameters have had an update.
+    Random numbers that a class draws from torch are derived from the state's seed and step.
+
+    `opt_state["state"][name]` holds what torch keeps for a parameter, under torch's names. If a class changes values
+    in its groups, as schedule-free optimizers do, they are in `opt_state["groups"]`. If it keeps an object for a
+    parameter, such as GaLore's `projector`, the object's attributes are stored as a dict.
+
+    A class whose `step` needs a closure (LBFGS) evaluates the loss several times per update, with a function that the
+    train step passes to `update`. For models without randomness, the result is bitwise that of a raw loop;
+    BatchNorm's statistics are those of the first evaluation. LBFGS's history is allocated in full, `history_size`
+    times twice the size of the parameters.
+
     Args:
         cls: the class, not an instance.
-        parameters: none; they are in the state.
-        lr: learning rate, a number or a schedule `(step) -> float`.
-        groups: `(predicate(name, tensor), {hyperparameter: value or schedule})`; the first match wins, the
-            rest take the defaults. A third party's class may read more from a group than it takes for all, such
-            as GaLore's `rank`: a key that is no parameter of such a class is handed to it in the group.
-        hyperparameters: as the class takes them. Any of them, and any member of a tuple such as `betas`, may be
-            a schedule. `fused`, `foreach`, `capturable` and `differentiable` are honoured as given, for all or in a
-            group. Where none is given, the fused kernel is taken for tensors that torch has one for and that are
-            dense and share their strides, else what torch takes by default; `repr` of the optimizer says which.
-
-    A class whose `step` needs a closure (LBFGS) evaluates the loss several times within one update: a train step
-    gives `update` what it needs for that. It has the bits of a raw loop for models without randomness; BatchNorm's
-    statistics are those of the first evaluation. LBFGS's history is allocated as a whole, `history_size` times twice
-    the size of the parameters.
-
-    An update has the bits of the class's own `step()` in a raw loop with the same arguments and the same kernel. A
-    parameter whose first gradient comes late begins as in torch, at its own first update; for classes that make
-    their state only then, `opt_state["started"]` says which parameters have had one. Random numbers that a class
-    draws from torch in its step are a function of the state's seed and step.
-
-    `opt_state["state"][name]` holds what torch keeps for a parameter, under torch's names. An optimizer that
-    changes values in its groups (schedule-free ones do) has these in `opt_state["groups"]`. Where a class keeps an
-    object for a parameter (GaLore's `projector`), its attributes stand there as a dict.
+        parameters: do not pass any; they are in the state. Passing them raises a TypeError that says so.
+        lr: learning rate, a number or a schedule `(step) -> float`. Required.
+        groups: list of `(predicate(name, tensor), {hyperparameter: value or schedule})`. The first match wins; the
+            other parameters use the defaults. A third-party class may read group keys that its constructor does not
+            accept, such as GaLore's `rank`; those are passed to it in the group.
+        hyperparameters: further arguments of the class. Each of them, and each member of a tuple such as `betas`, may
+            be a schedule. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
+            or in a group. If none of these is given, looplib uses the fused kernel for tensors that torch supports
+            and that are dense and share their strides, and torch's default otherwise. `repr(optimizer)` says which.
 
     Raises:
-        TypeError: no optimizer class; no learning rate; an unknown hyperparameter, or in a
-            group of a third party's class one that is spelt nearly as a parameter of it. From `init`: a class that
-            keeps state elsewhere than in `state` and `param_groups`, in something other than tensors, numbers, lists
-            and dicts (a deque), more of it after a few updates than after one, or that draws from the random streams
-            of Python or NumPy. A few steps on the smallest parameters are compared with a raw loop to find this out.
-        ValueError: a value that the class refuses; `fused=True` for parameters with gaps in their memory; a predicate
-            that goes by which tensor it is given; the `opt_state` of another optimizer; gradients sparse where it
-            needs dense ones, or dense where it needs sparse ones; a gradient of a parameter that `init` did not see.
+        TypeError: `cls` is not an optimizer class; `lr` is missing; a hyperparameter is unknown, or, in a group of a
+            third-party class, almost spelled like a known one. From `init`: the class keeps state outside `state` and
+            `param_groups`, in types other than tensors, numbers, lists and dicts (a deque, for example), or keeps
+            more of it after a few updates than after one; or it draws from Python's or NumPy's random streams. To
+            detect this, a few steps on the smallest parameters are compared with a raw loop.
+        ValueError: the class refuses a value; `fused=True` is given for parameters with gaps in memory; a predicate
+            depends on the identity of the tensor it is given; `opt_state` belongs to a different optimizer; gradients
+            are sparse where dense ones are needed, or the reverse; or a gradient belongs to a parameter that `init`
+            did not see.
     """
     check_class(cls, parameters)
     check_lr(lr)
@@ -119,7 +120,10 @@ def optimizer(
 
 
 def evaluated(recipe: Recipe, params: Params, opt_state: Any) -> Params:
-    """The weights to evaluate with: schedule-free optimizers train at one point, and go to another by their `eval`."""
+    """Weights to evaluate with.
+
+    Schedule-free optimizers train at one point and evaluate at another, which their `eval` computes.
+    """
     if recipe.ours or not callable(getattr(recipe.cls, "eval", None)):
         return params
     states = opt_state["state"]

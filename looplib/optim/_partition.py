@@ -17,7 +17,7 @@ _dtype_of = operator.attrgetter("dtype")
 
 
 def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str]) -> Optimizer:
-    """One optimizer for each group of parameters.
+    """Different optimizers for different groups of parameters.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
@@ -29,19 +29,21 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
     >>> list(state.opt_state["inner_states"])
     ['matrices', 'rest']
 
-    An optimizer acts when there is a gradient for one of its parameters. So two networks in one module, with two
-    gradient functions (`trainable=`), are trained by two steps over one state, each by its own optimizer (a GAN).
-    All see the same `step`, so a schedule counts the updates of all. Where one of them skips, the others go on; where
-    all do, the step is skipped. What may give up (`apply_if_finite`) goes around it where steps are donated: within
-    it, others may have written by then, and the state is spent. Classes that make their state in their first update
-    (SGD with dampening, schedule-free ones) do so
-    in the first update of each parameter.
+    An optimizer acts only if one of its parameters has a gradient. Two networks in one module, with two gradient
+    functions (`trainable=`), can therefore be trained by two steps over one state, each with its own optimizer, as in
+    a GAN. All optimizers see the same `step`, so a schedule counts the updates of all of them.
+
+    If one optimizer skips an update, the others still make theirs; if all do, the step counts as skipped. Put
+    wrappers that may raise, such as `apply_if_finite`, around `partition` in donated steps: inside it, another
+    optimizer may already have written when the error is raised, and the state is lost. Classes that create their
+    state in their first update (SGD with dampening, schedule-free ones) do so in the first update of each parameter.
 
     Args:
-        optimizers: by label, wrapped or not.
+        optimizers: label -> optimizer, with or without wrappers.
         label: `(name, tensor) -> label`.
 
-    Raises ValueError for a label without an optimizer, or an optimizer without a parameter.
+    Raises:
+        ValueError: a label has no optimizer, or an optimizer has no parameters.
 
     Source: `optax.partition`.
     """
@@ -91,14 +93,14 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
 
 def _name_within(key: str, name: str) -> str:
-    """The name of a hyperparameter with that of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
+    """Name of a hyperparameter with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
     first, slash, rest = name.partition("/")
     return f"{first}/{key}{slash}{rest}"
 
 
 def _remembered(label: Callable[[str, Tensor], str]) -> Callable[[Params], dict[str, str]]:
-    """A function of the label of each parameter, which asks once for the same names, shapes and dtypes."""
-    known: list[tuple[Any, dict[str, str]]] = []  # names, shapes and dtypes, and the labels that follow from them
+    """Cache each parameter's label, so that the function is called once for the same names, shapes and dtypes."""
+    known: list[tuple[Any, dict[str, str]]] = []  # names, shapes and dtypes, and their labels
 
     def labels(params: Params) -> dict[str, str]:
         key = [*params], [*map(_shape_of, params.values())], [*map(_dtype_of, params.values())]
@@ -116,7 +118,7 @@ def _remembered(label: Callable[[str, Tensor], str]) -> Callable[[Params], dict[
 def _first_divided(
     optimizers: Mapping[str, Optimizer], params: Params, label: Callable[[str, Tensor], str]
 ) -> dict[str, Params]:
-    """The parameters of each optimizer, with all that may be wrong with the labels refused."""
+    """The parameters of each optimizer, after checking the labels."""
     label_of = {name: label(name, tensor) for name, tensor in params.items()}
     _check_labels(optimizers, params, label_of)
     _check_by_kind(label, params, label_of)
@@ -129,7 +131,7 @@ def _first_divided(
 def _divided(optimizers: Mapping[str, Optimizer], params: Params, label_of: Mapping[str, str]) -> dict[str, Params]:
     members: dict[str, Params] = {key: {} for key in optimizers}
     for name, tensor in params.items():
-        if label_of[name] in members:  # one that is not trained needs no optimizer
+        if label_of[name] in members:  # a parameter that is not trained needs no optimizer
             members[label_of[name]][name] = tensor
     return members
 
@@ -149,7 +151,7 @@ def _check_labels(optimizers: Mapping[str, Optimizer], names: Params, label_of: 
 
 
 def _check_by_kind(label: Callable[[str, Tensor], str], params: Params, label_of: Mapping[str, str]) -> None:
-    """Refuse labels that go by which tensor it is."""
+    """Raise if labels depend on the identity of a tensor."""
     for name, tensor in params.items():
         if label(name, tensor.detach().requires_grad_(tensor.requires_grad)) != label_of[name]:
             raise ValueError(
@@ -159,21 +161,22 @@ def _check_by_kind(label: Callable[[str, Tensor], str], params: Params, label_of
 
 
 def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimizer:
-    """Leave parameters, and what the optimizer keeps of them, as they are for the steps at which they are frozen.
+    """Freeze parameters for some of the steps, together with their optimizer state.
 
     >>> import looplib as ll, torch
     >>> def frozen(name, step):  # the first layer is thawed after 100 updates
     ...     return name.startswith("0.") and step < 100
     >>> optimizer = ll.optim.freeze(ll.optimizer(torch.optim.AdamW, lr=1e-3), frozen)
 
-    Weight decay and momentum do not move a frozen parameter, as with a gradient of None in torch, and its state begins
-    in its own first update.
-    Its gradient is computed all the same, and counts in `grad_norm`: where a layer is frozen for long, a second step
-    with `make_grad_fn(..., trainable=...)` for that time saves the work. Steps count when all is frozen, too.
+    Weight decay and momentum do not move a frozen parameter, as with a gradient of None in torch, and its optimizer
+    state starts with its own first update. Steps are counted even if everything is frozen.
+
+    The gradient of a frozen parameter is still computed and counts in `grad_norm`. To save that work when a layer is
+    frozen for long, use a second step with `make_grad_fn(..., trainable=...)` for that time.
 
     Args:
-        optimizer: what updates the others.
-        frozen: `(name, step) -> bool`, of the updates completed before.
+        optimizer: the optimizer that updates the other parameters.
+        frozen: `(name, step) -> bool`, where `step` is the number of updates completed.
     """
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:

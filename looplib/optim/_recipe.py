@@ -1,4 +1,4 @@
-"""A torch optimizer class with the hyperparameters and groups that the user gave."""
+"""Optimizer recipe: a torch optimizer class with the user's hyperparameters and groups."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from looplib.types import Params
 
 Groups = Sequence[tuple[Callable[[str, Tensor], bool], Mapping[str, Any]]]
 
-# A user who gives one of these chooses the kernel; looplib then changes nothing about it.
+# If the user passes one of these, the kernel is chosen and looplib does not change it.
 KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """What an optimizer is made from; nothing here changes after it was made.
+    """Arguments of `ll.optimizer`. Nothing here changes after creation.
 
     Attributes:
         cls: the optimizer class.
-        defaults: hyperparameters by name, numbers or schedules, `lr` among them.
-        groups: `(predicate, hyperparameters)` as the user gave them.
+        defaults: hyperparameters by name, numbers or schedules, including `lr`.
+        groups: `(predicate, hyperparameters)` as passed by the user.
     """
 
     cls: Any
@@ -38,19 +38,19 @@ class Recipe:
 
     @cached_property
     def ours(self) -> bool:
-        """Whether the class is torch's own, whose habits are known."""
+        """True for torch's own classes, whose behavior is known."""
         module: str = self.cls.__module__
         return module == "torch.optim" or module.startswith("torch.optim.")
 
     @cached_property
     def needs_closure(self) -> bool:
-        """Whether the class's `step` evaluates the loss itself."""
+        """True if the class's `step` evaluates the loss itself."""
         closure = inspect.signature(self.cls.step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty
 
     @cached_property
     def overrides(self) -> list[Mapping[str, Any]]:
-        """The hyperparameters that each group has for itself; the group of the defaults is the last one."""
+        """Hyperparameters set in each group. The default group comes last."""
         return [*(values for _, values in self.groups), {}]
 
     @cached_property
@@ -62,11 +62,11 @@ class Recipe:
         ]
 
     def group_values(self, key: str, default: Any = None) -> list[Any]:
-        """A hyperparameter's value in each group, as the user gave it."""
+        """A hyperparameter's value in each group, as passed by the user."""
         return [{**self.defaults, **values}.get(key, default) for values in self.overrides]
 
     def members(self, params: Params) -> list[list[str]]:
-        """The names of the parameters in each group; the first predicate that matches wins."""
+        """Parameter names in each group. The first predicate that matches wins."""
         names: list[list[str]] = [[] for _ in range(len(self.groups) + 1)]
         for name, tensor in params.items():
             matches = (number for number, (predicate, _) in enumerate(self.groups) if predicate(name, tensor))
@@ -74,7 +74,7 @@ class Recipe:
         return names
 
     def check_predicates(self, params: Params) -> None:
-        """Refuse predicates that go by which tensor it is: each update makes new ones."""
+        """Raise if predicates depend on the identity of a tensor, since each update makes new ones."""
         others = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in params.items()}
         for number, (one, other) in enumerate(zip(self.members(params), self.members(others), strict=True)):
             if changed := sorted(set(one) ^ set(other)):
@@ -86,7 +86,7 @@ class Recipe:
     def build(self, params: Params, members: Sequence[Sequence[str]], fused: Sequence[bool] = ()) -> Any:
         """An instance over these tensors, with the hyperparameters of step 0.
 
-        `fused` names the groups that take the fused kernel although the user did not ask for it.
+        `fused` marks the groups that use the fused kernel without the user having asked for it.
         """
         groups = [
             {"params": [params[name] for name in names], **{key: value_at(v, 0) for key, v in values.items()}}
@@ -96,11 +96,11 @@ class Recipe:
             group |= {"fused": True} if fuse else {}
         made = self.cls(groups, **{key: value_at(value, 0) for key, value in self.defaults.items()})
         if not self.ours and callable(getattr(made, "train", None)):
-            made.train()  # schedule-free optimizers refuse to step before
+            made.train()  # schedule-free optimizers refuse to step before this call
         return made
 
     def check(self) -> None:
-        """Let the class refuse a hyperparameter now, not at the first step."""
+        """Let the class refuse a hyperparameter now instead of at the first step."""
         defaults = {key: value_at(value, 0) for key, value in self.defaults.items()}
         known = inspect.signature(self.cls).parameters.keys()
         for overrides in ({}, *self.overrides[:-1]):
@@ -118,7 +118,7 @@ class Recipe:
 
 
 def value_at(value: Any, step: int) -> Any:
-    """A hyperparameter's value at a step: a number, or what a schedule or its members give."""
+    """A hyperparameter's value at a step: the number itself, or the value of a schedule."""
     if callable(value):
         return value(step)
     if isinstance(value, (tuple, list)):
@@ -127,7 +127,7 @@ def value_at(value: Any, step: int) -> Any:
 
 
 def moves(value: Any) -> bool:
-    """Whether a hyperparameter, or a member of it, is a schedule or injected."""
+    """True if a hyperparameter, or a member of it, is a schedule or injected."""
     return callable(value) or (isinstance(value, (tuple, list)) and any(map(callable, value)))
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer class keeps, found out by a step on copies: for classes that do not say beforehand."""
+"""Rehearsal: a step on copies that shows what an optimizer class keeps, for classes that do not declare it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from looplib.types import Params
 
 @functools.cache
 def _of_torch() -> frozenset[str]:
-    """What torch.optim.Optimizer itself keeps on an instance; asked late, as a first one imports much of torch."""
+    """Attributes of torch.optim.Optimizer itself. Computed late, since creating the first one imports much of torch."""
     return frozenset(("state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))))
 
 
 @dataclass
 class Kept:
-    """What a class keeps after a step.
+    """State that a class keeps after a step.
 
     Attributes:
-        state: name -> what it keeps for a parameter; the attributes of an object stand there as a dict.
-        shared: key -> what it keeps in `state` for all parameters together, as it is before the first step.
-        groups: for each group, the numbers that it changes there, as they are before the first step; None for those
-            that the first step makes.
-        objects: name -> key -> the class of an object that it keeps for a parameter.
-        flags: attributes of the optimizer that say that it has begun.
+        state: name -> state of a parameter. Attributes of an object are stored as a dict.
+        shared: key -> entry of `state` that belongs to all parameters together, as before the first step.
+        groups: for each group, the numbers that the class changes there, as before the first step; None for those
+            that the first step creates.
+        objects: name -> key -> class of an object kept for a parameter.
+        flags: attributes of the optimizer that record that it has started.
     """
 
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Kept:
 
 @contextmanager
 def streams_at(seed: int, device: torch.device) -> Iterator[None]:
-    """torch's random streams at a seed, and back where they were afterwards."""
+    """Seed torch's random streams inside the block and restore them afterwards."""
     generators = _generators(device)
     streams = [generator.get_state() for generator in generators]
     try:
@@ -62,7 +62,7 @@ def streams_at(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> Kept:
-    """Let the class make a step on copies; refuse by name what it keeps out of reach of a pure update."""
+    """Run one step of the class on copies, and raise if it keeps state out of reach of a pure update."""
     copies = {name: tensor.detach().clone().requires_grad_() for name, tensor in params.items()}
     names = {id(tensor): name for name, tensor in copies.items()}
     made = recipe.build(copies, members)
@@ -93,7 +93,7 @@ def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
 
 
 def _closure_of(params: Params) -> Callable[[], Any]:
-    """The closure of a rehearsal, whose loss is half the sum of squares."""
+    """Closure for a rehearsal, whose loss is half the sum of squares."""
 
     def closure() -> Any:
         for tensor in params.values():
@@ -104,7 +104,7 @@ def _closure_of(params: Params) -> Callable[[], Any]:
 
 
 def sample_gradient(tensor: Tensor, phase: int) -> Tensor:
-    """A gradient for a rehearsal: numbers that look like noise, none of them 0, the same at each call."""
+    """Gradient for a rehearsal: noise-like numbers, none of them 0, the same at each call."""
     if is_sharded(tensor):
         return torch.full_like(tensor, 0.1)
     count = torch.arange(1, tensor.numel() + 1, device=tensor.device, dtype=torch.float32)
@@ -135,7 +135,7 @@ def _numbers_of_groups(
 
 
 def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a class keeps for a parameter as a tree, and the classes of the objects in it, whose attributes stand there."""
+    """State of a parameter as a pytree, and the classes of the objects in it, whose attributes are stored as dicts."""
     plain, kinds = {}, {}
     for key, value in state.items():
         kind: Any = type(value)
@@ -155,7 +155,7 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
 
 
 def unpacked(state: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with objects again, on copies, since what they write to is not known."""
+    """The inverse of `packed`, on copies, since it is not known which tensors an object writes to."""
     whole = dict(state)
     for key, kind in kinds.items():
         if key in state:
@@ -165,7 +165,7 @@ def unpacked(state: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, An
 
 
 def _check_plain(recipe: Recipe, where: str, value: Any) -> None:
-    """Refuse what a pure update cannot copy, or a checkpoint not hold."""
+    """Raise for state that a pure update cannot copy or a checkpoint cannot hold."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -179,15 +179,15 @@ def _check_plain(recipe: Recipe, where: str, value: Any) -> None:
 
 
 def own_attributes(made: Any) -> dict[str, Any]:
-    """The attributes that a class has given an optimizer beside those that all have."""
+    """Attributes that a class has given an optimizer in addition to those that all optimizers have."""
     return {key: value for key, value in vars(made).items() if key not in _of_torch()}
 
 
 def _flags(recipe: Recipe, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The attributes that say that an optimizer has begun; all others that its step changes are refused."""
+    """Attributes that record that an optimizer has started. Any other attribute that its step changes is refused."""
     changed = [key for key in after if key not in before or not _same(before[key], after[key])]
     for key in changed:
-        if after[key] is not True:  # as bitsandbytes' `initialized`, which is set after any update
+        if after[key] is not True:  # such as bitsandbytes' `initialized`, which is set after any update
             raise TypeError(
                 f"{recipe.cls.__name__} keeps {key!r} on the optimizer itself, out of reach of a pure update; "
                 "looplib takes optimizers that keep their state in `state` and `param_groups`"
@@ -196,7 +196,7 @@ def _flags(recipe: Recipe, before: Mapping[str, Any], after: Mapping[str, Any]) 
 
 
 def _picture(value: Any, names: Mapping[int, str], depth: int = 4) -> Any:
-    """A value as it is now, to compare with later."""
+    """Snapshot of a value, to compare with later."""
     if isinstance(value, Tensor):
         return names.get(id(value)) or value.detach().clone()
     if isinstance(value, torch.Generator):

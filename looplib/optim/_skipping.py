@@ -1,8 +1,8 @@
-"""Updates that are better not made.
+"""Skipped updates: non-finite gradients and loss spikes.
 
-What decides is an `Optimizer` around another: it looks at the gradients, or at the metrics of the step, and tells
-the inner one when to update. An update that was not made says so, and the step counts nothing as done. What a wrapper
-remembers is in its state.
+An `Optimizer` around another one looks at the gradients or the metrics of the step and decides whether the inner
+optimizer updates. A skipped update is reported as not applied, so the step does not count it. Wrappers keep their
+records in their own state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from looplib.types import Grads, Optimizer, Params
 
 
 class NonFiniteGradientsError(ArithmeticError):
-    """Too many steps in a row had gradients that are infinite or NaN.
+    """Too many steps in a row had infinite or NaN gradients.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -37,7 +37,7 @@ class NonFiniteGradientsError(ArithmeticError):
 
 
 def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
-    """Skip the update when a gradient is infinite or NaN, and give up after too many in a row.
+    """Skip updates with infinite or NaN gradients, and raise after too many in a row.
 
     >>> import looplib as ll, torch
     >>> safe = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), max_consecutive=5)
@@ -47,19 +47,19 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
     >>> applied, opt_state["notfinite_count"].item()
     (False, 1)
 
-    A skipped step changes neither parameters nor buffers nor the optimizer's state nor `state.step`, so the
-    schedules stand still too; `state.batch` and `state.samples` move on, since the batch was consumed, and
-    `state.skipped` is True. The optimizer's state becomes `{"inner_state", "notfinite_count",
-    "total_notfinite"}`: skips in a row and in all. To know on the host whether to skip, each step waits for its
-    gradients. Ranks decide alike: one that has to skip takes the others along.
+    A skipped step leaves parameters, buffers, the optimizer's state and `state.step` unchanged, so schedules do not
+    advance. `state.batch` and `state.samples` do, since the batch was consumed, and `state.skipped` is True. The
+    optimizer's state becomes `{"inner_state", "notfinite_count", "total_notfinite"}`, where the counts are skips in a
+    row and in total. Each step waits for its gradients, because the host must know whether to skip. If one rank has
+    to skip, all do.
 
     Args:
-        optimizer: what updates when all is finite.
-        max_consecutive: how many skips in a row are accepted, 0 or more.
+        optimizer: the optimizer that makes the updates when all gradients are finite.
+        max_consecutive: number of skips in a row that are accepted, 0 or more.
 
     Raises:
-        NonFiniteGradientsError: one more skip in a row, from the step, with the parameters' names; the state
-            that was given is as it was.
+        NonFiniteGradientsError: from the step, at one more skip in a row, with the parameters' names. The state
+            passed to the step is unchanged.
 
     Source: `optax.apply_if_finite`.
     """
@@ -79,7 +79,7 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
         )
         before = {name: opt_state[name] for name in ("notfinite_count", "total_notfinite")}
         after = {**before, "notfinite_count": torch.zeros_like(before["notfinite_count"])}
-        if applied is not True:  # else all was finite, and nothing more is to be asked
+        if applied is not True:  # otherwise all was finite, and there is nothing to check
             skipped = {name: count + 1 for name, count in before.items()}
             after = where(when, where(finite, after, skipped), before)
             by_name = {} if tracing() else {name: _finite([grad]) for name, grad in grads.items()}
@@ -102,7 +102,7 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
 
 
 def all_finite(grads: Grads) -> Tensor:
-    """Whether all gradients are finite, on all ranks: a tensor, which nothing waits for."""
+    """True if all gradients are finite on all ranks, as a tensor, without waiting for the device."""
     return all_ranks(_finite(grads.values()))
 
 
@@ -117,7 +117,7 @@ def _finite(grads: Iterable[Tensor]) -> Tensor:
 def skip_spikes(
     optimizer: Optimizer, *, window: int = 128, sigmas: float = 6.0, monitor: str = "loss", max_consecutive: int = 10
 ) -> Optimizer:
-    """Skip the update of a batch whose loss is far above those of the last batches, and give up after many in a row.
+    """Skip updates for batches whose loss spikes far above that of recent batches.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -129,23 +129,25 @@ def skip_spikes(
     >>> state.step, state.skipped, state.opt_state["total_spikes"].item()
     (4, True, 1)
 
-    A spike is a loss of more than `sigmas` standard deviations above the mean of the last `window` batches, once
-    half of them are there; one that is infinite or NaN is a spike at any time. Other losses enter the window, spikes
-    too, so that a loss that has changed for good is accepted in the end. A skipped step changes nothing but this
-    record, as in `apply_if_finite`; `state.skipped` is True. The loss is that of all ranks together, so they decide
-    alike. To know on the host whether to skip, each step waits for its loss.
+    A spike is a loss more than `sigmas` standard deviations above the mean of the last `window` batches, once half
+    the window is filled. An infinite or NaN loss always counts as a spike. All finite losses enter the window, spikes
+    included, so a lasting change of the loss is eventually accepted.
+
+    A skipped step changes only this record, as with `apply_if_finite`, and `state.skipped` is True. The loss is that
+    of all ranks together, so all ranks decide alike. Each step waits for its loss, because the host must know whether
+    to skip.
 
     Args:
-        optimizer: what updates otherwise.
-        window: how many batches to look back on, at least 2.
-        sigmas: how many standard deviations are too many, above 0.
-        monitor: which metric of the gradients, such as "grad_norm" within `clip_by_global_norm`. One that is no
-            `Mean` counts as the mean of the ranks' values.
-        max_consecutive: how many skips in a row are accepted.
+        optimizer: the optimizer that makes the updates.
+        window: number of recent batches to compare with, at least 2.
+        sigmas: number of standard deviations above the mean that counts as a spike, above 0.
+        monitor: metric of the gradients to watch, such as "grad_norm" inside `clip_by_global_norm`. If it is not a
+            `Mean`, the mean of the ranks' values is used.
+        max_consecutive: number of skips in a row that are accepted.
 
     Raises:
-        NonFiniteGradientsError: one more skip in a row by a loss that is not finite.
-        ValueError: `monitor` is not among the metrics, or an argument is out of its range.
+        NonFiniteGradientsError: at one more skip in a row because of a non-finite loss.
+        ValueError: `monitor` is not among the metrics, or an argument is out of range.
 
     Source: the `SkipStepOptimizer` of OLMo-core (Groeneveld et al., 2024).
     """
@@ -156,8 +158,8 @@ def skip_spikes(
         )
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
-        device = next(iter(params.values())).device  # where the loss is, so that nothing waits for it
-        device = torch.device("cpu") if device.type == "mps" else device  # which knows no float64
+        device = next(iter(params.values())).device  # on the loss's device, so that nothing waits for it
+        device = torch.device("cpu") if device.type == "mps" else device  # which does not support float64
         zero = torch.zeros((), dtype=torch.int64, device=device)
         return {
             "inner_state": optimizer.init(params, **extra),

@@ -1,4 +1,4 @@
-"""The structure of an optimizer class's state, for the translation to and from plain torch."""
+"""Structure of an optimizer class's state, for conversion to and from plain torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from looplib.optim._update import not_started
 
 
 class Kept(NamedTuple):
-    """What a class keeps for parameters.
+    """State that a class keeps for parameters.
 
     Attributes:
-        entries: for each parameter, values with the keys and kinds of the real ones.
-        late: the parameters for which it keeps nothing yet, since they have had no update.
-        empty: it keeps nothing for any of them yet, though a state has the structure.
+        entries: for each parameter, values with the keys and types of the real ones.
+        late: parameters without state so far, because they have had no update.
+        empty: True if no parameter has state yet, although a state has the structure.
     """
 
     entries: dict[str, dict[str, Any]]
@@ -36,10 +36,10 @@ def kept_by_class(
     opt_state: Mapping[str, Any],
     step: int,
 ) -> Kept:
-    """What a class keeps for these parameters after `step` updates; `group` is one of its `param_groups`."""
+    """State that a class keeps for these parameters after `step` updates; `group` is one of its `param_groups`."""
     chosen = {key: group[key] for key in inspect.signature(cls).parameters if key in group and key != "params"}
     recipe = Recipe(cls, chosen)
-    tiny = {  # of one element each
+    tiny = {  # with one element each
         name: torch.zeros((1,) * params[name].ndim, dtype=params[name].dtype, device=params[name].device)
         for name in names
     }

@@ -1,7 +1,7 @@
-"""The update in a trace: a class's own step, written down as tensor operations.
+"""Traced update: a class's own step, recorded as tensor operations.
 
-Hyperparameters that move are tensors there, where torch's optimizers expect numbers. `_Numbers` answers for them what
-can be asked of a number, and what torch's functions do with a number they do with these tensors.
+Hyperparameters that change are tensors in a trace, where torch's optimizers expect numbers. `_Numbers` answers the
+questions that are asked of a number, and performs on these tensors what torch's functions do with numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from looplib.optim._recipe import Recipe
 from looplib.optim._update import LR_IN_STATE
 from looplib.types import Grads, Params
 
-# Their plain forms ask more of a count than a tensor can say while torch compiles; those for CUDA graphs do not.
+# Their plain forms need the value of a count, which torch.compile does not have; those for CUDA graphs do not.
 _BRANCHING = {torch.optim.ASGD, torch.optim.RAdam}
 
 
@@ -78,7 +78,7 @@ def _check(recipe: Recipe, grads: Grads, opt_state: Mapping[str, Any]) -> None:
 
 
 def _not_started(recipe: Recipe, opt_state: Mapping[str, Any], step: int) -> frozenset[str]:
-    """The parameters whose state the class is to make now: the graph is one for each set of them."""
+    """Parameters whose state the class creates now. There is one graph for each set of them."""
     names = list(opt_state["state"])
     if not makes_state_late(recipe):
         return frozenset()
@@ -98,9 +98,9 @@ def _with_started(started: Tensor, begun: list[bool]) -> Tensor:
 def _lent(
     recipe: Recipe, params: Params, tensors: Params, opt_state: Mapping[str, Any], step: int
 ) -> tuple[Any, _Numbers]:
-    """An instance over the tensors, with hyperparameters that move as tensors."""
+    """An instance over the tensors, with changing hyperparameters as tensors."""
     members = recipe.members(params)
-    with torch_private.disable_current_modes():  # in which a schedule's tensor has a value, for the class to check
+    with torch_private.disable_current_modes():  # where a schedule's tensor has a value that the class can check
         instance = recipe.build(params, members)
     numbers = _Numbers()
     given = opt_state.get("hyperparameters") or [{}] * len(members)
@@ -108,8 +108,8 @@ def _lent(
         group["params"] = [tensors[name] for name in names if name in tensors]
         for key, value in moving.items():
             group[key] = numbers.of_state(own[key]) if key in own else numbers.at(value, step)
-        # The plain forms: what they ask of a count they ask of a tensor while torch compiles. Those for CUDA
-        # graphs (capturable) divide 0 by 0 at a learning rate of 0, and are for those that ask more of a count.
+        # Use the plain forms, which keep counts as tensors under torch.compile. The forms for CUDA graphs
+        # (capturable) divide 0 by 0 at a learning rate of 0, so they are only for classes that need more.
         forms = {"fused": False, "foreach": False, "capturable": recipe.cls in _BRANCHING}
         group |= {key: form for key, form in forms.items() if key in group}
     constructed = {name: dict(instance.state[params[name]]) for name in tensors if params[name] in instance.state}
@@ -120,7 +120,7 @@ def _lent(
 
 
 def _take_rates(instance: Any, key: str, tensors: Params, working: Mapping[str, dict[str, Any]]) -> None:
-    """Give a first state the learning rate of this update, where it was made for another."""
+    """Put this update's learning rate into an initial state that was made for a different one."""
     names = {id(tensor): name for name, tensor in tensors.items()}
     for group in instance.param_groups:
         for tensor in group["params"] if isinstance(group["lr"], Tensor) else ():
@@ -131,7 +131,7 @@ def _take_rates(instance: Any, key: str, tensors: Params, working: Mapping[str, 
 
 
 def _as_before(state: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """A state in the dtypes that it had; what was there, if the class has made none yet."""
+    """A state in its previous dtypes, or the previous state if the class has not created one yet."""
     if old and not state:
         return old
     return {
@@ -141,7 +141,7 @@ def _as_before(state: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
 
 
 def _precise(key: str, value: Any) -> Any:
-    """A copy to update in a trace; counts in double precision, since bias corrections come of them there."""
+    """A copy to update in a trace, with counts in double precision, from which bias corrections are computed."""
     if not isinstance(value, Tensor):
         return value
     wide = key == "step" and value.is_floating_point() and not value.dim() and value.device.type != "mps"
@@ -149,7 +149,7 @@ def _precise(key: str, value: Any) -> Any:
 
 
 class _Numbers(TorchFunctionMode):
-    """Hyperparameters that are tensors, since they move, where torch's optimizers expect numbers."""
+    """Hyperparameters as tensors, since they change, where torch's optimizers expect numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class _Numbers(TorchFunctionMode):
     def _compared(self, name: str, args: Any) -> Any:
         _, value, source = self.known[id(args[0])]
         compare, other = _COMPARISONS[name], args[1]
-        if _tracing.differentiated():  # also where it is 0 it has a gradient, which the branch for 0 would not have
+        if _tracing.differentiated():  # it has a gradient even at 0, which the branch for 0 would lose
             return bool(compare(0.5, other))
         return on_host(lambda source: bool(compare(value(source), other)), source)
 
@@ -215,7 +215,7 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _root(func: Any, args: Any, kwargs: Any) -> Any:
     if _tracing.differentiated() and args[1] == 0.5:
-        # RAdam takes a root below 0 in its first steps, which it does not use; its gradient would be NaN.
+        # RAdam takes the root of a negative number in its first steps and does not use it; its gradient would be NaN.
         return func(args[0].clamp(min=1e-30), 0.5)
     return func(*args, **kwargs)
 
@@ -231,7 +231,7 @@ def _add(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(kwargs.get("alpha"), Tensor):
         return func(*args, **kwargs)
     into, other = args
-    wide = torch.promote_types(into.dtype, other.dtype)  # in which torch's kernel multiplies: for Muon
+    wide = torch.promote_types(into.dtype, other.dtype)  # the dtype in which torch's kernel multiplies, for Muon
     return getattr(into, func.__name__)(other.to(wide) * kwargs["alpha"])
 
 
@@ -253,9 +253,9 @@ _WITH_TENSORS: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 @functools.cache
 def _taking_tensors(step: Any) -> Any:
-    """A copy of a class's step whose module has a `max` and a `min` that take tensors: Adafactor limits its steps so.
+    """Copy of a class's step whose `max` and `min` accept tensors, with which Adafactor limits its steps.
 
-    The functions of the module that it calls are copies with the same two, so nothing is written to the module.
+    The functions of the module that it calls are copied likewise, so nothing is written to the module.
     """
     module = step.__globals__
     space = dict(module)

@@ -1,7 +1,7 @@
-"""The eager update: a class's own step, or its fused kernel, on tensors that are lent to it.
+"""Eager update: a class's own step, or its fused kernel, on the state's tensors.
 
 A pure update works on copies of what it writes, a donated one in place. Nothing of a run stays behind: a `Plan` holds
-only what follows from the names, shapes, dtypes and device of the parameters.
+only what follows from the names, shapes, dtypes and devices of the parameters.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _shape_of = operator.attrgetter("shape")
 _grad_of = operator.attrgetter("grad")
 
 _PLAIN = {Tensor, torch.nn.Parameter}
-# Classes whose first state holds the learning rate of the update that makes it, and under which key.
+# Classes whose initial state holds the learning rate of the update that creates it, and the key of that value.
 LR_IN_STATE = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
 
-STREAM = 0x0F71  # sets the draws of an update apart from those of a forward pass
+STREAM = 0x0F71  # separates an update's random draws from those of a forward pass
 
 
 class Plan:
-    """What follows from parameters of these names, shapes, dtypes and device: nothing that a run changes.
+    """Facts that follow from the parameters' names, shapes, dtypes and devices, and do not change during a run.
 
     Attributes:
-        members: the names in each group.
-        values: for each group, its hyperparameters as the class completes them.
+        members: parameter names in each group.
+        values: for each group, its hyperparameters as completed by the class.
         moving: for each group, those that are schedules or injected.
-        fused: for each group, whether looplib takes the fused kernel, strides permitting.
-        asked: for each group, whether the user asked for the fused kernel.
-        direct: whether all groups with a fused kernel may have it called without the class's `step`.
-        sample: the keys under which the class keeps the state of the first parameter of each group.
-        objects: name -> key -> the class of an object that the class keeps for a parameter.
-        idle: instances of the class that no update is using, each with its attributes as they were made.
-        fell_back: whether an update took torch's default kernel since strides did not permit the fused one.
+        fused: for each group, True if looplib uses the fused kernel, strides permitting.
+        asked: for each group, True if the user asked for the fused kernel.
+        direct: True if all groups with a fused kernel may call it without the class's `step`.
+        sample: keys under which the class keeps the state of the first parameter of each group.
+        objects: name -> key -> class of an object that the class keeps for a parameter.
+        idle: instances of the class that are not in use, each with its original attributes.
+        fell_back: True if an update used torch's default kernel because strides did not permit the fused one.
     """
 
     def __init__(self, recipe: Recipe, params: Params, states: Mapping[str, Any], key: Any) -> None:
@@ -83,7 +83,7 @@ class Plan:
         self.give_back((made, own_attributes(made)))
 
     def _rehearsed(self, params: Params) -> Kept:
-        """What the class keeps for some of the parameters."""
+        """State that the class keeps for some of the parameters, found by a rehearsal."""
         if self.recipe.ours:
             return Kept(state=first_state(self.recipe, params)["state"])
         return rehearse(self.recipe, params, [[name for name in names if name in params] for names in self.members])
@@ -96,18 +96,20 @@ class Plan:
         return made, own_attributes(made)
 
     def give_back(self, lent: tuple[Any, dict[str, Any]]) -> None:
-        """Empty an instance: tensors belong to states, and attributes are as they were made."""
+        """Empty an instance: tensors belong to states, and attributes are restored."""
         instance, attributes = lent
         instance.state = defaultdict(dict)
         for group in instance.param_groups:
             group["params"] = []
         if not self.recipe.ours:
             vars(instance).update(attributes)
-        if len(self.idle) < 4 and not self.recipe.needs_closure:  # which may hold its parameters elsewhere too
+        if (
+            len(self.idle) < 4 and not self.recipe.needs_closure
+        ):  # a closure class may keep its parameters elsewhere too
             self.idle.append(lent)
 
     def values_at(self, opt_state: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
-        """The hyperparameters of each group at a step, with the numbers that the class keeps in its groups."""
+        """Hyperparameters of each group at a step, with the numbers that the class keeps in its groups."""
         own = opt_state.get("groups")
         numbers = [
             {**v, **{k: value_at(m, step) for k, m in moving.items()}}
@@ -126,17 +128,17 @@ def _step_of(recipe: Recipe) -> Any:
 
 
 def _alike(params: Params, members: Sequence[Sequence[str]]) -> bool:
-    """Whether the parameters of each group have one device and one dtype."""
+    """True if the parameters of each group share one device and one dtype."""
     return all(len({(params[name].device, params[name].dtype) for name in names}) < 2 for names in members)
 
 
 def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[str, Any]) -> Plan:
-    """The plan for these parameters, made if none of the last few fits."""
+    """The plan for these parameters, created if none of the most recent ones fits."""
     names = [*states]
     tensors = [*map(params.__getitem__, names)]
-    # Predicates of groups may look at shapes; without groups nothing depends on them.
+    # Group predicates may depend on shapes; without groups nothing does.
     shapes = [*map(_shape_of, tensors)] if recipe.groups else None
-    # Of the same names, one model may be sharded and another whole, and their kernels differ.
+    # Models with the same names may be sharded or not, and their kernels differ.
     key = names, [*map(_dtype_of, tensors)], tensors[0].device, shapes, {*map(type, tensors)} - _PLAIN
     for plan in plans:
         if plan.key == key:
@@ -148,7 +150,7 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[
 
 
 def check_state(recipe: Recipe, opt_state: Any, grads: Grads) -> None:
-    """Refuse a state that has nothing for these gradients, or that no bare class has made."""
+    """Raise for a state that has no entry for these gradients, or that belongs to a wrapped optimizer."""
     if not isinstance(opt_state, dict) or "state" not in opt_state:
         raise mismatch(recipe, opt_state)
     if not grads.keys() <= opt_state["state"].keys():
@@ -159,13 +161,13 @@ def check_state(recipe: Recipe, opt_state: Any, grads: Grads) -> None:
 
 
 def check_keys(recipe: Recipe, opt_state: Mapping[str, Any], sample: Mapping[str, set[str]]) -> None:
-    """Refuse a state that another class has made."""
+    """Raise for a state that was created by a different class."""
     states = opt_state["state"]
     for name, kept in sample.items():
         found = states[name].keys()
         if found == kept or (not recipe.ours and (not kept or found & kept)):
             continue
-        # The same class with a term that is 0 here, such as a member of a stack without momentum, needs no more keys.
+        # The same class with a term that is 0, such as a stack's member without momentum, may have fewer keys.
         if not (kept < found and recipe.cls.__name__ in makers_of(frozenset(found))):
             raise mismatch(recipe, opt_state, name, kept)
 
@@ -180,9 +182,9 @@ def _check_dtypes(grads: Grads, params: Params) -> None:
 
 
 def not_started(recipe: Recipe, opt_state: Mapping[str, Any], step: int) -> frozenset[str]:
-    """The parameters that have had no update, where the class makes their state in the first."""
+    """Parameters that have had no update, for classes that create state in the first one."""
     started = opt_state.get("started")
-    if started is None:  # a state from before there was this entry, of a run that began with all parameters
+    if started is None:  # a state saved before this entry existed, from a run that started with all parameters
         return frozenset(opt_state["state"]) if makes_state_late(recipe) and step == 0 else frozenset()
     if started.all():
         return frozenset()
@@ -199,7 +201,7 @@ def eager_update(
     donate: bool,
     extra: Mapping[str, Any],
 ) -> tuple[Params, Any]:
-    """The next parameters and state, by the class's own arithmetic."""
+    """The next parameters and state, computed by the class's own arithmetic."""
     states = opt_state["state"]
     plan = plan_for(plans, recipe, params, states)
     check_keys(recipe, opt_state, plan.sample)
@@ -242,7 +244,7 @@ def eager_update(
 def _first_updates(
     plan: Plan, opt_state: Mapping[str, Any], step: int, grads: Grads, working: States, donate: bool
 ) -> tuple[frozenset[str], States]:
-    """The parameters that have had no update, whose state is taken away, and the tensors of a donated state."""
+    """Parameters that have had no update, whose state is removed, and the tensors of a donated state."""
     late = not_started(plan.recipe, opt_state, step)
     kept = {name: dict(opt_state["state"][name]) for name in grads} if donate else {}
     for name in late & grads.keys():
@@ -251,7 +253,7 @@ def _first_updates(
 
 
 def _take_rates(plan: Plan, values: Sequence[Mapping[str, Any]], tensors: Params, working: States) -> None:
-    """Give a first state the learning rate of this update, where it was made for another."""
+    """Put this update's learning rate into an initial state that was made for a different one."""
     key = LR_IN_STATE[plan.recipe.cls]
     for moving, group, names in zip(plan.moving, values, plan.members, strict=True):
         for name in names if "lr" in moving else ():
@@ -263,7 +265,7 @@ def _take_rates(plan: Plan, values: Sequence[Mapping[str, Any]], tensors: Params
 def _launch(
     plan: Plan, values: Sequence[dict[str, Any]], grads: Grads, tensors: Params, working: States
 ) -> list[int]:
-    """Call Adam's fused kernel for the groups that take it; returns the other groups."""
+    """Call Adam's fused kernel for the groups that use it, and return the other groups."""
     left = []
     whole = len(grads) == len(plan.key[0])
     for number, members in enumerate(plan.members):
@@ -294,7 +296,7 @@ def _run(
     working: States,
     params: Params,
 ) -> None:
-    """The own step of a class of torch's on these tensors, in place."""
+    """Run the step of one of torch's classes on these tensors, in place."""
     lent = instance, _ = plan.take(params)
     given = dict(grads)
     for number in groups:
@@ -313,7 +315,7 @@ def _run(
 
 
 def _fits(names: Sequence[str], grads: Grads, tensors: list[Tensor], working: States) -> bool:
-    """Whether parameters, gradients and moments have the strides that a fused kernel needs."""
+    """True if parameters, gradients and moments have the strides that a fused kernel needs."""
     states = [*map(working.__getitem__, names)]
     keys = [*map(dict.keys, states)]
     if keys != keys[:1] * len(keys):
@@ -336,7 +338,7 @@ def _run_others(
     donate: bool,
     evaluate: Evaluate | None,
 ) -> dict[str, Any]:
-    """The own step of a third party's class on these tensors, in place; returns what it keeps beside parameters."""
+    """Run the step of a third-party class on these tensors, in place, and return what it keeps besides parameter state."""
     recipe, instance = plan.recipe, lent[0]
     for name in grads.keys() - first:
         kinds = plan.objects.get(name)
@@ -357,7 +359,7 @@ def _run_others(
 
 
 def _beside(instance: Any, state: Any, opt_state: Mapping[str, Any], donate: bool) -> dict[str, Any]:
-    """What the class keeps for groups and for all parameters together."""
+    """State that the class keeps for groups and for all parameters together."""
     kept: dict[str, Any] = {}
     if "groups" in opt_state:
         groups = zip(instance.param_groups, opt_state["groups"], strict=True)
@@ -377,10 +379,10 @@ def _instance_of_others(
     late: frozenset[str],
     first: Set[str],
 ) -> tuple[Any, dict[str, Any]]:
-    """An instance over these tensors; for parameters that begin now with what its constructor keeps for them."""
+    """An instance over these tensors. Parameters that start now get what its constructor keeps for them."""
     recipe = plan.recipe
     whole = {name: tensors.get(name, params[name]) for name in opt_state["state"]}
-    if first or recipe.needs_closure:  # which may hold on to the parameters that it was made with
+    if first or recipe.needs_closure:  # it may keep references to the parameters it was created with
         made = recipe.build(whole, plan.members)
         lent = made, own_attributes(made)
     else:
@@ -397,7 +399,7 @@ def _instance_of_others(
 
 
 def _step_with(plan: Plan, step: Any, lent: tuple[Any, Any], grads: Grads, tensors: Params) -> Any:
-    """A step of an instance with these gradients; returns its state, and leaves it empty."""
+    """Run an instance's step with these gradients, return its state, and leave the instance empty."""
     instance = lent[0]
     stale = [*map(_grad_of, tensors.values())]
     try:
@@ -421,7 +423,7 @@ def _step_with(plan: Plan, step: Any, lent: tuple[Any, Any], grads: Grads, tenso
 
 
 def _starts(opt_state: Mapping[str, Any], late: frozenset[str], working: States, donate: bool) -> dict[str, Any]:
-    """Which parameters have had an update now; where the class has made no state yet, what stood there stays."""
+    """Record which parameters have had an update. If the class has not created state yet, the old values stay."""
     states = opt_state["state"]
     begun = {name for name in late & working.keys() if working[name] or not states[name]}
     working |= {name: states[name] for name in late & working.keys() - begun}
@@ -435,7 +437,7 @@ def _starts(opt_state: Mapping[str, Any], late: frozenset[str], working: States,
 
 
 def _into_old(new: dict[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """New values in the tensors of a donated state, so that those who share them are told by one table."""
+    """New values in the tensors of a donated state, so that one table covers all states that share them."""
     return {
         key: old[key].copy_(value)
         if isinstance(value, Tensor)
@@ -448,7 +450,7 @@ def _into_old(new: dict[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copies(grads: Grads, params: Params, states: Mapping[str, dict[str, Any]]) -> tuple[Params, States]:
-    """Copies of what an update of these parameters writes, in one sweep."""
+    """Copies of what an update of these parameters writes, made together."""
     grad_mode = torch.is_grad_enabled()
     try:
         torch_private.set_grad_enabled(False)

@@ -1,4 +1,4 @@
-"""An optimizer around another."""
+"""Optimizer wrappers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Updated = tuple[Params, Any, Flag]
 
 
 def wrap(optimizer: Optimizer, init: Init, update: Update, evaluation: Evaluation | None = None) -> Optimizer:
-    """An optimizer around another whose state stands in its own under `inner_state`."""
+    """Wrap an optimizer, whose state becomes `inner_state` of the wrapper's state."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"this wraps what ll.optimizer returns, and got a {type(optimizer).__name__}: give "
@@ -39,11 +39,12 @@ def wrap(optimizer: Optimizer, init: Init, update: Update, evaluation: Evaluatio
 def act_after_updates(
     optimizer: Optimizer, init: Init, moment: Moment, act: Callable[..., Any], evaluation: Evaluation
 ) -> Optimizer:
-    """An optimizer that does something with the weights after some of the updates of another, such as average them.
+    """Wrap an optimizer so that it acts on the weights after some of its updates, for example to average them.
 
-    It keeps the number of updates as `opt_state["updates"]`. `moment` is asked on the host what becomes of its
-    counters, and what to do now: None, or what `act` is to be told. `act(plan, new, opt_state, grads, in_place, **extra)`
-    returns the parameters and what has changed in the state; it may write over both if `in_place`.
+    The number of updates is kept in `opt_state["updates"]`. `moment` runs on the host and returns the new counters
+    and the plan for this update: None, or a value that is passed to `act`.
+    `act(plan, new, opt_state, grads, in_place, **extra)` returns the parameters and the changed entries of the state.
+    It may overwrite both if `in_place`.
     """
 
     def update(
@@ -70,12 +71,12 @@ def act_after_updates(
         acted, changed = act(plan, new, opt_state, grads, in_place, old=params, **extra)
         return where(applied, acted, new), where(applied, {**record, **changed}, skipped), applied
 
-    update.__qualname__ = act.__qualname__  # descriptions and messages name the wrapper, and find its settings here
+    update.__qualname__ = act.__qualname__  # descriptions and messages take the wrapper's name and settings from here
     return wrap(optimizer, init, update, evaluation)
 
 
 def kept_by_wrappers(opt_state: Any, name: str) -> Any:
-    """The entry `name` that a wrapper, or one within it, keeps beside `inner_state`; None if none does."""
+    """The entry `name` that a wrapper, or one inside it, keeps next to `inner_state`; None if there is none."""
     while isinstance(opt_state, dict):
         if name in opt_state:
             return opt_state[name]
