@@ -1,4 +1,4 @@
-"""What to write instead of a name that looplib does not have."""
+"""Advice for names that looplib does not have: errors say what to write instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 _LOOP = "there is no Trainer: write the loop, `for batch in loader(state): state, metrics = train_step(state, batch)`"
 
-# What users of torch and of other libraries look for.
+# Names that users of torch and other libraries look for.
 OF_AN_OPTIMIZER = {
     "step": "the train step makes the update, `state, metrics = train_step(state, batch)`",
     "zero_grad": "there is nothing to reset: gradients belong to the step that computed them",
@@ -53,7 +53,7 @@ OF_LOOPLIB = {
 
 
 def explained(owner: str, advice: Mapping[str, str]) -> Callable[[Any, str], NoReturn]:
-    """A `__getattr__` that says what to write in place of an attribute that is not there."""
+    """Make a `__getattr__` whose error says what to write instead of a missing attribute."""
 
     def __getattr__(self: Any, name: str) -> NoReturn:
         more = f": {advice[name]}" if name in advice else ""
@@ -63,7 +63,7 @@ def explained(owner: str, advice: Mapping[str, str]) -> Callable[[Any, str], NoR
 
 
 def explain_names(package: ModuleType) -> None:
-    """Let a package and its rooms say where a name is that they do not have."""
+    """Make a package and its rooms say where a name is that they do not have."""
     members = [getattr(package, name) for name in package.__all__]
     rooms = [member for member in members if isinstance(member, ModuleType)]
     where = {name: f"ll.{room.__name__.rpartition('.')[2]}.{name}" for room in rooms for name in room.__all__}
@@ -87,7 +87,7 @@ def _explained_name(module: str, where: Mapping[str, str]) -> Callable[[str], No
 
 
 def explain_assignment(cls: type) -> None:
-    """Let a frozen record say how a changed copy is made."""
+    """Make a frozen record say how to create a changed copy."""
 
     def __setattr__(self: Any, name: str, value: Any) -> NoReturn:
         raise FrozenInstanceError(

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `ll.optimizer`, each with what to write instead."""
+"""Argument checks for `ll.optimizer`, each with a message that says what to write instead."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from looplib._core.checks import named
 
 
 class NotGiven(Enum):
-    """The default of `lr`: no learning rate is right for all models."""
+    """Default of `lr`, since no learning rate is right for all models."""
 
     LR = "no lr"
 
 
 _NO_RATES = bool, str, list, tuple, Mapping
 
-# The schedule that does what a scheduler of torch does.
+# The schedule that corresponds to each of torch's schedulers.
 _SCHEDULES = {
     "ConstantLR": "ll.schedules.join(...)",
     "CosineAnnealingLR": "ll.schedules.cosine(...)",
@@ -64,7 +64,7 @@ def check_class(cls: Any, parameters: Sequence[Any]) -> None:
 
 
 def check_lr(lr: Any) -> None:
-    """Raise TypeError for what is neither a number nor a function of the step."""
+    """Raise TypeError for an `lr` that is neither a number nor a function of the step."""
     what = "a number such as 1e-3, or a schedule such as ll.warmup_cosine(1e-3, warmup=100, total=2000)"
     if lr is NotGiven.LR:
         raise TypeError(f"ll.optimizer needs a learning rate: give lr=, {what}")
@@ -98,7 +98,7 @@ def check_groups(groups: Any) -> None:
 
 
 def refuse_hyperparameters(cls: type, error: TypeError, values: Mapping[str, Any]) -> NoReturn:
-    """Raise TypeError in the name of a class that could not be made with these hyperparameters."""
+    """Raise TypeError for a class that could not be created with these hyperparameters."""
     taken = inspect.signature(cls).parameters
     taken_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     unknown = [] if taken_any else [name for name in values if name not in taken]
