@@ -28,7 +28,7 @@ R = TypeVar("R")
 Slot = tuple[dict[str, Any], str]
 
 
-Swap = tuple[dict[str, Any], str, Any, Tensor]
+Swap = tuple[dict[str, Any], str, Any, Any]  # a slot, what stands there and what is to stand there
 
 
 # Children by which torch's wrappers hold the module they wrap: not part of a name.
@@ -150,14 +150,12 @@ class Host:
 
     def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
         """`body()` with these tensors in the module and the random streams at `seed`."""
-        if self.unfilled:
-            self._refuse_filled()
         swaps = self._swaps(params, buffers)
         engine = self.engine if self.engine.name else None
         if lent := engine.lend(params, self.params) if engine else None:
             swaps = [swap for swap in swaps if id(swap[2]) not in lent.owners]
-        modes = [(module, mode) for module, mode in self.modes if module.training is not mode]
-        device = next(iter(params.values())).device if params else _CPU
+        modes = [module.training for module, _ in self.modes]
+        device = next(iter(params.values()), _NO_TENSOR).device
         if device != self.device:
             self.device, self.generators = device, _generators(device)
         generators = self.generators
@@ -176,15 +174,11 @@ class Host:
             try:
                 for owner, key, own, _ in swaps:
                     owner[key] = own
-                for owner, key, _ in self.unfilled:
-                    owner[key] = None
                 if engine:
                     engine.take_back(lent)
-                for module, mode in self.modes:  # whatever the loss function has made of them
+                for (module, _), mode in zip(self.modes, modes, strict=True):
                     if module.training is not mode:
                         module.training = mode
-                for module, mode in modes:
-                    module.training = not mode
                 for generator, stream in zip(generators, streams, strict=True):
                     generator.set_state(stream)
             finally:
@@ -192,8 +186,11 @@ class Host:
                 _interrupts.deliver()
 
     def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[Swap]:
-        """What stands in the slots and what is to stand there, where these differ."""
-        swaps = []
+        """What stands in the slots and what is to stand there: where these differ, and where nothing may stand after."""
+        swaps: list[Swap] = []
+        if self.unfilled:
+            self._refuse_filled()
+            swaps += [(owner, key, None, None) for owner, key, _ in self.unfilled]
         for owner, key, name in self.places[0]:
             if (own := owner[key]) is not (tensor := params[name]):
                 swaps.append((owner, key, own, tensor))
@@ -272,6 +269,7 @@ class Host:
 
 
 _CPU = torch.device("cpu")
+_NO_TENSOR = torch.empty(0, device=_CPU)
 
 
 def _writes_its_weight(module: nn.Module) -> bool:

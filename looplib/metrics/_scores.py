@@ -160,8 +160,7 @@ def mae(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> 
 
     Raises ValueError for shapes that do not fit.
     """
-    _fit(predictions, targets, weights, "predictions", "targets")
-    return _mean((_wide(predictions) - _wide(targets)).abs(), weights)
+    return _mean(_errors(predictions, targets, weights).abs(), weights)
 
 
 def mse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Mean:
@@ -178,8 +177,12 @@ def mse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> 
 
     Raises ValueError for shapes that do not fit.
     """
+    return _mean(_errors(predictions, targets, weights).square(), weights)
+
+
+def _errors(predictions: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
     _fit(predictions, targets, weights, "predictions", "targets")
-    return _mean((_wide(predictions) - _wide(targets)).square(), weights)
+    return _wide(predictions) - _wide(targets)
 
 
 def rmse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Reading:
