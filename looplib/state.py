@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from looplib._core import modules as _modules
 from looplib._core import ownership
-from looplib._core.checks import check_optional_count
+from looplib._core.checks import check_optional_count, check_type
 from looplib._core.overlap import overlapping
 from looplib._core.torch_private import pytree
 from looplib.types import (
@@ -215,11 +215,8 @@ def cast(state: TrainState, dtype: torch.dtype) -> TrainState:
         ValueError: `dtype` is not a floating-point dtype.
         DonatedStateError: the state was donated to a step.
     """
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"cast got a {type(state).__name__}; give a TrainState, such as ll.init_state returns "
-            "(for a module, torch has module.to(dtype))"
-        )
+    advice = "give a TrainState, such as ll.init_state returns (for a module, torch has module.to(dtype))"
+    check_type("cast got", state, TrainState, advice)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"cast to {dtype}: give a floating-point dtype, such as torch.bfloat16")
 

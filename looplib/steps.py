@@ -20,6 +20,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import ownership, torch_private
 from looplib._core.buffers import NO_NAMES, NOTHING, Written, explain
+from looplib._core.checks import check_type
 from looplib._core.kinds import check_kind
 from looplib._core.random import mix
 from looplib._core.ranks import rank
@@ -153,11 +154,8 @@ def make_train_step(
     if not callable(grad_fn) or isinstance(grad_fn, nn.Module):
         raise TypeError(f"grad_fn is a {type(grad_fn).__name__}; give ll.make_grad_fn(model, loss_fn)")
     check_whole(grad_fn, "make_train_step")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; give what ll.optimizer returns, such as "
-            "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
-        )
+    advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
+    check_type("optimizer is", optimizer, Optimizer, advice)
     step_of = _donated_step if donate else _pure_step
     parts = Parts("train", _core(grad_fn, optimizer), (grad_fn, optimizer.update), donate, same_batch)
     return with_parts(step_of(grad_fn, optimizer, same_batch), parts)

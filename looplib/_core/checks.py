@@ -1,9 +1,10 @@
-"""Checks of arguments: whole numbers and numbers, where a bool is neither; and how a message names a value."""
+"""Checks of arguments, their types and ranges, where a bool is no number; and how a message names a value."""
 
 from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -17,6 +18,36 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def check_argument(holds: bool, name: str, value: Any, advice: str) -> None:
+    """Raise ValueError unless what is asked of an argument holds; `advice` says what to give.
+
+    >>> rho = -1.0
+    >>> check_argument(rho > 0, "rho", rho, "give a distance above 0")
+    Traceback (most recent call last):
+    ValueError: rho is -1.0; give a distance above 0
+    """
+    if not holds:
+        raise ValueError(f"{name} is {value!r}; {advice}")
+
+
+def check_type(subject: str, value: Any, expected: Any, advice: str) -> None:
+    """Raise TypeError unless a value is an instance of a class, or of one of several; `advice` says what to give.
+
+    >>> check_type("describe is", [], dict, "give a dict of names to settings")
+    Traceback (most recent call last):
+    TypeError: describe is a list; give a dict of names to settings
+    """
+    if not isinstance(value, expected):
+        raise TypeError(f"{subject} a {type(value).__name__}; {advice}")
+
+
+def check_batches(who: str, batches: Any, call: str) -> None:
+    """Raise TypeError unless this can be iterated over, as a loader cannot that was not given a state."""
+    if not isinstance(batches, Iterable):
+        kind = type(batches).__name__
+        raise TypeError(f"{who} takes the batches of an epoch, and a {kind} is not iterable; write {call}")
+
+
 def check_count(name: str, value: Any, least: int = 1, advice: str = "") -> None:
     """Raise ValueError unless the argument is a whole number of at least `least`; `advice` says what to give.
 
@@ -24,8 +55,7 @@ def check_count(name: str, value: Any, least: int = 1, advice: str = "") -> None
     Traceback (most recent call last):
     ValueError: microbatches is 0; give a whole number of at least 1
     """
-    if not is_count(value, least):
-        raise ValueError(f"{name} is {value!r}; {advice or f'give a whole number of at least {least}'}")
+    check_argument(is_count(value, least), name, value, advice or f"give a whole number of at least {least}")
 
 
 def check_optional_count(name: str, value: Any, least: int = 1, advice: str = "") -> None:

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from looplib._core import interrupts as _interrupts
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
+from looplib._core.checks import check_type
 from looplib._core.engines import engine_of
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
 
@@ -61,8 +62,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def members(model: nn.Module) -> Members:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; looplib needs a torch.nn.Module")
+    check_type("model is", model, nn.Module, "looplib needs a torch.nn.Module")
     found = Members({}, {})
     names: dict[int, str] = {}
     for prefix, module in named_modules(model):

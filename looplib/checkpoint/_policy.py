@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from looplib._core.checks import check_optional_count
+from looplib._core.checks import check_argument, check_optional_count
 from looplib.checkpoint._describe import Checkpoint
 
 
@@ -29,8 +29,8 @@ class Policy:
         check_optional_count("keep_last", self.keep_last)
         check_optional_count("keep_best", self.keep_best, 0)
         check_optional_count("keep_every", self.keep_every)
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"mode is {self.mode!r}; give 'min' where the smallest is best, or 'max'")
+        advice = "give 'min' where the smallest is best, or 'max'"
+        check_argument(self.mode in ("min", "max"), "mode", self.mode, advice)
         if self.keep_best and self.monitor is None:
             raise ValueError(
                 f"keep_best={self.keep_best} needs monitor=, the name of the metric that the best is judged by"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
+from looplib._core.checks import check_type
 from looplib._core.descriptions import described, differences
 from looplib._core.ownership import made_with
 from looplib.types import TrainState
@@ -19,11 +20,8 @@ class Settings:
     """
 
     def __init__(self, describe: Mapping[str, Any] | None) -> None:
-        if describe is not None and not isinstance(describe, Mapping):
-            raise TypeError(
-                f"describe is a {type(describe).__name__}; give a mapping of names to settings, such as "
-                '{"loader": loader, **vars(args)}'
-            )
+        advice = 'give a mapping of names to settings, such as {"loader": loader, **vars(args)}'
+        check_type("describe is", describe, (Mapping, type(None)), advice)
         self._describe = describe or {}
         self._of_state: Mapping[str, Any] = {}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from looplib._core.checks import is_count
+from looplib._core.checks import check_argument, check_count
 from looplib._core.kinds import check_kind
 from looplib.log._plots import dress, figure_of, save, smoothed
 from looplib.metrics._mean import compute
@@ -163,15 +163,11 @@ def _check(
 ) -> None:
     if not 0 < low < high < math.inf:
         raise ValueError(f"low is {low} and high is {high}; give learning rates with 0 < low < high")
-    if not is_count(steps, 10):
-        raise ValueError(f"steps is {steps}; give at least 10, for a curve")
-    if not 0 <= smooth < 1:
-        raise ValueError(f"smooth is {smooth}; give the share of the past to keep at each loss, from 0 to below 1")
-    if not diverged > 1:
-        raise ValueError(
-            f"diverged is {diverged}; give the multiple of the lowest loss at which to end, above 1, such as 4, or "
-            "math.inf to go to the end"
-        )
+    check_count("steps", steps, 10, "give at least 10, for a curve")
+    advice = "give the share of the past to keep at each loss, from 0 to below 1"
+    check_argument(0 <= smooth < 1, "smooth", smooth, advice)
+    advice = "give the multiple of the lowest loss at which to end, above 1, such as 4, or math.inf to go to the end"
+    check_argument(diverged > 1, "diverged", diverged, advice)
     if isinstance(optimizer_of_lr, Optimizer) or not callable(optimizer_of_lr):
         raise TypeError(
             f"optimizer_of_lr is a {type(optimizer_of_lr).__name__}; give a function of the learning rate, such as "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check_argument
 from looplib._core.kinds import Made, mark
 from looplib._core.random import mix
 from looplib._core.tracing import tracing
@@ -46,9 +47,7 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
 
     Source: Abadi et al., "Deep learning with differential privacy", 2016; the factor is Opacus'.
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}; give a norm above 0")
-
+    check_argument(max_norm > 0, "max_norm", max_norm, "give a norm above 0")
     check_grad_fn(grad_fn, "clip_per_sample")
 
     def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:

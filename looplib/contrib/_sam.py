@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from looplib._core.checks import check_argument
 from looplib.gradients import of_whole_step
 from looplib.grads._clipping import global_norm
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
@@ -36,8 +37,7 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
     Source: Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-aware minimization for efficiently improving
     generalization", 2021; Kwon et al., "ASAM", 2021.
     """
-    if not rho > 0:
-        raise ValueError(f"rho is {rho}; give a distance above 0")
+    check_argument(rho > 0, "rho", rho, "give a distance above 0")
 
     def sharp(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         first = grad_fn(state, batch, part)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.checks import is_count
+from looplib._core.checks import check_type, is_count
 from looplib._core.kinds import check_kind
 from looplib._core.ranks import is_first
 from looplib.log._progress import progress
@@ -127,8 +127,7 @@ def replay(
 def _by_step(states: States) -> Mapping[int, TrainState]:
     if isinstance(states, TrainState):
         return {states.step: states}
-    if not isinstance(states, Mapping):
-        raise TypeError(f"state is a {type(states).__name__}; give a TrainState, or a mapping from steps to these")
+    check_type("state is", states, Mapping, "give a TrainState, or a mapping from steps to these")
     return states
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.checks import check_argument
 from looplib._core.ranks import is_sharded
 from looplib._objective import multiply
 from looplib.gradients import of_whole_step
@@ -47,8 +48,7 @@ def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0
 
     Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013.
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}; give a norm above 0")
+    check_argument(max_norm > 0, "max_norm", max_norm, "give a norm above 0")
 
     def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         out = grad_fn(state, batch, part)
@@ -110,8 +110,7 @@ def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
     Raises:
         ValueError: `max_value` is not above 0, or the wrapper is used inside `accumulate`.
     """
-    if not max_value > 0:
-        raise ValueError(f"max_value is {max_value}; give a magnitude above 0")
+    check_argument(max_value > 0, "max_value", max_value, "give a magnitude above 0")
 
     def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         out = grad_fn(state, batch, part)

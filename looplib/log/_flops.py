@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from looplib._core import torch_private
+from looplib._core.checks import check_argument
 
 
 def flops(function: Callable[..., Any], *args: Any, **named: Any) -> int:
@@ -58,7 +59,6 @@ def utilization(flops: float, seconds: float, peak_flops: float) -> float:
 
     Source: Chowdhery et al., "PaLM", 2022, appendix B.
     """
-    for name, value in (("seconds", seconds), ("peak_flops", peak_flops)):
-        if not value > 0:
-            raise ValueError(f"{name} is {value}; give a number above 0")
+    check_argument(seconds > 0, "seconds", seconds, "give a number above 0")
+    check_argument(peak_flops > 0, "peak_flops", peak_flops, "give a number above 0")
     return flops / seconds / peak_flops

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from looplib._core.checks import check_argument
 from looplib.log._sinks import read_jsonl
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ def plot(
         FileNotFoundError: a log that is not there.
         ImportError: without `pip install looplib[recipes]`.
     """
-    if not 0 <= smooth < 1:
-        raise ValueError(f"smooth is {smooth}; give the share of the past to keep at each point, from 0 to below 1")
+    advice = "give the share of the past to keep at each point, from 0 to below 1"
+    check_argument(0 <= smooth < 1, "smooth", smooth, advice)
     runs = logs if isinstance(logs, Mapping) else {"": logs}
     lines = {label: _lines(_rows(log), x) for label, log in runs.items()}
     panels = _panels(lines, names, x)

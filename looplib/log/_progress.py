@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from looplib._core.checks import check_batches, check_type
 from looplib._core.ranks import is_first
 from looplib.metrics._mean import Mean, compute
 from looplib.types import TrainState
@@ -68,11 +69,7 @@ class progress(Generic[T]):
         step: Callable[..., Any] | None = None,
         **tqdm_options: Any,
     ) -> None:
-        if not isinstance(batches, Iterable):
-            raise TypeError(
-                f"progress takes the batches of an epoch, and a {type(batches).__name__} is not iterable; "
-                "write ll.progress(loader(state), state)"
-            )
+        check_batches("progress", batches, "ll.progress(loader(state), state)")
         if step is not None and not callable(step):
             raise TypeError(f"step is a {type(step).__name__}; give the step that the loop calls, or leave it out")
         self._left = None if state.epoch_length is None else state.epoch_length - state.batch
@@ -121,8 +118,7 @@ class progress(Generic[T]):
             TypeError: `metrics` is no mapping.
             ValueError: there is no `loss` in it.
         """
-        if not isinstance(metrics, Mapping):
-            raise TypeError(f"bar.show got a {type(metrics).__name__}; give the metrics that the train step returned")
+        check_type("bar.show got", metrics, Mapping, "give the metrics that the train step returned")
         if "loss" not in metrics:
             raise ValueError(f"bar.show shows the loss, and these metrics have {', '.join(metrics) or 'nothing'}")
         self._text.metrics = metrics

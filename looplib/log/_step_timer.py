@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from looplib._core.kinds import Made, made, mark
+from looplib._core.checks import check_batches
+from looplib._core.kinds import Made, check_kind, made, mark
 from looplib.gradients import check_grad_fn
 from looplib.types import GradFn, Optimizer, TrainState
 
@@ -87,11 +88,7 @@ class meter:
 
         Raises TypeError for what cannot be iterated over, such as a loader that was not given a state.
         """
-        if not isinstance(batches, Iterable):
-            raise TypeError(
-                f"meter.data takes the batches of an epoch, and a {type(batches).__name__} is not iterable; "
-                "write meter.data(loader(state))"
-            )
+        check_batches("meter.data", batches, "meter.data(loader(state))")
         return self._data(batches)
 
     def _data(self, batches: Iterable[T]) -> Iterator[T]:
@@ -128,11 +125,7 @@ class meter:
 
         Raises TypeError for what is no `ll.optimizer(...)`.
         """
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"meter.optimizer got a {type(optimizer).__name__}; give what ll.optimizer returns, such as "
-                "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
-            )
+        check_kind(optimizer, "meter.optimizer", "optimizer")
         return replace(optimizer, update=functools.partial(self._time, "update", optimizer.update))
 
     def read(self, prefix: str = "") -> dict[str, float]:

@@ -9,6 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from looplib._core.checks import check_argument
 from looplib.metrics._scores import _copy, _fit, _integers, _kept, _wide, _wide_dtype
 
 
@@ -132,8 +133,7 @@ class GroupedAUC(NamedTuple):
         _fit(scores, labels, weights, "scores")
         _fit(groups, labels, None, "groups")
         _integers("groups", groups)
-        if average not in ("examples", "groups"):
-            raise ValueError(f'average is {average!r}; give "examples" or "groups"')
+        check_argument(average in ("examples", "groups"), "average", average, 'give "examples" or "groups"')
         kept = None if weights is None else _copy(_wide(weights))
         return cls((_kept(scores),), (labels.flatten() > 0,), (_copy(groups.long()),), (kept,), average)
 

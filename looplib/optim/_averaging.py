@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import is_count
+from looplib._core.checks import check_argument, is_count
 from looplib._core.kinds import check_kind
 from looplib._core.ranks import shards
 from looplib.optim._hyperparameters import of_another
@@ -61,8 +61,8 @@ def ema(
     Source: Polyak and Juditsky, 1992. The result is bitwise that of `torch.optim.swa_utils.AveragedModel` with
     `get_ema_multi_avg_fn(decay)`, first updated after `start` updates.
     """
-    if not callable(decay) and not 0 <= decay <= 1:
-        raise ValueError(f"decay is {decay}; give a number from 0 to 1, or a function of the averages so far")
+    advice = "give a number from 0 to 1, or a function of the averages so far"
+    check_argument(callable(decay) or 0 <= decay <= 1, "decay", decay, advice)
 
     def weight(count: int) -> float:
         return 1 - (decay(count) if callable(decay) else decay)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check_count, is_count
+from looplib._core.checks import check_argument, check_count
 from looplib._core.ranks import all_ranks, shards, sum_over_ranks
 from looplib._core.tracing import afterwards, tracing, where
 from looplib.metrics._mean import Mean
@@ -151,11 +151,10 @@ def skip_spikes(
 
     Source: the `SkipStepOptimizer` of OLMo-core (Groeneveld et al., 2024).
     """
-    if not is_count(window, 2) or not sigmas > 0 or not is_count(max_consecutive, 0):
-        raise ValueError(
-            f"window is {window}, sigmas {sigmas} and max_consecutive {max_consecutive}; give a window of 2 or more "
-            "batches, sigmas above 0 and a count of at least 0"
-        )
+    advice = "give a window of 2 or more batches, sigmas above 0 and a count of at least 0"
+    check_count("window", window, 2, advice)
+    check_argument(sigmas > 0, "sigmas", sigmas, advice)
+    check_count("max_consecutive", max_consecutive, 0, advice)
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         device = next(iter(params.values())).device  # on the loss's device, so that nothing waits for it

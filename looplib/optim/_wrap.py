@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from looplib._core.checks import check_type
 from looplib._core.tracing import on_host, where
 from looplib.optim._description import description_of_wrapper
 from looplib.types import Evaluation, Grads, Init, Optimizer, Params, Update
@@ -17,12 +18,9 @@ Updated = tuple[Params, Any, Flag]
 
 
 def wrap(optimizer: Optimizer, init: Init, update: Update, evaluation: Evaluation | None = None) -> Optimizer:
-    """Wrap an optimizer, whose state becomes `inner_state` of the wrapper's state."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"this wraps what ll.optimizer returns, and got a {type(optimizer).__name__}: give "
-            "ll.optimizer(torch.optim.AdamW, lr=...), or that wrapped"
-        )
+    """Wrap an optimizer, whose state becomes `inner_state` of the wrapper\'s state."""
+    advice = "give ll.optimizer(torch.optim.AdamW, lr=...), or that wrapped"
+    check_type("this wraps what ll.optimizer returns, and got", optimizer, Optimizer, advice)
 
     def evaluation_of_inner(
         params: Params, buffers: dict[str, Tensor], opt_state: Any

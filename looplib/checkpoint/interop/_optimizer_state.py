@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from looplib._core import modules as _modules
 from looplib._core import ranks as _ranks
+from looplib._core.checks import check_type
 from looplib.checkpoint.interop._names import check_state, some
 from looplib.checkpoint.interop._whole import copied_like, shape_of, whole
 from looplib.optim._state_of_class import kept_by_class
@@ -189,11 +190,8 @@ class _Matched(NamedTuple):
 
 
 def _matched(model: nn.Module, state: TrainState, torch_optimizer: torch.optim.Optimizer) -> _Matched:
-    if not isinstance(torch_optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"torch_optimizer is a {type(torch_optimizer).__name__}; give an instance over the module's parameters, "
-            "such as torch.optim.AdamW(model.parameters(), lr=1e-3)"
-        )
+    advice = "give an instance over the module's parameters, such as torch.optim.AdamW(model.parameters(), lr=1e-3)"
+    check_type("torch_optimizer is", torch_optimizer, torch.optim.Optimizer, advice)
     check_state(model, state)
     opt_state = state.opt_state
     while isinstance(opt_state, Mapping) and "inner_state" in opt_state:  # a wrapper's, such as apply_if_finite's

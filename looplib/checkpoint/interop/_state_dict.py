@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import ranks as _ranks
+from looplib._core.checks import check_type
 from looplib.checkpoint.interop._files import read_state_dict
 from looplib.checkpoint.interop._names import check_state, cleaner, lend, some, state_names
 from looplib.checkpoint.interop._whole import copied_like, same_values, shape_of, whole
@@ -119,8 +120,7 @@ def load_state_dict(
         ImportError: a safetensors file, without `pip install looplib[safetensors]`.
         DonatedStateError: the state is spent.
     """
-    if not isinstance(source, (Mapping, str, os.PathLike)):
-        raise TypeError(f"source is a {type(source).__name__}; give a state_dict, or the path of a file of one")
+    check_type("source is", source, (Mapping, str, os.PathLike), "give a state_dict, or the path of a file of one")
     check_state(model, state)
     given = source if isinstance(source, Mapping) else read_state_dict(source)
     name_of, clean = state_names(model), cleaner(model)
