@@ -175,9 +175,8 @@ def end_epoch(state: TrainState) -> TrainState:
             f"the state has epoch_length={state.epoch_length}, so train_step ends its epochs; "
             "end_epoch is for streams, whose states are made with epoch_length=None"
         )
-    return state.replace(
-        epoch=state.epoch + 1, batch=0, batch_samples=0
-    )  # no batch was consumed, so periodic predicates do not fire
+    # No batch was consumed here, so predicates such as every_n_samples do not fire.
+    return state.replace(epoch=state.epoch + 1, batch=0, batch_samples=0)
 
 
 def cast(state: TrainState, dtype: torch.dtype) -> TrainState:

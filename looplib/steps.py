@@ -231,9 +231,8 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
                 new = unwritten(state, values)
         except BaseException:
             lost = saved.restore()
-            if (
-                lost or ownership.writes.count != writes
-            ):  # one of several optimizers has written, and another has failed
+            # One of several optimizers may have written before another failed.
+            if lost or ownership.writes.count != writes:
                 ownership.spoil(state, params.keys(), lost)
             raise
         finally:

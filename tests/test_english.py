@@ -89,7 +89,7 @@ def faults(path):
 
 
 # Rooms that have been read through so far.
-READ = ["*.py", "grads/*.py", "losses/*.py", "optim/*.py", "data/*.py", "distributed/*.py"]
+READ = ["*.py", "grads/*.py", "losses/*.py", "optim/*.py", "data/*.py", "distributed/*.py", "checkpoint/**/*.py"]
 
 
 def files():

@@ -1,4 +1,4 @@
-"""Checkpoints: a state goes in, a file comes out, and back."""
+"""Checkpoints: a state goes in and files come out, and a state is restored from them."""
 
 from looplib.checkpoint._describe import Checkpoint, Checkpoints
 from looplib.checkpoint._format import CheckpointVersionError, DamagedCheckpointError

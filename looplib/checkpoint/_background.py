@@ -1,4 +1,4 @@
-"""Background saves: one at a time, in a thread, whose error the next call raises."""
+"""Background saves: one at a time, in a thread. The next call raises the thread's error."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from looplib._core.collective import Together, finish_first
 _NICE = 10
 
 
-_unheard: set[BaseException | None] = set()  # errors of background saves that no save or wait has raised yet
+_unheard: set[BaseException | None] = (
+    set()
+)  # errors of background saves that have not been raised by a later call yet
 
 
 class BackgroundWriter:
-    """Runs one piece of work at a time in a thread."""
+    """Run one task at a time in a thread."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._ranks: tuple[Together, Together] | None = None  # the ranks, and the same for the threads that write
+        self._ranks: tuple[Together, Together] | None = (
+            None  # the ranks, and a second group of them for the threads that write
+        )
         self._pending: Future[None] | None = None
 
     def start(self, work: Callable[[Together], None], ranks: Together) -> Future[None]:
-        """Begin `work(ranks)` in the thread, with a group of the ranks of its own. All ranks call this."""
+        """Start `work(ranks)` in the thread, with a separate group of the ranks. All ranks call this."""
         if self._ranks is None or self._ranks[0] is not ranks:
             self._ranks = ranks, ranks.another()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -36,16 +40,16 @@ class BackgroundWriter:
         return self._pending
 
     def wait(self) -> None:
-        """Wait for the work under way, and raise its error."""
+        """Wait for the current task and raise its error."""
         if self._pending is not None:
-            concurrent.futures.wait([self._pending])  # an interrupt strikes here, and the work continues
+            concurrent.futures.wait([self._pending])  # an interrupt is raised here while the work continues
             done, self._pending = self._pending, None
             _unheard.discard(done.exception())
             done.result()
 
 
 def _run(work: Callable[[Together], None], ranks: Together) -> None:
-    if sys.platform == "linux":  # where a thread has a priority of its own: the steps beside it go first
+    if sys.platform == "linux":  # if threads have their own priority, training steps take precedence
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     try:
         work(ranks)
@@ -54,7 +58,7 @@ def _run(work: Callable[[Together], None], ranks: Together) -> None:
         raise
 
 
-@atexit.register  # which comes after the background threads are done
+@atexit.register  # runs after the background threads have finished
 def _report_unheard() -> None:
     for error in _unheard:
         print(f"looplib: the last save failed: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Descriptions of checkpoints: what is known of one without reading its tensors."""
+"""Checkpoint descriptions: facts that can be read without the tensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from looplib.types import COUNTS, TREES, TrainState
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Description of one checkpoint, as its manifest has it.
+    """Description of one checkpoint, from its manifest.
 
     Attributes:
-        path: its directory.
-        step, epoch, batch, samples: where the run stood.
-        metrics: those given to `save`.
-        bytes: size of the files that hold its tensors.
-        parts: bytes of the tensors in params, buffers, opt_state and extra, where there are any.
+        path: the checkpoint's directory.
+        step, epoch, batch, samples: the state's counts.
+        metrics: the metrics passed to `save`.
+        bytes: size of the tensor files, in bytes.
+        parts: bytes of the tensors in params, buffers, opt_state and extra, if there are any.
         created: time of the save, in UTC.
     """
 
@@ -74,7 +74,7 @@ class Checkpoints(list[Checkpoint]):
 
 
 def describe(path: Path) -> Checkpoint:
-    """The description of a checkpoint, once its manifest and the sizes of its files are found to be right."""
+    """Describe a checkpoint after checking its manifest and the sizes of its files."""
     manifest = read_manifest(path)
     with sound(path / MANIFEST):
         counts = counts_in(manifest)
@@ -96,7 +96,7 @@ def describe(path: Path) -> Checkpoint:
 
 
 def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The counts and the seed that a manifest holds."""
+    """Counts and seed stored in a manifest."""
     counts = {**manifest["counts"], "seed": _read_seed(manifest["counts"]["seed"])}
     wrong = [name for name in COUNTS if name != "seed" and type(counts[name]) is not int]
     if counts.keys() != set(COUNTS) or (wrong and (wrong != ["epoch_length"] or counts["epoch_length"] is not None)):
@@ -105,9 +105,9 @@ def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counts_of(state: TrainState) -> dict[str, Any]:
-    """The counts and the seed of a state, as a manifest holds them."""
+    """Counts and seed of a state, in the form stored in a manifest."""
     seed = state.seed
-    # As text, since a number of JSON has 64 bits; the seeds of a stack are a list.
+    # Stored as text, since JSON numbers have 64 bits. The seeds of a stack are a list.
     written = [str(member) for member in seed] if isinstance(seed, tuple) else str(seed)
     return {**{name: getattr(state, name) for name in COUNTS}, "seed": written}
 
@@ -117,6 +117,6 @@ def _read_seed(written: str | list[str]) -> Any:
 
 
 def trees_of(state: TrainState) -> dict[str, Any]:
-    """The trees of a state that a checkpoint holds: those that are there."""
+    """Trees of a state that a checkpoint stores: those that are not None."""
     trees = {name: getattr(state, name) for name in TREES}
     return {name: tree for name, tree in trees.items() if tree is not None}

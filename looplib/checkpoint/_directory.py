@@ -1,7 +1,8 @@
-"""Directory entries that are written whole or not at all.
+"""Atomic directory entries: a checkpoint is complete or it does not exist.
 
-A save writes into an entry beside the others, syncs it, and renames it. So whatever kills the process, every entry
-named step-... is whole; others are leftovers, which the next process that may write clears.
+A save writes into a temporary entry in the same directory, syncs it, and renames it. Whenever the process is killed,
+every entry named step-... is therefore complete. The others are leftovers, which the next process that may write
+deletes.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ _WRITING, _DELETING = ".writing-", ".deleting-"
 
 
 def number_of(path: Path) -> tuple[int, int] | tuple[()]:
-    """The step of an entry, and which save of that step it is; empty for anything that is no checkpoint."""
+    """Step of an entry, and the number of the save of that step; empty for anything that is not a checkpoint."""
     match = _NAME.fullmatch(path.name)
     return (int(match[1]), int(match[2] or 0)) if match else ()
 
 
 def entries_of(folder: Path, step: int) -> list[Path]:
-    """The entries of a step, the latest save last: more than one only while one of them replaces the others."""
+    """Entries of a step, latest save last. There is more than one only while one replaces the others."""
     entries = [path for path in folder.iterdir() if number_of(path)[:1] == (step,)]
     return sorted(entries, key=number_of)
 
 
 class Entry(NamedTuple):
-    """Where a new checkpoint is written, and the path that it takes once it is whole."""
+    """Temporary path of a new checkpoint, and the path that it is renamed to once complete."""
 
     writing: Path
     target: Path
@@ -51,7 +52,7 @@ def new_entry(folder: Path, step: int) -> Entry:
 
 
 def put(entry: Entry, parts: Parts, about: Mapping[str, Any], helped: bool = True) -> None:
-    """Write a new entry; one that cannot be finished leaves nothing."""
+    """Write a new entry. If it cannot be completed, nothing is left behind."""
     try:
         with told(entry.target, parts.size()):
             entry.writing.mkdir()
@@ -63,10 +64,10 @@ def put(entry: Entry, parts: Parts, about: Mapping[str, Any], helped: bool = Tru
 
 
 def take_place(entry: Entry) -> None:
-    """Rename a finished entry to its name; an earlier save of the same step goes.
+    """Rename a finished entry to its final name, replacing an earlier save of the same step.
 
-    The new one stands beside the earlier one under a later number until that is gone, and then takes its name. So at
-    each moment one of the two is whole, and a listing, which takes the latest number of a step, never sees both.
+    The new one exists next to the earlier one under a later number until that is deleted, and then takes its name. At
+    each moment one of the two is complete, and a listing, which uses the latest number of a step, never shows both.
     """
     writing, target = entry
     earlier = entries_of(target.parent, _step_of(target))
@@ -93,18 +94,18 @@ def _save_of(path: Path) -> int:
 
 
 def _keep_metrics(earlier: Path, later: Path) -> None:
-    """A save without metrics of the very weights that an earlier save has metrics of keeps these."""
+    """Carry metrics over from an earlier save with identical weights to a save without metrics."""
     try:
         old, new = read_manifest(earlier), read_manifest(later)
         if new["metrics"] or not old["metrics"] or _weights(old) != _weights(new):
             return
-    except (ValueError, LookupError):  # a damaged one has nothing to keep
+    except (ValueError, LookupError):  # a damaged one has no metrics to carry over
         return
     write_document(later, {**new, "metrics": old["metrics"]})
 
 
 def _weights(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The checksums and layouts of parameters and buffers, by path."""
+    """Checksums and layouts of parameters and buffers, by path."""
     data, weights = manifest["data"], {}
     for path, entry in (*manifest["tensors"].items(), *manifest.get("shards", {}).items()):
         if path.startswith(("/params/", "/buffers/")):
@@ -117,7 +118,7 @@ def _weights(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def clear(path: Path) -> None:
-    """Delete an entry that nobody lists any more; of a symbolic link the link alone."""
+    """Delete an entry that is no longer listed. If it is a symbolic link, delete only the link."""
     if path.is_symlink() or path.is_file():
         with contextlib.suppress(OSError):
             path.unlink()
@@ -127,7 +128,7 @@ def clear(path: Path) -> None:
 
 @contextlib.contextmanager
 def told(target: Path, size: int) -> Iterator[None]:
-    """Raise an OSError again with the name of what could not be saved, and whether there was room."""
+    """Re-raise an OSError with the name of what could not be saved and the free space on the disk."""
     try:
         yield
     except OSError as error:
@@ -143,7 +144,7 @@ def told(target: Path, size: int) -> Iterator[None]:
 
 
 def in_words(count: float) -> str:
-    """A number of bytes in units, such as 1.5 MB."""
+    """Format a number of bytes with a unit, such as 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -152,22 +153,23 @@ def in_words(count: float) -> str:
 
 
 def put_aside(path: Path) -> None:
-    """Rename a damaged entry out of the way, and leave its content to its owner."""
+    """Rename a damaged entry, so that the user can still look at its content."""
     if os.path.lexists(path):
         path.rename(path.with_name(f"damaged-{uuid.uuid4().hex[:6]}-{path.name}"))
 
 
 def remove(path: Path) -> None:
-    """Delete an entry: out of sight in one step, so that a half-deleted one is never taken for a checkpoint."""
+    """Delete an entry: rename it first, so that a half-deleted one is never taken for a checkpoint."""
     aside = path.with_name(f"{_DELETING}{uuid.uuid4().hex[:6]}-{path.name}")
     path.rename(aside)
     clear(aside)
 
 
 class Lock:
-    """File lock on a folder of checkpoints, held while a CheckpointIO of this process has it.
+    """File lock on a folder of checkpoints, held while a CheckpointIO of this process uses it.
 
-    It is a lock of the process, not of an open file: workers that outlive a killed process must not keep it.
+    The lock belongs to the process and not to an open file, since workers that outlive a killed process must not keep
+    it.
     """
 
     held: ClassVar[weakref.WeakValueDictionary[tuple[int, Path], Lock]] = weakref.WeakValueDictionary()
@@ -210,10 +212,12 @@ class Lock:
         for path in folder.iterdir():
             if path.name.startswith((_WRITING, _DELETING)):
                 clear(path)
-        with contextlib.suppress(OSError):  # a full disk: the number is for messages alone
+        with contextlib.suppress(OSError):  # the disk is full: the number is only used in messages
             os.ftruncate(self.file, 0)
             os.pwrite(self.file, str(os.getpid()).encode(), 0)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # os is gone when the interpreter ends
+    def __del__(
+        self, close: Callable[[int], None] = os.close
+    ) -> None:  # os is no longer available when the interpreter exits
         if hasattr(self, "file"):
             close(self.file)

@@ -1,4 +1,4 @@
-"""The fit of a checkpoint to a state: paths, shapes, dtypes and kinds of leaves."""
+"""Compatibility of a checkpoint with a state: paths, shapes, dtypes and kinds of leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from looplib.checkpoint._format_read import Reader
 def check_fit(
     path: Path, wanted: Mapping[str, Any], reader: Reader, selected: Callable[[str], bool], convert: bool
 ) -> None:
-    """Raise ValueError with all that differs between the leaves of a state and those of a checkpoint."""
+    """Raise ValueError that lists all differences between the leaves of a state and those of a checkpoint."""
     saved = {**reader.shards, **reader.tensors, **reader.values}
     misfits = [
         f"{leaf_path} is in the state, and not in the checkpoint" for leaf_path in wanted if leaf_path not in saved
@@ -34,9 +34,10 @@ def check_fit(
 
 
 def without_later_entries(tree: Any, reader: Reader, leaf_path: str = "") -> Any:
-    """The tree of a state without the entries `started` of optimizers that an older checkpoint does not have.
+    """A state's tree without entries `started` of optimizers that an older checkpoint does not have.
 
-    An optimizer whose state has none takes all parameters for started after the first step, as it was then.
+    For an optimizer state without such an entry, all parameters count as started after the first step, as was true
+    when the checkpoint was written.
     """
     if not isinstance(tree, dict):
         return tree
@@ -61,7 +62,7 @@ def _difference(leaf_path: str, leaf: Any, reader: Reader, convert: bool) -> str
             return f"is {type(value).__name__} in the checkpoint, {type(leaf).__name__} in the state"
         return ""
     if leaf is None:
-        return ""  # something that was not there yet
+        return ""  # a value that had not been set yet
     if not isinstance(leaf, Tensor):
         return f"is a tensor in the checkpoint, {type(leaf).__name__} in the state"
     dtype, saved_shape = str(leaf.dtype).removeprefix("torch."), tuple(about["shape"])
@@ -73,6 +74,6 @@ def _difference(leaf_path: str, leaf: Any, reader: Reader, convert: bool) -> str
 
 
 def _same_kind(one: Any, other: Any) -> bool:
-    """A number may be whole at one time and not at another, and a None may be set later."""
+    """True if two plain values are compatible: an int may become a float, and a None may be set later."""
     kinds = {type(one), type(other)}
     return len(kinds) == 1 or kinds == {int, float} or type(None) in kinds

@@ -1,9 +1,10 @@
-"""The checkpoint format: names of files, paths of leaves, plain values as JSON, and what damage raises.
+"""Checkpoint format: file names, leaf paths, plain values as JSON, and errors for damage.
 
-A tree of tensors and plain values is two files: a JSON manifest, and the bytes of the tensors. The bytes are a
-safetensors file (eight bytes of length, a JSON header, the data), so that other programs can read them. What that
-format cannot say (strides, shared storage, rarer dtypes, plain values, checksums) is in the manifest. `_format_write`
-writes both, `_format_read` reads them, and `_shards` does the same for tensors that several ranks hold shards of.
+A tree of tensors and plain values is stored in two files: a JSON manifest, and the bytes of the tensors. The latter
+is a safetensors file (eight bytes of length, a JSON header, the data), so that other programs can read it. Facts that
+the format cannot express (strides, shared storage, rarer dtypes, plain values, checksums) are in the manifest.
+`_format_write` writes both files, `_format_read` reads them, and `_shards` does the same for tensors that are sharded
+over ranks.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quin
 
 
 class DamagedCheckpointError(ValueError):
-    """A damaged checkpoint: the message names the file and what is wrong with it."""
+    """A checkpoint is damaged. The message names the file and the damage."""
 
 
 class CheckpointVersionError(ValueError):
-    """A checkpoint whose format is newer than this looplib."""
+    """A checkpoint's format is newer than this version of looplib."""
 
 
 @contextmanager
 def sound(path: Path) -> Iterator[None]:
-    """Turn any error that malformed content of a file leads to into a DamagedCheckpointError."""
+    """Turn any error caused by malformed content of a file into a DamagedCheckpointError."""
     try:
         yield
     except (DamagedCheckpointError, CheckpointVersionError):
@@ -51,13 +52,13 @@ def sound(path: Path) -> Iterator[None]:
 
 
 def pointer(path: Any) -> str:
-    """A leaf's path as a JSON pointer (RFC 6901), such as /params/0.weight."""
+    """Path of a leaf as a JSON pointer (RFC 6901), such as /params/0.weight."""
     keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path]
     return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their paths."""
+    """Leaves of a tree, by path."""
     leaves: dict[str, Any] = {}
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         if (leaf_path := pointer(path)) in leaves:
@@ -67,20 +68,20 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 
 
 def local(leaf: Any) -> Tensor:
-    """This process's shard of a DTensor, which shares its memory."""
+    """This process's shard of a DTensor, sharing its memory."""
     with torch.no_grad():
         shard = leaf.to_local()
         return shard.wait() if hasattr(shard, "wait") else shard.detach()  # type: ignore[no-any-return]
 
 
 def extent(shape: Iterable[int], stride: Iterable[int]) -> int:
-    """The number of elements from a tensor's first to its last in memory, both counted."""
+    """Number of elements from a tensor's first to its last in memory, inclusive."""
     pairs = list(zip(shape, stride, strict=True))
     return sum((n - 1) * step for n, step in pairs) + 1 if all(n for n, _ in pairs) else 0
 
 
 def encoded(leaf_path: str, value: Any) -> dict[str, Any]:
-    """A plain value as JSON, without loss."""
+    """Encode a plain value as JSON without loss."""
     kind = type(value)
     if kind is float and not math.isfinite(value):
         return {"float": str(value)}
@@ -99,7 +100,7 @@ def encoded(leaf_path: str, value: Any) -> dict[str, Any]:
 
 
 def decoded(entry: Mapping[str, Any]) -> Any:
-    """The plain value that `encoded` wrote."""
+    """Decode a plain value written by `encoded`."""
     ((kind, value),) = entry.items()
     if kind == "value" and (value is None or type(value) in (bool, int, float, str)):
         return value
@@ -116,19 +117,19 @@ def decoded(entry: Mapping[str, Any]) -> Any:
 
 
 def envelope(checksum: int) -> bytes:
-    """The first bytes of a manifest file, before the manifest itself."""
+    """First bytes of a manifest file, before the manifest itself."""
     return b'{"crc32":%d,"manifest":' % checksum
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A CPU tensor's own memory, without numpy."""
+    """Memory of a CPU tensor as bytes, without numpy."""
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
+    """Sync a directory, so that its names survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

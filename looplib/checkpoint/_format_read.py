@@ -1,7 +1,7 @@
-"""Reading a checkpoint's files: JSON is parsed and memory mapped, and nothing in a file is ever run.
+"""Checkpoint reading: JSON is parsed and memory is mapped, and nothing in a file is executed.
 
-A manifest's checksum says that it has not changed since it was written. It may have been written to do harm, so that
-each of its entries is checked before it is used.
+A manifest's checksum shows that it has not changed since it was written. It may still have been written with bad
+intent, so each entry is checked before it is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def read_document(directory: Path) -> tuple[dict[str, Any], int]:
-    """The same, with the checksum."""
+    """Read a manifest and return it with its checksum."""
     path, data = directory / MANIFEST, directory / DATA
     try:
         document = path.read_bytes()
@@ -68,7 +68,7 @@ def read_document(directory: Path) -> tuple[dict[str, Any], int]:
 
 
 def check_files(directory: Path, manifest: Mapping[str, Any]) -> int:
-    """Check the sizes of the files of shards; returns the bytes of all files of tensors."""
+    """Check the sizes of the shard files, and return the total bytes of all tensor files."""
     total: int = manifest["bytes"]
     for name, expected in manifest.get("files", {}).items():
         total += _sized(directory / _shard_name(name), expected)
@@ -76,7 +76,7 @@ def check_files(directory: Path, manifest: Mapping[str, Any]) -> int:
 
 
 def _shard_name(name: str) -> str:
-    """The name of a file of shards; anything else, such as a path out of the directory, is refused."""
+    """Name of a shard file. Anything else, such as a path outside the directory, is refused."""
     if not _SHARD.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a file of tensors")
     return name
@@ -100,7 +100,7 @@ def _dtype(leaf_path: str, name: str) -> torch.dtype:
 
 
 class Reader:
-    """Lazy reader of a checkpoint: the manifest is checked at once, the bytes of a leaf when it is read."""
+    """Lazy checkpoint reader: checks the manifest at once, and reads a leaf's bytes on demand."""
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any]) -> None:
         self.directory = directory
@@ -162,23 +162,23 @@ class Reader:
             raise ValueError(f"{leaf_path} has a chunk of {sizes} in {length} bytes")
 
     def _file(self, name: str) -> str:
-        """The name of the file that a run of bytes lies in."""
+        """Name of the file that contains a run of bytes."""
         file: str = self.data[name].get("file", DATA)
         return file
 
     def about(self, leaf_path: str) -> Mapping[str, Any] | None:
-        """The dtype and shape of the tensor at a path, None for a plain value."""
+        """Dtype and shape of the tensor at a path, or None for a plain value."""
         return self.tensors.get(leaf_path) or self.shards.get(leaf_path)
 
     def chunks(self, leaf_path: str) -> list[tuple[list[int], list[int]]]:
-        """Offsets and sizes of the chunks that the tensor at a path is stored in: one for a whole tensor."""
+        """Offsets and sizes of the chunks in which the tensor at a path is stored: one for an unsharded tensor."""
         if leaf_path in self.shards:
             return [(chunk["offsets"], chunk["sizes"]) for chunk in self.shards[leaf_path]["chunks"]]
         shape = self.tensors[leaf_path]["shape"]
         return [([0] * len(shape), shape)]
 
     def chunk(self, leaf_path: str, index: int) -> Tensor:
-        """One of these chunks, in the file's memory."""
+        """One of these chunks, mapped from the file."""
         if leaf_path not in self.shards:
             return self.tensor(leaf_path)
         entry = self.shards[leaf_path]
@@ -186,7 +186,7 @@ class Reader:
         return self._run(chunk["data"]).view(getattr(torch, entry["dtype"])).view(chunk["sizes"])
 
     def verify(self, leaf_paths: Iterable[str], chunks: Iterable[tuple[str, int]] = ()) -> None:
-        """Compare the checksums of all bytes of these leaves, and chunks of leaves, on all cores."""
+        """Compare the checksums of all bytes of these leaves and chunks, on all cores."""
         names = {self.tensors[leaf_path]["data"] for leaf_path in leaf_paths if leaf_path in self.tensors}
         for leaf_path, index in chunks:
             entry = self.tensors.get(leaf_path) or self.shards[leaf_path]["chunks"][index]
@@ -220,7 +220,7 @@ class Reader:
         return self.runs[name]
 
     def tensor(self, leaf_path: str, copies: dict[Any, Tensor] | None = None, device: Any = "cpu") -> Tensor:
-        """The tensor at a path: in the file's memory, or in copies of runs of bytes, which `copies` keeps."""
+        """The tensor at a path: mapped from the file, or in copies of runs of bytes, which `copies` caches."""
         entry = self.tensors[leaf_path]
         name, dtype, shape = entry["data"], getattr(torch, entry["dtype"]), entry["shape"]
         run = self._run(name)

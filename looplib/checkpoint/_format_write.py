@@ -1,6 +1,6 @@
-"""Writing a tree of tensors and plain values into a directory: the data file, then the manifest.
+"""Checkpoint writing: the data file of a tree, then the manifest.
 
-Tensors that overlap in memory are written as one run of bytes, so that they share memory again when they are read.
+Tensors that overlap in memory are written as one run of bytes, so that they share memory again after reading.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ALIGNMENT = 64
 _CHUNK = 8 << 20
 
 
-# What safetensors calls a dtype. Others are stored as bytes, and the manifest alone knows what they are.
+# safetensors' names of dtypes. Tensors of other dtypes are stored as bytes, and only the manifest has their dtype.
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
@@ -50,18 +50,18 @@ _SAFETENSORS = {
 
 @dataclass
 class _Run:
-    """A run of bytes in one storage, used by one leaf or by several that overlap."""
+    """Run of bytes in one storage, used by one leaf or by several overlapping ones."""
 
     name: str
     owner: Tensor  # one of the leaves
-    low: int  # where in its storage the bytes begin and end
+    low: int  # first byte in its storage, and one past the last
     high: int
     dtype: str
     shape: list[int]
     copied: Tensor | None = None
 
     def source(self) -> Tensor:
-        """Its bytes, on whatever device."""
+        """The run's bytes, on the storage's device."""
         if self.copied is not None:
             return self.copied
         empty = torch.empty(0, dtype=torch.uint8, device=self.owner.device)
@@ -73,14 +73,14 @@ class _Span:
     leaf_path: str
     tensor: Tensor
     dtype: str
-    low: int  # where in its storage the tensor's bytes begin and end
+    low: int  # first byte of the tensor in its storage, and one past the last
     high: int
 
 
 class Parts:
-    """A tree taken apart: the runs of bytes that its tensors lie in, and the manifest's entry for each leaf.
+    """A tree split into the runs of bytes of its tensors and a manifest entry for each leaf.
 
-    Raises TypeError for a leaf that a checkpoint cannot hold, with its path.
+    Raises TypeError, with the path, for a leaf that a checkpoint cannot store.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -100,12 +100,12 @@ class Parts:
                 span = _span(leaf_path, leaf)
                 address = span.tensor.untyped_storage().data_ptr()
                 self.storages.add(address)
-                # An empty tensor has no bytes to share with another.
+                # An empty tensor has no bytes to share.
                 key = (span.tensor.device, address) if leaf.numel() else leaf_path
                 spans_by_storage.setdefault(key, []).append(span)
         for spans in spans_by_storage.values():
             self._add_runs(spans)
-        # Work queued on an accelerator must be done before another thread reads the results.
+        # Work queued on an accelerator must finish before another thread reads the results.
         self.ready = []
         devices = {tensor.device for tensor in (*self.locals.values(), *(run.owner for run in self.runs))}
         for device in devices - {torch.device("cpu")}:
@@ -122,7 +122,7 @@ class Parts:
         self.storages.add(self.locals[leaf_path].untyped_storage().data_ptr())
 
     def _add_runs(self, spans: list[_Span]) -> None:
-        """One run for each group of overlapping spans of a storage."""
+        """Add one run for each group of overlapping spans of a storage."""
         spans.sort(key=lambda span: (span.low, -span.high))
         overlapping, end = [spans[0]], spans[0].high
         for span in spans[1:]:
@@ -140,7 +140,7 @@ class Parts:
             same = (span.dtype, span.low, span.tensor.shape, span.tensor.stride())
             plain = plain and same == (first.dtype, low, first.tensor.shape, first.tensor.stride())
         if not plain:
-            low -= low % _ALIGNMENT  # so that each is still aligned for its own dtype
+            low -= low % _ALIGNMENT  # so that each stays aligned for its dtype
         name, size = first.leaf_path, high - low
         dtype, shape = _kind(first.dtype, first.tensor, size) if plain else ("U8", [size])
         self.runs.append(_Run(name, first.tensor, low, high, dtype, shape))
@@ -150,17 +150,17 @@ class Parts:
             self.tensors[span.leaf_path] = {**entry, **view}
 
     def copy(self) -> None:
-        """Copy the bytes into memory of our own, so that the tensors may be overwritten."""
+        """Copy the bytes, so that the tensors may be overwritten."""
         for run in self.runs:
             run.copied = run.source().to("cpu", copy=True)
         self.locals = {leaf_path: tensor.to("cpu", copy=True) for leaf_path, tensor in self.locals.items()}
 
     def size(self) -> int:
-        """Bytes of the tensors; of sharded ones, those of this process's shards."""
+        """Bytes of the tensors. Of sharded tensors, only this process's shards count."""
         return sum(run.high - run.low for run in self.runs) + sum(shard.nbytes for shard in self.locals.values())
 
     def description(self) -> dict[str, Any]:
-        """What must be the same on all ranks: the plain values, and the dtypes and shapes of the tensors."""
+        """Facts that must be the same on all ranks: plain values, dtypes and shapes."""
         leaves = {leaf_path: [entry["dtype"], entry["shape"]] for leaf_path, entry in self.tensors.items()}
         for leaf_path, leaf in self.sharded.items():
             leaves[leaf_path] = [str(leaf.dtype).removeprefix("torch."), list(leaf.shape), "sharded"]
@@ -168,7 +168,7 @@ class Parts:
 
 
 def runs_of(tensors: Mapping[str, Tensor]) -> list[_Run]:
-    """A run of bytes for each of these tensors, whatever they share."""
+    """One run of bytes for each of these tensors, even if they share memory."""
     spans = [_span(leaf_path, tensor.detach().contiguous()) for leaf_path, tensor in tensors.items()]
     return [
         _Run(span.leaf_path, span.tensor, span.low, span.high, *_kind(span.dtype, span.tensor, span.high - span.low))
@@ -177,7 +177,7 @@ def runs_of(tensors: Mapping[str, Tensor]) -> list[_Run]:
 
 
 def _kind(dtype: str, tensor: Tensor, size: int) -> tuple[str, list[int]]:
-    """A run's dtype and shape for safetensors; plain bytes where it has no name for the dtype."""
+    """A run's dtype and shape for safetensors; plain bytes if the format has no name for the dtype."""
     return (_SAFETENSORS[dtype], list(tensor.shape)) if dtype in _SAFETENSORS else ("U8", [size])
 
 
@@ -202,18 +202,18 @@ def _span(leaf_path: str, tensor: Tensor) -> _Span:
 
 
 def write(directory: Path, parts: Parts, about: Mapping[str, Any], helped: bool = True) -> None:
-    """Write both files into an empty directory, and sync them and it; `helped` by a thread for the checksums."""
+    """Write and sync both files into an empty directory. If `helped`, a thread computes the checksums."""
     data, size = write_data(directory / DATA, parts.runs, parts.ready, helped)
     write_manifest(directory, parts, {"format": WHOLE, **about, "bytes": size, "data": data})
 
 
 def write_manifest(directory: Path, parts: Parts, about: Mapping[str, Any]) -> None:
-    """Write the last file of a directory, and sync it and the directory."""
+    """Write the last file of a directory, and sync the file and the directory."""
     write_document(directory, {**about, "values": parts.values, "tensors": parts.tensors})
 
 
 def write_document(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a manifest with its checksum into a directory that has not taken its place yet, and sync both."""
+    """Write a manifest with its checksum into a directory that has not been renamed yet, and sync both."""
     text = orjson.dumps(manifest)
     with open(directory / MANIFEST, "wb") as file:
         file.write(envelope(zlib.crc32(text)) + text + b"}\n")
@@ -225,7 +225,7 @@ def write_document(directory: Path, manifest: Mapping[str, Any]) -> None:
 def write_data(
     path: Path, runs: Sequence[_Run], ready: Sequence[torch.Event], helped: bool
 ) -> tuple[dict[str, dict[str, int]], int]:
-    """Write the runs of bytes: returns where in the file each lies, with its checksum, and the file's size."""
+    """Write the runs of bytes, and return each run's offset and checksum and the file's size."""
     head, offsets = _header(runs)
     data, position, start = {}, 8 + len(head), 8 + len(head)
     for event in ready:
@@ -252,12 +252,12 @@ def write_data(
 
 
 def _header(runs: Sequence[_Run]) -> tuple[bytes, list[int]]:
-    """The safetensors header, and where each run begins in the data that follows it."""
+    """The safetensors header, and the offset of each run in the data that follows it."""
     entries: dict[str, Any] = {}
     offsets, end = [], 0
     for run in runs:
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-        # The format forbids gaps between tensors, so the padding that aligns the next one is a tensor of its own.
+        # The format forbids gaps between tensors, so the padding that aligns the next one is itself a tensor.
         if begin > end:
             entries[f"padding/{end}"] = {"dtype": "U8", "shape": [begin - end], "data_offsets": [end, begin]}
         offsets.append(begin)
@@ -268,10 +268,10 @@ def _header(runs: Sequence[_Run]) -> tuple[bytes, list[int]]:
 
 
 def _checksum_beside(pool: ThreadPoolExecutor, view: memoryview) -> Callable[[], int]:
-    """The checksum, computed while the bytes are written: neither holds the interpreter."""
+    """Compute a checksum while the bytes are written: both release the interpreter lock."""
     try:
         return pool.submit(zlib.crc32, view).result
-    except RuntimeError:  # the interpreter is ending: it takes no new work, and finishes what was begun
+    except RuntimeError:  # the interpreter is exiting: it accepts no new work and finishes what was started
         return lambda: zlib.crc32(view)
 
 
@@ -284,6 +284,6 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if os.nam
 
 
 def _start_writeback(descriptor: int, offset: int, size: int) -> None:
-    """Let the disk begin, so that the sync at the end finds little left to wait for."""
+    """Start writing to disk, so that the sync at the end has little left to wait for."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE

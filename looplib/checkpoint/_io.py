@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or not there at all: saving, keeping, restoring and deleting them.
+"""Atomic checkpoints: save, keep, restore and delete them.
 
-A state is taken apart into tensors and plain values by their paths (`_format_write`), put into the directory as a
-whole (`_directory`), and only then are older checkpoints deleted (`_policy`). A restore (`_restore`) goes the way back,
-into the structure of a state that the code has made, after each leaf was found to fit it.
+A state is split into tensors and plain values by path (`_format_write`) and put into the directory atomically
+(`_directory`). Only then are older checkpoints deleted (`_policy`). A restore (`_restore`) checks that each leaf fits
+the state that the code has created, and then loads the values into it.
 """
 
 from __future__ import annotations
@@ -43,105 +43,106 @@ def checkpoint_io(
     asynchronous: bool = False,
     describe: Mapping[str, Any] | None = None,
 ) -> CheckpointIO:
-    """Checkpointing into a directory: save and restore states so that no crash loses the last good one.
+    """Checkpointing: save and restore states in a directory so that no crash loses the last good one.
 
     >>> import looplib as ll, tempfile, torch
     >>> folder = tempfile.TemporaryDirectory()
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
     >>> ckpt = ll.checkpoint_io(folder.name, keep_last=3, keep_best=1, monitor="eval/loss")
-    >>> state = ckpt.restore(ll.init_state(model, optimizer))  # nothing there yet: the state itself
+    >>> state = ckpt.restore(ll.init_state(model, optimizer))  # no checkpoint yet: returns the given state
     >>> path = ckpt.save(state.replace(step=500), {"eval/loss": 0.3})
     >>> path.name, ckpt.best().step, ckpt.restore(state).step
     ('step-00000500', 500, 500)
     >>> folder.cleanup()
 
-    A checkpoint is kept while one of the policies asks for it. The latest and the best are always kept.
+    A checkpoint is complete or it does not exist, because it is written under a temporary name, synced and then
+    renamed. A checkpoint is kept as long as at least one policy asks for it; the latest and the best are always kept.
+
+    **Several processes.** Under torchrun, all ranks make the same calls. The first rank applies the policies, chooses
+    checkpoints, and writes states that all ranks hold completely, as with DDP (with its own buffers and metrics, if
+    they differ). If a state has DTensors, as made by FSDP2's `fully_shard` and tensor-parallel plans, each rank
+    writes its shards, and the checkpoint exists once all of them are on disk. All ranks must see the same directory.
+    An error on one rank is raised on all, with the rank in the message, and `save` and `wait` return when the
+    checkpoint is complete. Counts and plain values must be the same on all ranks.
+
+    A checkpoint can be restored with any number of ranks: sharded over a different mesh, with DDP, or in one process,
+    and the reverse. Each rank reads the chunks that it needs, completely, and compares their checksums. Of the other
+    chunks it checks only the file sizes.
+
+    **Format.** A checkpoint is a directory with two files. To read the weights without looplib:
+    `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. If safetensors cannot describe a
+    tensor (a view, a rarer dtype), the file holds its bytes under the name given as `data` in `manifest.json`,
+    together with dtype, shape, stride and offset in bytes. DTensors are in `tensors-RANK.safetensors`, and
+    `manifest.json` lists the offsets and sizes of their chunks as `shards`.
 
     Args:
-        directory: where the checkpoints are; it is made at the first save.
-        keep_last: how many of the newest to keep; None for all.
-        keep_best: how many of the best by `monitor` to keep.
-        monitor: name of the metric that the best is judged by.
-        mode: whether the best is the smallest ("min") or the largest ("max").
-        keep_every: keep those at multiples of this many steps.
-        keep: keep those for which this is True, of a `Checkpoint`.
-        asynchronous: write in the background. A state of donated steps, or bound to a module, is copied first; a
-            pure one is not. An error is raised by the next `save`, `restore`, `delete` or `wait`. One that none of
-            them met is printed when the process ends, which finishes the last save before.
-        describe: settings of the run by name, which each checkpoint holds, such as
+        directory: folder for the checkpoints, created at the first save.
+        keep_last: number of most recent checkpoints to keep; None keeps all.
+        keep_best: number of best checkpoints by `monitor` to keep.
+        monitor: name of the metric that defines the best.
+        mode: "min" if smaller is better, "max" if larger is.
+        keep_every: keep checkpoints at multiples of this many steps.
+        keep: function of a `Checkpoint`; keep those for which it returns True.
+        asynchronous: if True, write in the background. A state of donated steps, or bound to a module, is copied
+            first; a pure one is not. Errors are raised by the next `save`, `restore`, `delete` or `wait`. If there is
+            none, the error is printed when the process exits, after the last save has finished.
+        describe: settings of the run by name, stored in each checkpoint, such as
             `{"loader": loader, "augment": True}` or `{"loader": loader, **vars(args)}`. A loader describes its batch
-            size, order and dataset itself, and the optimizer's class and numbers come from `init_state` without being
-            given here. A `restore` warns of settings that have changed; with the loader among them, it also finds
-            where a run continues within an epoch with another batch size.
+            size, order and dataset itself, and the optimizer's class and hyperparameters are taken from `init_state`.
+            `restore` warns about settings that have changed. If the loader is included, `restore` can also continue
+            within an epoch with a different batch size.
 
     Raises:
-        ValueError: a policy that makes no sense, such as `keep_best` without `monitor`. The methods of `CheckpointIO`
-            say what they raise; each of them also raises CheckpointVersionError for a checkpoint that a newer looplib
-            wrote.
-        TypeError: `describe` is no mapping.
+        ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.
+        TypeError: `describe` is not a mapping.
 
-    Under torchrun every rank makes the same calls. The first rank chooses among the checkpoints, applies the policies,
-    and writes a state that all ranks hold whole, such as that of DDP (of buffers and metrics that differ, its own).
-    A state of DTensors, as FSDP2's `fully_shard` and tensor parallel plans make them, is written by all ranks, each its
-    shards: once all of them are on disk, the checkpoint is there. The directory must be one that all ranks see. What
-    fails on one rank raises on all, with the rank in the message; `save` and `wait` return when the checkpoint is
-    whole. Counts and plain values must be the same on all ranks.
-
-    A checkpoint of any number of ranks is restored by any other: sharded into sharded over another mesh, into DDP or
-    one process, and the other way. Each rank reads the chunks that hold some of its numbers, each as a whole, and
-    compares their checksums; of the other chunks it knows that no file is cut short.
-
-    A checkpoint is a directory of two files. To read the weights without looplib:
-    `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]`. That file holds a tensor as it is,
-    or, where safetensors cannot describe it (a view, a rarer dtype), its bytes under the name that
-    `manifest.json` gives as `data`, together with its dtype, shape, stride and offset in bytes.
-    DTensors are in `tensors-RANK.safetensors`, and `manifest.json` has the offsets and sizes of their chunks as
-    `shards`.
+    The methods of `CheckpointIO` list what they raise. Each also raises CheckpointVersionError for a checkpoint that
+    a newer looplib wrote.
     """
     policy = Policy(keep_last, keep_best, monitor, mode, keep_every, keep)
     return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe))
 
 
 class CheckpointIO:
-    """The checkpoints of one directory, as `checkpoint_io` returns it.
+    """Checkpoints of one directory, returned by `checkpoint_io`.
 
-    Where there are several ranks, all of them call each of these methods. `checkpoint_io` makes it, of a `folder`, a
-    `policy`, whether saves are `asynchronous`, and the `settings` of the run.
+    On several ranks, all of them call each of these methods. `checkpoint_io` constructs it from a `folder`, a
+    `policy`, the `asynchronous` flag and the `settings` of the run.
     """
 
     def __init__(self, folder: Path, policy: Policy, asynchronous: bool, settings: Settings) -> None:
         self._policy = policy
         self._settings = settings
         self._asynchronous = asynchronous
-        self._listing = Listing(folder)  # which the first rank alone reads
+        self._listing = Listing(folder)  # read only by the first rank
         self._background = BackgroundWriter()
         self._lock: Lock | None = None
 
     def save(self, state: TrainState, metrics: Mapping[str, float] | None = None) -> Path:
-        """Write a checkpoint of a state, then delete those that no policy keeps.
+        """Save a checkpoint, then delete those that no policy keeps.
 
-        A save of a step that has a checkpoint already replaces it, in one step that a crash cannot divide: one of the
-        two is whole at each moment. If the later one is given no metrics and its weights are the same, it keeps the
-        earlier one's.
+        If the step already has a checkpoint, it is replaced atomically: at each moment one of the two is complete. If
+        the new one has no metrics and the same weights, it keeps the metrics of the old one.
 
-        For checkpoints of the weights alone, from which no run can continue, `save(state.replace(opt_state=None))`;
-        they are restored with `weights_only`.
+        To save only the weights, use `save(state.replace(opt_state=None))`. Restore them with `weights_only`; a run
+        cannot be continued from them.
 
         Args:
             state: the state to save.
-            metrics: numbers to save with it. With the monitored one among them it is a candidate for the best.
+            metrics: name -> number, stored with the checkpoint. If the monitored metric is among them, the checkpoint
+                is a candidate for the best.
 
         Returns:
-            The path of the checkpoint, where it will be if it is written in the background.
+            The path of the checkpoint. In the background, the path that it is going to have.
 
         Raises:
-            ValueError: the monitored metric is missing or NaN; the directory has checkpoints of later steps, which are
-                another run's; the states of the ranks differ.
-            TypeError: a leaf that is neither a dense tensor nor a plain value, or a DTensor of partial sums.
-            OSError: a full disk, a directory that cannot be written, another process that writes there. The
-                checkpoints before it are untouched.
-            DonatedStateError: the state is spent.
+            ValueError: the monitored metric is missing or NaN; the directory has checkpoints of later steps, which
+                belong to a different run; or the ranks' states differ.
+            TypeError: a leaf is neither a dense tensor nor a plain value, or is a DTensor of partial sums.
+            OSError: the disk is full, the directory cannot be written, or another process writes to it. Earlier
+                checkpoints are left unchanged.
+            DonatedStateError: the state was donated to a step.
         """
         self.wait()
         ranks = together()
@@ -150,7 +151,7 @@ class CheckpointIO:
         def taken_apart() -> tuple[Parts, dict[str, Any]]:
             about = self._about(state, metrics)
             parts = Parts(trees_of(state))
-            # DTensors are always copied: nearly all are those of donated steps, which FSDP2 asks for.
+            # DTensors are always copied: nearly all come from donated steps, which FSDP2 requires.
             if self._asynchronous and (parts.sharded or (copied and ranks.first)):
                 parts.copy()
             return parts, about
@@ -177,33 +178,34 @@ class CheckpointIO:
         names: Callable[[str], bool] | None = None,
         convert: bool = False,
     ) -> TrainState:
-        """Load a checkpoint into the structure of a state and onto its devices.
+        """Restore a checkpoint into the structure of a state and onto its devices.
 
-        A state that is bound to a module stays so: the values are written into its tensors, and `state` itself is
-        spent. Leaves that share a tensor in `state` and were saved as different ones come back as different ones: the
-        module's keep their tensors, and the others get new ones.
+        If `state` is bound to a module, so is the result: the values are written into the module's tensors, and
+        `state` itself can no longer be used. If leaves that share a tensor in `state` were saved with different
+        values, they are separated: the module's leaves keep their tensors, and the others get new ones.
 
-        Between two epochs a run may continue with another `epoch_length`, that of `state`: with another batch size or
-        more data. Within an epoch it may if the loader is described to `checkpoint_io`, and one of its batches begins
-        with the sample that comes next. A warning names the settings that are different from those of the run that
-        saved the checkpoint, as far as both are known.
+        Between two epochs, a run may continue with a different `epoch_length`, namely that of `state`, for a
+        different batch size or more data. Within an epoch, this requires that the loader is described to
+        `checkpoint_io` and that one of its batches starts at the next sample. A warning names the settings that
+        differ from those of the saved run, as far as both are known.
 
         Args:
-            state: a state of the same structure, as `init_state` makes it.
-            which: the latest whole checkpoint, the "best", or that of a step.
-            weights_only: take parameters and buffers, and leave all else as it is in `state`.
-            names: `names(name) -> bool`, which parameters and buffers to take, instead of all.
-            convert: allow other dtypes than the state's.
+            state: a state of the same structure, created with `init_state`.
+            which: "latest" for the latest complete checkpoint, "best", or a step.
+            weights_only: if True, restore only parameters and buffers, and keep everything else from `state`.
+            names: `names(name) -> bool`, selects parameters and buffers to restore. Everything else is kept from
+                `state`.
+            convert: if True, allow dtypes that differ from the state's.
 
         Returns:
-            The state that was saved; `state` itself if "latest" is asked for and there is no checkpoint yet.
+            The saved state, or `state` itself if "latest" is requested and there is no checkpoint yet.
 
         Raises:
-            ValueError: the checkpoint does not fit the state, with the leaves and what differs; it stands within an
-                epoch of another length; there is no best, or no checkpoint of that step.
-            DamagedCheckpointError: the checkpoint asked for is damaged, or all of them are. A damaged latest one is
-                named in a warning, and the one before it taken; the next save renames it to damaged-...
-            DonatedStateError: the state is spent.
+            ValueError: the checkpoint does not fit the state (the message lists the leaves that differ); it is within
+                an epoch of a different length; or there is no best, or no checkpoint of that step.
+            DamagedCheckpointError: the requested checkpoint is damaged, or all of them are. If the latest one is
+                damaged, a warning names it and the one before it is used; the next save renames it to damaged-...
+            DonatedStateError: the state was donated to a step.
         """
         self.wait()
         ranks = together()
@@ -219,27 +221,27 @@ class CheckpointIO:
                         raise
                     warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
                 continue
-            if len(set(ranks.gather(loaded.checksum))) == 1:  # else it was replaced between two ranks' reading
+            if len(set(ranks.gather(loaded.checksum))) == 1:  # otherwise it was replaced while the ranks were reading
                 if loaded.differences and ranks.first:
                     warnings.warn(_changed(path, loaded.differences), stacklevel=2)
                 return loaded.state()
         return state
 
     def steps(self) -> Checkpoints:
-        """All checkpoints, oldest first, which print as a table."""
+        """List all checkpoints, oldest first. The list prints as a table."""
         return together().on_first(self._listing.read)
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, or None."""
+        """Return the latest complete checkpoint, or None."""
         return checkpoints[-1] if (checkpoints := self.steps()) else None
 
     def best(self) -> Checkpoint | None:
-        """The best checkpoint by the monitored metric, or None. Raises ValueError without `monitor`."""
+        """Return the best checkpoint by the monitored metric, or None. Raises ValueError without `monitor`."""
         self._policy.check_monitors()
         return self._policy.best(self.steps())
 
     def delete(self, *, after: int) -> None:
-        """Delete the checkpoints of steps later than `after`, to start again from there."""
+        """Delete the checkpoints of steps later than `after`, to restart from there."""
         self.wait()
 
         def delete_later() -> None:
@@ -250,11 +252,11 @@ class CheckpointIO:
         together().on_first(delete_later)
 
     def wait(self) -> None:
-        """Wait until a save in the background is done, on all ranks, and raise its error."""
+        """Wait until a background save has finished on all ranks, and raise its error."""
         self._background.wait()
 
     def _about(self, state: TrainState, metrics: Mapping[str, float] | None) -> dict[str, Any]:
-        """What the manifest says besides the leaves."""
+        """Contents of the manifest besides the leaves."""
         scores = {name: _number(name, value) for name, value in (metrics or {}).items()}
         if metrics is not None:
             self._policy.check_scores(scores)
@@ -267,7 +269,7 @@ class CheckpointIO:
         }
 
     def _locked_listing(self) -> Checkpoints:
-        """The listing, once this process alone may write, without what an interrupted replacement has left."""
+        """Acquire the write lock, remove the leftovers of an interrupted replacement, and return the listing."""
         self._lock = Lock(self._listing.folder)
         checkpoints = self._listing.read()
         for path in self._listing.superseded:
@@ -275,7 +277,7 @@ class CheckpointIO:
         return checkpoints
 
     def _begin(self, step: int) -> Entry:
-        """Where to write a checkpoint of this step, once it is known that it may be written."""
+        """Entry to write a checkpoint of this step to, after checking that it may be written."""
         checkpoints, folder = self._locked_listing(), self._listing.folder
         later = [str(checkpoint.step) for checkpoint in checkpoints if checkpoint.step > step]
         if later:
@@ -290,10 +292,10 @@ class CheckpointIO:
         return new_entry(folder, step)
 
     def _write(self, entry: Entry, parts: Parts, about: Mapping[str, Any], ranks: Together) -> None:
-        # In the background this method keeps the CheckpointIO, and so its lock, until it is done.
+        # In the background, this method keeps the CheckpointIO, and therefore its lock, alive until it is done.
         helped = not self._asynchronous
         if parts.sharded:
-            from looplib.checkpoint import _shards  # a second or two to import, for those who have shards
+            from looplib.checkpoint import _shards  # takes a second or two to import, so only for sharded states
 
             _shards.put(ranks, entry, parts, about, helped)
         else:

@@ -1,4 +1,4 @@
-"""Directory listing: the whole checkpoints of a folder, the damaged ones, and the choice among them."""
+"""Directory listing: complete and damaged checkpoints, and the choice among them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Stamp = tuple[str, int, int]
 
 
 class Listing:
-    """The checkpoints of a folder. Each manifest is read once, since an entry in place never changes.
+    """Checkpoints of a folder. Each manifest is read once, since a finished entry never changes.
 
     Attributes:
         folder: the directory, which need not exist.
-        damaged: entries that were found to be damaged, here or by a restore.
-        superseded: whole entries that a later save of the same step replaces, as the last `read` found them.
+        damaged: entries found to be damaged, here or by a restore.
+        superseded: complete entries that a later save of the same step replaces, as of the last `read`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,9 +32,9 @@ class Listing:
         self._known: dict[Stamp, Checkpoint] = {}
 
     def read(self) -> Checkpoints:
-        """The whole checkpoints, oldest first, one for each step."""
+        """Complete checkpoints, oldest first, one for each step."""
         while (described := self._try_to_read()) is None:
-            pass  # another process has removed or replaced an entry meanwhile: what took its place must be seen
+            pass  # another process has removed or replaced an entry in the meantime, so list again
         self._known = described
         latest: dict[int, Checkpoint] = {}
         self.superseded = []
@@ -45,7 +45,7 @@ class Listing:
         return Checkpoints(latest.values())
 
     def _try_to_read(self) -> dict[Stamp, Checkpoint] | None:
-        """Descriptions of the whole entries, or None if one was removed or replaced meanwhile."""
+        """Descriptions of the complete entries, or None if one was removed or replaced in the meantime."""
         described: dict[Stamp, Checkpoint] = {}
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if not number_of(path) or path in self.damaged:
@@ -60,13 +60,13 @@ class Listing:
                 if changed_since(path, stamp):
                     return None
                 self.damaged.add(path)
-                # A symbolic link to nothing has no stamp.
+                # A dangling symbolic link has no stamp.
                 reason = error if stamp else f"{path} is a symbolic link to nothing"
                 warnings.warn(f"{reason}; this checkpoint is left out", stacklevel=6)
         return described
 
     def choose(self, which: str | int, policy: Policy) -> tuple[Path, Stamp] | None:
-        """The checkpoint to restore and its stamp, or None where the latest is asked for and nothing is there."""
+        """The checkpoint to restore and its stamp, or None if the latest is requested and there is none."""
         while True:
             checkpoints = self.read()
             if which == "best":
@@ -84,7 +84,7 @@ class Listing:
                     return path, stamp
 
     def is_damaged(self, path: Path, stamp: Stamp) -> bool:
-        """Mark an entry that could not be read as damaged, unless another process has removed or replaced it."""
+        """Mark an unreadable entry as damaged, unless another process has removed or replaced it."""
         if not changed_since(path, stamp):
             self.damaged.add(path)
         return path in self.damaged
@@ -108,13 +108,13 @@ class Listing:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """What tells this entry from another of the same name."""
+    """Stamp that distinguishes this entry from another of the same name."""
     status = path.stat()
     return path.name, status.st_ino, status.st_mtime_ns
 
 
 def changed_since(path: Path, stamp: Stamp | None) -> bool:
-    """Whether another process has removed or replaced an entry; None stands for one that could not be looked at."""
+    """True if another process has removed or replaced an entry. The stamp None means it could not be read."""
     if stamp is None:
         return not path.is_symlink()
     try:

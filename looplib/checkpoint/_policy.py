@@ -1,4 +1,4 @@
-"""Retention policy: which of a list of checkpoints are kept, and which is the best."""
+"""Retention policy: which checkpoints are kept, and which one is the best."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from looplib.checkpoint._describe import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Which checkpoints are kept: each one that any of these asks for, besides the latest and the best.
+    """Retention policy: keep each checkpoint that any setting asks for, besides the latest and the best.
 
-    The arguments are those of `checkpoint_io`. Raises ValueError for values that make no sense.
+    The arguments are those of `checkpoint_io`. Raises ValueError for inconsistent values.
     """
 
     keep_last: int | None = None
@@ -37,7 +37,7 @@ class Policy:
             )
 
     def ranked(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """The checkpoints with the monitored metric, best first; of equal ones the earlier."""
+        """Checkpoints that have the monitored metric, best first. Among equal ones, the earlier comes first."""
         if self.monitor is None:
             return []
         monitor, sign = self.monitor, 1 if self.mode == "min" else -1
@@ -45,17 +45,17 @@ class Policy:
         return sorted(scored, key=lambda checkpoint: sign * _score(checkpoint, monitor))
 
     def check_monitors(self) -> None:
-        """Raise ValueError where no metric is monitored."""
+        """Raise ValueError if no metric is monitored."""
         if self.monitor is None:
             raise ValueError("there is no best without a metric: give checkpoint_io(..., monitor=...)")
 
     def best(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-        """The best of them; raises ValueError where no metric is monitored."""
+        """The best of these checkpoints. Raises ValueError if no metric is monitored."""
         self.check_monitors()
         return next(iter(self.ranked(checkpoints)), None)
 
     def dropped(self, checkpoints: Sequence[Checkpoint]) -> list[Path]:
-        """The paths of those to delete, of checkpoints in order, oldest first."""
+        """Paths of the checkpoints to delete, given a list ordered oldest first."""
         count_of_best = max(self.keep_best, 0 if self.monitor is None else 1)
         kept = {checkpoint.path for checkpoint in checkpoints[-1:]}
         kept |= {checkpoint.path for checkpoint in self.ranked(checkpoints)[:count_of_best]}
@@ -71,7 +71,7 @@ class Policy:
         return every or (self.keep is not None and self.keep(checkpoint))
 
     def check_scores(self, scores: Mapping[str, float]) -> None:
-        """Raise ValueError for metrics without the monitored one, or where it is NaN."""
+        """Raise ValueError if the monitored metric is missing or NaN."""
         if self.monitor is None:
             return
         if self.monitor not in scores:

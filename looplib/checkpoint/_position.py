@@ -1,4 +1,4 @@
-"""Position in the data: where a run continues if its epochs have a different length than when it was saved."""
+"""Position in the data: where to continue if the length of an epoch has changed since the save."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def position(
     template: TrainState,
     resume: Callable[[TrainState], TrainState] | None,
 ) -> dict[str, Any]:
-    """The counts to continue with, for the epochs of the new state.
+    """Counts to continue with, in epochs of the new state's length.
 
-    Between two epochs only `epoch_length` changes. Within one, `resume`, a loader's, finds the batch that begins with
-    the sample that comes next. Raises ValueError within an epoch without one.
+    Between two epochs only `epoch_length` changes. Within an epoch, a loader's `resume` finds the batch that starts
+    at the next sample. Raises ValueError within an epoch if there is no such loader.
     """
     saved_length, length = counts["epoch_length"], template.epoch_length
     if counts["batch"] == 0:

@@ -1,7 +1,7 @@
-"""Restoring a checkpoint into the structure of a state.
+"""Checkpoint restoring into the structure of a state.
 
-All that this process needs is read and verified first. Only then is anything written, so that a state is restored as
-a whole or not at all.
+Everything that this process needs is read and verified before anything is written, so a state is restored completely
+or not at all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from looplib.types import COUNTS, TREES, TrainState
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The leaves to restore: all of them, or parameters and buffers, or those of them that `names` chooses."""
+    """Leaves to restore: all, or parameters and buffers, or those of them that `names` selects."""
 
     weights_only: bool = False
     names: Callable[[str], bool] | None = None
@@ -54,9 +54,9 @@ class Loaded(NamedTuple):
     """A checkpoint that has been read and verified.
 
     Attributes:
-        state: makes the restored state; it cannot fail.
-        checksum: the manifest's, which tells whether two ranks have read the same checkpoint.
-        differences: the settings and the length of an epoch that are different from those it was saved with.
+        state: function that returns the restored state and cannot fail.
+        checksum: the manifest's checksum, which shows if two ranks have read the same checkpoint.
+        differences: settings, and the length of an epoch, that differ from those saved.
     """
 
     state: Callable[[], TrainState]
@@ -90,7 +90,7 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
         sharing = Sharing(leaves, wanted, saved.entry, path)
         sharing.check_weights(saved.value)
         writes = [(_memory(leaf), saved.value(leaf_path)) for leaf_path, leaf in sharing.written.items()]
-        # What is not restored, and shares memory with what is, keeps its value in memory of its own.
+        # A leaf that is not restored but shares memory with a restored one keeps its value in a copy.
         leaves |= {leaf_path: _copied(leaves[leaf_path]) for leaf_path in sharing.kept_apart}
         wanted = {leaf_path: leaf for leaf_path, leaf in wanted.items() if leaf_path not in sharing.written}
     leaves |= {leaf_path: saved.leaf(leaf_path, like) for leaf_path, like in wanted.items()}
@@ -113,11 +113,11 @@ def _copied(leaf: Tensor) -> Tensor:
 
 
 class _Saved:
-    """The saved leaves, read and verified: as values to copy, or as new leaves of a state."""
+    """Saved leaves, read and verified: as values to copy, or as new leaves of a state."""
 
     def __init__(self, reader: Reader, wanted: Mapping[str, Any]) -> None:
         self._reader = reader
-        self._copies: dict[Any, Tensor] = {}  # one for each run of bytes, so that leaves share as they did
+        self._copies: dict[Any, Tensor] = {}  # one for each run of bytes, so that leaves share memory as before
         sharded = {
             leaf_path: leaf
             for leaf_path, leaf in wanted.items()
@@ -126,20 +126,20 @@ class _Saved:
         reader.verify(wanted.keys() - sharded.keys())
         self._shards: dict[str, Tensor] = {}
         if sharded:
-            from looplib.checkpoint import _shards  # a second or two to import, for those who have shards
+            from looplib.checkpoint import _shards  # takes a second or two to import, so only for sharded states
 
             self._shards = _shards.read(reader, sharded)
 
     def entry(self, leaf_path: str) -> Mapping[str, Any] | None:
-        """Where a whole tensor lies in the file; None for a plain value, and for shards, which share nothing."""
+        """Location of an unsharded tensor in the file; None for plain values, and for shards, which share no memory."""
         return None if leaf_path in self._shards else self._reader.tensors.get(leaf_path)
 
     def value(self, leaf_path: str) -> Tensor:
-        """The values of a tensor, or of this process's shard of it, in memory that is only to be read."""
+        """Values of a tensor, or of this process's shard of it, in read-only memory."""
         return self._shards[leaf_path] if leaf_path in self._shards else self._reader.tensor(leaf_path)
 
     def leaf(self, leaf_path: str, like: Any) -> Any:
-        """A leaf with memory of its own, on the device and of the dtype of the one that it takes the place of."""
+        """A leaf in newly allocated memory, with the device and dtype of the leaf it replaces."""
         if self._reader.about(leaf_path) is None:
             return self._reader.values[leaf_path]
         if not isinstance(like, Tensor):
@@ -159,7 +159,7 @@ class _Saved:
 def _write_over(
     template: TrainState, writes: list[tuple[Tensor, Tensor]], restored: Callable[[], TrainState]
 ) -> TrainState:
-    """Copy values into tensors of this state, as a donated step does: no interrupt leaves it half done."""
+    """Copy values into this state's tensors, like a donated step: no interrupt leaves it half done."""
     _interrupts.install()
     chain = _donation.claim("ckpt.restore(state)", [leaf for leaf, _ in writes])
     _interrupts.hold()

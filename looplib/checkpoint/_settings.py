@@ -1,4 +1,4 @@
-"""Settings of a run: what a checkpoint holds of them, and how those of a later run differ."""
+"""Settings of a run, stored in checkpoints and compared when resuming."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from looplib.types import TrainState
 
 
 class Settings:
-    """What a run is made with: what the user describes, and what the run's first state knows.
+    """Settings of a run: those that the user describes, and those known from the initial state.
 
     Args:
-        describe: settings by name; a loader or an optimizer among them describes itself.
+        describe: settings by name. Loaders and optimizers among them describe themselves.
     """
 
     def __init__(self, describe: Mapping[str, Any] | None) -> None:
@@ -26,13 +26,13 @@ class Settings:
         self._of_state: Mapping[str, Any] = {}
 
     def take(self, state: TrainState) -> None:
-        """Note what a first state knows. Later states of the run do not know it any more."""
+        """Record what an initial state knows. Later states of the run no longer know it."""
         self._of_state = made_with(state) or self._of_state
 
     def resume(self, saved: Any, same_length: bool) -> Callable[[TrainState], TrainState] | None:
-        """The described loader's function that finds a state's position in its own batches.
+        """The described loader's function that converts a state's position to its own batches.
 
-        None if there is no such loader, or if it and the length of an epoch are those that the run was saved with.
+        None if there is no such loader, or if it and the length of an epoch are those of the saved run.
         """
         for name, setting in self._describe.items():
             if callable(getattr(setting, "resume", None)):
@@ -47,9 +47,9 @@ class Settings:
 
     @property
     def description(self) -> dict[str, Any]:
-        """As the manifest holds it."""
+        """Settings as stored in the manifest."""
         return {**self._of_state, **self._described}
 
     def differences(self, saved: Any) -> list[str]:
-        """The settings that are different from those that a manifest holds, in words; none for an old manifest."""
+        """Settings that differ from those in a manifest, in words. Empty for an old manifest."""
         return differences(saved, self.description) if isinstance(saved, Mapping) else []

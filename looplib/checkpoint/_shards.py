@@ -1,8 +1,8 @@
-"""Sharded tensors, written and read by the plans of torch.distributed.checkpoint.
+"""Sharded tensors, written and read with the planners of torch.distributed.checkpoint.
 
-torch's planners decide which rank writes a shard that several hold, and which saved chunks make up a shard of another
-mesh. The storage is ours: a safetensors file for each rank and one manifest, with checksums, in an entry that takes its
-place when all files are there. (torch's own writer adds a pickle.)
+torch's planners decide which rank writes a shard that several ranks hold, and which saved chunks make up a shard of a
+different mesh. looplib does the storage: a safetensors file for each rank and one manifest, with checksums, in an
+entry that is renamed when all files are complete. (torch's own writer adds a pickle.)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def put(
     about: Mapping[str, Any],
     helped: bool,
 ) -> None:
-    """Write a new entry, all ranks together; if one of them fails, nothing is left."""
+    """Write a new entry on all ranks together. If one of them fails, nothing is left behind."""
     try:
         save(
             parts.sharded,
@@ -66,7 +66,7 @@ class _Writer(StorageWriter):
         self.entry, self.parts, self.about, self.helped = entry, parts, about, helped
         self.rank = distributed.get_rank()
         self.first = False
-        self.data: dict[str, Any] = {}  # what is known of the first rank's file of whole tensors
+        self.data: dict[str, Any] = {}  # facts about the first rank's file of unsharded tensors
         self.size = 0
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -127,9 +127,9 @@ class _Writer(StorageWriter):
 
 
 def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read this process's shard of each leaf, or the whole of an unsharded one, into memory of its own.
+    """Read this process's shard of each leaf, or all of an unsharded leaf, into new memory.
 
-    Chunks of which it needs some numbers are read whole, and their checksums compared.
+    A chunk that is needed even in part is read completely, and its checksum compared.
     """
     into: dict[str, Tensor] = {}
     about: dict[str, Any] = {}
@@ -145,7 +145,7 @@ def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
         {leaf_path: leaf if is_sharded(leaf) else into[leaf_path] for leaf_path, leaf in leaves.items()},
         Metadata(about),
     )
-    plan = planner.finish_plan(planner.create_local_plan())  # each rank's own is all there is to plan
+    plan = planner.finish_plan(planner.create_local_plan())  # each rank plans only for itself
     reader.verify((), {(item.storage_index.fqn, item.storage_index.index or 0) for item in plan.items})
     for item in plan.items:
         chunk = reader.chunk(item.storage_index.fqn, item.storage_index.index or 0)
@@ -165,7 +165,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def like(leaf: Any, part: Tensor) -> Tensor:
-    """A new DTensor with the layout of `leaf`, of this process's shard."""
+    """A new DTensor with the layout of `leaf`, from this process's shard."""
     return DTensor.from_local(
         part, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
     )

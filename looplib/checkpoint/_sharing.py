@@ -1,7 +1,7 @@
-"""Shared memory of leaves: which of a bound state's tensors a restore may write into.
+"""Shared memory of leaves: the tensors of a bound state that a restore may write to.
 
-Leaves of a state may lie in the same memory, such as `extra={"start": state.params}` before the first step. Where they
-were saved as different tensors, they cannot all be written there: the later ones get memory of their own.
+Leaves of a state may share memory, such as `extra={"start": state.params}` before the first step. If they were saved
+with different values, they cannot all be written to the same memory, so the later ones get their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from looplib.checkpoint._format import extent, local
 
 
 class _Block(NamedTuple):
-    """The bytes of a storage that a tensor lies in."""
+    """Range of bytes in a storage that a tensor occupies."""
 
     leaf_path: str
     tensor: Tensor
@@ -39,12 +39,12 @@ def _block(leaf_path: str, leaf: Any) -> _Block:
 
 
 class Sharing:
-    """The tensors of a bound state that a restore writes into, and those that it must leave alone.
+    """Tensors of a bound state that a restore writes to, and those it must not change.
 
     Attributes:
-        written: the leaves whose memory takes the saved values, by path. Those of the module come first and always
-            belong to them; another leaf only if it shares no memory with them, or shared it when it was saved too.
-        kept_apart: paths of leaves that are not restored, and would change with the memory that is written.
+        written: leaves whose memory receives the saved values, by path. The module's leaves come first and are always
+            included; another leaf only if it shares no memory with them, or also shared it when it was saved.
+        kept_apart: paths of leaves that are not restored but would change with the memory that is written.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Sharing:
             self.written[block.leaf_path] = leaf
 
     def _shared_when_saved(self, block: _Block, other: _Block) -> bool:
-        """Whether two leaves lay to each other in the saved memory as they do in this state's."""
+        """True if two leaves were placed relative to each other in the saved memory as in this state's."""
         first, second = self._entry(block.leaf_path), self._entry(other.leaf_path)
         if first is None or second is None or first["data"] != second["data"]:
             return False
@@ -87,7 +87,7 @@ class Sharing:
         return alike or saved == own
 
     def check_weights(self, value: Callable[[str], Tensor]) -> None:
-        """Raise ValueError where parameters or buffers of the module share elements that were saved with two values."""
+        """Raise ValueError if parameters or buffers of the module share elements that were saved with two values."""
         for blocks in self._blocks.values():
             weights = [block for block in blocks if _of_module(block.leaf_path)]
             if any(
@@ -126,7 +126,7 @@ def _of_module(leaf_path: str) -> bool:
 def _dense_block(leaf_path: str, leaf: Any) -> _Block | None:
     try:
         return _block(leaf_path, leaf)
-    except RuntimeError:  # sparse: it has no storage to share
+    except RuntimeError:  # sparse tensors have no storage to share
         return None
 
 
@@ -135,5 +135,5 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def element_once(tensor: Tensor) -> tuple[slice, ...]:
-    """An index of each element in memory once: an expanded dimension has one to write."""
+    """Index of each element in memory once: an expanded dimension has only one to write."""
     return tuple(slice(n if step else 1) for n, step in zip(tensor.shape, tensor.stride(), strict=True))

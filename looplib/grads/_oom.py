@@ -67,9 +67,8 @@ def retry_on_oom(
     check_parts(grad_fn, "retry_on_oom")
     check_optional_count("size", size, advice="give a whole number of examples, at least 1")
     fitting = size
-    finish: Callable[[TrainState, Gradients], Gradients] | None = (
-        None  # of an engine's passes, known after the first attempt
-    )
+    # Of an engine's passes, known after the first attempt.
+    finish: Callable[[TrainState, Gradients], Gradients] | None = None
 
     def attempt(state: TrainState, batch: Any, pieces: int, count: int, part: Part) -> tuple[Gradients | None, float]:
         """Return the gradients, or None if any rank ran out of memory, and the microbatch size there."""

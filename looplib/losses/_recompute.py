@@ -70,7 +70,7 @@ def recompute(
     choose = choice(modules)
 
     def recomputing(model: nn.Module, batch: Any) -> R:
-        if not torch.is_grad_enabled() or _tracing.differentiated():  # whose whole graph is kept
+        if not torch.is_grad_enabled() or _tracing.differentiated():  # such derivatives need the whole graph
             return loss_fn(model, batch)
         chosen = outermost(model, choose, "recompute")
         own = [vars(module).get("forward") for module in chosen]

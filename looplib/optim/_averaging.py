@@ -161,9 +161,8 @@ def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state
     averaged = {**params, **chosen}, {**buffers, **statistics}
     if begun.all():
         return averaged
-    without = optimizer.evaluation(
-        params, buffers, opt_state["inner_state"]
-    )  # started for some members of a stack only
+    # Only some members of a stack have an average so far.
+    without = optimizer.evaluation(params, buffers, opt_state["inner_state"])
     return _member_by_member(begun, averaged[0], without[0]), _member_by_member(begun, averaged[1], without[1])
 
 

@@ -103,9 +103,8 @@ class Plan:
             group["params"] = []
         if not self.recipe.ours:
             vars(instance).update(attributes)
-        if (
-            len(self.idle) < 4 and not self.recipe.needs_closure
-        ):  # a closure class may keep its parameters elsewhere too
+        # A class with a closure may keep its parameters elsewhere too.
+        if len(self.idle) < 4 and not self.recipe.needs_closure:
             self.idle.append(lent)
 
     def values_at(self, opt_state: Mapping[str, Any], step: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Weights and optimizer state as other programs read and write them."""
+"""Interoperability: weights and optimizer state in the formats of plain torch, safetensors and transformers."""
 
 from looplib.checkpoint.interop._optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from looplib.checkpoint.interop._pretrained import save_pretrained

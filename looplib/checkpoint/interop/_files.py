@@ -1,4 +1,4 @@
-"""Files of weights: safetensors files, and those of `torch.save`, of which nothing is ever run."""
+"""Weight files: safetensors, and `torch.save` without executing anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def safetensors_package() -> Any:
-    """The package, or an ImportError that says how to install it."""
+    """Import safetensors, or raise an ImportError that says how to install it."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -21,11 +21,11 @@ def safetensors_package() -> Any:
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The names and tensors of a safetensors file or one of `torch.save`."""
+    """Names and tensors of a safetensors or `torch.save` file."""
     with open(path, "rb") as file:
         head = file.read(9)
     load: Callable[..., Any]
-    if head[8:] == b"{":  # the length of a JSON header, then the header
+    if head[8:] == b"{":  # safetensors starts with the length of a JSON header, then the header
         load = safetensors_package().torch.load_file
     else:
         mapped = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
@@ -34,7 +34,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         content = load(path)
     except OSError:
         raise
-    except Exception as error:  # torch raises whatever a damaged file leads to
+    except Exception as error:  # torch raises errors of many types for a damaged file
         raise ValueError(
             f"{os.fspath(path)} is damaged, or holds more than tensors and plain values, and was not loaded"
         ) from error

@@ -1,4 +1,4 @@
-"""Names of tensors: those of a module's `state_dict` and those of a state, and the module with a state's values."""
+"""Tensor names: those of a module's `state_dict` and those of a state."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ R = TypeVar("R")
 
 
 def check_state(model: nn.Module, state: TrainState) -> None:
-    """Raise ValueError for a state of another module."""
+    """Raise ValueError for a state of a different module."""
     slots = _modules.members(model)
     _modules.check_names("parameters", state.params, slots.params, model)
     _modules.check_names("buffers", state.buffers, slots.buffers, model)
 
 
 def lend(model: nn.Module, state: TrainState, body: Callable[[], R]) -> R:
-    """Call `body()` while the module has the state's values."""
+    """Call `body()` while the module holds the state's values."""
     check_state(model, state)
     return _modules.Host(model, training=False).run(state.params, state.buffers, 0, body)
 
 
 def cleaner(model: nn.Module) -> Callable[[str], str]:
-    """A function that removes what wrappers add to the names in a module's `state_dict`."""
+    """Make a function that removes what wrappers add to the names in a module's `state_dict`."""
 
     def parts_of(path: str) -> list[str]:
         return [part for part in path.split(".") if part not in _modules.TRANSPARENT]
@@ -47,7 +47,7 @@ def cleaner(model: nn.Module) -> Callable[[str], str]:
 
 
 def state_names(model: nn.Module) -> dict[str, str]:
-    """The name that a state has for each tensor in the module's `state_dict`, by its name there."""
+    """Map each name in the module's `state_dict` to the tensor's name in a state."""
     clean = cleaner(model)
     names = {id(own): name for slots in _modules.members(model) for name, own in _modules.tensors(slots).items()}
     entries = model.state_dict(keep_vars=True)
@@ -55,6 +55,6 @@ def state_names(model: nn.Module) -> dict[str, str]:
 
 
 def some(items: Collection[Any]) -> str:
-    """The first of many items, for messages."""
+    """The first few of many items, for messages."""
     shown = ", ".join(map(str, list(items)[:8])) or "none"
     return f"{shown} and {len(items) - 8} more" if len(items) > 8 else shown

@@ -1,6 +1,6 @@
-"""`optimizer_state_dict`: the optimizer's state as a `torch.optim` optimizer has it, and back.
+"""Optimizer state in the form of a `torch.optim` optimizer, and back.
 
-A torch optimizer counts its parameters by group; a state has them by the names of the innermost module.
+A torch optimizer numbers its parameters by group; a state has them under the names of the innermost module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def optimizer_state_dict(
     full_state_dict: bool = True,
     cpu_offload: bool = False,
 ) -> dict[str, Any]:
-    """`state_dict` of a `torch.optim` optimizer, from a state: with it a raw loop continues from there.
+    """Export optimizer state as a `torch.optim` state_dict, with which a raw loop can continue training.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -37,29 +37,30 @@ def optimizer_state_dict(
     >>> raw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     >>> raw.load_state_dict(ll.checkpoint.optimizer_state_dict(model, state, raw))
 
-    The tensors are copies, since torch's `load_state_dict` keeps those that it is given and writes into them. The
-    hyperparameters are `torch_optimizer`'s own, including the learning rate: looplib's schedules are functions of
-    `state.step`, while a raw loop or a torch scheduler sets it. For the same bits give `fused=True` where looplib
-    takes the fused kernel.
+    The tensors are copies, since torch's `load_state_dict` keeps the given tensors and writes to them. The
+    hyperparameters, including the learning rate, are those of `torch_optimizer`: looplib's schedules are functions of
+    `state.step`, while a raw loop or a torch scheduler sets the value. For bitwise equal updates, pass `fused=True`
+    if looplib uses the fused kernel (see `repr(optimizer)`).
 
-    Sharded tensors are gathered, as by `state_dict`, so all ranks call this. An optimizer over sharded parameters
-    takes shards: `raw.load_state_dict(ll.checkpoint.optimizer_state_dict(model, state, raw,
-    full_state_dict=False))`.
+    Sharded tensors are gathered, as with `state_dict`, so all ranks call this. An optimizer over sharded parameters
+    needs shards: `raw.load_state_dict(ll.checkpoint.optimizer_state_dict(model, state, raw, full_state_dict=False))`.
 
     Args:
-        model: the module, wrapped or not.
-        state: a state of this module, with the state of an `ll.optimizer`, wrapped by `apply_if_finite` or not.
-        torch_optimizer: an instance of the class that `ll.optimizer` was given, with the same kind of hyperparameters,
-            over the module's own parameters in any groups and any order; it is not changed. One that keeps values in
-            its groups (schedule-free ones do) needs the groups of `ll.optimizer` in the same order, the defaults last.
-        full_state_dict: gather sharded tensors; False leaves this rank's shards, as DTensors.
-        cpu_offload: return tensors on the CPU. If they are gathered, only the first of several ranks gets them, and
-            the others an empty dict. Both are torch's `StateDictOptions`.
+        model: the `nn.Module`, with or without torch's wrappers.
+        state: a state of this module, with the state of an `ll.optimizer`. The optimizer may be wrapped in
+            `apply_if_finite`.
+        torch_optimizer: an instance of the class passed to `ll.optimizer`, with the same kinds of hyperparameters,
+            over the module's own parameters in any groups and any order. It is not changed. If the class keeps values
+            in its groups, as schedule-free optimizers do, the groups must be in the order of `ll.optimizer`'s, with
+            the defaults last.
+        full_state_dict: if True, gather sharded tensors; if False, return this rank's shards as DTensors.
+        cpu_offload: if True, return tensors on the CPU. If they are gathered, only the first rank gets them, and the
+            others an empty dict. Both options are those of torch's `StateDictOptions`.
 
     Raises:
         ValueError: `torch_optimizer` has different parameters, state entries or groups.
-        TypeError: `torch_optimizer` is no torch optimizer, or the state has none of an `ll.optimizer`.
-        DonatedStateError: the state is spent.
+        TypeError: `torch_optimizer` is not a torch optimizer, or the state has no state of an `ll.optimizer`.
+        DonatedStateError: the state was donated to a step.
     """
     matched = _matched(model, state, torch_optimizer)
     keeps = _ranks.is_first() or not (cpu_offload and full_state_dict)
@@ -78,7 +79,7 @@ def optimizer_state_dict(
         packed["state"] |= {
             id: entries[name]
             for name, id in zip(names, described["params"], strict=True)
-            if entries.get(name)  # a torch optimizer has no entry where it keeps nothing
+            if entries.get(name)  # a torch optimizer has no entry for a parameter without state
         }
     if state.step and "groups" in matched.opt_state:
         for described, values in zip(packed["param_groups"], matched.opt_state["groups"], strict=True):
@@ -94,7 +95,7 @@ def _entries_of_group(
     names: list[str],
     exported: Callable[[Tensor, Tensor, str], Tensor | None],
 ) -> dict[str, dict[str, Any]]:
-    """What a torch optimizer is to keep for the parameters of a group, by their names in the state."""
+    """Entries of a torch optimizer for the parameters of a group, by their names in the state."""
     in_state = opt_state["state"]
     trained = [name for name in names if name in in_state]
     if not trained:
@@ -111,7 +112,7 @@ def _entries_of_group(
 def load_optimizer_state_dict(
     model: nn.Module, state: TrainState, torch_optimizer: torch.optim.Optimizer
 ) -> TrainState:
-    """Load the state of a `torch.optim` optimizer: looplib continues from where a raw loop is.
+    """Import the state of a `torch.optim` optimizer, to continue a raw loop's training with looplib.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -121,22 +122,22 @@ def load_optimizer_state_dict(
     >>> state = ll.init_state(model, ll.optimizer(torch.optim.AdamW, lr=1e-3)).replace(step=1)
     >>> state = ll.checkpoint.load_optimizer_state_dict(model, state, raw)
 
-    The weights are the module's own, as `init_state` takes them. You set the counts: schedules and randomness depend
-    on `step`, loaders on `epoch` and `batch`. If you have a file of an optimizer's `state_dict()`, load it into
-    `torch_optimizer` first.
+    The weights are those of the module, as `init_state` takes them. Set the counts yourself: schedules and randomness
+    depend on `step`, loaders on `epoch` and `batch`. If you have a file with an optimizer's `state_dict()`, load it
+    into `torch_optimizer` first.
 
     Args:
-        model: the module, wrapped or not.
-        state: a state of this module, with its counts set; its `opt_state` has the structure that is expected.
-        torch_optimizer: as for `optimizer_state_dict`. Its tensors are copied, take the dtypes and devices of the
-            state's, and are sharded if those are. A parameter for which it keeps nothing yet, since it never had a
-            gradient, keeps what `state` has. Schedule-free optimizers have to be in training mode.
+        model: the `nn.Module`, with or without torch's wrappers.
+        state: a state of this module, with its counts set. Its `opt_state` has the expected structure.
+        torch_optimizer: as for `optimizer_state_dict`. Its tensors are copied, converted to the dtypes and devices of
+            the state's, and sharded if those are. A parameter that never had a gradient has no state there and keeps
+            the one in `state`. Schedule-free optimizers must be in training mode.
 
     Raises:
-        ValueError: `torch_optimizer` has different parameters, state entries or groups, or has made no step;
+        ValueError: `torch_optimizer` has different parameters, state entries or groups, or has made no step; or
             `state.step` is 0.
-        TypeError: `torch_optimizer` is no torch optimizer, or the state has none of an `ll.optimizer`.
-        DonatedStateError: the state is spent.
+        TypeError: `torch_optimizer` is not a torch optimizer, or the state has no state of an `ll.optimizer`.
+        DonatedStateError: the state was donated to a step.
     """
     matched = _matched(model, state, torch_optimizer)
     cls = type(torch_optimizer).__name__
@@ -178,11 +179,11 @@ def _check_steps(cls: str, loaded: bool, expected: bool, step: int) -> None:
 
 
 class _Matched(NamedTuple):
-    """A torch optimizer's parameters and a state's.
+    """Correspondence of a torch optimizer's parameters with a state's.
 
     Attributes:
         names: the state's names of the parameters in each of the optimizer's groups.
-        opt_state: what the innermost `ll.optimizer` keeps, without the wrappers around it.
+        opt_state: state of the innermost `ll.optimizer`, without its wrappers.
     """
 
     names: list[list[str]]
@@ -194,7 +195,9 @@ def _matched(model: nn.Module, state: TrainState, torch_optimizer: torch.optim.O
     check_type("torch_optimizer is", torch_optimizer, torch.optim.Optimizer, advice)
     check_state(model, state)
     opt_state = state.opt_state
-    while isinstance(opt_state, Mapping) and "inner_state" in opt_state:  # a wrapper's, such as apply_if_finite's
+    while (
+        isinstance(opt_state, Mapping) and "inner_state" in opt_state
+    ):  # the state of a wrapper such as apply_if_finite
         opt_state = opt_state["inner_state"]
     if not isinstance(opt_state, dict) or "state" not in opt_state:
         raise TypeError(
@@ -237,7 +240,7 @@ def _names_by_group(model: nn.Module, torch_optimizer: torch.optim.Optimizer) ->
 
 
 def _with_innermost(opt_state: Any, innermost: Any) -> Any:
-    """The state of wrapped optimizers with another one for the innermost."""
+    """Replace the innermost state in the state of wrapped optimizers."""
     if "inner_state" not in opt_state:
         return innermost
     return {**opt_state, "inner_state": _with_innermost(opt_state["inner_state"], innermost)}
@@ -251,7 +254,7 @@ def _converted(
     taker: str,
     copied: Callable[[Tensor, Tensor, str], Tensor | None],
 ) -> dict[str, Any]:
-    """Copies of what is kept for one parameter, of tensors by `copied(value, like, what)`."""
+    """Copy one parameter's entries, converting tensors with `copied(value, like, what)`."""
     if entry.keys() != like.keys():
         raise ValueError(
             f"for {name}, {giver} keeps {sorted(entry) or 'nothing'}, and {taker} keeps {sorted(like) or 'nothing'}: "

@@ -1,4 +1,4 @@
-"""`save_pretrained`: a state as a folder that Hugging Face's transformers reads."""
+"""`save_pretrained`: export a state as a folder for Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from looplib.types import TrainState
 
 
 def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.PathLike[str], **arguments: Any) -> None:
-    """Save a `transformers` model with the state's values, as the model's own `save_pretrained` does.
+    """Save a `transformers` model with a state's values, using the model's own `save_pretrained`.
 
     >>> import looplib as ll, tempfile, transformers
     >>> config = transformers.BertConfig(
@@ -25,26 +25,26 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
     >>> folder = tempfile.mkdtemp()
     >>> ll.checkpoint.save_pretrained(model, ll.init_state(model), folder)
 
-    Any program that knows `transformers` can read the folder. To load it again:
+    Every program that uses `transformers` can read the folder. To load it again:
 
     >>> model = transformers.AutoModel.from_pretrained(folder)
     >>> state = ll.init_state(model)
 
-    All ranks call this, and the first one writes, as in `save_safetensors`.
+    All ranks call this and the first one writes, as with `save_safetensors`.
 
     Args:
-        model: a `transformers` model, wrapped or not. Saving records the dtype and the class in its `config`, as
-            always.
-        state: a state of this module, bound to it or not.
-        directory: the folder; it is made if it does not exist.
+        model: a `transformers` model, with or without torch's wrappers. As always when saving, its `config` records
+            dtype and class.
+        state: a state of this module. It need not be bound to it.
+        directory: the folder, created if it does not exist.
         arguments: further arguments of `save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        TypeError: a model that has no `save_pretrained`.
+        TypeError: the model has no `save_pretrained`.
         NotADirectoryError: `directory` is a file.
-        ValueError: as `state_dict`; or several ranks would have to write, because of `distributed_checkpoint=True` or
-            because `transformers` divided the model itself.
-        DonatedStateError: the state is spent.
+        ValueError: see `state_dict`; or several ranks would have to write, because of `distributed_checkpoint=True`
+            or because `transformers` sharded the model itself.
+        DonatedStateError: the state was donated to a step.
     """
     inner: Any = [module for name, module in _modules.named_modules(model) if not name][-1]
     if not callable(getattr(inner, "save_pretrained", None)):
@@ -63,9 +63,9 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
     weights = state_dict(model, state, cpu_offload=True)
 
     def write() -> None:
-        if Path(directory).is_file():  # transformers logs this and returns
+        if Path(directory).is_file():  # transformers only logs this case and returns
             raise NotADirectoryError(f"{directory} is a file; save_pretrained needs a folder")
-        # With the values in the module too, for what is read off it: the dtype in config.json.
+        # The module holds the values too, because transformers reads the dtype for config.json from it.
         lend(model, state, lambda: inner.save_pretrained(directory, state_dict=weights, **arguments))
 
     ranks.on_first(write)

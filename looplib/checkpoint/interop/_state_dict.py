@@ -1,4 +1,4 @@
-"""`state_dict`: the weights of a state as plain torch has them, and back."""
+"""`state_dict`: weights of a state in the form of plain torch, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from looplib.types import TrainState
 
 
 def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False) -> dict[str, Any]:
-    """`model.state_dict()` with the values of a state: for `torch.save`, or for plain torch.
+    """Return `model.state_dict()` with the values of a state, for `torch.save` or plain torch.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -28,37 +28,37 @@ def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False
     >>> torch.nn.Linear(2, 1).load_state_dict(weights)
     <All keys matched successfully>
 
-    The names and their order are the module's. Tied weights appear under each of their names, buffers that are not
-    persistent are left out, and names have no `module.` or `_orig_mod.`, whatever wraps the module or a part of it.
-    For other weights of the same names, such as an average in `extra`, give `state.replace(params=...)`.
+    Names and order are the module's, without the `module.` or `_orig_mod.` of wrappers. Tied weights appear under
+    each of their names, and non-persistent buffers are left out. To export different weights under the same names,
+    such as an average in `extra`, pass `state.replace(params=...)`.
 
-    The tensors are the state's own memory: save or copy them before a donated step writes over it.
+    The tensors share the state's memory: save or copy them before a donated step overwrites it.
 
-    Tensors that the ranks hold shards of are gathered, so all ranks call this. (`ll.bind` is for a module that is
-    sharded as the state is.) No rank has more than one whole tensor at a time besides those that it keeps, and with
-    `cpu_offload` only the first rank keeps any, in its host's memory:
+    Sharded tensors are gathered, so all ranks call this. (`ll.bind` is for a module with the same sharding as the
+    state.) Each rank holds at most one gathered tensor at a time besides those it returns. With `cpu_offload` only
+    the first rank returns tensors, in CPU memory:
 
         weights = ll.checkpoint.state_dict(model, state, cpu_offload=True)
         if ll.distributed.is_rank_zero():
             torch.save(weights, "weights.pt")
 
     Args:
-        model: the module, wrapped or not; the state need not be bound to it.
+        model: the `nn.Module`, with or without torch's wrappers. The state need not be bound to it.
         state: a state of this module.
-        cpu_offload: return tensors on the CPU, each moved there before the next is gathered. Of several ranks only
-            the first gets them, and the others an empty dict, as with torch's
+        cpu_offload: if True, return tensors on the CPU, each moved there before the next is gathered. On several
+            ranks, only the first gets them, and the others an empty dict, as with torch's
             `StateDictOptions(full_state_dict=True, cpu_offload=True)`.
 
     Raises:
-        ValueError: a state of another module.
-        DonatedStateError: the state is spent.
+        ValueError: the state belongs to a different module.
+        DonatedStateError: the state was donated to a step.
     """
     keeps = _ranks.is_first() or not cpu_offload
 
     def exported() -> dict[str, Any]:
         clean, names = cleaner(model), state_names(model)
         entries: dict[str, Any] = model.state_dict()
-        gathered: dict[str, Tensor | None] = {}  # one for all names of tied weights
+        gathered: dict[str, Tensor | None] = {}  # one tensor for all names of tied weights
         for key in list(entries):
             value, key = entries.pop(key), clean(key)
             if isinstance(value, Tensor):
@@ -69,7 +69,7 @@ def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False
                 value = gathered[name]
             if keeps:
                 entries[key] = value
-        versions = getattr(entries, "_metadata", {})  # by names of modules
+        versions = getattr(entries, "_metadata", {})  # by module name
         for key in list(versions):
             versions[clean(key)] = versions.pop(key)
         return entries
@@ -85,7 +85,7 @@ def load_state_dict(
     strict: bool = True,
     names: Callable[[str], bool] | None = None,
 ) -> TrainState:
-    """Load the weights of a `state_dict`, or of a file of one, into a state; all else stays as it is.
+    """Load the weights of a `state_dict`, or of a weight file, into a state. Everything else in it is kept.
 
     >>> import looplib as ll, torch
     >>> model, pretrained = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
@@ -93,32 +93,32 @@ def load_state_dict(
     >>> torch.equal(state.params["weight"], pretrained.weight)
     True
 
-    Load only a part, such as all but the head, which may then have a different shape:
+    To load only a part, such as everything but the head, which may then have a different shape:
 
     >>> mapping = {"weight": torch.zeros(1, 2), "bias": torch.zeros(10)}
     >>> state = ll.checkpoint.load_state_dict(model, state, mapping, names=lambda name: name != "bias")
 
-    The values are copied, and take the state's dtypes and devices. The new state is not bound to the module;
+    The values are copied and converted to the state's dtypes and devices. The new state is not bound to the module;
     `ll.bind(model, state)` binds it.
 
-    If the state is sharded, each rank takes its shard of the whole tensor that it is given, without communication,
-    and reads only that from a file. A `source` that is itself sharded is gathered, by all ranks.
+    If the state is sharded, each rank takes its shard from the given tensors without communication, and reads only
+    that from a file. A `source` that is itself sharded is gathered, by all ranks.
 
     Args:
-        model: the module, wrapped or not.
+        model: the `nn.Module`, with or without torch's wrappers.
         state: a state of this module.
-        source: names and tensors, as the `state_dict()` of the module or of the innermost one gives them; or the path
-            of a safetensors file or one of `torch.save`, whose code is never run (`weights_only=True`). Of tied weights
-            one name is enough.
-        strict: refuse missing and unexpected names. At least one name must fit in any case.
-        names: `names(name) -> bool`, which names to load; others are ignored in the state and in the source.
+        source: name -> tensor, as from the `state_dict()` of the module or its innermost one; or the path of a
+            safetensors or `torch.save` file, whose code is never executed (`weights_only=True`). For tied weights,
+            one of the names is enough.
+        strict: if True, refuse missing and unexpected names. At least one name must match in any case.
+        names: `names(name) -> bool`, selects names to load. Others are ignored in the state and in the source.
 
     Raises:
-        ValueError: names, shapes or dtypes that do not fit, all in one message; values of tied weights that differ;
-            a file that is damaged, or holds more than tensors and plain values.
-        TypeError: `source` is neither names and tensors nor a path.
-        ImportError: a safetensors file, without `pip install looplib[safetensors]`.
-        DonatedStateError: the state is spent.
+        ValueError: names, shapes or dtypes do not match (all listed in one message); tied weights have different
+            values; or the file is damaged or holds more than tensors and plain values.
+        TypeError: `source` is neither a mapping of tensors nor a path.
+        ImportError: the file is in safetensors format and safetensors is not installed.
+        DonatedStateError: the state was donated to a step.
     """
     check_type("source is", source, (Mapping, str, os.PathLike), "give a state_dict, or the path of a file of one")
     check_state(model, state)
@@ -127,7 +127,8 @@ def load_state_dict(
     chosen = {
         key: value
         for key, value in ((clean(str(key)), value) for key, value in given.items())
-        if (names is None or names(key)) and not key.endswith("_extra_state")  # which is the module's own
+        if (names is None or names(key))
+        and not key.endswith("_extra_state")  # an `_extra_state` belongs to the module
     }
     problems = _unmatched(name_of, chosen, strict, names)
     loaded, misfits = _fitted(name_of, chosen, {**state.params, **state.buffers})
@@ -147,7 +148,7 @@ def load_state_dict(
 def _unmatched(
     name_of: Mapping[str, str], chosen: Mapping[str, Any], strict: bool, names: Callable[[str], bool] | None
 ) -> list[str]:
-    """What is missing or unexpected, in words."""
+    """Missing and unexpected names, in words."""
     ours = [key for key in name_of if names is None or names(key)]
     unexpected = [key for key in chosen if key not in name_of]
     covered = {name_of[key] for key in chosen if key in name_of}
@@ -164,10 +165,10 @@ def _unmatched(
 def _fitted(
     name_of: Mapping[str, str], chosen: Mapping[str, Any], held: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Copies like the state's tensors, by their names in the state, and what does not fit, in words."""
+    """Copies like the state's tensors, by their names in the state, and the mismatches, in words."""
     loaded: dict[str, Tensor] = {}
     misfits: list[str] = []
-    first_key: dict[str, str] = {}  # of the names of tied weights, the one that was loaded
+    first_key: dict[str, str] = {}  # for tied weights, the name that was loaded
     for key in [key for key in name_of if key in chosen]:
         name, value = name_of[key], chosen[key]
         like = held[name]
@@ -191,7 +192,7 @@ def _misfit(value: Any, like: Tensor) -> str:
 
 
 def _hint(unexpected: list[str], given: Mapping[str, Any], name_of: Mapping[str, str]) -> str:
-    """Advice for the usual misfits."""
+    """Advice for common mismatches."""
     if nested := [key for key in unexpected if isinstance(given[key], Mapping)]:
         return f" ({nested[0]} is a dict: if the weights are in it, give that)"
     prefix = unexpected[0].partition(".")[0] + "."

@@ -1,4 +1,4 @@
-"""Whole tensors and shards: outside a state all tensors are whole, and ranks gather what they hold shards of."""
+"""Gathering: tensors outside a state are unsharded, so ranks gather their shards."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from looplib._core.ranks import is_sharded, shards
 
 
 def whole(tensor: Tensor, *, trim: bool = False) -> Tensor:
-    """The whole tensor; where each rank holds a shard of it, all of them gather it together."""
+    """Return the unsharded tensor. If it is sharded, all ranks gather it together."""
     if not is_sharded(tensor):
         return tensor
     meeting = tensor.device_mesh.device_type
     with torch.no_grad():
         shard = tensor if tensor.device.type == meeting else tensor.to(meeting)  # offloaded
         gathered: Tensor = shard.full_tensor().detach().to(tensor.device)
-    # Shards of unequal size are padded to be sent: torch.save would write the padding too.
+    # Shards of unequal size are padded for sending, and torch.save would write the padding too.
     oversized = gathered.untyped_storage().nbytes() > gathered.nbytes
     return gathered.clone() if trim and oversized else gathered
 
 
 def copied_like(value: Tensor, like: Tensor) -> Tensor:
-    """A copy laid out as `like` is: its dtype, device and strides, and this rank's shard of it if that is sharded."""
+    """Copy a value with the dtype, device, strides and sharding of `like`."""
     copied = torch.empty_like(like, requires_grad=False)
     with torch.no_grad():
         if not is_sharded(like):
@@ -38,12 +38,12 @@ def copied_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def same_values(one: Tensor, other: Tensor, like: Tensor) -> bool:
-    """Whether the values are the same once they are in the state."""
+    """True if two values are the same after conversion to the state's tensor."""
     one, other = (whole(value).detach().to(like.device, like.dtype) for value in (one, other))
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def shape_of(tensor: Tensor) -> str:
-    """The shape of a state's tensor, for messages."""
+    """Shape of a state's tensor, for messages."""
     advice = ", of which each rank holds a part: give it whole" if is_sharded(tensor) else ""
     return f"{tuple(tensor.shape)}{advice}"
