@@ -199,9 +199,17 @@ def _microbatch_of(
                 _backward(objective_of(again, 0, True, 1.0).value, 0.0, part.scale)
             grads, after = leaves.grads(), host.buffers() if host.slots.buffers else {}
         counted = passes.samples(samples, first) if shared else samples
-        return Gradients(grads, metrics, after, counted, objective.weight, objective.normalizer, passes.ranks)
+        weight, normalizer, ranks = objective.weight, objective.normalizer, passes.ranks
+        added_up = _writes(grads) if summed and ranks > 1 else None
+        return Gradients(
+            grads, metrics, after, counted, weight, normalizer, ranks, scale=part.scale, added_up=added_up
+        )
 
     return microbatch
+
+
+def _writes(grads: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    return {name: (grad, torch_private.version(grad)) for name, grad in grads.items()}
 
 
 def _check_reached(out: Gradients, names: Sequence[str]) -> None:
@@ -414,34 +422,36 @@ def record(name: str, value: Any, samples: int) -> Metric:
     raise ValueError(f"{name!r} has {found}; give a scalar, a Mean(total, weight), or another metric")
 
 
-def check_grad_fn(grad_fn: Any, who: str) -> None:
-    """Raise unless this is a `GradFn`, or a function that may be one."""
+def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:
+    """The `GradFn` to call; raises unless this is one, or a function that may be one."""
     inside = f"; put it inside: make_train_step({who}(grad_fn, ...), optimizer)"
     steps = ("train_step", "eval_step", "predict_step")
-    kinds.check_kind(grad_fn, who, "grad_fn", advice=inside if kinds.kind_of(grad_fn) in steps else "")
+    return kinds.checked(grad_fn, who, "grad_fn", advice=inside if kinds.kind_of(grad_fn) in steps else "")
 
 
-def check_whole(grad_fn: GradFn, who: str) -> None:
-    """Raise unless this `GradFn` returns gradients of the parameters, and not one gradient per sample."""
-    check_grad_fn(grad_fn, who)
+def check_whole(grad_fn: GradFn, who: str) -> GradFn:
+    """The same; raises unless it returns gradients of the parameters, and not one gradient per sample."""
+    checked = check_grad_fn(grad_fn, who)
     if (record := kinds.made(grad_fn)) is not None and record.per_sample:
         raise ValueError(
             f"gradients of each sample do not add up within {who}: bring them together inside, "
             f"{who}(clip_per_sample({record.name}(...), max_norm), ...)"
         )
+    return checked
 
 
-def check_parts(grad_fn: GradFn, who: str, but: str = "") -> None:
-    """Raise if this `GradFn` has no meaning for microbatches, which `who` is going to ask for."""
-    check_whole(grad_fn, who)
+def check_parts(grad_fn: GradFn, who: str, but: str = "") -> GradFn:
+    """The same; raises if it has no meaning for microbatches, which `who` is going to ask for."""
+    checked = check_whole(grad_fn, who)
     for record in kinds.chain(grad_fn):
         if record.whole_step and record.name != but:
             raise ValueError(_order(record.name, who))
+    return checked
 
 
-def check_scalable(grad_fn: GradFn, who: str) -> None:
-    """Raise if this `GradFn` has no meaning for a scaled loss."""
-    check_whole(grad_fn, who)
+def check_scalable(grad_fn: GradFn, who: str) -> GradFn:
+    """The same; raises if it has no meaning for a scaled loss."""
+    checked = check_whole(grad_fn, who)
     for record in kinds.chain(grad_fn):
         if record.name == who:
             raise ValueError(f"{who} within {who}: once is enough")
@@ -449,6 +459,7 @@ def check_scalable(grad_fn: GradFn, who: str) -> None:
             raise ValueError(_order(record.name, who))
         if record.per_sample:
             raise ValueError(PER_SAMPLE_SCALED)
+    return checked
 
 
 PER_SAMPLE_SCALED = (

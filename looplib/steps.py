@@ -153,11 +153,11 @@ def make_train_step(
         _refuse_unknown(unknown)
     if not callable(grad_fn) or isinstance(grad_fn, nn.Module):
         raise TypeError(f"grad_fn is a {type(grad_fn).__name__}; give ll.make_grad_fn(model, loss_fn)")
-    check_whole(grad_fn, "make_train_step")
+    given, grad_fn = grad_fn, check_whole(grad_fn, "make_train_step")
     advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
     check_type("optimizer is", optimizer, Optimizer, advice)
     step_of = _donated_step if donate else _pure_step
-    parts = Parts("train", _core(grad_fn, optimizer), (grad_fn, optimizer.update), donate, same_batch)
+    parts = Parts("train", _core(grad_fn, optimizer), (given, optimizer.update), donate, same_batch)
     return with_parts(step_of(grad_fn, optimizer, same_batch), parts)
 
 

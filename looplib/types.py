@@ -147,6 +147,7 @@ Grads = dict[str, Tensor]
 LossFn = Callable[[Any, Any], Any]
 
 
+@instances_are("gradients")
 class Gradients(NamedTuple):
     """Gradients and metrics of one batch, as returned by a `GradFn`.
 
@@ -171,6 +172,9 @@ class Gradients(NamedTuple):
             those of `nn.Embedding(max_norm=...)`. None for most models.
         finish: `finish(state, gradients)`, which combines the sums of all ranks if an engine has not sent anything
             yet (see `retry_on_oom`); otherwise None.
+        scale: the `Part.scale` by which the loss was multiplied, else None.
+        added_up: name -> gradient and the number of writes to it, where an engine adds up the microbatches itself, so
+            that a wrapper within `accumulate` that changes them is refused; else None.
     """
 
     grads: Grads
@@ -182,6 +186,8 @@ class Gradients(NamedTuple):
     ranks: int = 1
     params: Params | None = None
     finish: Callable[[TrainState, Gradients], Gradients] | None = None
+    scale: Tensor | None = None
+    added_up: dict[str, tuple[Tensor, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def things():
         "sink": ll.console(),
         "file": ll.jsonl("runs/none.jsonl"),
         "schedule": ll.warmup_cosine(0.1, warmup=1, total=9),
-        "loader": ll.make_loader(torch.utils.data.TensorDataset(torch.ones(4, 3)), batch_size=2),
+        "loader": ll.make_loader(torch.ones(4, 3), batch_size=2),
         "state": ll.init_state(model, optimizer),
         "number": 3,
     }
@@ -127,20 +127,21 @@ TABLE = [
 ]
 
 
-def call(function, parameter, thing):
+def call(function, parameter, thing, state=None):
     """The function with one argument of another kind, and all others right."""
+    given = THINGS[thing] if isinstance(thing, str) else thing
     args, kwargs = [], {}
     for name, one in inspect.signature(function).parameters.items():
-        right = {"state": THINGS["state"], **FILLERS}
+        right = {"state": THINGS["state"] if state is None else state, **FILLERS}
         right["loader"] = THINGS["loader"]
         right |= {p: THINGS[next(iter(kinds))] for p, kinds in PARAMETERS.items()}
         right |= {p: THINGS[sorted(k)[0]] for (f, p), k in SPECIAL.items() if f.endswith(f".{function.__name__}")}
         if one.kind is one.VAR_POSITIONAL:
-            args += [THINGS[thing]] if name == parameter else []
+            args += [given] if name == parameter else []
         elif one.kind is one.VAR_KEYWORD:
             continue
         elif name == parameter or one.default is one.empty:
-            value = THINGS[thing] if name == parameter else right[name]
+            value = given if name == parameter else right[name]
             if one.kind is one.KEYWORD_ONLY:
                 kwargs[name] = value
             else:
@@ -210,3 +211,74 @@ def test_plain_functions_of_a_users_own_are_taken_everywhere():
     ll.tee(lambda state, values: None, print)(state, {"a": 1.0})
     ll.log.only(lambda *args: None, {"a"})(state, {"a": 1.0})
     ll.autocast(lambda m, b: m(b))(THINGS["model"], batch)
+
+
+# Plain functions of a model, whose parameters are not named so, and what they fail with or return.
+PLAIN = {
+    "calls the model": lambda m, b, more=None: m(b).square().mean(),
+    "reads a weight": lambda m, b, more=None: b @ m.weight.T,
+    "gives the model to torch": lambda m, b, more=None: nn.functional.linear(b, m),
+    "returns nothing": lambda m, b, more=None: None,
+    "returns a tuple": lambda m, b, more=None: (b, b, b),
+}
+CALLED = [
+    pytest.param(name, function, parameter, kinds, plain, id=f"{name}({parameter}={plain})")
+    for name, function, parameter, kinds in takers()
+    if kinds & (STEPS | {"grad_fn"}) and name != "grads.wrapper"
+    for plain in PLAIN
+    if "predict_step" not in kinds or "returns" not in plain  # which a predict step may return
+]
+
+
+@pytest.mark.parametrize(("name", "function", "parameter", "kinds", "plain"), CALLED)
+def test_a_plain_function_of_another_kind_is_named_when_it_is_called(name, function, parameter, kinds, plain):
+    optimizer = ll.optim.dynamic_loss_scale(THINGS["optimizer"])
+    optimizer = optimizer if name == "grads.scale_loss" else THINGS["optimizer"]
+    state = ll.init_state(THINGS["model"], optimizer, epoch_length=2)
+    batch = [torch.ones(4, 3)] if name == "grads.accumulate" else torch.ones(4, 3)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        call(function, parameter, PLAIN[plain], state=state)(state, batch)
+    message = str(raised.value)
+    assert "<lambda>" in message or "got a function" in message
+    assert re.search(r"\bgive\b|Give it", message), message
+
+
+def test_a_users_own_error_is_handed_on():
+    def step(state, batch):
+        return {"n": ll.Mean(batch.nonsense)}
+
+    with pytest.raises(AttributeError, match="nonsense"):
+        ll.evaluate(step, THINGS["state"], [torch.ones(4, 3)])
+
+
+def test_the_message_names_the_function_that_the_user_gave_through_wrappers():
+    loss = PLAIN["calls the model"]
+    step = ll.predicates.stop_when(ll.evaluation.split_on_oom(loss), ll.after_steps(9))
+    with pytest.raises(TypeError, match=r"split_on_oom got <lambda>\(m, b, more\), .* failed on the state"):
+        ll.evaluate(step, THINGS["state"], [torch.ones(4, 3)])
+
+
+def test_steps_in_a_wrapper_of_any_step_are_still_of_their_kind():
+    step = ll.predicates.stop_when(THINGS["train_step"], ll.after_steps(9))
+    with pytest.raises(TypeError, match=r"evaluate got a train step \(of stop_when\); give an eval step"):
+        ll.evaluate(step, THINGS["state"], [])
+    with pytest.raises(TypeError, match=r"predict got an eval step \(of split_on_oom\)"):
+        list(ll.predict(ll.evaluation.split_on_oom(THINGS["eval_step"]), THINGS["state"], []))
+
+
+def test_a_wrapper_that_keeps_the_part_to_itself_does_not_lose_the_loss_scale():
+    optimizer = ll.optim.dynamic_loss_scale(THINGS["optimizer"])
+    state, batch = ll.init_state(THINGS["model"], optimizer), torch.ones(4, 3)
+
+    def deaf(state, batch, part=None):
+        return THINGS["grad_fn"](state, batch)
+
+    with pytest.raises(TypeError, match="scale_loss would divide gradients by a scale that their loss was not"):
+        ll.grads.scale_loss(deaf)(state, batch)
+    heard = ll.grads.scale_loss(lambda *call: THINGS["grad_fn"](*call))(state, batch).grads
+    torch.testing.assert_close(heard, THINGS["grad_fn"](state, batch).grads)
+
+
+def test_an_eval_step_is_profiled_too(tmp_path):
+    step = ll.log.profiled(THINGS["eval_step"], ll.after_steps(0) & ~ll.after_steps(1), tmp_path)
+    assert ll.evaluate(step, THINGS["state"], [torch.ones(4, 3)]).keys() == {"loss"}

@@ -3,14 +3,15 @@
 To Python all of these are callables, and many take two arguments. So looplib marks the functions that it makes with a
 record, `Made`: what kind they are of, who made them, what they wrap, and what is known of the result. Those who are
 given a function read the record, through all wrappers that are marked too. Of a plain function they see its
-parameters alone.
+parameters alone, and what it does with the state and returns when it is called.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -91,6 +92,12 @@ def mark(function: F, made: Made) -> F:
     return function
 
 
+def mark_alike(function: F, name: str, inner: Any) -> F:
+    """The function, marked as of the kind of the one that it wraps, where that is known."""
+    kind = kind_of(inner)
+    return function if kind is None else mark(function, Made(kind, name, inner))
+
+
 def made(function: Any) -> Made | None:
     """What is known of a function, or None."""
     record, owner = getattr(function, "__looplib__", None) or (None, None)
@@ -129,6 +136,76 @@ def check_kind(thing: Any, who: str, *expected: str, advice: str = "") -> None:
         return
     wanted = " or ".join(dict.fromkeys(KINDS[name][2] for name in expected))
     raise TypeError(f"{who} got {_named(thing, kind)}; give {wanted}{advice}")
+
+
+class WrongKindError(TypeError):
+    """A plain function showed when it was called that it is of another kind."""
+
+
+def checked(thing: F, who: str, *expected: str, advice: str = "") -> F:
+    """What to call: a step or grad_fn, or in the place of a plain function, one that says by name what is wrong.
+
+    A plain function of two arguments may be a function of a model. That shows when it is called: it fails on the
+    state that it takes for a module, or does not return what is expected.
+
+    Raises TypeError as `check_kind` does.
+    """
+    check_kind(thing, who, *expected, advice=advice)
+    if kind_of(thing) in expected:
+        return thing
+    wanted = " or ".join(KINDS[name][2] for name in expected)
+    should = " or ".join(dict.fromkeys(_RETURNS[name][0] for name in expected))
+
+    @functools.wraps(thing)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            out = thing(*args, **kwargs)
+        except (AttributeError, TypeError) as error:
+            about_the_state = "'TrainState'" in str(error) or "not TrainState" in str(error)
+            if not about_the_state or isinstance(error, WrongKindError):
+                raise
+            raise WrongKindError(
+                f"{who} got {_named(thing, None)}, which is called with a state and a batch and failed on the state "
+                f"({error}); give {wanted}"
+            ) from error
+        if not any(_RETURNS[name][1](out) for name in expected):
+            raise WrongKindError(
+                f"{who} got {_named(thing, None)}, which returned {_returned(out)} and should return {should}; "
+                f"give {wanted}"
+            )
+        return out
+
+    return called  # type: ignore[return-value]
+
+
+def _is_state_and_more(out: Any) -> bool:
+    return isinstance(out, (tuple, list)) and len(out) == 2 and kind_of(out[0]) == "state"
+
+
+def _are_metrics(out: Any) -> bool:
+    return isinstance(out, Mapping) and all(hasattr(v, "merge") and hasattr(v, "compute") for v in out.values())
+
+
+def _are_outputs(out: Any) -> bool:
+    of_another_step = kind_of(out) in ("gradients", "state") or _is_state_and_more(out) or (_are_metrics(out) and out)
+    return not of_another_step
+
+
+# What functions of these kinds return, and whether something is that.
+_RETURNS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "grad_fn": ("ll.types.Gradients", lambda out: kind_of(out) == "gradients"),
+    "train_step": ("(state, metrics)", _is_state_and_more),
+    "eval_step": ('a dict of metrics, such as {"loss": ll.Mean(total, weight)}', _are_metrics),
+    "predict_step": ("outputs", _are_outputs),
+}
+
+
+def _returned(out: Any) -> str:
+    if type(out) in (tuple, list):
+        return f"a {type(out).__name__} of {', '.join(type(item).__name__ for item in out) or 'nothing'}"
+    if isinstance(out, Mapping):
+        return f"a {type(out).__name__} of {', '.join(f'{k!r}: {type(v).__name__}' for k, v in out.items())}"
+    return "None" if out is None else f"a {type(out).__name__}"
 
 
 def _named(thing: Any, kind: str | None) -> str:

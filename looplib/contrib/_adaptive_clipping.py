@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib.gradients import of_whole_step
+from looplib.gradients import check_whole, of_whole_step
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
 
@@ -43,6 +43,7 @@ def adaptive_grad_clip(
     """
     if not (clipping > 0 and eps > 0):
         raise ValueError(f"clipping is {clipping} and eps {eps}; give numbers above 0")
+    grad_fn = check_whole(grad_fn, "adaptive_grad_clip")
 
     def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         out = grad_fn(state, batch, part)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from looplib._core.checks import check_argument, check_count
-from looplib._core.kinds import check_kind
+from looplib._core.kinds import checked
 from looplib.log._plots import dress, figure_of, save, smoothed
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
@@ -125,7 +125,7 @@ def find_lr(
 
     Source: Smith, "Cyclical learning rates for training neural networks", 2017 (arXiv 1506.01186).
     """
-    check_kind(grad_fn, "find_lr", "grad_fn")
+    grad_fn = checked(grad_fn, "find_lr", "grad_fn")
     _check(optimizer_of_lr, state, low, high, steps, smooth, diverged)
     first = state.step
 

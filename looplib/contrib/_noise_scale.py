@@ -38,8 +38,7 @@ def gradient_noise_scale(grad_fn: GradFn) -> GradFn:
     Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, "An empirical model of large-batch training", 2018,
     appendix A.1, with batches of 1 and of all examples.
     """
-
-    check_grad_fn(grad_fn, "gradient_noise_scale")
+    grad_fn = check_grad_fn(grad_fn, "gradient_noise_scale")
 
     def measured(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         out = _examples("gradient_noise_scale", grad_fn, state, batch, part)

@@ -48,7 +48,7 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
     Source: Abadi et al., "Deep learning with differential privacy", 2016; the factor is Opacus'.
     """
     check_argument(max_norm > 0, "max_norm", max_norm, "give a norm above 0")
-    check_grad_fn(grad_fn, "clip_per_sample")
+    grad_fn = check_grad_fn(grad_fn, "clip_per_sample")
 
     def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         out = _examples("clip_per_sample", grad_fn, state, batch, part)
@@ -120,7 +120,7 @@ def add_noise(
         if not fine:
             least = "0 or more" if name == "noise_multiplier" else "above 0"
             raise ValueError(f"{name} is {value}; give a finite number {least}")
-    check_parts(grad_fn, "add_noise")
+    grad_fn = check_parts(grad_fn, "add_noise")
     _check_norm(grad_fn, max_norm)
 
     def noisy(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from looplib._core.checks import check_argument
-from looplib.gradients import of_whole_step
+from looplib.gradients import check_whole, of_whole_step
 from looplib.grads._clipping import global_norm
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
@@ -38,6 +38,7 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
     generalization", 2021; Kwon et al., "ASAM", 2021.
     """
     check_argument(rho > 0, "rho", rho, "give a distance above 0")
+    grad_fn = check_whole(grad_fn, "sam")
 
     def sharp(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         first = grad_fn(state, batch, part)

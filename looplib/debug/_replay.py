@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from looplib._core.checks import check_type, is_count
-from looplib._core.kinds import check_kind
+from looplib._core.kinds import checked
 from looplib._core.ranks import is_first
 from looplib.log._progress import progress
 from looplib.metrics._mean import compute
@@ -100,8 +100,8 @@ def replay(
         TypeError: a step that is not a whole number, a state that is not a state.
     """
     if grad_fn is not None:
-        check_kind(grad_fn, "replay", "grad_fn")
-    check_kind(train_step, "replay", "train_step")
+        grad_fn = checked(grad_fn, "replay", "grad_fn")
+    train_step = checked(train_step, "replay", "train_step")
     if not is_count(step, -math.inf):
         raise TypeError(f"step is {step!r}; give a whole number, as state.step counts them")
     start = _nearest(_by_step(state), step)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.kinds import check_kind
+from looplib._core.kinds import checked
 from looplib._core.trees import batch_size, split
 from looplib.grads._clipping import global_norm
 from looplib.metrics._mean import compute
@@ -65,7 +65,7 @@ def worst_samples(
 
     Raises ValueError for indices that are not one for each sample.
     """
-    check_kind(grad_fn, "worst_samples", "grad_fn")
+    grad_fn = checked(grad_fn, "worst_samples", "grad_fn")
     count = batch_size(batch)
     if indices is not None and len(indices) != count:
         raise ValueError(f"{len(indices)} indices for a batch of {count} rows; give one for each")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from looplib._core.kinds import check_kind
+from looplib._core.kinds import check_kind, checked
 from looplib._core.ranks import gather
 from looplib._core.torch_private import pytree
 from looplib._core.trees import batch_size
@@ -170,7 +170,6 @@ def measure(
         if isinstance(value, Mapping):
             _check_sets(value)
             raise ValueError(f"measure takes one set, and {name} has {', '.join(value)}: call it for each of them")
-    check_kind(eval_step, "measure", "eval_step")
     with _kept_stream():
         title = "evaluation" if progress else None
         return _measured("measure", eval_step, state, Reading(batches, limit, title, divide))
@@ -184,6 +183,7 @@ def _measured(
     counter: _Counter | None = None,
 ) -> dict[str, Metric]:
     """The metrics of all batches and ranks together; each batch that counts is counted."""
+    eval_step = checked(eval_step, function, "eval_step")
     metrics: Metrics | None = None
     held: list[tuple[int, Metrics]] = []
     for batch, counts in read(reading, state):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import check_optional_count
-from looplib._core.kinds import check_kind
+from looplib._core.kinds import checked, mark_alike
 from looplib._core.memory import half, out_of_memory
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
@@ -57,7 +57,7 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
         TypeError: an output with something else than tensors in it, of a batch that was cut.
     """
     _check_split(step, size)
-    check_kind(step, "split_on_oom", "eval_step", "predict_step")
+    step = checked(step, "split_on_oom", "eval_step", "predict_step")
     fitting = size
 
     def pieces_of(state: TrainState, batch: Any) -> list[tuple[Any, Any]]:
@@ -77,7 +77,7 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
             return found[0][1]
         return _together([batch_size(piece) for piece, _ in found], [out for _, out in found])
 
-    return cast(Step, splitting)
+    return mark_alike(cast(Step, splitting), "split_on_oom", step)
 
 
 def _check_split(step: Any, size: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.kinds import check_kind
+from looplib._core.kinds import checked
 from looplib._core.ranks import gather, several
 from looplib._core.trees import batch_size
 from looplib.evaluation._batches import Reading, read
@@ -53,7 +53,7 @@ def predict(
     Raises ValueError for a loader that shuffles.
     """
     check_order("predict", predict_step, state)
-    check_kind(predict_step, "predict", "predict_step")
+    predict_step = checked(predict_step, "predict", "predict_step")
     reading = Reading(batches, limit, "prediction" if progress else None, divide, start)
     for _, output in predicted(predict_step, state, reading, device):
         yield output

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from looplib._core.collective import together
-from looplib._core.kinds import check_kind
+from looplib._core.kinds import checked
 from looplib._core.ranks import any_rank, is_first
 from looplib.evaluation._batches import Reading
 from looplib.evaluation._evaluate import check_order
@@ -65,7 +65,7 @@ def predict_to(
         TypeError: an output with something else in it than tensors and lists of strings.
     """
     check_order("predict_to", predict_step, state, "path, ")
-    check_kind(predict_step, "predict_to", "predict_step")
+    predict_step = checked(predict_step, "predict_to", "predict_step")
     target = Path(path)
     run = _fingerprint(state)
     index = together().on_first(lambda: resume(target, run, batches))

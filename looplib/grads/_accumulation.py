@@ -24,7 +24,7 @@ from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib._objective import mean_of_sums, sum_of_weights
 from looplib.gradients import check_parts, indices
-from looplib.grads._wrapper import kept
+from looplib.grads._wrapper import kept, name_of
 from looplib.metrics._mean import merge
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
@@ -77,7 +77,7 @@ def accumulate(
         raise ValueError(f"give microbatches={microbatches} or size={size}, not both")
     check_optional_count("microbatches", microbatches)
     check_optional_count("size", size)
-    check_parts(grad_fn, "accumulate")
+    grad_fn = check_parts(grad_fn, "accumulate")
 
     def accumulated(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         if microbatches is None and size is None:
@@ -158,9 +158,9 @@ def _one_by_one(
             grads = out.grads
         else:
             _add(grads, out.grads, dtype)
-        outs.append(out._replace(grads={}))
+        outs.append(out._replace(grads={}, added_up=None))
         state = _moved_on(state, out)
-    outs[-1] = outs[-1]._replace(grads=grads)
+    outs[-1] = outs[-1]._replace(grads=grads, added_up=out.added_up)
     return outs
 
 
@@ -172,11 +172,31 @@ def _check_summed(grad_fn: GradFn, out: Gradients, dtype: torch.dtype | None) ->
             "ranks: leave it out, and give fully_shard a MixedPrecisionPolicy(reduce_dtype=...), or leave the "
             "model unwrapped and use ll.grads.reduce_gradients"
         )
+    if out.ranks > 1 and not _untouched(out):
+        raise RuntimeError(
+            f"{name_of(grad_fn)} changes gradients within accumulate, and DDP and FSDP2 add up those of all "
+            "microbatches in one place, so those of earlier microbatches would be changed again: put it around, "
+            f"{name_of(grad_fn)}(accumulate(grad_fn, ...)), or leave the model unwrapped and use "
+            "ll.grads.reduce_gradients(accumulate(...))"
+        )
     if out.weight is None and out.ranks == 1:
         raise TypeError(
             f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
             "accumulated hands its `part` on to the one that it wraps (see ll.types.Part)"
         )
+
+
+def _untouched(out: Gradients) -> bool:
+    """Whether gradients are those that an engine has added up, and nothing was written to them since."""
+    before = out.added_up
+    return (
+        before is not None
+        and before.keys() == out.grads.keys()
+        and all(
+            out.grads[name] is grad and torch_private.version(grad) == writes
+            for name, (grad, writes) in before.items()
+        )
+    )
 
 
 def _moved_on(state: TrainState, out: Gradients) -> TrainState:

@@ -17,7 +17,7 @@ from looplib._core import torch_private
 from looplib._core.checks import check_argument
 from looplib._core.ranks import is_sharded
 from looplib._objective import multiply
-from looplib.gradients import of_whole_step
+from looplib.gradients import check_whole, of_whole_step
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
@@ -49,6 +49,7 @@ def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0
     Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013.
     """
     check_argument(max_norm > 0, "max_norm", max_norm, "give a norm above 0")
+    grad_fn = check_whole(grad_fn, "clip_by_global_norm")
 
     def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         out = grad_fn(state, batch, part)
@@ -111,6 +112,7 @@ def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
         ValueError: `max_value` is not above 0, or the wrapper is used inside `accumulate`.
     """
     check_argument(max_value > 0, "max_value", max_value, "give a magnitude above 0")
+    grad_fn = check_whole(grad_fn, "clip_by_value")
 
     def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         out = grad_fn(state, batch, part)

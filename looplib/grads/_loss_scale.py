@@ -42,14 +42,19 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
 
     Source: Micikevicius et al., "Mixed precision training", 2018; `torch.amp.GradScaler`.
     """
-
-    check_scalable(grad_fn, "scale_loss")
+    grad_fn = check_scalable(grad_fn, "scale_loss")
 
     def scaled(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         if part.scale is not None:
             raise ValueError("scale_loss within scale_loss: once is enough")
         scale = _scale_of(state.opt_state)
         out = grad_fn(state, batch, dataclasses.replace(part, scale=scale))
+        if out.scale is not scale:
+            raise TypeError(
+                "scale_loss would divide gradients by a scale that their loss was not multiplied by: the grad_fn within "
+                "must hand its third argument on to the one that it wraps, grad_fn(state, batch, part), and return "
+                "out._replace(grads=...) (see ll.types.Part)"
+            )
         if half := [name for name, grad in out.grads.items() if grad.dtype is torch.float16]:
             raise ValueError(
                 f"gradients of {', '.join(half)} are in float16, where small ones become 0 when divided by the "
@@ -59,6 +64,6 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
         factor = scale.double().reciprocal().float()
         # All are NaN after an overflow, so that clipping around this cannot turn infinite gradients into finite ones.
         multiply(out.grads, torch.where(_finite(out.grads.values()).to(factor.device), factor, torch.nan))
-        return out._replace(metrics={**out.metrics, "loss_scale": Mean(scale)})
+        return out._replace(metrics={**out.metrics, "loss_scale": Mean(scale)}, scale=None)
 
     return of_whole_step("scale_loss", scaled, grad_fn, scaled=True)

@@ -64,7 +64,7 @@ def retry_on_oom(
         ValueError: the wrapper is used inside `accumulate`, where a failed attempt would corrupt the gradients so
             far.
     """
-    check_parts(grad_fn, "retry_on_oom")
+    grad_fn = check_parts(grad_fn, "retry_on_oom")
     check_optional_count("size", size, advice="give a whole number of examples, at least 1")
     fitting = size
     # Of an engine's passes, known after the first attempt.

@@ -40,7 +40,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
         ValueError: `grad_fn` has a wrapper that belongs outside, such as `clip_by_global_norm`.
         RuntimeError: at the first step, if the model is in DDP or FSDP2, where gradients would be reduced twice.
     """
-    check_parts(grad_fn, "reduce_gradients", but="retry_on_oom")
+    grad_fn = check_parts(grad_fn, "reduce_gradients", but="retry_on_oom")
 
     def reduced(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         if not _ranks.several():
@@ -51,6 +51,13 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
                 "reduce_gradients(accumulate(grad_fn, ...))"
             )
         own = replace(part, reduction="sum", context=replace(part.context, local=True))
-        return mean_over_ranks(grad_fn(state, batch, own), state.params)
+        out = grad_fn(state, batch, own)
+        if out.weight is None:
+            raise TypeError(
+                "reduce_gradients got gradients without the weight of this rank's part: the grad_fn within must hand "
+                "its third argument on to the one that it wraps, grad_fn(state, batch, part), and return "
+                "out._replace(grads=...) (see ll.types.Part)"
+            )
+        return mean_over_ranks(out, state.params)
 
     return kept(reduced, "reduce_gradients", grad_fn)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from looplib._core.kinds import check_kind
+from looplib._core.kinds import check_kind, checked, mark_alike
 from looplib._core.ranks import rank
 from looplib.predicates._predicate import Predicate
 from looplib.types import Metric, TrainState, TrainStep
@@ -50,7 +50,7 @@ def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLik
 
     Source: `torch.profiler.profile`.
     """
-    check_kind(train_step, "profiled", "train_step", "eval_step", "predict_step")
+    train_step = checked(train_step, "profiled", "train_step", "eval_step", "predict_step")
     if not callable(when):
         raise TypeError(
             f"profiled got a {type(when).__name__} to say when; give a predicate such as ll.every_n_steps(1000)"
@@ -73,10 +73,11 @@ def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLik
         try:
             with torch.profiler.record_function(f"train_step {state.step}"):
                 out = train_step(state, batch)
+            goes_on = when(_state_after(out, state))
         except BaseException:
             close()
             raise
-        if not when(out[0]):
+        if not goes_on:
             close()
         return out
 
@@ -86,7 +87,13 @@ def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLik
             write, finish = finish, None
             write()
 
-    return step
+    return mark_alike(step, "profiled", train_step)
+
+
+def _state_after(out: Any, before: TrainState) -> TrainState:
+    """The state that a train step returns; the one before any other step."""
+    first = out[0] if isinstance(out, (tuple, list)) and out else None
+    return first if isinstance(first, TrainState) else before
 
 
 def _write_trace(profiler: Any, path: Path) -> None:

@@ -102,7 +102,7 @@ class meter:
         It stands around all that makes the gradients of a step (`accumulate`, clipping); within them, what they do
         themselves is in the rest. Raises TypeError for what is no function.
         """
-        check_grad_fn(grad_fn, "meter.grad_fn")
+        grad_fn = check_grad_fn(grad_fn, "meter.grad_fn")
         metered = functools.wraps(grad_fn)(functools.partial(self._gradients, grad_fn, _one))
         record = made(grad_fn) or Made("grad_fn", "meter.grad_fn")
         many = record.microbatches

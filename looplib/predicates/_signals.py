@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from looplib._core import interrupts as _interrupts
-from looplib._core.kinds import check_kind
+from looplib._core.kinds import check_kind, checked, mark_alike
 from looplib._core.ranks import any_rank
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
@@ -158,7 +158,7 @@ def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Cal
     The state does not change, so training continues from it as if nothing had happened. The evaluation that was
     stopped is not repeated by itself.
     """
-    check_kind(step, "stop_when", "eval_step", "predict_step", "train_step")
+    step = checked(step, "stop_when", "eval_step", "predict_step", "train_step")
     check_kind(predicate, "stop_when", "predicate")
 
     def watched(state: TrainState, batch: Any) -> R:
@@ -169,7 +169,7 @@ def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Cal
             )
         return step(state, batch)
 
-    return watched
+    return mark_alike(watched, "stop_when", step)
 
 
 class _Watch:

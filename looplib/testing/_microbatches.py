@@ -116,7 +116,7 @@ def assert_reduces_alike(
 
 
 def _of_parts(grad_fn: GradFn) -> GradFn:
-    check_grad_fn(grad_fn, "testing")
+    grad_fn = check_grad_fn(grad_fn, "testing")
     names = [record.name for record in chain(grad_fn) if record.whole_step and record.name != "retry_on_oom"]
     if names:
         name = names[0]

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from looplib._core import tracing
 from looplib._core.checks import check_optional_count
 from looplib._core.cuts import refuse_strangers
-from looplib._core.kinds import check_kind
+from looplib._core.kinds import checked
 from looplib.transforms._differentiable import detached
 from looplib.transforms._expression import expression
 from looplib.types import Metric, TrainState, TrainStep
@@ -59,7 +59,7 @@ def unroll(
 
     Source: Chen et al., "Training deep nets with sublinear memory cost", 2016.
     """
-    check_kind(train_step, "unroll", "train_step")
+    train_step = checked(train_step, "unroll", "train_step")
     check_optional_count("recompute_every", recompute_every, advice="give at least 1 step, or None")
     batches, every = list(batches), recompute_every or max(1, len(batches))
     metrics: list[dict[str, Metric]] = []

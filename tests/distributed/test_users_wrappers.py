@@ -1,0 +1,98 @@
+"""Gradient wrappers of a user's own on several ranks: right, or refused by name."""
+
+import torch
+from ranks import launch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import looplib as ll
+
+
+def halved(grad_fn):
+    def halved_grad_fn(state, batch, part):
+        out = grad_fn(state, batch, part)
+        return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
+
+    return halved_grad_fn
+
+
+def halved_in_place(grad_fn):
+    @ll.grads.wrapper(grad_fn)
+    def halved_grad_fn(state, batch, part):
+        out = grad_fn(state, batch, part)
+        with torch.no_grad():
+            for grad in out.grads.values():
+                grad.div_(2)
+        return out
+
+    return halved_grad_fn
+
+
+def counted(grad_fn):
+    def counted_grad_fn(state, batch, part):
+        out = grad_fn(state, batch, part)
+        return out._replace(metrics={**out.metrics, "microbatches": ll.Mean(1.0, 1)})
+
+    return counted_grad_fn
+
+
+def twice(grad_fn):
+    return ll.accumulate(counted(ll.accumulate(grad_fn, 2)), 2)
+
+
+def deaf(grad_fn):
+    return lambda state, batch, part=None: grad_fn(state, batch)
+
+
+def loss_fn(model, x):
+    return model(x).square().mean()
+
+
+def model_in(engine):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    if engine == "ddp":
+        return DistributedDataParallel(model)
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,))) if engine == "fsdp" else model
+
+
+def gradients(engine, wrap):
+    """The gradients of a step of this rank's half of a batch."""
+    rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    model = model_in(engine)
+    grad_fn = wrap(ll.make_grad_fn(model, loss_fn))
+    part = ll.types.Part(donate=engine is not None)
+    out = grad_fn(ll.init_state(model), rows.tensor_split(2)[ll.distributed.rank()], part)
+    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in out.grads.items()}
+
+
+def error_of(engine, wrap):
+    try:
+        gradients(engine, wrap)
+    except (RuntimeError, TypeError) as error:
+        return str(error)
+    return "no error"
+
+
+def on_two_ranks():
+    with ll.distributed.setup():
+        whole = gradients(None, lambda g: ll.grads.reduce_gradients(ll.accumulate(g, 2)))
+        for engine in ("ddp", "fsdp"):
+            for name, wrap in {"halved": halved, "halved_in_place": halved_in_place}.items():
+                message = error_of(engine, lambda g, wrap=wrap: ll.accumulate(wrap(g), 2))
+                assert f"{name} changes gradients within accumulate" in message, message
+                found = gradients(engine, lambda g, wrap=wrap: wrap(ll.accumulate(g, 2)))
+                torch.testing.assert_close(found, {key: grad / 2 for key, grad in whole.items()})
+            for wrap in (lambda g: ll.accumulate(counted(g), 2), twice):
+                torch.testing.assert_close(gradients(engine, wrap), whole)
+        found = gradients(None, lambda g: ll.grads.reduce_gradients(ll.accumulate(halved(g), 2)))
+        torch.testing.assert_close(found, {key: grad / 2 for key, grad in whole.items()})
+        message = error_of(None, lambda g: ll.grads.reduce_gradients(deaf(g)))
+        assert "reduce_gradients got gradients without the weight" in message, message
+        print("as told")
+
+
+def test_wrappers_that_change_gradients_are_right_or_refused():
+    assert launch(2, on_two_ranks).count("as told") == 2
