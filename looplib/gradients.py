@@ -150,7 +150,7 @@ def make_grad_fn(
             host.run(state.params, out.buffers, 0, host.engine.share_buffers)
         return out
 
-    return kinds.mark(grad_fn, Made("grad_fn", "make_grad_fn", adds=True, microbatches=microbatches))
+    return kinds.mark(grad_fn, Made("grad_fn", "make_grad_fn", adds=True, microbatches=microbatches, model=model))
 
 
 def _microbatch_of(

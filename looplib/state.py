@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from looplib._core import forgotten, ownership
 from looplib._core import modules as _modules
-from looplib._core import ownership
 from looplib._core.checks import check_optional_count, check_type
 from looplib._core.overlap import overlapping
 from looplib._core.torch_private import pytree
@@ -144,6 +144,7 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     own = {"params": _modules.tensors(slots.params), "buffers": _modules.tensors(slots.buffers)}
     if all(getattr(state, tree)[name] is own[tree][name] for tree in own for name in own[tree]):
         return state
+    forgotten.bound(model)
     bound = copy_state(state)
     ownership.claim("ll.bind(model, state)", ownership.tensors_in(own)).wrote()
     with torch.no_grad():

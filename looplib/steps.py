@@ -21,6 +21,7 @@ from looplib._core import modules as _modules
 from looplib._core import ownership, torch_private
 from looplib._core.buffers import NO_NAMES, NOTHING, Written, explain
 from looplib._core.checks import check_type
+from looplib._core.forgotten import Watch
 from looplib._core.kinds import check_kind
 from looplib._core.random import mix
 from looplib._core.ranks import rank
@@ -128,7 +129,10 @@ def make_train_step(
     ['loss']
 
     Keep the returned state. The old one stays at its own step, and without `donate` the module's weights do not
-    change either: use `ll.bind(model, state)` before saving the module.
+    change either: use `ll.bind(model, state)` before saving the module. Two mistakes get one warning each: ten calls in a
+    row with the same state and different batches, and `model.state_dict()` while the module has the weights that it had
+    when its first pure step was called. (The second is a hook on the module, which `ll.bind` removes. Saving a part
+    of the module, or a copy of it, is not noticed.)
 
     Wrap the result with `ll.compile_step` to compile the whole step into one graph, or with `ll.vmap_step` to train
     many members at once.
@@ -162,9 +166,10 @@ def make_train_step(
 
 
 def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> TrainStep:
-    part = Part()
+    part, watch = Part(), Watch(grad_fn)
 
     def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
+        watch.see(state, batch)
         _interrupts.install()
         out = grad_fn(state, batch, part)
         params, opt_state, applied = optimizer.update(

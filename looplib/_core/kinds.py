@@ -35,6 +35,7 @@ class Made:
         max_norm: each sample's gradient had at most this norm when they were added up.
         adds: it adds its gradients to those of earlier microbatches itself, where it is given these.
         microbatches: the same for several microbatches at once, which takes less time.
+        model: the module whose gradients it computes.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Made:
     max_norm: float | None = None
     adds: bool = False
     microbatches: Callable[..., Any] | None = None
+    model: nn.Module | None = None
 
 
 # What looplib's functions take: a name for messages, the number of arguments, and where such a thing comes from.

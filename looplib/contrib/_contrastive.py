@@ -142,7 +142,7 @@ def make_contrastive_grad_fn(
         metrics = {name: record(name, value, count) for name, value in {"loss": loss, **aux}.items()}
         return out._replace(metrics=metrics)
 
-    return mark(contrastive, Made("grad_fn", "make_contrastive_grad_fn", whole_step=True, scaled=True))
+    return mark(contrastive, Made("grad_fn", "make_contrastive_grad_fn", whole_step=True, scaled=True, model=model))
 
 
 def _floating(embeddings: Any) -> list[Tensor]:

@@ -120,7 +120,7 @@ def make_per_sample_grad_fn(
         }
         return Gradients(grads, metrics, buffers, samples)
 
-    return mark(per_sample_grad_fn, Made("grad_fn", "make_per_sample_grad_fn", per_sample=True))
+    return mark(per_sample_grad_fn, Made("grad_fn", "make_per_sample_grad_fn", per_sample=True, model=model))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import ownership
+from looplib._core.forgotten import Watch
 from looplib._core.updates import read
 from looplib.gradients import check_history
 from looplib.steps import Parts, advanced, parts_of, with_parts
@@ -84,8 +85,11 @@ def step_of_graphs(step: S, parts: Parts, compiler: Compiler) -> S:
 
 def _train_step(parts: Parts, compiler: Compiler) -> TrainStep:
     donate, same_batch = compiler.donate, parts.same_batch
+    watch = None if donate else Watch(parts.watched[0])
 
     def compiled(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
+        if watch is not None:
+            watch.see(state, batch)
         trees = (state.params, state.buffers, state.opt_state)
         readers = ownership.before_a_step(state, trees) if donate else 0
         _interrupts.install()

@@ -32,6 +32,7 @@ def leaves(state):
     return [t for t in torch.utils._pytree.tree_leaves(state) if isinstance(t, torch.Tensor)]
 
 
+@pytest.mark.filterwarnings("ignore:.*still has the weights of before training")
 @pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 @pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
 def test_looking_for_a_learning_rate_leaves_the_run_as_it_was(donate, bound):

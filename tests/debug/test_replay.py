@@ -94,6 +94,7 @@ def bits(tree):
     return fingerprint(tree)
 
 
+@pytest.mark.filterwarnings("ignore:.*still has the weights of before training")
 @pytest.mark.parametrize("stream", [False, True], ids=["dataset", "stream"])
 @both_states
 @both_steps

@@ -848,6 +848,7 @@ def test_an_optimizer_with_numbers_of_its_own_is_refused():
 # Purity, donation, interrupts
 
 
+@pytest.mark.filterwarnings("ignore:.*still has the weights of before training")
 def test_a_pure_step_leaves_all_as_it_was():
     model = nn.Sequential(net(), nn.Dropout(0.5))
     step, state, _, _ = quick_step(model=model, optimizer=ll.ema(adamw()))

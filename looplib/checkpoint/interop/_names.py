@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from looplib._core import forgotten
 from looplib._core import modules as _modules
 from looplib.types import TrainState
 
@@ -24,7 +25,8 @@ def check_state(model: nn.Module, state: TrainState) -> None:
 def lend(model: nn.Module, state: TrainState, body: Callable[[], R]) -> R:
     """Call `body()` while the module holds the state's values."""
     check_state(model, state)
-    return _modules.Host(model, training=False).run(state.params, state.buffers, 0, body)
+    with forgotten.export():
+        return _modules.Host(model, training=False).run(state.params, state.buffers, 0, body)
 
 
 def cleaner(model: nn.Module) -> Callable[[str], str]:
@@ -50,7 +52,8 @@ def state_names(model: nn.Module) -> dict[str, str]:
     """Map each name in the module's `state_dict` to the tensor's name in a state."""
     clean = cleaner(model)
     names = {id(own): name for slots in _modules.members(model) for name, own in _modules.tensors(slots).items()}
-    entries = model.state_dict(keep_vars=True)
+    with forgotten.export():
+        entries = model.state_dict(keep_vars=True)
     return {clean(key): names[id(own)] for key, own in entries.items() if id(own) in names}
 
 

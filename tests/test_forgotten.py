@@ -1,0 +1,170 @@
+"""What users of pure steps forget, and are told: `state =`, and `ll.bind` before the module is saved."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+
+SAME = "the same state 10 times in a row"
+STALE = "still has the weights of before training"
+
+
+class Run:
+    """A small run: a module, its loader of 12 batches, and how to make steps."""
+
+    def __init__(self, **options):
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        self.optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+        self.grad_fn = ll.make_grad_fn(self.model, lambda model, x: model(x).square().mean())
+        self.loader = ll.make_loader(torch.randn(24, 4), batch_size=2)
+        self.state = ll.init_state(self.model, self.optimizer, epoch_length=12)
+        self.step = self.make_step(**options)
+
+    def make_step(self, **options):
+        return ll.make_train_step(ll.clip_by_global_norm(self.grad_fn, 1.0), self.optimizer, **options)
+
+    def train(self, state=None, step=None):
+        state = self.state if state is None else state
+        for batch in self.loader(state):
+            state, _ = (step or self.step)(state, batch)
+        return state
+
+
+# The state that a step returns.
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda step: step, partial(ll.compile_step, backend="eager")], ids=["eager", "graph"]
+)
+def test_a_loop_without_state_is_warned_of_once(transform):
+    run = Run()
+    step, state = transform(run.step), run.state
+    for epoch in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for batch in run.loader(state):
+                _ = step(state, batch)
+        assert [SAME in str(warning.message) for warning in caught] == [True] * (epoch == 0)
+        if caught:
+            assert caught[0].filename == __file__
+            assert "stays at step 0" in str(caught[0].message)
+
+
+def test_loops_forks_replays_and_benchmarks_are_not_warned_of():
+    run = Run()
+    start = run.state
+    batches = list(run.loader(start))
+    for _ in range(12):
+        run.step(start, batches[0])  # a benchmark
+    for _ in range(3):  # forks of a state
+        run.train(start)
+    for batch in batches[:8]:  # one step on each of a few batches
+        run.step(start, batch)
+    members = [start] * 12
+    for batch in batches:  # a population, by one step
+        members = [run.step(member, batch)[0] for member in members]
+
+
+def test_states_at_the_address_of_the_last_one_are_not_taken_for_it():
+    run = Run()
+    state = run.state
+    for batch in run.loader(state):
+        state = run.step(state, batch)[0]
+        state = state.replace(extra=None)  # may stand where the state before the step stood
+    state = run.state
+    for batch in run.loader(state):
+        state = run.step(state, batch)[0].replace(step=0)  # the count of samples moves on
+
+
+# The weights in the module.
+
+
+def saved_weights(model):
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_saving_the_module_of_a_pure_run_is_warned_of_once():
+    run = Run()
+    run.model.state_dict()
+    state = run.train()
+    with pytest.warns(UserWarning, match=STALE) as caught:
+        weights = saved_weights(run.model)
+    assert caught[0].filename == __file__
+    assert not torch.equal(weights["0.weight"], state.params["0.weight"])
+    run.model.state_dict()
+
+
+def test_save_pretrained_after_a_pure_run_is_warned_of(tmp_path):
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+    model, optimizer = BertModel(config, add_pooling_layer=False).train(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, ids: model(ids).last_hidden_state.sum(), allow_unused=True)
+    state, _ = ll.make_train_step(grad_fn, optimizer)(ll.init_state(model, optimizer), torch.ones(2, 3).long())
+    ll.checkpoint.save_pretrained(model, state, tmp_path / "right")
+    with pytest.warns(UserWarning, match=STALE):
+        model.save_pretrained(tmp_path / "wrong")
+
+
+def saved_by_looplib(run, state, folder):
+    ll.checkpoint_io(folder / "checkpoints").save(state)
+    ll.checkpoint.save_safetensors(run.model, state, folder / "model.safetensors")
+    for each in (state, run.state):  # the first one has the module's own weights
+        ll.checkpoint.state_dict(run.model, each)
+
+
+def bound_to_the_module(run, state, folder):
+    ll.bind(run.model, state)
+    run.model.state_dict()
+    assert not run.model._state_dict_pre_hooks
+
+
+def copied_into_the_module(run, state, folder):
+    for name, parameter in run.model.named_parameters():
+        parameter.data = state.params[name]
+    run.model.state_dict()
+
+
+def loaded_by_torch(run, state, folder):
+    run.model.load_state_dict({**state.params, **state.buffers})
+    run.model.state_dict()
+
+
+def trained_by_donation(run, state, folder):
+    run.train(run.state, run.make_step(donate=True))
+    run.model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "use", [saved_by_looplib, bound_to_the_module, copied_into_the_module, loaded_by_torch, trained_by_donation]
+)
+def test_weights_that_were_put_into_the_module_are_not_warned_of(use, tmp_path):
+    run = Run()
+    use(run, run.train(), tmp_path)
+
+
+def test_a_module_of_a_pure_run_is_copied_and_pickled_as_any_other():
+    run = Run()
+    run.train()
+    copy.deepcopy(run.model).state_dict()
+    pickle.loads(pickle.dumps(run.model)).state_dict()
+    file = io.BytesIO()
+    torch.save(run.model, file)
+    code = (
+        "import io, sys, torch; sys.modules['looplib'] = None; file = io.BytesIO(sys.stdin.buffer.read()); "
+        "print(len(torch.load(file, weights_only=False).state_dict()))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], input=file.getvalue(), capture_output=True, check=True)
+    assert out.stdout == b"9\n"
