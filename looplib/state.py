@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from looplib._core import forgotten, ownership
 from looplib._core import modules as _modules
 from looplib._core.checks import check_optional_count, check_type
+from looplib._core.descriptions import described
+from looplib._core.made_with import MadeWith
 from looplib._core.overlap import overlapping
 from looplib._core.torch_private import pytree
 from looplib.types import (
@@ -75,8 +77,9 @@ def init_state(
     state = TrainState(
         epoch_length=epoch_length, params=params, buffers=buffers, opt_state=opt_state, seed=seed, extra=extra
     )
-    description = getattr(optimizer, "description", None)
-    return ownership.mark_made_with(state, {"optimizer": description}) if description else state
+    if description := getattr(optimizer, "description", None):
+        ownership.note_made_with(state, MadeWith(optimizer=described(description)))
+    return state
 
 
 def _describe(thing: Any) -> str:

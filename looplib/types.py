@@ -119,7 +119,13 @@ class TrainState(ownership.Marked):
         return records.summary(self, _record.is_spent(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TrainState, tuple(getattr(self, name) for name in FIELDS)
+        return _unpickled, (ownership.made_with(self), *(getattr(self, name) for name in FIELDS))
+
+
+def _unpickled(made_with: Any, *values: Any) -> TrainState:
+    state = TrainState(*values)
+    ownership.note_made_with(state, made_with)
+    return state
 
 
 absent.explain_assignment(TrainState)

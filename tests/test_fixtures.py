@@ -21,6 +21,7 @@ DATA = cases.DATA
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+    pytest.mark.filterwarnings("ignore:.*other settings. seed was"),  # which is to come from the checkpoint
 ]
 
 

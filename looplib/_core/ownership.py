@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import fields
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from looplib._core.overlap import share_elements
 from looplib._core.torch_private import pytree
 
 S = TypeVar("S")
-
-
-M = TypeVar("M", bound="Marked")
 
 
 class Chain:
@@ -55,7 +52,7 @@ class Mark:
         lane: the chain that owns all its step writes, if that is known.
         heir: the mark that stands for this moment of the run, where it is not this one.
         successor: the next state, if an interrupt took it from its caller.
-        made_with: the settings that a first state knows of its run; not set in later ones.
+        made_with: what the run is made with, which each state hands on to the next (`_core.made_with`); None if unknown.
 
     When an interrupt strikes before a step's result has a name, the argument, which is spent, takes its place, so that
     the caller's variable holds the run. Who lets go of the spent record lets go of the next one too.
@@ -63,13 +60,14 @@ class Mark:
 
     __slots__ = ("__weakref__", "born", "heir", "lane", "made_with", "seen", "successor")
 
-    made_with: Mapping[str, Any]
-
-    def __init__(self, seen: dict[Chain, int], lane: Chain | None = None, heir: Mark | None = None) -> None:
+    def __init__(
+        self, seen: dict[Chain, int], lane: Chain | None = None, heir: Mark | None = None, made_with: Any = None
+    ) -> None:
         self.born = _process.chains
         self.seen = seen
         self.lane = lane
         self.heir = heir
+        self.made_with = made_with
         self.successor: Any = None
 
 
@@ -81,15 +79,14 @@ class Marked:
     _mark: Mark
 
 
-def made_with(state: Marked) -> Mapping[str, Any]:
-    """The settings that `init_state` has noted on a first state, for checkpoints to hold; empty after a step."""
-    return getattr(state._mark, "made_with", {})
+def made_with(state: Marked) -> Any:
+    """What a run is made with, as far as this state knows, or None."""
+    return state._mark.made_with
 
 
-def mark_made_with(state: M, settings: Mapping[str, Any]) -> M:
-    """Note settings on a state, which no step hands on."""
-    state._mark.made_with = settings
-    return state
+def note_made_with(state: Marked, made_with: Any) -> None:
+    """Note what a run is made with, on this state and all that are made of it from now on."""
+    state._mark.made_with = made_with
 
 
 class _Process:
@@ -379,13 +376,18 @@ class Guarded(Generic[S]):
         self._set_mark(state, Mark(generations([self._read[name](state) for name in self.trees])))
 
     def make(
-        self, values: dict[str, Any], seen: dict[Chain, int], lane: Chain | None = None, heir: Mark | None = None
+        self,
+        values: dict[str, Any],
+        seen: dict[Chain, int],
+        made_with: Any,
+        lane: Chain | None = None,
+        heir: Mark | None = None,
     ) -> S:
         """A state of all its fields, whose marks are known: without the walk over its tensors."""
         state = object.__new__(self.cls)
         for name, write in self._write:
             write(state, values[name])
-        self._set_mark(state, Mark(seen, lane, heir))
+        self._set_mark(state, Mark(seen, lane, heir, made_with))
         return state
 
     def counts_of(self, state: S) -> dict[str, Any]:
@@ -408,14 +410,12 @@ class Guarded(Generic[S]):
         # A step wrapped by one that changes `extra` is given such a copy. A copy with another seed, or at another
         # place, is not what the run goes on from.
         heir = (mark.heir or mark) if changes.keys() <= {self.trees[-1]} else None
-        new: Any = self.make(values, seen, lane, heir)
-        if settings := made_with(state):
-            mark_made_with(new, settings)
-        return cast(S, new)
+        return self.make(values, seen, mark.made_with, lane, heir)
 
     def made(self, state: Any, values: dict[str, Any]) -> S:
         """What a pure step has made of a state."""
-        return self.make(values, state._mark.seen and generations([values]))
+        mark: Mark = state._mark
+        return self.make(values, mark.seen and generations([values]), mark.made_with)
 
     def written(self, state: Any, values: dict[str, Any], chain: Chain, readers: int) -> S:
         """What a step has made of a state by writing the tensors of its chain: from now on that state is spent."""
@@ -424,10 +424,11 @@ class Guarded(Generic[S]):
         seen = mark.seen
         if chain is not mark.lane:
             seen = {other: at for other, at in seen.items() if other.storages}
-        new = self.make(values, {**seen, chain: chain.generation}, chain)
+        new = self.make(values, {**seen, chain: chain.generation}, mark.made_with, chain)
         in_flight(state, new)
         return new
 
     def unwritten(self, state: Any, values: dict[str, Any]) -> S:
         """What a step in place has made of a state without writing a tensor."""
-        return self.make(values, state._mark.seen, state._mark.lane)
+        mark: Mark = state._mark
+        return self.make(values, mark.seen, mark.made_with, mark.lane)

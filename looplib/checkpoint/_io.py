@@ -87,11 +87,10 @@ def checkpoint_io(
         asynchronous: if True, write in the background. A state of donated steps, or bound to a module, is copied
             first; a pure one is not. Errors are raised by the next `save`, `restore`, `delete` or `wait`. If there is
             none, the error is printed when the process exits, after the last save has finished.
-        describe: settings of the run by name, stored in each checkpoint, such as
-            `{"loader": loader, "augment": True}` or `{"loader": loader, **vars(args)}`. A loader describes its batch
-            size, order and dataset itself, and the optimizer's class and hyperparameters are taken from `init_state`.
-            `restore` warns about settings that have changed. If the loader is included, `restore` can also continue
-            within an epoch with a different batch size.
+        describe: further settings of the run by name, stored in each checkpoint, such as `{"augment": True}` or
+            `{"loader": loader, **vars(args)}`. Optimizer, loader and seed are known without it (see
+            `CheckpointIO`). If the loader is included, `restore` compares it at once, and can also continue within an
+            epoch with a different batch size.
 
     Raises:
         ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.
@@ -106,6 +105,12 @@ def checkpoint_io(
 
 class CheckpointIO:
     """Checkpoints of one directory, returned by `checkpoint_io`.
+
+    A checkpoint stores what its run was made with: the class and hyperparameters of the optimizer given to
+    `init_state`, the seed, the batch size and order of the looplib loaders that yielded batches, and what `describe`
+    adds. These settings travel with the state through steps, `replace`, copies, stacks and pickles. A state made from
+    its fields has none (`TrainState(...)`, `dataclasses.replace(state)`, `tree_map` over a state), and other loaders
+    are not known: use `describe` for those.
 
     On several ranks, all of them call each of these methods. `checkpoint_io` constructs it from a `folder`, a
     `policy`, the `asynchronous` flag and the `settings` of the run.
@@ -186,8 +191,11 @@ class CheckpointIO:
 
         Between two epochs, a run may continue with a different `epoch_length`, namely that of `state`, for a
         different batch size or more data. Within an epoch, this requires that the loader is described to
-        `checkpoint_io` and that one of its batches starts at the next sample. A warning names the settings that
-        differ from those of the saved run, as far as both are known.
+        `checkpoint_io` and that one of its batches starts at the next sample.
+
+        A warning names the settings that differ from those of the saved run, as far as both are known; the run
+        continues with the new ones. A different seed is named as well, but the state keeps the checkpoint's seed. A
+        loader that is not described is compared when it yields the first batches for the restored state.
 
         Args:
             state: a state of the same structure, created with `init_state`.
@@ -209,7 +217,6 @@ class CheckpointIO:
         """
         self.wait()
         ranks = together()
-        self._settings.take(state)
         selected = Selection(weights_only, names)
         while (chosen := ranks.on_first(lambda: self._listing.choose(which, self._policy))) is not None:
             path, stamp = chosen
@@ -222,8 +229,8 @@ class CheckpointIO:
                     warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
                 continue
             if len(set(ranks.gather(loaded.checksum))) == 1:  # otherwise it was replaced while the ranks were reading
-                if loaded.differences and ranks.first:
-                    warnings.warn(_changed(path, loaded.differences), stacklevel=2)
+                if loaded.warning and ranks.first:
+                    warnings.warn(loaded.warning, stacklevel=2)
                 return loaded.state()
         return state
 
@@ -260,12 +267,11 @@ class CheckpointIO:
         scores = {name: _number(name, value) for name, value in (metrics or {}).items()}
         if metrics is not None:
             self._policy.check_scores(scores)
-        self._settings.take(state)
         return {
             "counts": counts_of(state),
             "metrics": {name: value if math.isfinite(value) else str(value) for name, value in scores.items()},
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "made_with": self._settings.description,
+            "made_with": self._settings.description(state),
         }
 
     def _locked_listing(self) -> Checkpoints:
@@ -305,14 +311,6 @@ class CheckpointIO:
     def _rotate(self) -> None:
         for path in self._policy.dropped(self._listing.read()):
             remove(path)
-
-
-def _changed(path: Path, differences: list[str]) -> str:
-    more = f"; and {len(differences) - 10} more" if len(differences) > 10 else ""
-    return (
-        f"{path} was saved with other settings: {'; '.join(differences[:10])}{more}. The run continues from it with the "
-        "new ones; to start over, give checkpoint_io another directory or delete this one"
-    )
 
 
 def _number(name: str, value: Any) -> float:

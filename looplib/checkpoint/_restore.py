@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import ownership as _donation
-from looplib._core.ownership import made_with, mark_made_with
+from looplib._core.made_with import known_of, other_settings, restored_into
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib.checkpoint._describe import counts_in, trees_of
@@ -56,12 +56,12 @@ class Loaded(NamedTuple):
     Attributes:
         state: function that returns the restored state and cannot fail.
         checksum: the manifest's checksum, which shows if two ranks have read the same checkpoint.
-        differences: settings, and the length of an epoch, that differ from those saved.
+        warning: text about settings that differ from those saved, or "".
     """
 
     state: Callable[[], TrainState]
     checksum: int
-    differences: list[str]
+    warning: str
 
 
 def load(path: Path, template: TrainState, selected: Selection, convert: bool, settings: Settings) -> Loaded:
@@ -74,13 +74,11 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     leaves = leaves_of(tree)
     wanted = {leaf_path: leaf for leaf_path, leaf in leaves.items() if selected(leaf_path)}
     check_fit(path, wanted, reader, selected, convert)
-    differences = []
+    saved_with, warning, known = manifest.get("made_with"), "", known_of(template)
     if selected.everything:
-        made_before, saved_length = manifest.get("made_with"), counts["epoch_length"]
-        differences = settings.differences(made_before)
-        if saved_length != template.epoch_length:
-            differences.append(f"epoch_length was {saved_length}, is {template.epoch_length}")
-        resume = settings.resume(made_before, saved_length == template.epoch_length)
+        warning = _warning(path, counts, saved_with, template, settings)
+        known = restored_into(template, saved_with, str(path), counts["step"], settings.compares_loader(saved_with))
+        resume = settings.resume(saved_with, counts["epoch_length"] == template.epoch_length)
         counts = position(path, counts, template, resume)
     else:
         counts = {name: getattr(template, name) for name in COUNTS}
@@ -98,10 +96,22 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     trees = pytree.tree_map(lambda _: next(values), tree)
 
     def restored() -> TrainState:
-        return mark_made_with(TrainState(**{**dict.fromkeys(TREES), **trees, **counts}), made_with(template))
+        state = TrainState(**{**dict.fromkeys(TREES), **trees, **counts})
+        _donation.note_made_with(state, known)
+        return state
 
     state = functools.partial(_write_over, template, writes, restored) if writes else restored
-    return Loaded(state, checksum, differences)
+    return Loaded(state, checksum, warning)
+
+
+def _warning(path: Path, counts: Mapping[str, Any], saved_with: Any, template: TrainState, settings: Settings) -> str:
+    """What to say of settings that are different from those that the checkpoint was saved with, or ""."""
+    changed = settings.differences(saved_with, template)
+    length, seed = counts["epoch_length"], counts["seed"]
+    if length != template.epoch_length:
+        changed.append(f"epoch_length was {length}, is {template.epoch_length}")
+    kept_seed = "" if seed == template.seed else f"seed was {seed}, is {template.seed}"
+    return other_settings(path, changed, kept_seed) if changed or kept_seed else ""
 
 
 def _memory(leaf: Tensor) -> Tensor:

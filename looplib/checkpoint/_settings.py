@@ -8,12 +8,12 @@ from typing import Any
 
 from looplib._core.checks import check_type
 from looplib._core.descriptions import described, differences
-from looplib._core.ownership import made_with
+from looplib._core.made_with import known_of
 from looplib.types import TrainState
 
 
 class Settings:
-    """Settings of a run: those that the user describes, and those known from the initial state.
+    """Settings of a run: those that the user describes, and those known from its states.
 
     Args:
         describe: settings by name. Loaders and optimizers among them describe themselves.
@@ -23,11 +23,6 @@ class Settings:
         advice = 'give a mapping of names to settings, such as {"loader": loader, **vars(args)}'
         check_type("describe is", describe, (Mapping, type(None)), advice)
         self._describe = describe or {}
-        self._of_state: Mapping[str, Any] = {}
-
-    def take(self, state: TrainState) -> None:
-        """Record what an initial state knows. Later states of the run no longer know it."""
-        self._of_state = made_with(state) or self._of_state
 
     def resume(self, saved: Any, same_length: bool) -> Callable[[TrainState], TrainState] | None:
         """The described loader's function that converts a state's position to its own batches.
@@ -45,11 +40,22 @@ class Settings:
     def _described(self) -> Mapping[str, Any]:
         return {str(name): described(setting) for name, setting in self._describe.items()}
 
-    @property
-    def description(self) -> dict[str, Any]:
-        """Settings as stored in the manifest."""
-        return {**self._of_state, **self._described}
+    def description(self, state: TrainState) -> dict[str, Any]:
+        """Settings as stored in the manifest of a checkpoint of this state."""
+        loaders = known_of(state).loaders
+        return {**({"loaders": [*loaders]} if loaders else {}), **self._compared(state)}
 
-    def differences(self, saved: Any) -> list[str]:
+    def differences(self, saved: Any, template: TrainState) -> list[str]:
         """Settings that differ from those in a manifest, in words. Empty for an old manifest."""
-        return differences(saved, self.description) if isinstance(saved, Mapping) else []
+        return differences(saved, self._compared(template)) if isinstance(saved, Mapping) else []
+
+    def _compared(self, state: TrainState) -> dict[str, Any]:
+        """Settings without the loaders that a state knows, which are compared when they are called."""
+        optimizer = known_of(state).optimizer
+        return {**({} if optimizer is None else {"optimizer": optimizer}), **self._described}
+
+    def compares_loader(self, saved: Any) -> bool:
+        """Whether a loader is among the settings that `differences` compares."""
+        return isinstance(saved, Mapping) and any(
+            name in saved and callable(getattr(setting, "resume", None)) for name, setting in self._describe.items()
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -21,6 +21,7 @@ from looplib._core import trees
 from looplib._core.checks import check_optional_count
 from looplib._core.interrupts import interruptible
 from looplib._core.kinds import instances_are
+from looplib._core.made_with import note_loader
 from looplib.data import _arguments
 from looplib.data._arguments import NotGiven
 from looplib.data._divide import delivered, rank_and_ranks, unchanged
@@ -49,6 +50,8 @@ class Loader:
 
     `loader(state)` returns an iterator over the remaining batches of the state's epoch. `len(loader)` is the number
     of batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
+    `loader(state)` also notes the loader's `description` on the state, so that the run's checkpoints store it. It warns
+    if the state was restored from a checkpoint made with a different loader.
 
     Under torchrun, each batch is divided among the ranks and `loader(state)` yields this rank's part. Rank and number
     of ranks are read at each call.
@@ -77,6 +80,7 @@ class Loader:
 
     def __call__(self, state: TrainState) -> Iterator[Any]:
         self._say_if_epochs_have_no_end(state)
+        note_loader(state, self._noted)
         return interruptible(self._batches(state, pairs=False))
 
     def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
@@ -157,7 +161,7 @@ class Loader:
         """
         return {
             "dataset": type(self.dataset).__name__,
-            "samples": len(self.dataset) if hasattr(self.dataset, "__len__") else None,
+            "samples": len(self.dataset) if isinstance(self.source, Samples) else None,
             "order": self._described_order(),
             "seed": self.seed,
             "batch_size": self.batch_size,
@@ -165,6 +169,10 @@ class Loader:
             "limit": self.limit,
             "left_out": len(self.left_out),
         }
+
+    @functools.cached_property
+    def _noted(self) -> Mapping[str, Any]:
+        return self.description
 
     def _described_order(self) -> str:
         if self.order is None or not isinstance(self.source, Samples):

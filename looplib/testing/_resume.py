@@ -128,7 +128,7 @@ def run(
 
 
 def _spoiled(state: TrainState) -> TrainState:
-    """A template as a new process has it, with different numbers in all tensors and counts."""
+    """A template as a new process has it, with different numbers in all tensors, at the beginning."""
 
     def spoil(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -137,4 +137,4 @@ def _spoiled(state: TrainState) -> TrainState:
         return torch.full_like(leaf, wrong).requires_grad_(leaf.requires_grad)
 
     spoiled = {name: trees.map_leaves(spoil, getattr(state, name)) for name in TREES}
-    return state.replace(**spoiled, step=0, epoch=0, batch=0, samples=0, seed=state.seed + 1)
+    return state.replace(**spoiled, step=0, epoch=0, batch=0, samples=0)

@@ -482,6 +482,7 @@ def test_latest_best_and_a_step(tmp_path):
         assert same(ckpt.restore(unbound(), which), unbound(step).replace(step=step))
 
 
+@pytest.mark.filterwarnings("ignore:.*other settings. seed was")
 def test_bound_stays_bound_and_unbound_stays_free(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path)
     saved = advanced(unbound(1, seed=5, epoch_length=7), 3).replace(
@@ -636,6 +637,7 @@ def test_a_checkpoint_of_the_weights_alone_is_a_state_without_the_optimizers(tmp
         ckpt.restore(unbound())
 
 
+@pytest.mark.filterwarnings("ignore:.*other settings. seed was")
 @pytest.mark.parametrize("bind", [False, True])
 def test_weights_alone_a_subset_and_another_dtype(tmp_path, bind):
     ckpt = ll.checkpoint_io(tmp_path)

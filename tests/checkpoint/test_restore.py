@@ -145,7 +145,9 @@ def test_another_batch_size_or_more_data_from_the_end_of_an_epoch(tmp_path, batc
     moments = [each.opt_state["state"]["0.weight"]["exp_avg"] for each in (state, saved)]
     assert torch.equal(*moments)
     step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), adamw)
-    for batch in loader(state):
+    with pytest.warns(UserWarning, match="loader (batch_size was 4|samples was 12), is"):
+        rest = loader(state)
+    for batch in rest:
         state, _ = step(state, batch)
     assert (state.epoch, state.batch, state.samples) == (2, 0, 12 + samples)
 

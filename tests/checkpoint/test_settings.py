@@ -1,10 +1,13 @@
 """A run that continues with other settings than it began with says so by name."""
 
 import argparse
+import copy
 import dataclasses
 import json
+import pickle
 import subprocess
 import sys
+import tempfile
 import textwrap
 import warnings
 from pathlib import Path
@@ -15,6 +18,8 @@ import torch
 from torch import nn
 
 import looplib as ll
+from looplib.checkpoint._format_read import read_manifest
+from looplib.types import TREES
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,8 +51,7 @@ def run(folder, state, describe=None):
     ckpt = ll.checkpoint_io(folder, describe=describe)
     restored = []
     found = warned(lambda: restored.append(ckpt.restore(state)))
-    stepped = dataclasses.replace(restored[0], step=restored[0].step + 1)  # a state that knows no optimizer
-    ckpt.save(stepped)
+    ckpt.save(restored[0].replace(step=restored[0].step + 1))
     return found
 
 
@@ -140,6 +144,207 @@ def test_what_the_user_describes_is_compared(tmp_path):
         ll.checkpoint_io(tmp_path, describe=[1])
 
 
+def grad_fn():
+    return ll.make_grad_fn(nn.Linear(3, 2), lambda model, x: model(x).square().mean())
+
+
+def stepped(state, donate=False, wrapper=lambda step: step, optimizer=None):
+    step = wrapper(ll.make_train_step(grad_fn(), optimizer or adamw(), donate=donate))
+    return step(state, torch.ones(4, 3))[0]
+
+
+def after_a_restore(state):
+    with tempfile.TemporaryDirectory() as folder:
+        ll.checkpoint_io(folder).save(state)
+        return ll.checkpoint_io(folder).restore(ll.TrainState(**{name: getattr(started(), name) for name in TREES}))
+
+
+def stacked(state):
+    return ll.transforms.stack_states([state, state])
+
+
+PATHS = {
+    "replace": lambda state: state.replace(step=1, extra={"note": 1}, opt_state=state.opt_state),
+    "end_epoch": ll.end_epoch,
+    "pure step": stepped,
+    "donated steps": lambda state: stepped(stepped(state, donate=True), donate=True),
+    "step that was not made": lambda state: stepped(
+        state.replace(opt_state=ll.optim.apply_if_finite(adamw(), 3).init(state.params)).replace(
+            params={name: tensor.detach() * float("nan") for name, tensor in state.params.items()}
+        ),
+        optimizer=ll.optim.apply_if_finite(adamw(), 3),
+    ),
+    "compiled step": lambda state: stepped(state, wrapper=lambda step: ll.compile_step(step, backend="eager")),
+    "copy_state": ll.copy_state,
+    "bind": lambda state: ll.bind(nn.Linear(3, 2), state),
+    "cast": lambda state: ll.state.cast(state, torch.float64),
+    "eval_state": lambda state: ll.eval_state(adamw(), state),
+    "stack": stacked,
+    "step of a stack": lambda state: stepped(stacked(state), wrapper=ll.vmap_step),
+    "member of a stack": lambda state: ll.transforms.unstack_states(stacked(state))[1],
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+    "restore into a state made by hand": after_a_restore,
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_state_brings_its_settings_to_any_checkpoint_io(tmp_path, path):
+    """One that has seen neither the first state nor a description."""
+    state = PATHS[path](started())
+    saved = read_manifest(ll.checkpoint_io(tmp_path).save(state))
+    assert saved["made_with"] == {"optimizer": {"class": "torch.optim.adamw.AdamW", "lr": 0.1}}
+
+
+def test_a_state_made_from_its_fields_knows_no_settings(tmp_path):
+    """The limit that `CheckpointIO` states; `describe` is for such states."""
+    by_hand = dataclasses.replace(started())
+    assert read_manifest(ll.checkpoint_io(tmp_path / "a").save(by_hand))["made_with"] == {}
+    ckpt = ll.checkpoint_io(tmp_path / "b", describe={"optimizer": adamw()})
+    saved = read_manifest(ckpt.save(by_hand))
+    assert saved["made_with"] == {"optimizer": {"class": "torch.optim.adamw.AdamW", "lr": 0.1}}
+    ckpt = ll.checkpoint_io(tmp_path / "b")
+    assert warned(lambda: ckpt.restore(started(adamw(lr=0.2)))) == ["optimizer lr was 0.1, is 0.2"]
+
+
+def test_a_changed_seed_is_named_and_that_of_the_checkpoint_is_kept(tmp_path):
+    ll.checkpoint_io(tmp_path).save(started().replace(seed=3))
+    with pytest.warns(UserWarning, match="seed was 3, is 5") as caught:
+        state = ll.checkpoint_io(tmp_path).restore(started().replace(seed=5))
+    (message,) = [str(warning.message) for warning in caught]
+    assert (
+        "other settings: seed was 3, is 5. The run continues from it with the checkpoint's seed (state.rep" in message
+    )
+    assert "new ones" not in message
+    assert state.seed == 3
+    with pytest.warns(
+        UserWarning, match=r"lr was 0\.1, is 0\.2; seed was 3, is 5\. .* new ones and the checkpoint's seed"
+    ):
+        ll.checkpoint_io(tmp_path).restore(started(adamw(lr=0.2)).replace(seed=5))
+
+
+def trained(folder, epochs, loader, *, lr=0.1, loaders=None, save_every=None):
+    """A script without a description; returns the settings that it warns of, and the state that it ends with."""
+    ckpt, save_every = ll.checkpoint_io(folder), ll.at_epoch_end() if save_every is None else save_every
+    step = ll.make_train_step(grad_fn(), adamw(lr=lr), donate=True)
+    states = []
+
+    def run():
+        state = ckpt.restore(started(adamw(lr=lr), epoch_length=len(loader)))
+        while state.epoch < epochs:
+            used = loader if loaders is None else loaders(state)
+            for batch in zip(*(each(state) for each in used), strict=True) if isinstance(used, list) else used(state):
+                state, _ = step(state, torch.cat(batch) if isinstance(batch, tuple) else batch)
+                if save_every(state):
+                    ckpt.save(state)
+        states.append(state)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    found = []
+    for warning in caught:
+        _, _, rest = str(warning.message).partition("was saved with other settings: ")
+        found += rest.partition(". The run continues")[0].split("; ")
+    return found, states[0]
+
+
+def batches(batch_size=4, samples=24, **kwargs):
+    return ll.make_loader(torch.randn(samples, 3), batch_size=batch_size, **kwargs)
+
+
+def test_a_changed_loader_is_named_though_nobody_described_it(tmp_path):
+    assert trained(tmp_path, 1, batches())[0] == []
+    assert trained(tmp_path, 2, batches())[0] == []  # more epochs are no other settings
+    assert trained(tmp_path, 2, batches(8), lr=0.2)[0] == ["optimizer lr was 0.1, is 0.2", "epoch_length was 6, is 3"]
+    found, state = trained(tmp_path, 4, batches(8, order=ll.data.in_order()))
+    assert found == [
+        "epoch_length was 6, is 3",
+        "loader order was shuffled(), is in_order()",
+        "loader batch_size was 4, is 8",
+    ]
+    assert (state.epoch, state.step, state.samples) == (4, 18, 96)
+    assert trained(tmp_path, 5, batches(8, order=ll.data.in_order(), seed=1))[0] == ["loader seed was 0, is 1"]
+    assert trained(tmp_path, 6, batches(8, order=ll.data.in_order(), seed=1))[0] == []
+    (saved,) = read_manifest(ll.checkpoint_io(tmp_path).latest().path)["made_with"]["loaders"]
+    assert saved == batches(8, order=ll.data.in_order(), seed=1).description
+
+
+def test_a_changed_order_is_named_within_an_epoch(tmp_path):
+    save_at = ll.at_step(3)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, 1, batches(), save_every=save_at, loaders=interrupted_after(4))
+    assert ll.checkpoint_io(tmp_path).latest().batch == 3
+    found = trained(tmp_path, 1, batches(order=ll.data.in_order()), save_every=save_at)[0]
+    assert found == ["loader order was shuffled(), is in_order()"]
+
+
+def interrupted_after(count):
+    def loaders(state):
+        def first(state):
+            for number, batch in enumerate(batches()(state)):
+                if number == count:
+                    raise KeyboardInterrupt
+                yield batch
+
+        return first
+
+    return loaders
+
+
+def test_a_run_of_several_loaders_is_compared_with_each(tmp_path):
+    def pair(size=2):
+        labeled, unlabeled = batches(4), batches(size, samples=100, limit=6)
+        return lambda state: [labeled, unlabeled]
+
+    assert trained(tmp_path, 1, batches(), loaders=pair())[0] == []
+    assert trained(tmp_path, 2, batches(), loaders=pair())[0] == []
+    assert trained(tmp_path, 3, batches(), loaders=pair(3))[0] == ["loader batch_size was 2, is 3"]
+    assert trained(tmp_path, 4, batches(), loaders=pair(3))[0] == []
+
+    def phases(state):
+        return batches(4) if state.epoch < 2 else batches(4, order=ll.data.in_order())
+
+    folder = tmp_path / "phases"
+    assert trained(folder, 1, batches(), loaders=phases)[0] == []
+    assert trained(folder, 3, batches(), loaders=phases)[0] == []  # the first run would have come there, too
+
+
+def test_a_stream_whose_length_is_an_error_is_noted(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.ones(8, 3))
+
+        def __len__(self):
+            raise TypeError("of no length")
+
+    state = started()
+    assert len(list(ll.make_loader(Stream(), batch_size=4)(state))) == 2
+    saved = read_manifest(ll.checkpoint_io(tmp_path).save(stepped(state)))
+    assert saved["made_with"]["loaders"][0]["order"] == "stream"
+
+
+def test_a_run_with_a_loader_for_each_epoch_does_not_make_its_checkpoints_grow(tmp_path):
+    assert trained(tmp_path, 12, batches(), loaders=lambda state: batches(seed=state.epoch))[0] == []
+    assert len(read_manifest(ll.checkpoint_io(tmp_path).latest().path)["made_with"]["loaders"]) == 8
+    assert trained(tmp_path, 14, batches(), loaders=lambda state: batches(seed=state.epoch))[0] == []
+
+
+def test_a_described_loader_is_named_once(tmp_path):
+    """By the restore, and not by the loader again."""
+    for batch_size, expected in ((4, 0), (8, 1)):
+        loader = batches(batch_size)
+        ckpt = ll.checkpoint_io(tmp_path, describe={"train": loader})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state = ckpt.restore(started(epoch_length=len(loader)))
+            for _ in loader(state):
+                pass
+        assert len(caught) == expected
+        ckpt.save(state.replace(step=state.step + 1))
+
+
 def test_a_changed_epoch_is_named_and_honoured(tmp_path):
     assert run(tmp_path, started(epoch_length=10)) == []
     assert run(tmp_path, started(epoch_length=20)) == ["epoch_length was 10, is 20"]
@@ -153,7 +358,6 @@ def test_weights_alone_are_taken_without_a_word(tmp_path):
 
 def test_checkpoints_of_before_have_no_settings_and_are_taken_without_a_word(tmp_path):
     path = ll.checkpoint_io(tmp_path).save(started())
-    from looplib.checkpoint._format_read import read_manifest
     from looplib.checkpoint._format_write import write_document
 
     manifest = read_manifest(path)
