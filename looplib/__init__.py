@@ -1,4 +1,19 @@
-"""looplib: write PyTorch training loops from small, composable functions."""
+"""looplib: write PyTorch training loops from small, composable functions.
+
+    import looplib as ll
+
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    loader = ll.make_loader(train_set, batch_size=64)
+    state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    done = ll.after_epochs(10)
+    while not done(state):
+        for batch in loader(state):
+            state, metrics = train_step(state, batch)
+
+`model` is any `nn.Module`, `loss_fn(model, batch)` returns a loss, and `train_set` is any dataset. There is no Trainer:
+you write the loop, and everything that a Trainer does is a function that you can use on its own.
+"""
 
 import sys as _sys
 

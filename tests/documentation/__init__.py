@@ -1,0 +1,1 @@
+"""The documentation site: `python -m tests.documentation` builds it into build/site."""

@@ -1,0 +1,103 @@
+"""Links within the site: from a public name to its entry, and from a file of the repository to its page."""
+
+from __future__ import annotations
+
+import inspect
+import posixpath
+import re
+import types
+from collections.abc import Callable
+
+import looplib as ll
+
+ROOMS = {name: getattr(ll, name) for name in ll.__all__ if isinstance(getattr(ll, name), types.ModuleType)}
+DOT = '<span class="o">.</span>'
+IN_CODE = re.compile(
+    rf'<span class="n">ll</span>{DOT}<span class="n">(\w+)</span>(?:{DOT}<span class="n">(\w+)</span>)?'
+)
+IN_TEXT = re.compile(r"<code>(?:(ll|looplib)\.(\w+)(?:\.(\w+))?|(\w+))(?=[^\w.])")
+MODULES = {"typing": "", "collections.abc": "", "torch.nn.modules.module": "nn"}  # -> what stands before the type
+REFERENCE = re.compile(r'(<(?:a|img)\b[^>]*?\b(?:href|src)=")([^"#]*)((?:#[^"]*)?")')
+
+
+def entries() -> dict[str, str]:
+    """ "optim.ema" and, for an everyday name, "ema" -> the address of its entry, from the root of the site."""
+    found = {room: f"looplib/{room}.html" for room in ROOMS}
+    for room, module in ROOMS.items():
+        for name in module.__all__:
+            found[f"{room}.{name}"] = f"looplib/{room}.html#{name}"
+            if hasattr(ll, name) and getattr(ll, name) is getattr(module, name):
+                found[name] = found[f"{room}.{name}"]
+    return found
+
+
+def bare_names() -> dict[str, str]:
+    """Names that need no `ll.` in a text to be known: classes, and names of several words that are no parameter's too."""
+    functions = [getattr(module, name) for module in ROOMS.values() for name in module.__all__]
+    functions = [function for function in functions if inspect.isfunction(function)]
+    parameters = {name for function in functions for name in inspect.signature(function).parameters}
+    return {
+        name: f"looplib/{room}.html#{name}"
+        for room, module in ROOMS.items()
+        for name in module.__all__
+        if name not in parameters and re.search(r"^[A-Z]|_", name)
+    }
+
+
+class Names:
+    """Links public names in the HTML of a page to their entries."""
+
+    def __init__(self) -> None:
+        self._entries, self._bare = entries(), bare_names()
+
+    def linked(self, html: str, up: str) -> str:
+        """The page with links; `up` leads from the page to the root of the site."""
+
+        def in_code(match: re.Match[str]) -> str:
+            package, *names = (f'<span class="n">{name}</span>' for name in ("ll", match[1], match[2]) if name)
+            return self._anchor(match[1], match[2], up, DOT.join([package, names[0]]), DOT + names[-1]) or match[0]
+
+        def in_text(match: re.Match[str]) -> str:
+            package, first, second, bare = match.groups()
+            if bare:
+                address = self._bare.get(bare)
+                return f'<code><a href="{up}{address}">{bare}</a>' if address else match[0]
+            anchor = self._anchor(first, second, up, f"{package}.{first}", f".{second}")
+            return f"<code>{anchor}" if anchor else match[0]
+
+        return IN_TEXT.sub(in_text, IN_CODE.sub(in_code, html))
+
+    def _anchor(self, first: str, second: str | None, up: str, shown_first: str, shown_second: str) -> str | None:
+        """A link from `ll.first.second`, or from `ll.first` alone where `second` is an attribute of it."""
+        if second and f"{first}.{second}" in self._entries:
+            return f'<a href="{up}{self._entries[f"{first}.{second}"]}">{shown_first}{shown_second}</a>'
+        if first in self._entries:
+            return f'<a href="{up}{self._entries[first]}">{shown_first}</a>{shown_second if second else ""}'
+        return None
+
+
+def to_pages(html: str, folder: str, up: str, address_of: Callable[[str], str]) -> str:
+    """The page with links to files of the repository turned into links to their pages.
+
+    Args:
+        html: a page.
+        folder: of the file that the page is made from, which its links are relative to.
+        up: leads from the page to the root of the site.
+        address_of: the address in the site of a path in the repository.
+    """
+
+    def rewritten(match: re.Match[str]) -> str:
+        before, target, after = match.groups()
+        if not target or re.match(r"[a-z]+:|//", target):
+            return match[0]
+        return f"{before}{up}{address_of(posixpath.normpath(posixpath.join(folder, target)))}{after}"
+
+    return REFERENCE.sub(rewritten, html)
+
+
+def shortened(html: str) -> str:
+    """Signatures without the modules of well-known types: `Any`, not `typing.Any`."""
+    for module, short in MODULES.items():
+        parts = [f'<span class="n">{part}</span>{DOT}' for part in module.split(".")]
+        html = html.replace("".join(parts), f'<span class="n">{short}</span>{DOT}' if short else "")
+    return re.sub(r'(<a href="[^"]*">)looplib\.(?:\w+\.)+(\w+</a>)', r"\1\2", html)

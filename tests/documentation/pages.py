@@ -1,0 +1,140 @@
+"""The pages of the site that are not rooms: each is Markdown made from a file of the repository.
+
+A page's path in the site is the path of its file, so that links between files stay as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from base64 import b64decode
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from textwrap import dedent
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page made of Markdown.
+
+    Attributes:
+        source: the file that it is made from, relative to the repository.
+        title: for the navigation and the browser's tab.
+        text: Markdown.
+        group: the heading in the navigation that it stands under, or "" for none.
+        images: file name -> bytes, saved beside the page.
+    """
+
+    source: PurePosixPath
+    title: str
+    text: str
+    group: str = ""
+    images: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The path without its ending, with dots, as pdoc names modules: "recipes.COOKBOOK"."""
+        return ".".join(self.source.with_suffix("").parts)
+
+    @property
+    def sections(self) -> Iterator[tuple[int, str, str]]:
+        """Each heading below the title: its level, itself, and the Markdown up to the next one."""
+        text = re.sub(r"^(`{3,}).*?^\1", lambda block: block[0].replace("\n#", "\n #"), self.text, flags=re.M | re.S)
+        _, *parts = re.split(r"^(##+) (.+)$", text, flags=re.M)
+        for marks, heading, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+            yield len(marks), heading, body
+
+
+def pages() -> list[Page]:
+    """All pages, in the order of the navigation."""
+    documents = [*sorted((ROOT / "recipes").glob("*.md"))]
+    first = ["CHEAT_SHEET.md", "COOKBOOK.md"]
+    learn = [ROOT / "recipes" / name for name in first]
+    more = [path for path in documents if path.name not in (*first, "README.md")]
+    more += [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    scripts = [*sorted((ROOT / "recipes").glob("*.py")), *sorted((ROOT / "recipes").glob("*/*.py"))]
+    return [
+        *(document(path, "Learn") for path in learn),
+        *(notebook(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))),
+        document(ROOT / "recipes/README.md", "Recipes"),
+        *(recipe(path) for path in scripts),
+        *(document(path, "More") for path in more),
+    ]
+
+
+def document(path: Path, group: str) -> Page:
+    """A Markdown file."""
+    text = path.read_text()
+    return Page(_relative(path), _title(text), text, group)
+
+
+def notebook(path: Path) -> Page:
+    """A Jupyter notebook: its texts, its code, and the outputs that are saved with it."""
+    parts, images = [], dict[str, bytes]()
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else fenced(text, "python"))
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            if "image/png" in data:
+                name = f"{path.stem}_{len(images)}.png"
+                images[name] = b64decode("".join(data["image/png"]))
+                parts.append(f"![output]({name})")
+            else:
+                parts.append(fenced("".join(data["text/plain"]).rstrip(), "text"))
+    text = "\n\n".join(parts)
+    return Page(_relative(path), f"{path.stem.partition('_')[0]}. {_title(text)}", text, "Learn", images)
+
+
+def recipe(path: Path) -> Page:
+    """A script: its docstring as text, then its code."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    name = path.stem if path.parent.name == "recipes" else f"{path.parent.name}/{path.stem}"
+    opening = ast.get_docstring(tree) or ""
+    code = "\n".join(source.splitlines()[tree.body[0].end_lineno if opening else 0 :]).strip("\n")
+    summary, _, rest = opening.partition("\n\n")
+    text = f"# {name}\n\n{summary}\n\n{rest}\n\n## The script\n\n{fenced(code, 'python')}"
+    return Page(_relative(path), name, text, "Recipes")
+
+
+def source_file(path: Path) -> Page:
+    """A file of code that some page links to."""
+    language = {".py": "python", ".toml": "toml", ".sh": "sh"}.get(path.suffix, "text")
+    name = _relative(path)
+    return Page(name, str(name), f"# {name}\n\n{fenced(path.read_text(), language)}")
+
+
+def fenced(text: str, language: str) -> str:
+    """A block of code in Markdown, whatever backticks are in it."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def with_python(text: str) -> str:
+    """Markdown whose indented blocks of Python are fenced, so that they are coloured and their names are links."""
+
+    def replaced(match: re.Match[str]) -> str:
+        code = dedent(match[0]).strip("\n")
+        try:
+            ast.parse(code)
+        except SyntaxError:
+            return match[0]
+        return f"\n{fenced(code, 'python')}\n"
+
+    parts = re.split(r"^((`{3,}).*?^\2$)", text, flags=re.M | re.S)  # text, fenced block, its fence, text, ...
+    parts[::3] = [re.sub(r"(?:(?<=\n\n)|\A)(?: {4}.*(?:\n+|\Z))+", replaced, part) for part in parts[::3]]
+    del parts[2::3]
+    return "".join(parts)
+
+
+def _title(text: str) -> str:
+    return re.search(r"^# (.+)$", text, re.M)[1].replace("`", "")
+
+
+def _relative(path: Path) -> PurePosixPath:
+    return PurePosixPath(path.relative_to(ROOT).as_posix())

@@ -1,0 +1,196 @@
+"""Builds the site: a page for each room by pdoc, and the pages of `pages.py` in the same frame."""
+
+from __future__ import annotations
+
+import html
+import json
+import posixpath
+import re
+import shutil
+import types
+import warnings
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+import pdoc.doc
+import pdoc.render
+import pdoc.render_helpers
+import pdoc.search
+from pdoc.render_helpers import to_html
+from pygments.formatters import HtmlFormatter
+
+import looplib
+
+from .links import ROOMS, Names, shortened, to_pages
+from .pages import ROOT, Page, document, pages, source_file, with_python
+
+HERE = Path(__file__).parent
+IMAGES = {".png", ".svg", ".jpg", ".gif"}
+
+
+def build(target: Path) -> list[str]:
+    """Write the site into a folder, which is emptied first; returns the addresses of its pages."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    return _Site(target).write()
+
+
+class _Site:
+    """What is known while the site is written.
+
+    Attributes:
+        target: the folder.
+        pages: by name, such as "recipes.COOKBOOK"; files that a page links to join them.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.pages = {page.name: page for page in [_index(), *pages()]}
+        self._names = Names()
+        self._rooms = {f"looplib.{name}": pdoc.doc.Module(room) for name, room in ROOMS.items()}
+        pdoc.render.configure(docformat="google", include_undocumented=False, template_directory=HERE / "templates")
+        groups: dict[str, list[tuple[str, str]]] = {"Learn": [], "Rooms": [], "Recipes": [], "More": []}
+        for page in self.pages.values():
+            groups.setdefault(page.group, []).append((page.name, page.title))
+        groups["Rooms"] = [(name, f"ll.{name.partition('.')[2]}") for name in self._rooms]
+        pdoc.render.env.globals["groups"] = {heading: links for heading, links in groups.items() if heading}
+        pdoc.render_helpers.markdown_extensions["toc"]["depth"] = 3
+        pdoc.render.env.filters["with_python"] = with_python
+        pdoc.render.env.globals["is_shown"] = _is_public
+        pdoc.render.env.globals["dark_code"] = HtmlFormatter(style="github-dark").get_style_defs(".pdoc-code")
+
+    def write(self) -> list[str]:
+        written: list[str] = []
+        for name, room in self._rooms.items():
+            self._write(name, shortened(self._rendered(room)))
+            written.append(name)
+        waiting = list(self.pages.values())
+        while waiting:
+            page = waiting.pop(0)
+            module = types.ModuleType(page.name, page.text)
+            module.__dict__.update(__all__=[], __docformat__="markdown")
+            for name, data in page.images.items():
+                self._file(page.source.with_name(name)).write_bytes(data)
+            known = set(self.pages)
+            self._write(page.name, self._rendered(pdoc.doc.Module(module), page), page)
+            waiting += [self.pages[name] for name in self.pages.keys() - known]  # files that it links to
+            written.append(page.name)
+        (self.target / "search.js").write_text(self._search())
+        return [f"{name.replace('.', '/')}.html" for name in written]
+
+    def _rendered(self, module: pdoc.doc.Module, page: Page | None = None) -> str:
+        with warnings.catch_warnings():
+            # pdoc cannot evaluate the annotations of a NamedTuple's constructor, which the templates leave out.
+            warnings.filterwarnings("ignore", "Error parsing type annotation", UserWarning)
+            template = pdoc.render.env.get_template("module.html.jinja2")
+            return template.render(module=module, page=page, all_modules=self._rooms, root_module_name="looplib")
+
+    def _write(self, name: str, text: str, page: Page | None = None) -> None:
+        up = "../" * name.count(".")
+        start, end = text.index("<main"), text.index("</main>")
+        content = text[start:end]
+        if page:
+            content = to_pages(content, str(page.source.parent), up, self._address)
+        file = self._file(PurePosixPath(f"{name.replace('.', '/')}.html"))
+        file.write_text(text[:start] + self._names.linked(content, up) + text[end:])
+
+    def _file(self, path: PurePosixPath) -> Path:
+        file = self.target / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file
+
+    def _address(self, path: str) -> str:
+        """Where a path of the repository is in the site; a file that is not there yet comes in."""
+        file = ROOT / path
+        if (self.target / path).is_file() or path.endswith(".html"):
+            return path
+        if (
+            path.startswith("looplib/")
+            and file.name == "__init__.py"
+            and f"looplib.{file.parent.name}" in self._rooms
+        ):
+            return f"{posixpath.dirname(path)}.html"
+        if file.is_dir():
+            inside = [page for page in self.pages.values() if str(page.source.parent) == path]
+            if not inside:
+                raise ValueError(f"a page links to the folder {path}, which has no page: link to a file in it")
+            return f"{path}/{inside[0].source.stem}.html"
+        if not file.is_file():
+            raise ValueError(f"a page links to {path}, which is not in the repository")
+        if file.suffix in IMAGES:
+            shutil.copyfile(file, self._file(PurePosixPath(path)))
+            return path
+        address = str(PurePosixPath(path).with_suffix(".html"))
+        name = ".".join(PurePosixPath(path).with_suffix("").parts)
+        if name not in self.pages and name not in self._rooms:
+            self.pages[name] = document(file, "") if file.suffix == ".md" else source_file(file)
+        return address
+
+    def _search(self) -> str:
+        """pdoc's index of the rooms, with each section of the pages."""
+
+        found = pdoc.search.make_index(self._rooms, _is_public, "google")
+        for page in self.pages.values():
+            if page.group:
+                for _, heading, text in page.sections:
+                    found.append(_searched(page, heading, text))
+        return pdoc.render.env.get_template("search.js.jinja2").render(search_index=json.dumps(found))
+
+
+def _is_public(entry: pdoc.doc.Doc) -> bool:
+    """Whether an entry is shown: a name of the room, or what has a docstring of its own in a class."""
+    if entry.kind == "module" or "." not in entry.qualname:
+        return True
+    return not entry.name.startswith("_") and bool(re.match(r"(?!Alias for field)\S", entry.docstring))
+
+
+def _searched(page: Page, heading: str, text: str) -> dict[str, str]:
+    """A section of a page, as pdoc's search knows it."""
+    section = to_html(f"## {heading}\n{text[:2000]}")
+    title = html.escape(f"{page.title}: {heading}".replace("`", ""))
+    anchor = re.search(r'id="([^"]*)"', section)[1]
+    return {"fullname": title, "modulename": page.name, "qualname": anchor, "kind": "page", "doc": section}
+
+
+def _index() -> Page:
+    """The first page: what looplib is, and the way to everything else."""
+    every = pages()
+    recipes = [page for page in every if page.group == "Recipes" and page.source.suffix == ".py"]
+    rooms = [f"| [`ll.{name}`](looplib/{name}.html) | {_first_line(room)} |" for name, room in ROOMS.items()]
+    fills = {
+        "opening": looplib.__doc__.replace("looplib: w", "W"),
+        "tasks": _tasks(next(page for page in every if page.name == "recipes.COOKBOOK")),
+        "notebooks": _list(page for page in every if page.name.startswith("notebooks.")),
+        "rooms": "\n".join(["| room | what goes in, what comes out |", "| --- | --- |", *rooms]),
+        "recipes": "\n".join(
+            f"- [{page.title}]({page.source}): {page.text.split(chr(10) * 2)[1]}" for page in recipes
+        ),
+        "more": _list(page for page in every if page.group == "More"),
+    }
+    text = (HERE / "index.md").read_text()
+    for name, fill in fills.items():
+        text = text.replace(f"{{{{ {name} }}}}", fill)
+    return Page(PurePosixPath("index.md"), "Home", text, "Learn")
+
+
+def _tasks(cookbook: Page) -> str:
+    """Links to its tasks, in a box for each group."""
+    boxes = list[list[str]]()
+    for level, heading, _ in cookbook.sections:
+        if level == 2:
+            boxes.append([f"**{heading}**", ""])
+        else:
+            boxes[-1].append(f"- [{heading}]({cookbook.source}#{_anchor(heading)})")
+    return "\n\n".join('<div markdown="1">\n\n' + "\n".join(box) + "\n\n</div>" for box in boxes)
+
+
+def _list(listed: Iterable[Page]) -> str:
+    return "\n".join(f"- [{page.title}]({page.source})" for page in listed)
+
+
+def _first_line(room: types.ModuleType) -> str:
+    return (room.__doc__ or "").partition("\n")[0]
+
+
+def _anchor(heading: str) -> str:
+    return re.search(r'id="([^"]*)"', to_html(f"## {heading}"))[1]

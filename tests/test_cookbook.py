@@ -1,0 +1,87 @@
+"""Each block of the cookbook runs after the lines at its top, and does what its heading says."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from public import ROOT
+
+import looplib as ll
+
+OPENING, *SECTIONS = re.split(r"^### ", (ROOT / "recipes/COOKBOOK.md").read_text(), flags=re.M)
+BLOCK = re.compile(r"```python\n(.*?)```", re.S)
+[SETUP] = BLOCK.findall(OPENING)
+TASKS = {
+    f"{section.partition(chr(10))[0]} {number}": block
+    for section in SECTIONS
+    for number, block in enumerate(BLOCK.findall(section), 1)
+}
+CONTINUES = {"Resume with another learning rate 1": "Resume a run 1"}  # the run that a block continues
+EXPECTED_WARNINGS = {"Resume with another learning rate 1": ["lr was 0.01, is 0.0001"]}
+
+
+def run(task, directory, monkeypatch):
+    """The names after the setup, and those after the block."""
+    monkeypatch.chdir(directory)
+    names = {}
+    exec(compile(SETUP, "the lines at the top", "exec"), names)
+    before = {name: tensor.detach().clone() for name, tensor in names["model"].named_parameters()}
+    if task in CONTINUES:
+        exec(TASKS[CONTINUES[task]], dict(names))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
+        exec(compile(TASKS[task], task, "exec"), names)
+    names["before"], names["warnings"] = before, [str(warning.message) for warning in caught]
+    return names
+
+
+def moved(names):
+    return {name for name, tensor in names["state"].params.items() if not torch.equal(tensor, names["before"][name])}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_block_runs(task, tmp_path, monkeypatch):
+    names = run(task, tmp_path, monkeypatch)
+    expected = EXPECTED_WARNINGS.get(task, [])
+    assert len(names["warnings"]) == len(expected), names["warnings"]
+    assert all(part in text for part, text in zip(expected, names["warnings"], strict=True))
+    if "state" in names and not task.startswith(("Overfit", "Find")):
+        assert names["state"].step > 0
+
+
+@pytest.mark.parametrize(
+    ("task", "holds"),
+    [
+        ("Freeze layers 1", lambda n: moved(n) == {"2.weight", "2.bias"}),
+        ("Freeze layers 2", lambda n: moved(n) == {"0.weight", "0.bias", "2.weight", "2.bias"}),
+        ("Resume a run 1", lambda n: n["state"].step == 16 and n["ckpt"].latest().step == 15),
+        ("Resume with another learning rate 1", lambda n: n["state"].step == 16),
+        ("Keep the best checkpoint 1", lambda n: n["state"].step == n["ckpt"].best().step),
+        ("Stop early 1", lambda n: n["state"].epoch < 50),
+        ("Save the model 1", lambda n: torch.equal(torch.load("model.pt")["0.bias"], n["state"].params["0.bias"])),
+        ("Save the model 2", lambda n: torch.equal(torch.load("model.pt")["0.bias"], n["state"].params["0.bias"])),
+        ("Log to your tracker 2", lambda n: n["tracker"] == [{"step": 100, "train/loss": 0.5}]),
+        ("Make predictions 1", lambda n: n["probabilities"].shape == (64, 3)),
+        ("Debug a NaN 1", lambda n: n["worst"].index == 17),
+        ("Cross-validate (k-fold) 1", lambda n: len(n["accuracies"]) == 4),
+        ("Replay a step 1", lambda n: n["again"].state.step == 12),
+    ],
+)
+def test_the_task_is_done(task, holds, tmp_path, monkeypatch):
+    assert holds(run(task, tmp_path, monkeypatch))
+
+
+def test_the_cheat_sheet_has_every_everyday_name_once_and_every_room():
+    tables = "\n".join(re.findall(r"^\| `.*", (ROOT / "recipes/CHEAT_SHEET.md").read_text(), re.M))
+    calls = re.findall(r"`ll\.(\w+)", "\n".join(line.split(" | ")[0] for line in tables.splitlines()))
+    assert sorted(calls) == sorted(set(ll.__all__))
+
+
+def test_every_name_of_both_pages_exists():
+    for page in ("CHEAT_SHEET.md", "COOKBOOK.md"):
+        for path in re.findall(r"\bll\.(\w+(?:\.\w+)?)", (ROOT / "recipes" / page).read_text()):
+            value = ll
+            for name in path.split("."):
+                value = getattr(value, name)
