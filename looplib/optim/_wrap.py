@@ -18,7 +18,7 @@ Updated = tuple[Params, Any, Flag]
 
 
 def wrap(optimizer: Optimizer, init: Init, update: Update, evaluation: Evaluation | None = None) -> Optimizer:
-    """Wrap an optimizer, whose state becomes `inner_state` of the wrapper\'s state."""
+    """Wrap an optimizer, whose state becomes `inner_state` of the wrapper's state."""
     advice = "give ll.optimizer(torch.optim.AdamW, lr=...), or that wrapped"
     check_type("this wraps what ll.optimizer returns, and got", optimizer, Optimizer, advice)
 
