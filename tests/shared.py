@@ -1,4 +1,4 @@
-"""What several tests of logs need: a state, a process of Python, and a disk that is full."""
+"""What tests of several rooms need: states, seeds, a process of Python, and a disk that is full."""
 
 import resource
 import subprocess
@@ -14,6 +14,16 @@ COUNTS = {"step": 7, "epoch": 2, "batch": 3, "samples": 96}
 
 def at(step, samples=0):
     return TrainState(step=step, samples=samples)
+
+
+def mix(*values):
+    """The seed of a draw, as the stored fixtures have it: the finalizer of splitmix64 over a polynomial in the values."""
+    seed = len(values)
+    for value in values:
+        seed = (seed * 0xD1342543DE82EF95 + value + 1) % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        seed = (seed ^ (seed >> shift)) * factor % 2**64
+    return (seed ^ (seed >> 31)) // 2
 
 
 def make_train_step(grad_fn, optimizer, *, compile=False, **options):

@@ -20,9 +20,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import looplib as ll
-from looplib.checkpoint._format import leaves_of
 
 TESTS = Path(__file__).parent
 LENGTH = 6  # batches of an epoch, the last of them not full
@@ -130,13 +130,13 @@ def same(one, other):
     counts = ("step", "epoch", "batch", "epoch_length", "samples", "batch_samples", "batch_steps", "seed", "extra")
     assert [getattr(one, name) for name in counts] == [getattr(other, name) for name in counts]
     for tree in ("params", "buffers", "opt_state"):
-        found, expected = (leaves_of(getattr(state, tree)) for state in (one, other))
+        found, expected = (dict(tree_flatten_with_path(getattr(state, tree))[0]) for state in (one, other))
         assert found.keys() == expected.keys()
         for place, leaf in found.items():
             if isinstance(leaf, torch.Tensor):
-                assert torch.equal(leaf, expected[place]), f"{tree}{place}"
+                assert torch.equal(leaf, expected[place]), f"{tree}{keystr(place)}"
             else:
-                assert (type(leaf), leaf) == (type(expected[place]), expected[place]), f"{tree}{place}"
+                assert (type(leaf), leaf) == (type(expected[place]), expected[place]), f"{tree}{keystr(place)}"
     return True
 
 

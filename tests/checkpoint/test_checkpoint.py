@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from files import DATA, MANIFEST
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import looplib as ll
 from looplib.checkpoint import _background, _describe, _directory, _listing
-from looplib.checkpoint._format import DATA, MANIFEST
 from looplib.checkpoint._format_write import Parts, write
 
 pytree = torch.utils._pytree

@@ -1,7 +1,6 @@
 """Checkpoints of several ranks: whole or not there on all of them, and of n ranks into m, by real processes."""
 
 import builtins
-import json
 import os
 import pickle
 import shutil
@@ -9,21 +8,18 @@ import subprocess
 import sys
 import textwrap
 import warnings
-import zlib
 from pathlib import Path
 
-import orjson
 import pytest
 import safetensors.torch
 import torch
+from files import DATA, MANIFEST, forged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import launch, run_script
 from torch import nn
 
 import looplib as ll
-from looplib._core.collective import named, together
-from looplib.checkpoint._format import DATA, MANIFEST
 
 ROOT = Path(__file__).parents[2]
 pytree = torch.utils._pytree
@@ -453,45 +449,6 @@ def test_of_four_into_one_rank_that_is_sharded_and_back(folder):
     launch_script(1, ONE, folder)
 
 
-def test_an_error_is_told_as_what_it_is_if_that_can_be_said():
-    class Odd(ValueError):  # of no module, so it cannot be sent
-        pass
-
-    gone = named(3, FileNotFoundError(2, "No such file", "/x"))
-    assert (type(gone), gone.errno, gone.filename) == (FileNotFoundError, 2, "/x")
-    for error, kind, text in [
-        (
-            ll.checkpoint.DamagedCheckpointError("it is cut"),
-            ll.checkpoint.DamagedCheckpointError,
-            "rank 3: it is cut",
-        ),
-        (ll.DonatedStateError("spent"), ll.DonatedStateError, "rank 3: spent"),
-        (BlockingIOError("somebody writes"), BlockingIOError, "rank 3: somebody writes"),
-        (UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), RuntimeError, "rank 3: UnicodeDecodeError: 'utf-8'"),
-        (Odd("x"), RuntimeError, "rank 3: Odd: x"),
-        (SystemExit(2), RuntimeError, "rank 3: SystemExit: 2"),
-    ]:
-        found = named(3, error)
-        assert type(found) is kind
-        assert str(found).startswith(text)
-
-
-def test_one_process_agrees_with_itself():
-    alone = together()
-    error = OSError(28, "full")
-
-    def fail():
-        raise error
-
-    assert (alone.first, alone.rank, alone.several, alone.another()) == (True, 0, False, alone)
-    assert alone.on_first(lambda: 3) == alone.on_each(lambda: 3) == 3
-    assert alone.gather(5) == [5]
-    for way in (alone.on_first, alone.on_each):
-        with pytest.raises(OSError, match="full") as seen:
-            way(fail)
-        assert seen.value is error
-
-
 # Malice and damage, in one process
 
 
@@ -499,14 +456,6 @@ def test_one_process_agrees_with_itself():
 def copy(folder, tmp_path):
     shutil.copytree(folder / "sharded-False" / "step-00000003", tmp_path / "c" / "step-00000003")
     return tmp_path / "c"
-
-
-def forged(path, change):
-    """Change the manifest as somebody would who knows the format: with the right checksum."""
-    manifest = json.loads((path / MANIFEST).read_bytes())["manifest"]
-    change(manifest)
-    text = orjson.dumps(manifest)
-    (path / MANIFEST).write_bytes(b'{"crc32":%d,"manifest":%s}\n' % (zlib.crc32(text), text))
 
 
 PLACE = "/params/0.weight"

@@ -7,18 +7,17 @@ import math
 import operator
 import pickle
 import warnings
-import zlib
 
-import orjson
 import pytest
 import safetensors
 import safetensors.torch
 import torch
+from files import DATA, MANIFEST, forged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import looplib as ll
-from looplib.checkpoint._format import DATA, MANIFEST, leaves_of
+from looplib.checkpoint._format import leaves_of
 from looplib.checkpoint._format_read import Reader, read_manifest
 from looplib.checkpoint._format_write import Parts, write
 
@@ -327,14 +326,6 @@ def test_a_hostile_pickle_does_not_run(tmp_path, name, same_size, kind):
     pickle.loads(pickle.dumps(Bomb()))
     assert builtins.exploded  # so it was one
     del builtins.exploded
-
-
-def forged(folder, change):
-    """Change the manifest as somebody would who knows the format: with the right checksum."""
-    manifest = json.loads((folder / MANIFEST).read_bytes())["manifest"]
-    manifest = change(manifest) or manifest
-    text = orjson.dumps(manifest)
-    (folder / MANIFEST).write_bytes(b'{"crc32":%d,"manifest":%s}\n' % (zlib.crc32(text), text))
 
 
 def test_a_manifest_from_the_future_is_told_apart(tmp_path):

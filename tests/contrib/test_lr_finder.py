@@ -8,7 +8,17 @@ from torch import nn
 
 import looplib as ll
 from looplib.contrib import find_lr
-from looplib.log._plots import smoothed
+
+
+def smoothed(values, keep):
+    """Exponential average at each value, corrected for its beginning; NaN is left out."""
+    total = weight = 0.0
+    averages = []
+    for value in values:
+        if not math.isnan(value):
+            total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        averages.append(math.nan if math.isnan(value) else total / weight)
+    return averages
 
 
 def points(line):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import launch
+from shared import mix
 from torch import distributed
 from torch.utils.data import (
     BatchSampler,
@@ -24,7 +25,6 @@ from torch.utils.data import (
 
 import looplib as ll
 from looplib._core import ranks as _ranks
-from looplib._core.random import mix
 from looplib.data import make_loader
 from looplib.state import end_epoch
 from looplib.types import TrainState

@@ -1,7 +1,6 @@
 """Pieces against the whole: in float64, by a raw loop of backward calls, and by an allocator that refuses."""
 
 import collections
-import dataclasses
 import os
 import resource
 import subprocess
@@ -14,12 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import mix
 from torch import nn
-from transformers import BatchEncoding
 
 import looplib as ll
-from looplib._core.random import mix
-from looplib._core.trees import split
 
 
 def mlp(dtype=torch.double):
@@ -283,40 +280,6 @@ def test_adding_up_in_float32_what_bfloat16_would_lose():
     narrow = ll.accumulate(grad_fn, size=1)(state, x).grads["weight"]
     assert wide.dtype == torch.float32
     assert (wide - exact).abs().max() < 1e-5 < (narrow - exact).abs().max()
-
-
-Fields = collections.namedtuple("Fields", "x names")
-
-
-@dataclasses.dataclass
-class Record:
-    x: torch.Tensor
-    scale: float
-
-
-def test_batches_of_every_form_are_cut():
-    x, names = torch.arange(5), list("abcde")
-    assert [p.tolist() for p in split(x, 5, 2)] == [[0, 1], [2, 3], [4]]
-    forms = [
-        ({"x": x, "names": names, "one": torch.tensor(7)}, lambda p: (p["x"], p["names"])),
-        (Fields(x, names), lambda p: (p.x, p.names)),
-        ([x, tuple(names)], lambda p: (p[0], list(p[1]))),
-        (BatchEncoding({"x": x, "names": names}), lambda p: (p["x"], p["names"])),
-        (collections.OrderedDict(x=x, names=np.array(names)), lambda p: (p["x"], p["names"].tolist())),
-    ]
-    for batch, read in forms:
-        pieces = split(batch, 5, 2)
-        assert [type(piece) for piece in pieces] == [type(batch)] * 3
-        assert [read(piece)[0].tolist() for piece in pieces] == [[0, 1], [2, 3], [4]]
-        assert [read(piece)[1] for piece in pieces] == [["a", "b"], ["c", "d"], ["e"]]
-    pieces = split(Record(x, 0.5), 5, 3, lambda record: len(record.x))
-    assert [piece.x.tolist() for piece in pieces] == [[0, 1, 2], [3, 4]]
-    assert pieces[1].scale == 0.5
-    targets = [{"boxes": torch.zeros(n, 4)} for n in range(1, 6)]  # one for each example
-    assert [len(piece[1]) for piece in split((x, targets), 5, 2)] == [2, 2, 1]
-    pair = split((torch.zeros(2, 3), torch.ones(2)), 2, 1)  # two fields, not two examples
-    assert [piece[0].shape for piece in pair] == [(1, 3), (1, 3)]
-    assert split((x, None, 3, "text"), 5, 3)[1][1:] == (None, 3, "text")
 
 
 class Opaque:

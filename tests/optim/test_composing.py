@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from shared import mix
 from torch import nn
 
 import looplib as ll
-from looplib._core.random import mix
 
 both_steps = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])

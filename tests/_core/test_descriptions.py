@@ -1,0 +1,36 @@
+"""How settings are described in a checkpoint."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_descriptions_are_the_same_in_each_process(tmp_path):
+    """No addresses, no order of sets, no hash of a string."""
+    code = """
+        import json
+        import numpy as np, torch, looplib as ll
+        from looplib._core.descriptions import described
+        class Plain:
+            pass
+        settings = [Plain(), ll.optimizer(torch.optim.AdamW, lr=lambda step: 0.1 / (step + 1)), torch.bfloat16, ll.every_n_steps(3),
+                    print, torch.ones(3), torch.ones(30), 2**70, float("inf"), torch.nn.Linear, max,
+                    list(range(1000)), 1j, np.float64(0.5), np.int64(3), np.array(2.0)]
+        print(json.dumps(described(settings)))
+    """
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            capture_output=True, text=True, check=True, cwd=ROOT, env={"PYTHONHASHSEED": str(seed), "PATH": ""},
+        ).stdout
+        for seed in (1, 2)
+    }  # fmt: skip
+    assert len(outputs) == 1
+    (text,) = outputs
+    assert "0x" not in text
+    assert json.loads(text)[0] == "Plain"
+    assert json.loads(text)[-4:] == ["1j", 0.5, 3, 2.0]
