@@ -89,7 +89,17 @@ def faults(path):
 
 
 # Rooms that have been read through so far.
-READ = ["*.py", "grads/*.py", "losses/*.py", "optim/*.py", "data/*.py", "distributed/*.py", "checkpoint/**/*.py"]
+READ = [
+    "*.py",
+    "grads/*.py",
+    "losses/*.py",
+    "optim/*.py",
+    "data/*.py",
+    "distributed/*.py",
+    "checkpoint/**/*.py",
+    "evaluation/*.py",
+    "log/*.py",
+]
 
 
 def files():

@@ -1,4 +1,4 @@
-"""Evaluation: a state and a data set go in, numbers or predictions come out."""
+"""Evaluation and prediction: a state and a dataset go in and metrics or outputs come out."""
 
 from looplib.evaluation._evaluate import evaluate, measure
 from looplib.evaluation._oom import split_on_oom

@@ -1,4 +1,4 @@
-"""Reading batches for evaluation: from a given place on, each rank its share, under a progress bar."""
+"""Batch reading for evaluation: from a given start, divided among ranks, with a progress bar."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _END = object()
 
 
 class Reading(NamedTuple):
-    """Which batches are read, and how.
+    """Settings of one pass over the batches.
 
     Attributes:
         batches: any iterable, or a looplib loader.
-        limit: the number of batches, or None for all.
+        limit: number of batches, or None for all.
         title: text before the bar, or None for no bar.
-        divide: whether the ranks divide the batches; else each has its own.
-        start: the number of the first batch.
-        check: called with the number of each batch before `start` that is read anyway, which the last of them is, and
-            the batch: on several ranks that divide each batch, this rank's share, or None for none; `NO_BATCH` where
-            they end before.
+        divide: True if the ranks divide the batches; otherwise each rank has its own.
+        start: index of the first batch.
+        check: called for each batch before `start` that is read anyway, with its index, the index of the last of
+            them, and the batch. On several ranks that divide each batch it gets this rank's part, or None if there is
+            none; `NO_BATCH` if the batches end earlier.
     """
 
     batches: Any
@@ -41,13 +41,13 @@ class Reading(NamedTuple):
 
 
 def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
-    """This rank's batches, and whether each counts: all ranks are given the same number of them."""
+    """This rank's batches, each with True if it counts. All ranks get the same number of batches."""
     batches, limit, title, divide, start, _ = reading
     check_optional_count("limit", limit, advice="give how many batches, at least 1, or None for all")
     length = length_of(batches)
     left = None if length is None else max(0, length - start)
     if left == 0 and reading.check is None and not is_estimate(batches):
-        reading = reading._replace(batches=(), start=0)  # a loader takes it for a mistake to be read on from its end
+        reading = reading._replace(batches=(), start=0)  # a loader treats reading past its end as a mistake
     if limit is not None:
         left = limit if left is None else min(limit, left)
     if divide and not _by_rows(reading):
@@ -62,20 +62,20 @@ def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
 
 
 def length_of(batches: Any) -> int | None:
-    """The number of batches, or None where nothing says it: a generator, or a stream, whatever stands around it."""
+    """Number of batches, or None if it is unknown, as for a generator or a stream, wrapped or not."""
     try:
         return len(batches)
-    except (TypeError, NotImplementedError):  # which a DataLoader over a dataset without a length raises, too
+    except (TypeError, NotImplementedError):  # also raised by a DataLoader over a dataset without a length
         return None
 
 
 def is_estimate(batches: Any) -> bool:
-    """Several workers that share an IterableDataset may give more batches than a DataLoader's length says."""
+    """True if a DataLoader's length may be wrong: workers that share an IterableDataset may yield more."""
     return isinstance(getattr(batches, "dataset", None), IterableDataset)
 
 
 def _by_rows(reading: Reading) -> bool:
-    """Does the loader divide each batch among the ranks?"""
+    """True if the loader divides each batch among the ranks."""
     return reading.divide and getattr(reading.batches, "divide", False)
 
 
@@ -95,8 +95,11 @@ def _batch_of_share(share: tuple[Any, bool]) -> Any:
 
 
 def _first_read(reading: Reading) -> int:
-    """The batch that reading begins with. A looplib loader need not read what comes before, where that is all the
-    same; a stream reads it as well, and would take its own end for a mistake."""
+    """Index of the batch at which reading starts.
+
+    A looplib loader need not read the earlier batches if there is nothing to check in them. A stream reads them in
+    any case, and would treat its own end as a mistake.
+    """
     batches, start = reading.batches, reading.start
     if not callable(batches) or getattr(batches, "order", "unknown") is None:
         return 0
@@ -108,7 +111,7 @@ def _first_read(reading: Reading) -> int:
 def _after(
     batches: Iterator[T], first: int, reading: Reading, batch_of: Callable[[T], Any] = lambda batch: batch
 ) -> Iterator[T]:
-    """The batches from `start` on, of those that begin with `first`."""
+    """Batches from `start` on, from an iterator that begins at batch `first`."""
     number = first
     for number, batch in enumerate(islice(batches, reading.start - first), first + 1):
         if reading.check is not None:
@@ -120,7 +123,7 @@ def _after(
 
 
 def _in_turn(batches: Iterator[Any], rank: int, ranks: int) -> Iterator[tuple[Any, bool]]:
-    """Each rank takes a batch of so many; where the last ones are fewer, the first of them stands in."""
+    """Give each rank one of `ranks` consecutive batches. If too few are left, the first of them is used again."""
     for first in batches:
         mine, counts = first, rank == 0
         for place in range(1, ranks):
@@ -134,7 +137,7 @@ def _in_turn(batches: Iterator[Any], rank: int, ranks: int) -> Iterator[tuple[An
 
 
 def _together(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Ranks with batches of their own: one that has no more takes its last one again while others go on."""
+    """For ranks with their own batches: a rank that runs out repeats its last batch until all have finished."""
     last: Any = _END
     while any_rank((batch := next(batches, _END)) is not _END):
         if batch is _END and last is _END:

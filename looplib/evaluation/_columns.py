@@ -1,4 +1,4 @@
-"""Columns of predictions: an output as named columns, with one row for each sample, and their bytes."""
+"""Prediction columns: an output as named columns with one row per sample, and their bytes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Column:
 
     Attributes:
         dtype: such as "float32", or "str".
-        parts: tensors with one row for each sample, of one shape each; a nested tensor has one for each sample. For
-            strings: the list of them.
+        parts: tensors with one row per sample, each of a single row shape; a nested tensor has one for each sample.
+            For strings: the list of them.
     """
 
     dtype: str
@@ -34,7 +34,7 @@ class Column:
 
     @property
     def runs(self) -> list[tuple[int, list[int]]]:
-        """How many rows have which shape, one after another."""
+        """Counts and shapes of consecutive rows with the same shape."""
         if self.dtype == TEXT:
             return [(len(self.parts), [])]
         return [(len(part), list(part.shape[1:])) for part in self.parts]
@@ -45,12 +45,12 @@ class Column:
 
 
 def is_texts(value: Any) -> bool:
-    """A list of strings, which is one leaf of an output."""
+    """True for a list of strings, which is one leaf of an output."""
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, str) for item in value)
 
 
 def named_leaves(output: Any) -> dict[str, Any]:
-    """The leaves of an output by name, such as `chance` or `deep/x/0`, and `output` where it is one leaf."""
+    """Leaves of an output by name, such as `chance` or `deep/x/0`, or `output` if the output is a single leaf."""
     leaves = [(pointer(path).removeprefix("/") or "output", leaf) for path, leaf in trees.leaves(output, is_texts)]
     if twice := [name for name, count in Counter(name for name, _ in leaves).items() if count > 1]:
         raise ValueError(f"two leaves of the output are both named {twice[0]!r}: give their keys different names")
@@ -58,7 +58,7 @@ def named_leaves(output: Any) -> dict[str, Any]:
 
 
 def columns_of(output: Any) -> dict[str, Column]:
-    """The columns of a batch, which have the same number of rows."""
+    """Columns of a batch, which all have the same number of rows."""
     columns = {name: _column(name, leaf) for name, leaf in named_leaves(output).items()}
     if len({column.rows for column in columns.values()}) != 1:
         shapes = ", ".join(f"{name!r} {_shape(column)}" for name, column in columns.items())
@@ -88,7 +88,7 @@ def _column(name: str, leaf: Any) -> Column:
 
 
 def described(columns: Mapping[str, Column]) -> dict[str, Any]:
-    """The dtype of each column and the shape of its first row, for the head of the index."""
+    """Dtype of each column and shape of its first row, for the head of the index."""
     return {
         name: {"dtype": column.dtype, "shape": column.runs[0][1] if column.runs else []}
         for name, column in columns.items()
@@ -96,7 +96,7 @@ def described(columns: Mapping[str, Column]) -> dict[str, Any]:
 
 
 def check_alike(number: int, columns: Mapping[str, Column], head: Mapping[str, Any]) -> None:
-    """Only the widths of rows may change from batch to batch: not names, dtypes or the number of dimensions."""
+    """Raise if columns change between batches in name, dtype or number of dimensions. Row widths may change."""
     alike = columns.keys() == head.keys() and all(
         column.dtype == head[name]["dtype"]
         and all(len(shape) == len(head[name]["shape"]) for _, shape in column.runs)
@@ -110,7 +110,7 @@ def check_alike(number: int, columns: Mapping[str, Column], head: Mapping[str, A
 
 
 def special_runs(columns: Mapping[str, Column], head: Mapping[str, Any]) -> dict[str, Any]:
-    """The runs of columns whose rows cannot be counted by their bytes, since a row differs in shape or is empty."""
+    """Runs of columns whose rows cannot be counted from their bytes, since rows differ in shape or are empty."""
     return {
         name: column.runs
         for name, column in columns.items()
@@ -119,7 +119,7 @@ def special_runs(columns: Mapping[str, Column], head: Mapping[str, Any]) -> dict
 
 
 def bytes_by_column(columns: Mapping[str, Column]) -> dict[str, bytes]:
-    """Each column's rows as they are in memory; a string as a line of JSON."""
+    """Bytes of each column's rows as they are in memory; a string becomes a line of JSON."""
     return {
         name: b"".join(orjson.dumps(text) + b"\n" for text in column.parts)
         if column.dtype == TEXT
@@ -134,7 +134,7 @@ def _raw(tensor: Tensor) -> bytes:
 
 
 def lines_of(columns: Mapping[str, Column]) -> bytes:
-    """A line of JSON for each sample."""
+    """One line of JSON for each sample."""
     values = {name: _values(column) for name, column in columns.items()}
     rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
     return b"".join(orjson.dumps(row) + b"\n" for row in rows)
@@ -152,7 +152,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def tensor_of(values: list[Any], dtype: torch.dtype, shape: list[int]) -> Tensor:
-    """A tensor of the values that `lines_of` wrote, with NaN for null."""
+    """Tensor of the values written by `lines_of`, with NaN for null."""
     values = _with_nan(values)
     if not dtype.is_complex:
         return torch.tensor(values, dtype=dtype).view(shape)

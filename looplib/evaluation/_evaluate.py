@@ -1,8 +1,7 @@
-"""Evaluation: metrics over whole data sets.
+"""Evaluation: metrics over whole datasets.
 
-Batches pass one by one, and what is kept of them is one record for each metric, so memory does not grow with the set.
-Nothing here changes the state, the module or torch's random stream: training continues as if there had been no
-evaluation.
+Batches are processed one by one, and only one record per metric is kept, so memory does not grow with the dataset.
+State, module and torch's random streams are left unchanged, so training continues as if there had been no evaluation.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def evaluate(
     tokens: Callable[[Any], int] | None = None,
     divide: bool = True,
 ) -> dict[str, float]:
-    """Evaluate: the metrics over all batches, as floats. They do not depend on the batch size.
+    """Evaluate: compute metrics over all batches, as floats.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(1, 1)
@@ -50,34 +49,35 @@ def evaluate(
     >>> ll.evaluate(eval_step, state, sets, prefix="eval/")
     {'eval/easy/mean': 3.0, 'eval/hard/mean': 1.0}
 
-    Args:
-        eval_step: from `make_eval_step`; or one for each of several sets, by their names.
-        state: what to evaluate; it is not changed. `eval_state(optimizer, state)` has the averaged weights.
-        batches: any iterable, such as a list, a DataLoader, or a looplib loader (read from its beginning), with a
-            batch size of its own; or several by name, whose metrics are put under `name/`.
-        prefix: put before each name.
-        limit: the first batches only, as for a check before training.
-        progress: show a bar that goes away.
-        rates: add `samples_per_second`, `steps_per_second` and `seconds`. They are no function of the state, so a log
-            that holds them is no longer the same for a run that was resumed.
-        tokens: counts those of a batch, for `tokens_per_second`, too.
-        divide: on several ranks, where the batches given are the same on each: divide them. False where each rank's
-            are its own already.
+    Metrics that average over samples do not depend on the batch size, because totals and weights are added up and
+    divided once at the end. Memory is that of one batch and a few records per metric. torch's random streams are
+    restored afterwards, whatever the iterable draws.
 
-    On several ranks, all of which call this, each sample counts once, and all get the same values. A looplib loader
-    divides each of its batches; of other batches each rank takes one in turn. A rank that runs out takes a batch
-    again, which does not count, since forward passes may be those of all ranks together. Records merge as by
+    On several ranks, all ranks call this, each sample counts once, and all get the same values. A looplib loader
+    divides each batch among the ranks; with any other iterable, the ranks take turns. A rank that runs out repeats a
+    batch, which does not count, since a forward pass may need all ranks. Records are merged as by
     `ll.distributed.reduce`.
 
-    Memory is that of one batch and some records of each metric. torch's random stream stands afterwards where it
-    stood, whatever the iterable draws.
+    To get the records themselves, such as a confusion matrix to draw, use `measure`.
 
-    For the records themselves, such as a confusion matrix to draw, see `measure`.
+    Args:
+        eval_step: from `make_eval_step`, or a dict of them, one for each of several sets by name.
+        state: the state to evaluate. It is not changed. For averaged weights, pass `ll.eval_state(optimizer, state)`.
+        batches: any iterable, such as a list, a DataLoader, or a looplib loader (read from the start of the epoch),
+            with any batch size. Or a dict of them by name, whose metrics are put under `name/`.
+        prefix: string put before each name.
+        limit: evaluate only the first `limit` batches, for example as a check before training.
+        progress: if True, show a progress bar, removed when done.
+        rates: if True, add `samples_per_second`, `steps_per_second` and `seconds`. They depend on the machine, so a
+            log that contains them is not reproduced by a resumed run.
+        tokens: function that counts the tokens in a batch, to add `tokens_per_second` as well.
+        divide: if True, several ranks divide the given batches, which must be the same on each. Pass False if each
+            rank already has its own.
 
     Raises:
-        ValueError: there is no batch; batches differ in their names; a set without an `eval_step`; one batch, a dict
-            of tensors, in place of batches.
-        TypeError: a state in the place of the step.
+        ValueError: there are no batches; batches have different metric names; a set has no `eval_step`; or a single
+            batch (a dict of tensors) is passed instead of batches.
+        TypeError: a state is passed in place of the step.
     """
     check_order("evaluate", eval_step, state)
     for one in eval_step.values() if isinstance(eval_step, Mapping) else (eval_step,):
@@ -97,7 +97,7 @@ def evaluate(
     title = f"{prefix.strip('/') or 'evaluation'}" if progress else None
     with _kept_stream():
         records = _measured("evaluate", eval_step, state, Reading(batches, limit, title, divide), counter)
-        values = compute(records, prefix)  # which waits for the device
+        values = compute(records, prefix)  # waits for the device
     return values | counter.rates(prefix) if counter else values
 
 
@@ -111,7 +111,7 @@ def _step_of(name: str, eval_step: EvalFn | Mapping[str, EvalFn]) -> EvalFn:
 
 
 class _Counter:
-    """Counts the batches that pass, their samples and tokens, and the seconds since it was made."""
+    """Counter of batches, samples, tokens, and seconds since its creation."""
 
     def __init__(self, tokens: Callable[[Any], int] | None) -> None:
         self._began = time.perf_counter()
@@ -125,7 +125,7 @@ class _Counter:
             self._counts["tokens"] += self._tokens(batch)
 
     def rates(self, prefix: str) -> dict[str, float]:
-        """Those of all ranks together: what was counted on any of them, over the longest time on one."""
+        """Rates of all ranks together: their total counts over the longest time."""
         ranks = gather((time.perf_counter() - self._began, self._counts))
         seconds = max(taken for taken, _ in ranks)
         totals = {name: sum(counts[name] for _, counts in ranks) for name in self._counts}
@@ -142,7 +142,7 @@ def measure(
     progress: bool = False,
     divide: bool = True,
 ) -> dict[str, Metric]:
-    """Metric records over all batches of one set, for what is more than a number, such as a confusion matrix to draw.
+    """Evaluate and return the metric records, for metrics that are more than a number.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(1, 1)
@@ -157,13 +157,13 @@ def measure(
     >>> ll.compute(records)
     {'confusion': 0.666...}
 
-    `evaluate` gives what `compute` makes of these.
+    An example is a confusion matrix to draw. `evaluate` returns `compute` of these records.
 
     Args:
-        eval_step, state, batches: as for `evaluate`, of one set.
-        limit, progress, divide: as there.
+        eval_step, state, batches: as for `evaluate`, for a single set.
+        limit, progress, divide: as for `evaluate`.
 
-    Ranks and errors are as there too.
+    It behaves like `evaluate` on several ranks, and raises the same errors.
     """
     check_order("measure", eval_step, state)
     for name, value in {"batches": batches, "eval_step": eval_step}.items():
@@ -182,7 +182,7 @@ def _measured(
     reading: Reading,
     counter: _Counter | None = None,
 ) -> dict[str, Metric]:
-    """The metrics of all batches and ranks together; each batch that counts is counted."""
+    """Metrics of all batches and ranks together. Each batch that counts is passed to the counter."""
     eval_step = checked(eval_step, function, "eval_step")
     metrics: Metrics | None = None
     held: list[tuple[int, Metrics]] = []
@@ -203,7 +203,7 @@ def _measured(
 
 @contextmanager
 def _kept_stream() -> Iterator[None]:
-    """torch's random stream stands afterwards where it stood."""
+    """Restore torch's random streams at the end of the block."""
     stream = torch.default_generator.get_state()
     try:
         yield
@@ -228,15 +228,15 @@ def _check_sets(sets: Mapping[str, Any]) -> None:
 
 
 def _hold(held: list[tuple[int, Metrics]], metrics: Metrics) -> None:
-    """Add the metrics of a batch to those that are held, each with the number of its tensors."""
+    """Add the metrics of a batch to those held, each with the number of its tensors."""
     if all(isinstance(metric, Mean) for metric in metrics.values()):
         held.append((1, metrics))
-        if len(held) == 5:  # a few are added up at a time, for the cost of two
+        if len(held) == 5:  # merge a few at a time, at the cost of merging two
             held[:] = [(1, merge(*[metrics for _, metrics in held]))]
         return
     held.append((_tensors(metrics), metrics))
-    # Those of fixed size, which may be large, are merged at once, and one is held. Those that collect are merged with
-    # their like, as a binary counter carries: of n batches log n are held, and each is copied log n times.
+    # Records of fixed size, which may be large, are merged at once, so one is held. Records that grow are merged with
+    # those of the same size, like carries in a binary counter: log n are held, and each is copied log n times.
     while len(held) > 1 and held[-2][0] <= held[-1][0]:
         both = merge(held[-2][1], held[-1][1])
         held[-2:] = [(_tensors(both), both)]

@@ -1,7 +1,7 @@
-"""Out-of-memory retry for evaluation and prediction.
+"""Out-of-memory recovery for evaluation and prediction.
 
-A batch that does not fit is split, and the results of its parts are put together again: records merge, and outputs are
-concatenated. The caller gets the result of the whole batch.
+A batch that does not fit is split and the results are combined: records are merged and outputs concatenated. The
+caller gets the result of the whole batch.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ Step = TypeVar("Step", bound=Callable[[TrainState, Any], Any])
 
 
 def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[Any], int] = count_examples) -> Step:
-    """Out-of-memory retry: when memory runs out, evaluate or predict in pieces of half the size from then on.
+    """Out-of-memory recovery: evaluate or predict with microbatches of half the size, and keep that size from then on.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
     >>> state, batches = ll.init_state(model), torch.ones(10, 2).split(4)
-    >>> eval_step = ll.evaluation.split_on_oom(ll.make_eval_step(model, lambda model, x: {"rows": ll.Mean(len(x), len(x))}))
+    >>> eval_step = ll.evaluation.split_on_oom(ll.make_eval_step(model, lambda model, x: {"ones": ll.Mean(x.sum(), x.numel())}))
     >>> ll.evaluate(eval_step, state, batches)
-    {'rows': 1.0}
+    {'ones': 1.0}
     >>> predict_step = ll.evaluation.split_on_oom(ll.make_predict_step(model, lambda model, x: model(x)), size=3)
     >>> [len(out) for out in ll.predict(predict_step, state, batches)]
     [4, 4, 2]
 
-    The metrics are the whole batch's: a `Mean` merges exactly, and a scalar weighs by the examples of its piece. The
-    outputs are the whole batch's too, in its order. A warning says when the pieces become smaller. What is remembered
-    is the size that fits, in this function and for this step alone: training keeps its own.
+    The metrics are those of the whole batch: the totals and weights of a `Mean` are added up, and a scalar is
+    weighted by the number of samples in its microbatch. Outputs are in the order of the batch. A warning is given
+    each time the size is halved. The returned function remembers the size that fits; training steps have their own.
 
-    On several ranks each cuts its own batches, but for a model in FSDP2, whose forward passes are those of all ranks
-    together: give it batches that fit.
+    On several ranks each rank splits its batches independently. Models in FSDP2 are an exception, since their forward
+    passes need all ranks together: use batches that fit.
 
     Args:
-        step: from `make_eval_step` or `make_predict_step`. A function in it that draws random numbers draws the same
-            for each piece.
-        size: the size of pieces to begin with; None for the whole batch.
-        batch_size: counts the examples in a batch, as for `make_grad_fn`.
+        step: from `make_eval_step` or `make_predict_step`. If it draws random numbers, it draws the same ones for
+            each microbatch.
+        size: number of samples per microbatch to start with. None starts with the whole batch.
+        batch_size: function that counts the samples in a batch, as for `make_grad_fn`.
 
     Raises:
-        torch.OutOfMemoryError, RuntimeError, MemoryError: the original, when one example alone does not fit.
-        ValueError: a batch that cannot be cut, or outputs without one row for each example.
-        TypeError: an output with something else than tensors in it, of a batch that was cut.
+        torch.OutOfMemoryError, RuntimeError, MemoryError: the original error, if a single sample does not fit.
+        ValueError: a batch cannot be split, or outputs do not have one row per sample.
+        TypeError: the output of a batch that was split contains something other than tensors.
     """
     _check_split(step, size)
     step = checked(step, "split_on_oom", "eval_step", "predict_step")
     fitting = size
 
     def pieces_of(state: TrainState, batch: Any) -> list[tuple[Any, Any]]:
-        """Each piece, and what the step gives for it."""
+        """Each microbatch's size and the step's result for it."""
         nonlocal fitting
         if fitting is None or batch_size(batch) <= fitting:
             if (out := _attempt(step, state, batch, batch_size)) is not None:
@@ -92,7 +92,7 @@ def _check_split(step: Any, size: Any) -> None:
 def _attempt(
     step: Callable[[TrainState, Any], Any], state: TrainState, batch: Any, batch_size: Callable[[Any], int]
 ) -> tuple[Any] | None:
-    """Call the step; None where memory ran out and the batch can be cut."""
+    """Call the step, and return None if memory runs out and the batch can be split."""
     try:
         return (step(state, batch),)
     except (RuntimeError, MemoryError) as error:
@@ -105,14 +105,14 @@ def _attempt(
 
 
 def _together(counts: list[int], outs: list[Any]) -> Any:
-    """Put together the results of the parts."""
+    """Combine the results of the microbatches."""
     if all(isinstance(out, Mapping) and all(isinstance(value, Metric) for value in out.values()) for out in outs):
         return merge(*outs)
     return end_to_end(counts, outs)
 
 
 def end_to_end(counts: list[int], outs: list[Any]) -> Any:
-    """The outputs of a whole batch, from those of its parts, which have so many samples each."""
+    """Concatenate the outputs of microbatches, which have these numbers of samples."""
     for count, out in zip(counts, outs, strict=True):
         for name, leaf in named_leaves(out).items():
             _check_part(name, leaf, count)
@@ -137,7 +137,7 @@ def _check_part(name: str, leaf: Any, count: int) -> None:
 
 
 def _joined(name: str, parts: Sequence[Any]) -> Any:
-    """Rows end to end; tensors whose rows differ in shape, as those of generated text do, as a nested tensor."""
+    """Concatenate rows. Tensors whose rows differ in shape, as for generated text, become a nested tensor."""
     if all(map(is_texts, parts)):
         return [text for part in parts for text in part]
     if not all(isinstance(part, Tensor) for part in parts):
@@ -157,5 +157,5 @@ def _nested(name: str, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _note(error: BaseException, note: str) -> None:
-    # What add_note does, on Python 3.10 as well (where a traceback does not print it).
+    # Does what add_note does, on Python 3.10 too (where a traceback does not print it).
     error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]

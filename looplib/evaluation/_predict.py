@@ -1,4 +1,4 @@
-"""Prediction: the outputs for whole data sets, in the order of the data, one batch in memory at a time."""
+"""Prediction: outputs for whole datasets in order, with one batch in memory at a time."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ def predict(
     >>> torch.cat(list(outputs)).shape
     torch.Size([7, 1])
 
+    On several ranks, each rank computes its part and all ranks get all outputs, which are sent through the CPU.
+
     Args:
         predict_step: from `make_predict_step`.
-        state: what to predict with.
+        state: the state to predict with.
         batches: as for `evaluate`.
-        start: the batch to begin with; a looplib loader reads nothing before it.
-        limit: how many batches.
-        progress: show a bar that goes away.
-        divide: on several ranks, as for `evaluate`; with False the outputs are those of each rank's own batches.
-        device: where to bring the outputs; None to leave them.
+        start: index of the first batch. A looplib loader does not read the earlier ones.
+        limit: number of batches.
+        progress: if True, show a progress bar, removed when done.
+        divide: as for `evaluate` on several ranks. With False, each rank gets the outputs of its own batches.
+        device: device to move the outputs to; None leaves them where they are.
 
-    On several ranks each predicts its part, and each is given all outputs, through the host.
-
-    Raises ValueError for a loader that shuffles.
+    Raises:
+        ValueError: the loader shuffles.
     """
     check_order("predict", predict_step, state)
     predict_step = checked(predict_step, "predict", "predict_step")
@@ -65,7 +66,7 @@ def predicted(
     reading: Reading,
     device: torch.device | str | None,
 ) -> Iterator[tuple[int | None, Any]]:
-    """Of each batch: how many samples it has, if that can be told, and its outputs."""
+    """For each batch, its number of samples (if known) and its outputs."""
     check_order("predict", predict_step, state)
     _check_unshuffled(reading.batches)
 
@@ -94,7 +95,7 @@ def _check_unshuffled(batches: Any) -> None:
 
 
 def _of_all_ranks(parts: list[tuple[Any, Any]], by_rows: bool) -> list[tuple[Any, Any]]:
-    """The outputs of all ranks, in their order; those of shares of one batch are put together."""
+    """Outputs of all ranks in order. Those of parts of one batch are concatenated."""
     on_host = [(size, trees.map_leaves(_on_host, output)) for size, output in parts]
     found = [part for mine in gather(on_host) for part in mine]
     if by_rows and len(found) > 1:
@@ -104,7 +105,7 @@ def _of_all_ranks(parts: list[tuple[Any, Any]], by_rows: bool) -> list[tuple[Any
 
 
 def samples_of(batch: Any) -> int | None:
-    """The number of samples in a batch, or None for a batch that does not tell."""
+    """Number of samples in a batch, or None if it cannot be determined."""
     try:
         return batch_size(batch)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Predictions written to disk."""
+"""Predictions on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def predict_to(
     *,
     progress: bool = False,
 ) -> Path:
-    """Write predictions to disk, batch by batch; called again, it continues where it was stopped.
+    """Write predictions to disk batch by batch. Calling it again resumes an interrupted run.
 
     >>> import looplib as ll, tempfile, torch
     >>> model = torch.nn.Linear(1, 3)
@@ -40,29 +40,29 @@ def predict_to(
     ...     {name: tuple(tensor.shape) for name, tensor in outputs.items()}
     {'logits': (7, 3), 'class': (7,)}
 
-    Each tensor of the output, with the samples along its first dimension, goes into a file of its own, which
-    `read_predictions` maps; so neither side holds more than one batch. A list of strings, one for each sample, is a
-    column as well. A path that ends in `.jsonl` gets one line of JSON for each sample instead, `{name: value}`, with
-    null for what is not finite and `[real, imaginary]` for a complex number. A name is the leaf's path in the output,
-    such as `class` or `deep/x/0`, and `output` where the output is one leaf.
+    Each tensor of the output, with samples along the first dimension, is written to its own file. `read_predictions`
+    maps these files into memory, so neither function holds more than one batch. A list of strings, one per sample, is
+    a column too. If the path ends in `.jsonl`, each sample becomes one line of JSON, `{name: value}`, with null for
+    non-finite numbers and `[real, imaginary]` for complex ones. A column's name is the leaf's path in the output,
+    such as `class` or `deep/x/0`, or `output` if the output is a single leaf.
 
-    Rows may differ in width, as those of generated text do: from batch to batch, or from sample to sample in a nested
-    tensor (`torch.nested`). Such a column is read as a list of tensors.
+    Rows may differ in width, as for generated text: from batch to batch, or from sample to sample in a nested tensor
+    (`torch.nested`). Such a column is read as a list of tensors.
 
-    An index (in the directory, or beside the lines) says which batches are there. Whatever was half written, or was
-    lost in a power cut, is cut off at the next start and predicted again; when all batches are there nothing is done.
-    On several ranks the first one writes, and any number of them may continue.
+    An index (in the directory, or next to the lines) records the complete batches. Batches that were half written, or
+    lost in a power failure, are removed at the next start and predicted again. If all batches are there, nothing is
+    done. On several ranks the first one writes, and any number of ranks may resume.
 
     Args:
         path: a directory, or a file whose name ends in `.jsonl`.
-        predict_step, state, batches: as for `predict`; the batches must be the same at each start.
-        progress: show a bar that goes away.
+        predict_step, state, batches: as for `predict`. The batches must be the same at each start.
+        progress: if True, show a progress bar, removed when done.
 
     Raises:
-        ValueError: the path holds predictions of another state, or of batches of another size, or a file without an
-            index; an output whose columns differ in length, or from batch to batch in name, dtype or number of
-            dimensions; two leaves of one name, such as those of the keys 1 and "1"; a loader that shuffles.
-        TypeError: an output with something else in it than tensors and lists of strings.
+        ValueError: the path holds predictions of a different state, of batches of a different size, or a file without
+            an index; an output's columns differ in length, or change from batch to batch in name, dtype or number of
+            dimensions; two leaves have the same name, such as those of the keys 1 and "1"; or the loader shuffles.
+        TypeError: an output contains something other than tensors and lists of strings.
     """
     check_order("predict_to", predict_step, state, "path, ")
     predict_step = checked(predict_step, "predict_to", "predict_step")
@@ -76,12 +76,12 @@ def predict_to(
         for samples, output in predicted(predict_step, state, reading, "cpu"):
             if writer is not None:
                 writer.add(samples, output)
-    any_rank(False)  # all return when all is written
+    any_rank(False)  # all ranks return when everything is written
     return target
 
 
 def _fingerprint(state: TrainState) -> dict[str, int]:
-    """Fingerprint of a state: its counts, and a checksum over some of each of its weights."""
+    """Fingerprint of a state: its counts, and a checksum over a part of each weight."""
     checksum = 0
     for name, tensor in state.params.items():
         whole: Any = tensor.detach()

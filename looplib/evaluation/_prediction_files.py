@@ -1,7 +1,7 @@
-"""The files of predictions: the data, and an index of the batches that are whole.
+"""Prediction files: the data, and an index of the complete batches.
 
-The index has a line of JSON that describes the columns, and then a line for each batch, written after its data: how
-many samples it has, and where it ends in each file. Whatever lies behind the last end was half written.
+The index has one line of JSON that describes the columns, and one for each batch, written after the batch's data: its
+number of samples, and its end in each file. Data after the last end are incomplete.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Index:
     """Index of predictions.
 
     Attributes:
-        target: the path that was given to `predict_to`.
-        head: the line about the columns, or None where nothing is written yet.
-        batches: the lines of the batches that are whole.
+        target: path passed to `predict_to`.
+        head: the line about the columns, or None if nothing is written yet.
+        batches: the lines of the complete batches.
     """
 
     target: Path
@@ -49,13 +49,13 @@ class Index:
 
     @property
     def ends(self) -> dict[str, int]:
-        """Where the last whole batch ends in each file, by the file's name."""
+        """End of the last complete batch in each file, by file name."""
         ends: dict[str, int] = self.batches[-1]["ends"] if self.batches else {}
         return ends
 
     @property
     def sizes(self) -> list[int | None]:
-        """How many samples each batch has, where that could be told."""
+        """Number of samples of each batch, if known."""
         return [batch["examples"] for batch in self.batches]
 
     def file(self, name: str) -> Path:
@@ -71,7 +71,7 @@ def index_path(target: Path) -> Path:
 
 
 def read_index(target: Path) -> Index:
-    """Without a last line that a process which was killed has left half written, or what a power cut has left of it."""
+    """Read the index, without a last line that is incomplete after a kill or a power failure."""
     path = index_path(target)
     lines: list[Any] = []
     if path.exists():
@@ -81,7 +81,7 @@ def read_index(target: Path) -> Index:
 
 
 def file_names(outputs: Mapping[str, Any]) -> dict[str, str]:
-    """A file for each column, distinct where the file system ignores case as well."""
+    """File name for each column, also distinct on file systems that ignore case."""
     files: dict[str, str] = {}
     taken: set[str] = set()
     for name, about in outputs.items():
@@ -95,7 +95,7 @@ def file_names(outputs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def too_short(index: Index, batch: Mapping[str, Any]) -> Path | None:
-    """A file in which the batch is not whole, although the index says so."""
+    """A file in which the batch is incomplete although the index lists it."""
     for name, end in batch["ends"].items():
         file = index.file(name)
         if (file.stat().st_size if file.exists() else 0) < end:
@@ -104,7 +104,7 @@ def too_short(index: Index, batch: Mapping[str, Any]) -> Path | None:
 
 
 def resume(target: Path, run: Mapping[str, Any], batches: Any) -> Index:
-    """Find what is there of these predictions, and cut off what is half written."""
+    """Read the index of existing predictions, and cut off incomplete data."""
     path = index_path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -127,7 +127,7 @@ def resume(target: Path, run: Mapping[str, Any], batches: Any) -> Index:
 
 
 def _refuse_strangers(target: Path) -> None:
-    """Files without an index are not ours to write over."""
+    """Raise for files without an index, which looplib must not overwrite."""
     there: Iterable[Path] = [target] if is_lines(target) else target.iterdir()
     strange = [file for file in there if file.name.endswith((*_SUFFIXES, ".jsonl")) and file.exists()]
     if any(file.stat().st_size for file in strange):
@@ -138,7 +138,7 @@ def _refuse_strangers(target: Path) -> None:
 
 
 def _drop_lost(index: Index) -> None:
-    """Forget the batches of which a power cut has lost the data, to predict them again."""
+    """Remove batches from the index whose data were lost in a power failure, so that they are predicted again."""
     whole = len(index.batches)
     lost = None
     while whole and (file := too_short(index, index.batches[whole - 1])):
@@ -153,7 +153,7 @@ def _drop_lost(index: Index) -> None:
 
 
 def _check_cut(index: Index, batches: Any) -> None:
-    """Batches that are cut differently would begin at another sample than the one that is next."""
+    """Raise for batches of different sizes, which would start at a sample other than the next one."""
     size, given = (index.head or {})["batch_size"], size_of(batches)
     if index.batches and size is not None and given is not None and size != given:
         raise ValueError(
@@ -169,7 +169,7 @@ def _check_cut(index: Index, batches: Any) -> None:
 
 
 def _sizes_of(batches: Any) -> list[int | None] | None:
-    """The number of samples in each batch, or None where batches must be read to tell."""
+    """Number of samples in each batch, or None if batches must be read to know it."""
     if isinstance(batches, (list, tuple)):
         return [samples_of(batch) for batch in batches]
     sampler = getattr(batches, "batch_sampler", None)
@@ -181,9 +181,9 @@ def _sizes_of(batches: Any) -> list[int | None] | None:
 
 
 def check_of_skipped(index: Index, batches: Any) -> Callable[[int, Any], None] | None:
-    """A check of each batch that is read and left out, since it is there: has it the same size?
+    """Make a check that each batch that is read and skipped has the size in the index.
 
-    None where the sizes of all batches are known without.
+    None if the sizes of all batches are known without reading them.
     """
     if not index.batches or _sizes_of(batches) is not None:
         return None
@@ -195,7 +195,7 @@ def check_of_skipped(index: Index, batches: Any) -> Callable[[int, Any], None] |
         expected, size = index.sizes[number], 0 if batch is NO_BATCH else samples_of(batch)
         if expected is None or size is None:
             return
-        if not expected // ranks <= size <= -(-expected // ranks):  # of a batch that ranks divide, this one's share
+        if not expected // ranks <= size <= -(-expected // ranks):  # this rank's part of a divided batch
             raise ValueError(_other_cut(index, f"{size} in batch {number}"))
 
     return check
@@ -218,7 +218,7 @@ def _listed(sizes: list[int | None]) -> str:
 
 
 class Writer:
-    """Appends batches to the files, each with its line in the index once its data are written."""
+    """Append batches to the files, and a line to the index once a batch's data are written."""
 
     def __init__(self, index: Index, run: Mapping[str, Any], batch_size: int | None) -> None:
         self._index, self._run, self._batch_size = index, run, batch_size
@@ -255,7 +255,7 @@ class Writer:
         line: dict[str, Any] = {"examples": samples, "ends": self._ends}
         if runs := special_runs(columns, self._outputs):
             line["shapes"] = runs
-        self._write(line)  # only now does the batch count
+        self._write(line)  # the batch counts from here on
         self._record.flush()
         self._number += 1
 
@@ -264,7 +264,7 @@ class Writer:
 
 
 def _write_after(path: Path, end: int, data: bytes) -> int:
-    """Write the data there, in place of whatever follows, and return the new end."""
+    """Write the data at `end`, replacing what follows, and return the new end."""
     path.touch()
     with open(path, "r+b") as file:
         if file.seek(0, os.SEEK_END) < end:

@@ -15,11 +15,11 @@ from torch import Tensor
 from looplib.evaluation._columns import TEXT, tensor_of
 from looplib.evaluation._prediction_files import Index, file_names, index_path, is_lines, read_index, too_short
 
-Run = tuple[int, list[int]]  # so many rows, each of this shape
+Run = tuple[int, list[int]]  # number of rows, and the shape of each
 
 
 def read_predictions(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The columns that `predict_to` wrote, by their names. Tensors are mapped from disk and not read.
+    """Read the columns that `predict_to` wrote, by name. Tensors are memory-mapped and not loaded.
 
     >>> import looplib as ll, tempfile, torch
     >>> predict_step = ll.make_predict_step(model := torch.nn.Linear(1, 3), lambda model, x: model(x))
@@ -28,18 +28,18 @@ def read_predictions(path: str | os.PathLike[str]) -> dict[str, Any]:
     ...     ll.evaluation.read_predictions(path)["output"].shape
     torch.Size([7, 3])
 
-    A column whose rows have one shape comes as a tensor, one whose rows differ in shape as a list of tensors, and
-    strings as a list of them, which is read into memory.
+    A column whose rows share one shape is returned as a tensor, one whose rows differ in shape as a list of tensors,
+    and strings as a list, which is loaded into memory.
 
-    Lines of JSON cannot be mapped: of a path that ends in `.jsonl` all is read into memory, as tensors of the same
-    names, shapes and dtypes, with NaN for what was not finite. Batches that are not whole yet are left out.
+    A `.jsonl` file cannot be mapped, so it is loaded completely, as tensors with the same names, shapes and dtypes
+    and with NaN for non-finite values. Incomplete batches are left out.
 
     Args:
-        path: as it was given to `predict_to`.
+        path: the path passed to `predict_to`.
 
     Raises:
-        FileNotFoundError: there are no predictions.
-        ValueError: a file is shorter than its index says, as a power cut may leave it.
+        FileNotFoundError: there are no predictions at this path.
+        ValueError: a file is shorter than its index says, for example after a power failure.
     """
     target = Path(path)
     index = read_index(target)
@@ -68,7 +68,7 @@ def _map_files(index: Index) -> dict[str, Any]:
             continue
         dtype = getattr(torch, about["dtype"])
         ends = [0, *[batch["ends"][file] for batch in index.batches]]
-        width = dtype.itemsize * math.prod(about["shape"])  # of a row; where it is 0, the index tells of each run
+        width = dtype.itemsize * math.prod(about["shape"])  # bytes in a row; if it is 0, the index lists each run
         runs = _runs(index, name, about["shape"], [(b - a) // (width or 1) for a, b in pairwise(ends)])
         count = end // dtype.itemsize
         path = str(index.target / file)
@@ -110,7 +110,7 @@ def _lines(file: Path, end: int) -> list[Any]:
 
 
 def _runs(index: Index, name: str, shape: list[int], counts: list[int]) -> list[Run]:
-    """The shapes of the rows of all batches: the head's, but for those that the index tells of."""
+    """Shapes of the rows of all batches: the head's, except for those listed in the index."""
     runs: list[Run] = []
     for batch, count in zip(index.batches, counts, strict=True):
         runs += batch.get("shapes", {}).get(name, [(count, shape)])
@@ -118,7 +118,7 @@ def _runs(index: Index, name: str, shape: list[int], counts: list[int]) -> list[
 
 
 def _one_shape(runs: list[Run], first: list[int]) -> list[int] | None:
-    """The shape of all rows, or None where they differ."""
+    """Shape of all rows, or None if they differ."""
     shapes = {tuple(shape) for count, shape in runs if count} or {tuple(first)}
     return [*shapes.pop()] if len(shapes) == 1 else None
 

@@ -1,4 +1,4 @@
-"""Logs: a state and its metrics go in, lines, tables, bars and plots come out."""
+"""Logging: a state and its metrics go in and log files, tables, progress bars and plots come out."""
 
 from looplib.log._boards import tensorboard, wandb
 from looplib.log._flops import flops, utilization

@@ -1,6 +1,6 @@
 """Experiment trackers: sinks for TensorBoard and Weights & Biases.
 
-Beyond numbers they take vectors, as histograms, and pictures.
+Besides numbers they accept vectors, drawn as histograms, and images.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from looplib.types import Sink, TrainState
 def tensorboard(
     directory: str | os.PathLike[str], *, hyperparameters: Mapping[str, bool | int | float | str] | None = None
 ) -> Sink:
-    """A sink that writes for TensorBoard: numbers as scalars, vectors as histograms, images as pictures.
+    """TensorBoard sink: numbers as scalars, vectors as histograms, image tensors as images.
 
     >>> import looplib as ll, pathlib, tempfile, torch
     >>> folder = tempfile.mkdtemp()
@@ -38,19 +38,22 @@ def tensorboard(
     >>> len(list(pathlib.Path(folder).glob("events.out.tfevents.*")))
     1
 
-    A number or bool is a scalar (of 32 bits, as TensorBoard holds them), a str is a text, a tensor or array of one
-    dimension the histogram of its finite elements, and one of three dimensions, (channels, height, width) with 1, 3
-    or 4 channels, a picture: floats from 0 to 1 or uint8 from 0 to 255. The step is the state's.
+    A number or bool is written as a scalar (32 bits, as in TensorBoard), a str as text, a tensor or array with one
+    dimension as the histogram of its finite elements, and one with three dimensions, (channels, height, width) with
+    1, 3 or 4 channels, as an image: floats from 0 to 1 or uint8 from 0 to 255. The step is `state.step`.
 
-    A resumed run writes a file of its own into the same directory, and TensorBoard then leaves out what the earlier
-    one wrote from the step of its first call on. The file is appended to and closed at each call.
+    A resumed run writes a new file into the same directory. TensorBoard then hides what the earlier run wrote from
+    the step of the new file's first call on. The file is opened, appended to and closed at each call.
 
     Args:
-        directory: of one run; made where missing.
-        hyperparameters: names and values, for the table of runs under HPARAMS. Its metrics are the run's scalars.
+        directory: directory of one run, created if missing.
+        hyperparameters: names and values for the HPARAMS table of runs. Its metrics are the run's scalars.
 
-    Raises ImportError without `pip install looplib[tensorboard]`. The sink raises TypeError for a value of another
-    kind, naming it, and OSError when the file cannot be written; the records before it stay readable.
+    Raises:
+        ImportError: tensorboard is not installed.
+
+    The sink raises TypeError for a value of a different kind, naming it, and OSError if the file cannot be written;
+    earlier records stay readable.
     """
     _extra("tensorboard", "tensorboard")
     summary = _extra("torch.utils.tensorboard.summary", "tensorboard")
@@ -61,7 +64,7 @@ def tensorboard(
     file_path = folder / f"events.out.tfevents.{int(time.time()):010}.{unique}"
     begun = False
 
-    # Not by SummaryWriter: its thread ends at the first error, and raises that error for ever after.
+    # SummaryWriter is not used: its thread ends at the first error and raises that error at every later call.
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         nonlocal begun
         scalars, histograms, pictures = _by_kind(values)
@@ -71,7 +74,7 @@ def tensorboard(
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             events.append({"step": state.step, "session_log": start})
             if hyperparameters:
-                # The experiment's own record would fix the table's columns; without it they are those of all runs.
+                # An experiment record would fix the table's columns; without it they are those of all runs.
                 _, session, _ = summary.hparams(plain_values(hyperparameters), {})
                 events.append({"summary": session})
         made = [
@@ -96,24 +99,26 @@ def tensorboard(
 
 
 def wandb(*, mode: str = "offline", **init: Any) -> Sink:
-    """Weights & Biases sink. Its first call starts the run, offline unless asked otherwise.
+    """Weights & Biases sink. The first call starts the run, offline by default.
 
     >>> import looplib as ll
     >>> log = ll.log.wandb(project="digits", dir="runs/digits", config={"lr": 3e-4})
     >>> log
     wandb(mode='offline', project='digits', dir='runs/digits', config={'lr': 0.0003})
 
-    Numbers, bools and strs are logged as they are, a tensor or array of one dimension as a histogram, and one of
-    three, (channels, height, width), as a picture, all at the state's step. W&B takes steps in order only, so a
-    resumed run is one of its own, unless `id` and `resume` say otherwise. `wandb sync` uploads an offline run. The
-    run is finished when the process ends.
+    Numbers, bools and strs are logged unchanged, a tensor or array with one dimension as a histogram, and one with
+    three, (channels, height, width), as an image, all at `state.step`. W&B accepts steps only in increasing order, so
+    a resumed run is a new W&B run, unless you pass `id` and `resume`. `wandb sync` uploads an offline run. The run is
+    finished when the process exits.
 
     Args:
         mode: "offline", "online" or "disabled".
-        **init: for `wandb.init`: project, name, dir, config (the hyperparameters), id, resume, ...
+        **init: arguments of `wandb.init`: project, name, dir, config (the hyperparameters), id, resume, ...
 
-    Raises ImportError without `pip install looplib[wandb]`. The sink raises TypeError for a value of another kind,
-    naming it, and what W&B raises.
+    Raises:
+        ImportError: wandb is not installed.
+
+    The sink raises TypeError for a value of a different kind, naming it, and W&B's own errors.
     """
     library = _extra("wandb", "wandb")
     run: Any = None
@@ -125,7 +130,7 @@ def wandb(*, mode: str = "offline", **init: Any) -> Sink:
         made: dict[str, Any] = {
             name: library.Histogram(vector[vector.isfinite()].numpy()) for name, vector in histograms.items()
         }
-        # W&B rescales floats by their own range; 8 bits are taken as they are.
+        # W&B rescales floats by their range; uint8 values are used unchanged.
         for name, picture in pictures.items():
             bits = picture if picture.dtype == torch.uint8 else (picture.clamp(0, 1) * 255).to(torch.uint8)
             made[name] = library.Image(bits.permute(1, 2, 0).squeeze(-1).numpy())
@@ -138,7 +143,7 @@ def wandb(*, mode: str = "offline", **init: Any) -> Sink:
 
 
 def _by_kind(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """The plain values, the vectors for histograms, and the pictures."""
+    """Split values into plain ones, vectors for histograms, and images."""
     scalars: dict[str, Any] = {}
     histograms: dict[str, Tensor] = {}
     pictures: dict[str, Tensor] = {}

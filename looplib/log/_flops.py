@@ -1,4 +1,4 @@
-"""Floating-point operations of a step, and model FLOP utilization."""
+"""FLOPs of a step, and model FLOP utilization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from looplib._core.checks import check_argument
 
 
 def flops(function: Callable[..., Any], *args: Any, **named: Any) -> int:
-    """Count FLOPs: the floating-point operations of one call. A multiplication with its addition is two.
+    """Count FLOPs: the floating-point operations of one call. A multiply-add counts as two.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(20, 10, bias=False)
@@ -20,20 +20,20 @@ def flops(function: Callable[..., Any], *args: Any, **named: Any) -> int:
     >>> ll.log.flops(grad_fn, state, batch)  # forward, and backward to the weights: 2 * 8 * 20 * 10 each
     6400
 
-    The function is called once. A gradient function (clipped, accumulated, ...) leaves the state as it was; a train
-    step with `donate=True` would spend it. The counter knows matrix products, convolutions and attention, which is
-    where the work is, and counts nothing for the rest: an optimizer's update among it. What activation checkpointing
-    computes again counts again.
+    The function is called once. A gradient function, with any wrappers, leaves the state unchanged; a train step with
+    `donate=True` would consume it. Matrix products, convolutions and attention are counted, which make up nearly all
+    of the work. Everything else, such as an optimizer's update, counts as zero. Activations that are recomputed count
+    twice.
 
     Args:
-        function: what to count.
-        args, named: what it is called with.
+        function: the function to measure.
+        args, named: its arguments.
 
     Source: `torch.utils.flop_counter.FlopCounterMode`.
     """
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
-    # torch has no count for its own attention on a CPU, and would leave it out.
+    # torch has no formula for its attention kernel on CPUs and would not count it.
     attention = {
         torch_private.cpu_attention: inspect.unwrap(sdpa_flop),
         torch_private.cpu_attention_backward: inspect.unwrap(sdpa_backward_flop),
@@ -44,18 +44,19 @@ def flops(function: Callable[..., Any], *args: Any, **named: Any) -> int:
 
 
 def utilization(flops: float, seconds: float, peak_flops: float) -> float:
-    """Model FLOP utilization (MFU), the share of a device's peak that a step uses: `flops / seconds / peak_flops`.
+    """Model FLOP utilization (MFU): the fraction of a device's peak that a step uses, `flops / seconds / peak_flops`.
 
     >>> import looplib as ll
     >>> ll.log.utilization(flops=2e12, seconds=0.01, peak_flops=989e12)  # a step on an H100 in bf16
     0.2022...
 
     Args:
-        flops: operations of a step, from `ll.log.flops`; those of all ranks, if the peak is that of all.
-        seconds: the time of a step, such as `meter.read()["step_seconds"]`.
-        peak_flops: operations a second that the device's maker states, for the dtype in use.
+        flops: FLOPs of a step, from `ll.log.flops`. Pass those of all ranks if `peak_flops` is for all.
+        seconds: duration of a step, such as `meter.read()["step_seconds"]`.
+        peak_flops: operations per second stated by the device's maker for the dtype in use.
 
-    Raises ValueError when `seconds` or `peak_flops` is not above 0.
+    Raises:
+        ValueError: `seconds` or `peak_flops` is not above 0.
 
     Source: Chowdhery et al., "PaLM", 2022, appendix B.
     """

@@ -1,4 +1,4 @@
-"""Live plot: a sink that redraws while training."""
+"""Live plot: a sink that redraws during training."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ def live_plot(
     every: float = 5.0,
     path: str | os.PathLike[str] | None = None,
 ) -> Sink:
-    """A sink that draws what it is given, again and again: in the notebook cell that trains, or to a file.
+    """Live plot: a sink that redraws its plot during training, in the notebook cell or in a file.
 
     >>> import looplib as ll, tempfile
     >>> log = ll.log.live_plot(path=tempfile.mkdtemp() + "/loss.png", every=60)
     >>> log(ll.TrainState(step=1), {"train/loss": 0.5})
 
-    The first call draws, and those that come `every` seconds after the last drawing or later, so long as drawing
-    takes no more than a tenth of the time (the first drawing, which is slower than the others, is not counted). The
-    last picture is drawn when the cell is done; to a file, when the sink is let go of or the program ends. A call
-    that does not draw takes microseconds.
+    The first call draws. After that, a call draws if at least `every` seconds have passed and drawing has used less
+    than a tenth of the time (not counting the first drawing, which is slower). The final plot is drawn when the cell
+    finishes; for a file, when the sink is deleted or the program exits. A call that does not draw takes microseconds.
 
     Args:
-        names, x, smooth: as for `plot`; a name that is not there yet is waited for.
-        every: seconds from one drawing to the next.
-        path: the file to draw to; None for the cell of a notebook.
+        names, x, smooth: as for `plot`. A name may appear later than the first call.
+        every: seconds between drawings.
+        path: file to draw to. None draws in the notebook cell.
 
-    The sink raises TypeError for a value that is no number, bool or str, naming it.
+    The sink raises TypeError for a value that is not a number, bool or str, naming it.
 
     Raises:
-        RuntimeError: no `path`, and no notebook (or IPython shell) to draw in.
-        ImportError: without `pip install looplib[recipes]`, or for a notebook `looplib[notebooks]`.
+        RuntimeError: `path` is None and there is no notebook (or IPython shell) to draw in.
+        ImportError: matplotlib, or for a notebook IPython, is not installed.
     """
     _figure_class()
     canvas = _Canvas(names, x, smooth, every, None if path is None else Path(path).absolute())
@@ -62,7 +61,7 @@ def live_plot(
 
 
 class _Canvas:
-    """The rows so far, and where and when they are drawn."""
+    """The rows so far, and the times and the target of drawing."""
 
     def __init__(
         self, names: str | Sequence[str] | None, x: str, smooth: float, every: float, path: Path | None
@@ -77,7 +76,7 @@ class _Canvas:
         self.stale = False
         self.due = -math.inf
         self.handle: Any = None
-        self.waiting = False  # for the end of the cell
+        self.waiting = False  # called at the end of the cell
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -103,10 +102,12 @@ class _Canvas:
                 self.handle.update(figure)
         self.stale = False
         ended = time.monotonic()
-        self.due = ended + max(self.every, 0 if first else 9 * (ended - began))  # matplotlib reads its fonts first
+        self.due = ended + max(
+            self.every, 0 if first else 9 * (ended - began)
+        )  # the first drawing also loads matplotlib's fonts
 
     def finish(self) -> None:
-        """Draw what was not drawn yet; another cell has another picture, which begins at once."""
+        """Draw what has not been drawn yet. The next cell gets its own plot, which is drawn immediately."""
         if self.stale:
             self.draw()
         self.handle, self.due = None, -math.inf

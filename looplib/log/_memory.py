@@ -8,22 +8,21 @@ import torch
 
 
 def memory(*, reset: bool = False, prefix: str = "") -> dict[str, float]:
-    """Peak memory of this process, on the host and on the accelerator if there is one, in bytes.
+    """Peak memory of this process in bytes, on the CPU and on the accelerator if there is one.
 
     >>> import looplib as ll
     >>> ll.log.memory()["host_peak_bytes"] > 1e6
     True
 
-    `host_peak_bytes` is resident memory; `device_peak_bytes` is what torch's allocator had given out on the current
-    device. Nothing is waited for.
+    `host_peak_bytes` is resident memory; it is missing on Windows. `device_peak_bytes` is the memory given out by
+    torch's allocator on the current device. Reading them does not wait for the device.
 
     Args:
-        reset: forget the peaks after reading them, so that each log has that of its own window, and a program's other
-            readers of these peaks see the same. The host's can be forgotten on Linux, where `/proc/self/clear_refs`
-            may be written; elsewhere it stays that of the process so far.
-        prefix: put before each name.
-
-    `host_peak_bytes` is left out on Windows, which tells neither.
+        reset: if True, reset the peaks after reading them, so that each log entry covers its own window. The peaks
+            are shared by the process, so everything else that reads them is affected too. The CPU's peak can be reset
+            only on Linux, where `/proc/self/clear_refs` is writable; elsewhere it is the peak since the process
+            started.
+        prefix: string put before each name.
     """
     peaks = {}
     host = _host_peak()
@@ -58,5 +57,5 @@ def _forget_host_peak() -> None:
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
-    except OSError:  # another system, or a container that may not
+    except OSError:  # a different system, or a container without permission
         pass

@@ -1,7 +1,7 @@
 """Plots of logs.
 
-A plot is a matplotlib Figure of its own. Nothing here keeps figures open or touches those of pyplot, so there is nothing
-to close, and a notebook shows the one that a cell returns.
+A plot is a separate matplotlib Figure that pyplot does not know about, so there is nothing to close, and a notebook
+shows the figure that a cell returns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COUNTS = ("step", "epoch", "batch", "samples")
 _STYLES = ("-", "--", ":", "-.")
 
 
-_MARKED = 25  # a line of no more points than this shows each, and is not smoothed
+_MARKED = 25  # lines with at most this many points are not smoothed and show each point
 
 
 def plot(
@@ -45,7 +45,7 @@ def plot(
     smooth: float = 0.0,
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """Plot a log, or several runs beside each other, with a panel for each metric.
+    """Plot a log, or compare several runs, with one panel for each metric.
 
     >>> import looplib as ll
     >>> rows = [{"step": step, "train/loss": 1 / step, "eval/loss": 2 / step} for step in range(1, 100)]
@@ -54,29 +54,30 @@ def plot(
     ['loss']
     >>> figure = ll.plot({"small": rows, "large": rows}, "eval/loss", smooth=0.9)  # paths of logs do as well
 
-    What comes after the last slash of a name is its metric and before it its source, so `train/loss` and `eval/loss`
-    share a panel. One run has a colour for each source. Several runs have a colour each, and where sources share a
-    panel, a line style for each source.
-    Losses and perplexities are drawn on a log scale where they span a factor of ten. A value that is infinite or NaN
-    is a cross at the lower edge. Where a run went back to a checkpoint, what it did again replaces what was there.
+    The part of a name after the last slash is its metric and the part before it is its source, so `train/loss` and
+    `eval/loss` share a panel. A single run has one color per source. Several runs have one color each, and sources
+    that share a panel differ in line style.
+
+    Losses and perplexities are drawn on a log scale if they span a factor of ten. Infinite and NaN values are crosses
+    at the lower edge. If a run went back to a checkpoint, its repeated steps replace the earlier ones.
 
     Args:
-        logs: the path of a `jsonl` log, or its rows as `read_jsonl` gives them; or a dict of these, by labels.
-        names: what to draw, in this order: metrics (`"loss"`), full names (`"eval/auc"`) or all of a source
-            (`"eval"`, `"eval/plain"`); all numbers by default.
-        x: what to draw it over: `"step"`, `"epoch"`, `"samples"`, or any name in the same rows.
-        smooth: from 0 to below 1, how much of the average before a point is kept at each; the line is then this
-            exponential average, corrected for its beginning, and the values stand pale behind it. A line of at most
-            25 points is drawn as it is, with a dot for each.
-        path: a file to save it to as well, such as `"loss.png"` or `"loss.pdf"`; its folders are made where missing.
+        logs: path of a `jsonl` log, or its rows as returned by `read_jsonl`; or a dict of these by label.
+        names: what to draw, in this order: metrics (`"loss"`), full names (`"eval/auc"`), or all metrics of a source
+            (`"eval"`, `"eval/plain"`). Defaults to all numbers.
+        x: horizontal axis: `"step"`, `"epoch"`, `"samples"`, or any name in the same rows.
+        smooth: from 0 to below 1, weight of the previous average in an exponential moving average. The line is this
+            average, corrected for its start, and the raw values are drawn in a pale color behind it. Lines with at
+            most 25 points are not smoothed and show a dot for each.
+        path: file to save the figure to as well, such as `"loss.png"` or `"loss.pdf"`. Missing folders are created.
 
     Returns:
-        A `matplotlib.figure.Figure`, to change at will; a notebook shows it.
+        A `matplotlib.figure.Figure`, which you can change. A notebook displays it.
 
     Raises:
-        ValueError: a name that no log has, a log without numbers to draw, a `smooth` out of its range.
-        FileNotFoundError: a log that is not there.
-        ImportError: without `pip install looplib[recipes]`.
+        ValueError: no log has the name, a log has no numbers to draw, or `smooth` is out of range.
+        FileNotFoundError: the log does not exist.
+        ImportError: matplotlib is not installed.
     """
     advice = "give the share of the past to keep at each point, from 0 to below 1"
     check_argument(0 <= smooth < 1, "smooth", smooth, advice)
@@ -94,7 +95,7 @@ def _rows(log: Log) -> Sequence[Row]:
 
 
 def _lines(rows: Sequence[Row], x: str) -> dict[str, list[tuple[float, float]]]:
-    """The points of each name, without those that were drawn again after going back to a checkpoint."""
+    """Points of each name, without those that were repeated after going back to a checkpoint."""
     points: dict[str, list[tuple[float, float, float]]] = {}
     for row in rows:
         at = row.get(x)
@@ -119,7 +120,7 @@ def _split(name: str) -> tuple[str, str]:
 def _panels(
     lines: Mapping[str, Mapping[str, Any]], names: str | Sequence[str] | None, x: str
 ) -> dict[str, list[str]]:
-    """The full names in each panel, by its title."""
+    """Full names in each panel, by panel title."""
     there = list(dict.fromkeys(name for run in lines.values() for name in run))
     if not there:
         raise ValueError(f"there is nothing to draw: no row of {_listed(lines)} has a number beside its {x!r}")
@@ -135,7 +136,7 @@ def _panels(
 
 
 def _panels_of(wanted: str, there: Iterable[str]) -> dict[str, list[str]]:
-    """One for a name or a metric, or else one for each metric of a source."""
+    """Panels for a requested name: one for a full name or a metric, or one for each metric of a source."""
     panels: dict[str, list[str]] = {}
     for name in there:
         if wanted in (name, _split(name)[1]):
@@ -151,7 +152,7 @@ def _listed(runs: Iterable[str]) -> str:
     return ", ".join(repr(label) for label in runs if label) or "the log"
 
 
-Lines = Mapping[str, Mapping[str, list[tuple[float, float]]]]  # of each run, by label: the points of each name
+Lines = Mapping[str, Mapping[str, list[tuple[float, float]]]]  # label of a run -> name -> points
 
 
 def _draw(lines: Lines, panels: Mapping[str, list[str]], x: str, smooth: float) -> Figure:
@@ -167,7 +168,7 @@ def _draw(lines: Lines, panels: Mapping[str, list[str]], x: str, smooth: float) 
 
 
 def _grid(count: int) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels."""
+    """A figure with `count` panels."""
     columns = min(count, 3 if count > 4 else 2)
     down = -(-count // columns)
     figure = figure_of(figsize=(4.8 * columns + 0.8, 3.2 * down), layout="constrained")
@@ -179,16 +180,16 @@ def _grid(count: int) -> tuple[Figure, list[Axes]]:
 
 @dataclass
 class _Key:
-    """Colours and styles of lines, and their legend.
+    """Colors and line styles, and their legend.
 
-    Of one run each source has a colour, and stands in the legend where sources share a panel. Of several runs each has
-    a colour, and a source that shares a panel has a line style.
+    With one run, each source has a color, and is in the legend if sources share a panel. With several runs, each run
+    has a color, and a source that shares a panel has a line style.
 
     Attributes:
-        labels: of the runs.
-        sources: of all names that are drawn, each with one of these names.
-        mixed: those that share a panel with others.
-        entries: of the legend so far.
+        labels: labels of the runs.
+        sources: sources of all names drawn, each with one of its names.
+        mixed: sources that share a panel with others.
+        entries: legend entries so far.
     """
 
     labels: list[str]
@@ -207,17 +208,17 @@ class _Key:
         )
 
     def look(self, label: str, name: str) -> tuple[str, str]:
-        """The colour and the style of a line."""
+        """Color and style of a line."""
         source = _split(name)[0]
         place = self.labels.index(label) if self.several else list(self.sources).index(source)
         return f"C{place}", self.styles.get(source, "-")
 
     def note(self, label: str, name: str, line: Any) -> None:
-        """A line was drawn."""
+        """Record that a line was drawn."""
         source = _split(name)[0]
         if self.several:
             self.entries.setdefault(label, _sample(self.look(label, name)[0], "-"))
-        elif source in self.mixed:  # else the title says it all
+        elif source in self.mixed:  # otherwise the title is enough
             self.entries.setdefault(source or name, line)
 
     def add_to(self, figure: Figure) -> None:
@@ -253,7 +254,7 @@ def _draw_line(axes: Axes, points: list[tuple[float, float]], colour: str, style
     if smooth and not sparse:
         axes.plot(places, values, color=colour, alpha=0.25, linewidth=1)
         values = smoothed(values, smooth)
-    # Few points, of an evaluation, stand out from a noisy line that they lie in.
+    # Draw lines with few points, as of evaluations, on top of noisy ones.
     dots: dict[str, Any] = {"marker": "o", "markersize": 5, "markeredgecolor": "white", "zorder": 3} if sparse else {}
     (line,) = axes.plot(places, values, style, color=colour, linewidth=1.6, **dots)
     lost = [at for at, value in points if not math.isfinite(value)]
@@ -286,7 +287,7 @@ def dress(axes: Axes, title: str, x: str, values: list[float]) -> None:
 
 
 def smoothed(values: Iterable[float], keep: float) -> list[float]:
-    """The exponential average at each value, corrected for its beginning as Adam's moments are; NaN is left out.
+    """Exponential moving average at each value, bias-corrected as in Adam. NaN values are left out.
 
     >>> smoothed([1.0, 2.0], 0.5)  # (0.5 * 1) / 0.5, (0.25 * 1 + 0.5 * 2) / 0.75
     [1.0, 1.6666666666666667]
@@ -314,7 +315,7 @@ def _figure_class() -> Any:
         raise ImportError("pictures need matplotlib: pip install looplib[recipes]") from error
 
     class Picture(Figure):
-        """A Figure that a notebook shows without pyplot."""
+        """A Figure that a notebook displays without pyplot."""
 
         def _repr_png_(self) -> bytes:
             file = io.BytesIO()

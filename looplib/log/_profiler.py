@@ -31,21 +31,22 @@ def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLik
     >>> os.listdir(directory)
     ['trace-step2-rank0.json']
 
-    Open the file at https://ui.perfetto.dev or chrome://tracing. The predicate is asked of the state that a step is
-    given: `ll.after_steps(2) & ~ll.after_steps(4)` is the third and the fourth step of a run. A window lasts for as
-    long as it says yes, with what happens between the steps, and is written when the state that a step returns is out
-    of it, when a step fails, or when the program ends. At other steps all that is paid is the predicate.
+    Open the file at https://ui.perfetto.dev or chrome://tracing. The predicate is evaluated on the state passed to a
+    step, so `ll.after_steps(2) & ~ll.after_steps(4)` selects the third and the fourth step of a run. A window lasts
+    as long as the predicate is true and includes what happens between the steps. It is written when a step returns a
+    state outside the window, when a step fails, or when the program exits. Steps outside a window only pay for the
+    predicate.
 
     Args:
-        train_step: from `make_train_step`, wrapped at will.
-        when: a predicate, or another pure function of the state.
-        directory: where to, made where missing. A file is named by the window's first step, and replaces one of the
-            same name.
-        options: as `torch.profiler.profile` takes them, such as `record_shapes=True`, `with_stack=True` or
+        train_step: from `make_train_step`, with or without wrappers.
+        when: a predicate, or any pure function of the state.
+        directory: folder for the traces, created if missing. A file is named after the window's first step and
+            replaces an existing one.
+        options: arguments of `torch.profiler.profile`, such as `record_shapes=True`, `with_stack=True` or
             `profile_memory=True`.
 
     Raises:
-        TypeError: `when` cannot be called, or an option that the profiler does not have (at the first window).
+        TypeError: `when` is not callable, or, at the first window, the profiler has no such option.
         OSError: the file cannot be written.
 
     Source: `torch.profiler.profile`.
@@ -57,7 +58,7 @@ def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLik
         )
     check_kind(when, "profiled", "predicate")
     folder = Path(directory).absolute()
-    finish: Callable[[], Any] | None = None  # writes the window that is open
+    finish: Callable[[], Any] | None = None  # writes the open window
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         nonlocal finish
@@ -65,7 +66,7 @@ def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLik
             close()
             return train_step(state, batch)
         if finish is None:
-            # A profiler has one window here, so there is nothing to accumulate, of which torch 2.11 would warn.
+            # Each profiler has one window here, so there is nothing to accumulate. torch 2.11 would warn about it.
             profiler = torch.profiler.profile(**{"acc_events": True, **options})
             profiler.start()
             path = folder / f"trace-step{state.step}-rank{rank()}.json"

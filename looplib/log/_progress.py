@@ -1,7 +1,7 @@
-"""Progress bar: position and length from the state, the loss from the metrics that the loop hands over.
+"""Progress bar: position and length from the state, the loss from the metrics that the loop passes to it.
 
-The loss lives on the device, and reading it waits for the device: so it is read when tqdm redraws, some ten times a
-second, and only then.
+The loss is on the device, and reading it waits for the device, so it is read only when tqdm redraws, about ten times
+a second.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class progress(Generic[T]):
             raise TypeError(f"step is a {type(step).__name__}; give the step that the loop calls, or leave it out")
         self._left = None if state.epoch_length is None else state.epoch_length - state.batch
         position = {"initial": state.batch, "total": state.epoch_length}
-        # With miniters=1 tqdm looks at the clock at every batch (some 50 ns), and needs no thread to notice
+        # With miniters=1 tqdm checks the clock at every batch (about 50 ns) and needs no thread to notice
         # that a loop has become slow.
         options = {"miniters": 1, "disable": not is_first(), **position, **tqdm_options}
         self._text = _Text(step)
@@ -110,13 +110,13 @@ class progress(Generic[T]):
         >>> for batch in bar:
         ...     bar.show({"loss": ll.Mean(0.5)})
 
-        The metrics are those that a train step returned, for the batch that the loop was given last. They stay on
-        their device until the bar is redrawn, so a call costs less than a microsecond. Of a stack (`vmap_step`), the
-        loss shown is the mean over the members whose loss is finite.
+        Pass the metrics that the train step returned for the current batch. They stay on their device until the bar
+        is redrawn, so a call takes less than a microsecond. For a stack (`vmap_step`), the bar shows the mean over
+        the members whose loss is finite.
 
         Raises:
-            TypeError: `metrics` is no mapping.
-            ValueError: there is no `loss` in it.
+            TypeError: `metrics` is not a mapping.
+            ValueError: `metrics` has no `loss`.
         """
         check_type("bar.show got", metrics, Mapping, "give the metrics that the train step returned")
         if "loss" not in metrics:
@@ -124,14 +124,14 @@ class progress(Generic[T]):
         self._text.metrics = metrics
 
     def close(self) -> None:
-        """Draw the bar for the last time and let go of the batches, as leaving the loop does."""
+        """Draw the bar a last time and release the batches, as leaving the loop does."""
         self._batches = iter(())
         self._bar.close()
         self._text.metrics = None
 
 
 class _Loop(Generic[T]):
-    """The iterator that a `for` holds: when the loop is left, it is gone, though the bar still has a name."""
+    """Iterator held by the `for` statement: it is deleted when the loop is left, even if the bar is still referenced."""
 
     def __init__(self, bar: progress[T]) -> None:
         self._progress = bar
@@ -150,7 +150,7 @@ class _Loop(Generic[T]):
 
 
 class _Text:
-    """The text behind the bar: the loss, and the seconds that the step took to compile meanwhile."""
+    """Text behind the bar: the loss, and the seconds that the step spent compiling."""
 
     def __init__(self, step: Any) -> None:
         self.metrics: Mapping[str, Any] | None = None
@@ -164,13 +164,13 @@ class _Text:
         return seconds
 
     def read(self) -> None:
-        """Bring the loss to the host.
+        """Copy the loss to the CPU.
 
-        Not on another thread (tqdm.write redraws in its caller's): it has another current stream, and would read a
-        tensor that is not written yet.
+        This must not happen on another thread (tqdm.write redraws in its caller's), which has a different current
+        stream and would read a tensor that is not written yet.
         """
         if self.metrics is not None and threading.get_ident() == self._thread:
-            metrics, self.metrics = self.metrics, None  # once, also if it fails: closing the bar reads again
+            metrics, self.metrics = self.metrics, None  # only once, even if it fails: closing the bar reads again
             self.loss = f"loss={_loss_of(metrics):.4g}"
 
     def behind(self, postfix: str | None) -> str | None:
@@ -180,7 +180,7 @@ class _Text:
 
 
 def _loss_of(metrics: Mapping[str, Any]) -> float:
-    """The loss; of a stack, the mean over its members whose loss is finite."""
+    """The loss, or for a stack, the mean over the members whose loss is finite."""
     loss = metrics["loss"]
     loss = loss.compute() if hasattr(loss, "compute") else loss
     if isinstance(loss, Tensor) and loss.numel() > 1:
@@ -190,7 +190,7 @@ def _loss_of(metrics: Mapping[str, Any]) -> float:
 
 
 class _Output:
-    """Output of a notebook cell: its bars in one box of widgets; the next cell that runs has another one."""
+    """Output of a notebook cell: its bars in one widget box. The next cell gets a new one."""
 
     def __init__(self) -> None:
         self._place: tuple[Any, int] | None = None
@@ -214,21 +214,21 @@ class _Output:
             self._box.children = tuple(child for child in self._box.children if child is not widget)
 
 
-# tqdm.auto chooses terminal or notebook, and warns of missing widgets, when imported: so at first use.
+# tqdm.auto chooses terminal or notebook, and warns about missing widgets, on import, so import it at first use.
 @functools.cache
 def _bar_class() -> Any:
     with warnings.catch_warnings():
-        # In a notebook without ipywidgets tqdm warns, and then draws text bars, which is just what is wanted.
+        # In a notebook without ipywidgets tqdm warns and then draws text bars, which is fine.
         warnings.filterwarnings("ignore", "IProgress not found")
         from tqdm.auto import tqdm
     from tqdm.std import tqdm as tqdm_of_all
 
-    tqdm_of_all.get_lock()  # made here, it is one lock for all classes; else each class would make its own
+    tqdm_of_all.get_lock()  # created here so that all classes share one lock
     of_widgets = hasattr(tqdm, "status_printer") and tqdm.status_printer is not tqdm_of_all.status_printer
     output = _Output()
 
     class Bar(tqdm):  # type: ignore[misc]
-        monitor_interval = 0  # no thread: see miniters above
+        monitor_interval = 0  # no monitor thread: see miniters above
 
         def __init__(self, text: _Text, **options: Any) -> None:
             self._text = text
@@ -239,13 +239,13 @@ def _bar_class() -> Any:
                 output.add(self.container)
 
         # Not in `format_dict` or `display`: tqdm calls these with its lock held, and an error or interrupt
-        # there, amid the wait for a device, would leave it locked.
+        # while they wait for a device would leave it locked.
         def refresh(self, nolock: bool = False, lock_args: tuple[Any, ...] | None = None) -> Any:
             self._read()
             return super().refresh(nolock=nolock, lock_args=lock_args)
 
         def close(self) -> None:
-            # A device that failed has raised where it was used; the bar then keeps the loss that it had.
+            # A failed device has already raised elsewhere; the bar keeps its last loss.
             with suppress(RuntimeError):
                 self._read()
             super().close()

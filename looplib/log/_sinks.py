@@ -1,8 +1,8 @@
-"""Sinks: JSON lines, the console, several at once.
+"""Sinks: JSON Lines, the console, and several at once.
 
-A sink is a function of a state and a mapping of names to numbers, and so is what wraps one or joins several.
-None of them holds a file open or keeps a buffer: what was logged is on its way to the disk when the call
-returns, and there is nothing to close.
+A sink is a function of a state and a mapping of names to numbers, and so is a function that wraps one or combines
+several. No sink holds a file open or keeps a buffer: when a call returns, the values have been handed to the
+operating system, and there is nothing to close.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True)
 class CodedSink:
-    """A function with the code that made it as its repr."""
+    """A sink whose repr is the code that made it."""
 
     write: Sink
     code: str
-    first_rank: bool = False  # silent on the others
+    first_rank: bool = False  # does nothing on the other ranks
 
     def __call__(self, state: TrainState, values: Mapping[str, float]) -> None:
         if not self.first_rank or is_first():
@@ -44,7 +44,7 @@ class CodedSink:
 
 
 def jsonl(path: str | os.PathLike[str]) -> Sink:
-    """JSON Lines log: a sink that appends one line at each call: step, epoch, batch, samples, then the values.
+    """JSON Lines log: a sink that appends one line per call with step, epoch, batch, samples and the values.
 
     >>> import looplib as ll, pathlib, tempfile
     >>> path = tempfile.mkdtemp() + "/runs/digits/log.jsonl"
@@ -55,21 +55,19 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
     >>> ll.read_jsonl(path)[0]["grad_norm"]
     inf
 
-    Numbers that JSON cannot hold are written as the strings "NaN", "Infinity" and "-Infinity", which
-    `read_jsonl`, `float()` and `pandas.read_json(path, lines=True)` turn back.
+    Numbers that JSON cannot represent are written as the strings "NaN", "Infinity" and "-Infinity". `read_jsonl`,
+    `float()` and `pandas.read_json(path, lines=True)` convert them back.
 
-    The file is opened, appended to and closed at each call, its folders made where missing; an earlier log is
-    never truncated. A process killed at any moment loses no line but the one in flight, and the line after a
-    half-written one starts afresh. (The system, not the disk, is waited for: a power cut can take more.)
+    The file is opened, appended to and closed at each call, and its folders are created if missing. An existing log
+    is never truncated. If the process is killed, at most the line being written is lost, and the next line after an
+    incomplete one starts on a new line. (Calls do not wait for the disk, so a power failure can lose more.)
 
     Args:
-        path: the file. A relative one belongs to the working directory of now, wherever the process goes.
+        path: the file. A relative path refers to the working directory at the time of this call.
 
-    The sink raises:
-        TypeError: a value that is no number, bool or str (a tensor or array of no dimensions will do); it
-            names the value.
-        ValueError: a value named as one of the state's counts, or an integer beyond 64 bits.
-        OSError: the file cannot be written.
+    The sink raises: TypeError: a value is not a number, bool or str (a tensor or array without dimensions is
+    accepted). The message names the value. ValueError: a value has the name of one of the state's counts, or is an
+    integer of more than 64 bits. OSError: the file cannot be written.
     """
     file_path = Path(path).absolute()
 
@@ -86,7 +84,7 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
         with open(file_path, "a+b") as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # half a line, of a process that was killed or a disk that was full
+                if file.read(1) != b"\n":  # half a line, from a killed process or a full disk
                     line = b"\n" + line
             file.write(line)
 
@@ -94,7 +92,7 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a `jsonl` log: its lines as dicts, in the order written, NaN and infinity as floats again.
+    """Read a `jsonl` log: its lines as dicts, in order, with NaN and infinity converted back to floats.
 
     >>> import looplib as ll, tempfile
     >>> path = tempfile.mkdtemp() + "/log.jsonl"
@@ -102,14 +100,15 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     >>> ll.read_jsonl(path)
     [{'step': 1, 'epoch': 0, 'batch': 0, 'samples': 0, 'train/loss': nan}]
 
-    `pandas.DataFrame(ll.read_jsonl(path))` is the table of it. A half-written line, of a process that was
-    killed, is left out. A str that was logged as exactly "NaN", "Infinity" or "-Infinity" becomes a float
-    too. Where a run went back to a checkpoint, both passes over the same steps are there.
+    `pandas.DataFrame(ll.read_jsonl(path))` makes a table of it. An incomplete last line, from a killed process, is
+    left out. A str logged as exactly "NaN", "Infinity" or "-Infinity" also becomes a float. If a run went back to a
+    checkpoint, the repeated steps appear twice.
 
     Args:
-        path: the file, also of a run that is still writing it.
+        path: the file. The run may still be writing it.
 
-    Raises FileNotFoundError when nothing was logged yet.
+    Raises:
+        FileNotFoundError: nothing has been logged yet.
     """
     rows = []
     with open(path, "rb") as file:
@@ -123,7 +122,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def console(*, file: TextIO | None = None) -> Sink:
-    """Console sink: prints one aligned line at each call, above a progress bar if there is one.
+    """Console sink: print one aligned line per call, above a progress bar if there is one.
 
     >>> import looplib as ll
     >>> log = ll.console()
@@ -132,13 +131,13 @@ def console(*, file: TextIO | None = None) -> Sink:
     >>> log(ll.TrainState(step=400, epoch=4, epoch_length=100), {"train/loss": 0.0123456, "train/lr": 1e-5})
     step    400  epoch   4.00  train/loss 0.01235     train/lr 1e-05
 
-    The epoch is the number of epochs done, with the part of the one begun (whole epochs for a stream). Floats
-    have 4 significant digits. Names keep the order in which they first came.
+    The epoch is the number of epochs completed, plus the fraction of the current one (whole epochs for a stream).
+    Floats have 4 significant digits. Names appear in the order in which they were first logged.
 
     Args:
-        file: the text stream to print to; standard output, as it is at the time of the call, by default.
+        file: text stream to print to. Defaults to standard output at the time of the call.
 
-    The sink raises TypeError for a value that is no number, bool or str, naming it.
+    The sink raises TypeError for a value that is not a number, bool or str, naming it.
     """
     order: dict[str, int] = {}
 
@@ -151,14 +150,14 @@ def console(*, file: TextIO | None = None) -> Sink:
         else:
             epoch = str(state.epoch)
         pairs = (f"  {name} {_shown(plain[name]):<10}" for name in sorted(plain, key=order.__getitem__))
-        # print would tear the bar of a loop that this is called in
+        # print would break the progress bar of the surrounding loop
         tqdm.write(f"step {state.step:>6}  epoch {epoch:>6}{''.join(pairs)}".rstrip(), file=file)
 
     return CodedSink(write, "console()" if file is None else f"console(file={file!r})", first_rank=True)
 
 
 def tee(*sinks: Sink) -> Sink:
-    """Combine sinks: hand each call to all of these, in order.
+    """Combine sinks: pass each call to all of them, in order.
 
     >>> import looplib as ll, tempfile
     >>> path = tempfile.mkdtemp() + "/log.jsonl"
@@ -168,13 +167,14 @@ def tee(*sinks: Sink) -> Sink:
     >>> ll.read_jsonl(path)[0]["train/loss"]
     0.5
 
-    When a sink raises an error, the others are still called; then the first error is raised, with a note of
-    the sink that it came from and of those that failed after it. An interrupt is raised at once.
+    If a sink raises an error, the others are still called. Then the first error is raised, with a note that names the
+    sink and those that failed after it. An interrupt is raised immediately.
 
     Args:
-        sinks: any number of them.
+        sinks: any number of sinks.
 
-    Raises TypeError for an argument that cannot be called.
+    Raises:
+        TypeError: an argument is not callable.
     """
     for place, sink in enumerate(sinks, 1):
         if not callable(sink):
@@ -195,7 +195,7 @@ def tee(*sinks: Sink) -> Sink:
             (sink, first), *later = failed
             notes = [f"raised by the sink {sink!r}; {len(sinks) - len(failed)} of {len(sinks)} sinks wrote"]
             notes += [f"the sink {sink!r} failed too: {error!r}" for sink, error in later]
-            # What add_note does, on Python 3.10 as well (where a traceback does not print it).
+            # Does what add_note does, on Python 3.10 too (where a traceback does not print it).
             first.__notes__ = getattr(first, "__notes__", []) + notes  # type: ignore[attr-defined]
             raise first
 
@@ -215,10 +215,10 @@ def row_of(state: TrainState, values: Mapping[str, Any]) -> dict[str, bool | int
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """The values as numbers, bools and strs of Python."""
+    """Convert the values to Python numbers, bools and strs."""
     plain: dict[str, bool | int | float | str] = {}
     for name, given in values.items():
-        # Tensors, and the scalars and arrays of NumPy and its kin, without importing any of these.
+        # Accept tensors, and scalars and arrays of NumPy and similar libraries, without importing them.
         value = given.item() if getattr(given, "shape", None) == () else given
         if not isinstance(value, (bool, int, float, str)):
             raise TypeError(_refused(name, value))

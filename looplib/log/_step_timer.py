@@ -1,7 +1,7 @@
 """Step timer: throughput, and the time of each part of a step.
 
-A meter stands around the parts that a loop is made of and leaves their results as they are, so one line adds it and
-one line removes it. An accelerator is asked for the times when they are read, and never waited for in between.
+A meter wraps the parts of a loop and leaves their results unchanged, so one line adds it and one line removes it. An
+accelerator's times are read only when you ask for them; nothing waits for it in between.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _END = object()
 
 
 class meter:
-    """Step timer: the time of a step, in waiting for data, forward and backward pass, update, and the rest.
+    """Step timer: the time of a step, split into data, gradients, update, and the rest.
 
     >>> import looplib as ll, torch
     >>> meter = ll.log.meter()
@@ -47,15 +47,16 @@ class meter:
     >>> abs(parts - costs["step_seconds"]) < 1e-9
     True
 
-    Each part may be left out, and its time is in the rest then, with logging, evaluation and all else between the
-    first call and `read()`. What is wrapped gives the same bits, and states and checkpoints know nothing of it.
+    You can leave out any part. Its time is then part of the rest, together with logging, evaluation and everything
+    else between the first call and `read()`. Wrapped functions return the same values bit for bit, since the meter
+    only reads the clock around them, and states and checkpoints do not know about it.
 
     Args:
-        tokens: `tokens(batch)`, the tokens in a batch as the gradient function is given it: a number, or a tensor of
-            one element, which stays on its device until `read()`.
-        device: whose clock to read: that of the current accelerator by default, or of the host if there is none. An
-            accelerator works behind the host, so its times are those between events in its own queue, and the time
-            for data is that for which it had nothing to do.
+        tokens: `tokens(batch)`, number of tokens in a batch as passed to the gradient function: a number, or a tensor
+            with one element, which stays on its device until `read()`.
+        device: device whose clock to use. Defaults to the current accelerator, or the CPU if there is none. An
+            accelerator runs asynchronously, so its times are measured between events in its queue, and the data time
+            is the time that it was idle.
     """
 
     def __init__(
@@ -80,13 +81,17 @@ class meter:
         self._tokens: Any = 0
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches, unchanged; the time until each is there counts as that for data.
+        """Time data loading: yield the batches unchanged and measure the wait for each.
 
         >>> import looplib as ll
         >>> list(ll.log.meter().data(["a", "b"]))
         ['a', 'b']
 
-        Raises TypeError for what cannot be iterated over, such as a loader that was not given a state.
+        Args:
+            batches: any iterable of batches, such as `loader(state)`.
+
+        Raises:
+            TypeError: `batches` cannot be iterated over, such as a loader without its state.
         """
         check_batches("meter.data", batches, "meter.data(loader(state))")
         return self._data(batches)
@@ -97,16 +102,16 @@ class meter:
             yield batch
 
     def grad_fn(self, grad_fn: GradFn) -> GradFn:
-        """The same function; its time counts as that for gradients, and its examples as samples.
+        """Time a gradient function, and count its samples.
 
-        It stands around all that makes the gradients of a step (`accumulate`, clipping); within them, what they do
-        themselves is in the rest. Raises TypeError for what is no function.
+        Put it around everything that computes the gradients of a step (`accumulate`, clipping). If it is inside them,
+        the time of the outer functions is in the rest. Raises TypeError if `grad_fn` is not a function.
         """
         grad_fn = check_grad_fn(grad_fn, "meter.grad_fn")
         metered = functools.wraps(grad_fn)(functools.partial(self._gradients, grad_fn, _one))
         record = made(grad_fn) or Made("grad_fn", "meter.grad_fn")
         many = record.microbatches
-        if many is not None:  # accumulate calls this for all microbatches at once
+        if many is not None:  # accumulate calls this once for all microbatches
             many = functools.partial(self._gradients, many, _several)
         return mark(metered, replace(record, microbatches=many))
 
@@ -121,24 +126,27 @@ class meter:
         return out
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The same optimizer; the time of its update counts as that for updates. Its state has the same structure.
+        """Time an optimizer's update. The structure of its state does not change.
 
-        Raises TypeError for what is no `ll.optimizer(...)`.
+        Raises TypeError if `optimizer` is not an `ll.optimizer(...)`.
         """
         check_kind(optimizer, "meter.optimizer", "optimizer")
         return replace(optimizer, update=functools.partial(self._time, "update", optimizer.update))
 
     def read(self, prefix: str = "") -> dict[str, float]:
-        """The costs since the last reading, as floats for a log; then begin anew. An accelerator is waited for.
+        """Return the times since the last reading, as floats for a log, and reset. Waits for the accelerator.
+
+        Args:
+            prefix: string put before each name.
 
         Returns:
-            `step_seconds`, the time of a step, and its parts `data_seconds`, `gradients_seconds`,
-            `update_seconds` and `rest_seconds`; `samples_per_second` if there is a `meter.grad_fn`, and
-            `tokens_per_second` if tokens are counted, both of this process alone. A step is an update; without
-            `meter.optimizer` it is a call for gradients, or else a batch. The dict is empty if there was none.
+            `step_seconds`, the time of a step, and its parts `data_seconds`, `gradients_seconds`, `update_seconds`
+                and `rest_seconds`; `samples_per_second` with `meter.grad_fn`, and `tokens_per_second` if tokens are
+                counted, both for this process alone. A step is an update; without `meter.optimizer`, it is a call for
+                gradients, or otherwise a batch. The dict is empty if there were no steps.
 
-        Evaluation between two readings counts as rest. To leave it out, read before it for the log, and after it for
-        nothing.
+        Evaluation between two readings counts as rest. To leave it out, call `read` before it for the log and after
+        it to reset.
         """
         if self._device is not None:
             torch.accelerator.synchronize(self._device)
@@ -151,7 +159,7 @@ class meter:
             costs["step_seconds"] = elapsed / steps
             for part, seconds in self._seconds.items():
                 costs[f"{part}_seconds"] = seconds / steps
-            # An accelerator's clock is not the host's, and may run ahead by a rounding.
+            # An accelerator's clock differs from the CPU's and may be ahead by a rounding error.
             costs["rest_seconds"] = max(0.0, elapsed - sum(self._seconds.values())) / steps
             if self._calls["gradients"]:
                 costs["samples_per_second"] = self._samples / elapsed
@@ -185,7 +193,7 @@ class meter:
         return event
 
     def _fold(self) -> None:
-        """Add up the times that the device has come by, so that none are held for longer than they must."""
+        """Add up the times that the device has passed, so that no event is held longer than necessary."""
         while self._waiting and self._waiting[0][2].query():
             part, start, end = self._waiting.popleft()
             self._seconds[part] += start.elapsed_time(end) / 1000

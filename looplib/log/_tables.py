@@ -1,6 +1,6 @@
 """Tables: a CSV log, rows and columns in memory, and reading a log as columns.
 
-A file is written whole rows at a time and held open by none of these, so that a process may die at any moment.
+Files are written in whole rows and never held open, so the process may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from looplib.types import Sink, TrainState
 
 
 def csv_file(path: str | os.PathLike[str]) -> Sink:
-    """CSV log: a sink that appends one row at each call: step, epoch, batch, samples, then the values.
+    """CSV log: a sink that appends one row per call with step, epoch, batch, samples and the values.
 
     >>> import looplib as ll, pathlib, tempfile
     >>> path = tempfile.mkdtemp() + "/log.csv"
@@ -32,22 +32,22 @@ def csv_file(path: str | os.PathLike[str]) -> Sink:
     5,0,5,320,0.25,
     9,0,9,576,,0.75
 
-    A name that comes for the first time is a new column: the table is written anew beside the old one and takes its
-    place at once. Other rows are appended. A process killed at any moment loses no row but the one in flight, whose
-    beginning the next row removes; so does a row that a full disk cuts off. Nothing else is ever taken away: where a
-    run went back to a checkpoint, both passes are there, as with `jsonl`, and `read_columns` joins them.
+    A new name becomes a new column: the table is rewritten to a temporary file, which then replaces the old one
+    atomically. All other rows are appended. If the process is killed, at most the row being written is lost; the next
+    row removes its beginning, and likewise for a row cut off by a full disk. Nothing else is ever removed: if a run
+    went back to a checkpoint, the repeated steps appear twice, as with `jsonl`, and `read_columns` merges them.
 
     Args:
-        path: the file, written by one process. A relative one belongs to the working directory of now.
+        path: the file, written by a single process. A relative path refers to the working directory at the time of
+            this call.
 
-    The sink raises:
-        TypeError: a value that is no number, bool or str; it names the value.
-        ValueError: a value named as one of the state's counts, or a file that is no table of this sink.
-        OSError: the file cannot be written; it is as it was.
+    The sink raises: TypeError: a value is not a number, bool or str. The message names it. ValueError: a value has
+    the name of one of the state's counts, or the file is not a table of this sink. OSError: the file cannot be
+    written. It is left unchanged.
     """
     file_path = Path(path).absolute()
     columns: list[str] = []
-    size = -1  # of the file as this sink left it; another one has to be read first
+    size = -1  # of the file as this sink left it; a changed file is read first
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         nonlocal columns, size
@@ -76,7 +76,7 @@ def csv_file(path: str | os.PathLike[str]) -> Sink:
 
 
 def record(into: list[dict[str, Any]] | MutableMapping[str, list[Any]]) -> Sink:
-    """In-memory log: keep what is logged in a list of rows, or in a dict of columns, for a notebook.
+    """In-memory log: collect logged values in a list of rows or a dict of columns, for notebooks.
 
     >>> import looplib as ll
     >>> rows, columns = [], {}
@@ -89,10 +89,11 @@ def record(into: list[dict[str, Any]] | MutableMapping[str, list[Any]]) -> Sink:
     ([5, 9], [0.5, None], [None, 0.75])
 
     Args:
-        into: a list, to which one dict is appended at each call; or a dict of lists of one length, with None where a
-            call had no such name.
+        into: a list, to which each call appends one dict; or a dict of lists of equal length, with None if a call had
+            no such name.
 
-    The sink raises TypeError for a value that is no number, bool or str, and ValueError for one named as a count.
+    The sink raises TypeError for a value that is not a number, bool or str, and ValueError for one with the name of a
+    count.
     """
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
@@ -110,7 +111,7 @@ def record(into: list[dict[str, Any]] | MutableMapping[str, list[Any]]) -> Sink:
 
 
 def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
-    """Read a log of `jsonl` or `csv_file` as columns, with one entry for each step, and None where it has no such value.
+    """Read a `jsonl` or `csv_file` log as columns, with one entry per step and None for missing values.
 
     >>> import looplib as ll, tempfile
     >>> path = tempfile.mkdtemp() + "/log.jsonl"
@@ -123,22 +124,25 @@ def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
     >>> columns["step"], columns["train/loss"], columns["eval/auc"]
     ([1, 2], [1.0, 0.25], [None, 0.75])
 
-    What was logged at one step (in several calls, or in a run and the one that resumed it) is one entry, in which the
-    later value of a name counts. Where a run went back to a checkpoint, the steps beyond the first that it logged
-    anew are those of the later pass alone. Steps that made no update are told apart by their samples.
+    Values logged at the same step (in several calls, or by a run and its resumed run) are one entry, in which the
+    later value of a name counts. If a run went back to a checkpoint, the steps from the first repeated one on are
+    taken from the later pass only. Steps without an update are told apart by their samples.
 
     Args:
-        path: the file; which of the two it is, its first byte tells.
+        path: the file. Its first byte shows which format it has.
 
-    A half-written line at the end is left out. A CSV cell has no type: it is read as an int, a float or a bool where
-    it is written as Python writes one, else as a str; an empty one is None. `pandas.DataFrame(columns)` is the table.
+    An incomplete last line is left out. CSV cells have no types: a cell is read as an int, a float or a bool if it is
+    written as Python writes one, otherwise as a str, and an empty cell as None. `pandas.DataFrame(columns)` makes a
+    table.
 
-    Raises FileNotFoundError when nothing was logged yet, and ValueError for a file of another kind.
+    Raises:
+        FileNotFoundError: nothing has been logged yet.
+        ValueError: the file has a different format.
     """
     file_path = Path(path)
     with open(file_path, "rb") as file:
         first = file.read(1)
-    if first in (b"{", b"\n"):  # a newline follows half a line that was lost to the last byte
+    if first in (b"{", b"\n"):  # a newline after a line whose end was lost
         rows = read_jsonl(file_path)
     else:
         header, lines, _ = _table(file_path, file_path.stat().st_size)
@@ -152,7 +156,7 @@ def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
 
 
 def _joined(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each step, without those beyond the first that a run logged again after going back."""
+    """One row for each step, dropping earlier rows that a run repeated after going back."""
 
     def place_of(row: dict[str, Any]) -> tuple[int, int]:
         return row["step"], row["samples"]
@@ -171,7 +175,7 @@ def _joined(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def append(path: Path, data: bytes) -> None:
-    """All of it, or nothing where the disk is full or an interrupt comes."""
+    """Append all data, or nothing if the disk is full or an interrupt arrives."""
     with open(path, "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         rest = memoryview(data)
@@ -179,14 +183,14 @@ def append(path: Path, data: bytes) -> None:
             while rest:
                 rest = rest[file.write(rest) :]
         except BaseException:
-            with suppress(OSError):  # of a device, which cannot be cut
+            with suppress(OSError):  # a device, which cannot be truncated
                 file.truncate(size)
             raise
 
 
 def _put(path: Path, data: bytes) -> None:
-    """The whole file anew, at once."""
-    target = path.resolve()  # what a link leads to, for the link is to stay
+    """Replace the whole file atomically."""
+    target = path.resolve()  # the target of a link, so that the link is kept
     beside = target.with_name(f".{target.name}.writing")
     try:
         with open(beside, "wb") as file:
@@ -201,8 +205,8 @@ def _put(path: Path, data: bytes) -> None:
 
 
 def _table(path: Path, size: int) -> tuple[list[str], list[list[str]], int]:
-    """The header and rows of a CSV log, and the length up to the end of its last whole row."""
-    if not size:  # a device has none, and may have no end
+    """Header and rows of a CSV log, and its length up to the end of the last complete row."""
+    if not size:  # a device has no table, and may have no end
         return [], [], 0
     whole = place = 0
     quoted = False

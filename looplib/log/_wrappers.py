@@ -1,7 +1,7 @@
 """Sink wrappers: functions from a sink to a sink.
 
-They choose and rename what passes, and keep what fails or takes its time away from the loop: such failures are told
-and counted where `safely` or `in_background` stand before a sink, and raised elsewhere.
+They select and rename values, and keep a sink's failures or delays away from the loop. `safely` and `in_background`
+report and count failures; without them, failures are raised.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def rename(sink: Sink, names: Mapping[str, str] | Callable[[str], str]) -> Sink:
     >>> log(ll.TrainState(step=5), {"train/loss": 0.5, "eval/auc": 0.75})
     step      5  epoch      0  train/loss 0.5         eval_auc 0.75
 
-    The names that transformers' Trainer logs, `loss` and `eval_auc`:
+    To use the names that transformers' Trainer logs, `loss` and `eval_auc`:
 
     >>> log = ll.log.rename(ll.console(), lambda name: name.removeprefix("train/").replace("/", "_"))
     >>> log(ll.TrainState(step=5), {"train/loss": 0.5, "eval/auc": 0.75})
     step      5  epoch      0  loss 0.5         eval_auc 0.75
 
     Args:
-        sink: what is called.
-        names: old names to new ones (the others stay), or a function from one to the other.
+        sink: the sink to call.
+        names: dict of old name -> new name (the others stay), or a function from the old name to the new one.
 
-    The sink raises ValueError when two values would have one name.
+    The sink raises ValueError if two values would have the same name.
     """
     check_kind(sink, "rename", "sink")
     new_name = names if callable(names) else lambda name: names.get(name, name)
@@ -59,7 +59,7 @@ def rename(sink: Sink, names: Mapping[str, str] | Callable[[str], str]) -> Sink:
 
 
 def only(sink: Sink, names: Collection[str] | Callable[[str], bool]) -> Sink:
-    """Filter values on their way to a sink, which is not called where none is left.
+    """Filter values on their way to a sink, which is not called if none are left.
 
     >>> import looplib as ll
     >>> log = ll.log.only(ll.console(), lambda name: name.startswith("eval/"))
@@ -69,10 +69,11 @@ def only(sink: Sink, names: Collection[str] | Callable[[str], bool]) -> Sink:
     >>> log = ll.log.only(ll.console(), ["train/loss", "eval/auc"])
 
     Args:
-        sink: what is called.
-        names: a list or set of those that pass, or a predicate of a name.
+        sink: the sink to call.
+        names: list or set of names to keep, or a function `name -> bool`.
 
-    Raises TypeError when given one name by itself.
+    Raises:
+        TypeError: `names` is a single string.
     """
     check_kind(sink, "only", "sink")
     if isinstance(names, str):
@@ -87,19 +88,20 @@ def only(sink: Sink, names: Collection[str] | Callable[[str], bool]) -> Sink:
 
 
 def every_rank(sink: Sink) -> Sink:
-    """Log on every rank, and not on the first alone.
+    """Log on every rank instead of only the first.
 
     >>> import looplib as ll, tempfile
     >>> folder = tempfile.mkdtemp()
     >>> log = ll.log.every_rank(ll.jsonl(f"{folder}/log-{ll.distributed.rank()}.jsonl"))
     >>> log(ll.TrainState(step=5), {"train/loss": 0.5})
 
-    Give each rank a file of its own. For a sink that stands within another: `ll.tee(ll.log.every_rank(...), ...)`.
+    Give each rank its own file. For a sink inside another, write `ll.tee(ll.log.every_rank(...), ...)`.
 
     Args:
-        sink: looplib's own, such as `jsonl`; a function of yours writes in each process by itself.
+        sink: one of looplib's sinks, such as `jsonl`. Your own functions already write in each process.
 
-    Raises TypeError for something else than a sink that writes in the first process alone.
+    Raises:
+        TypeError: `sink` is not a sink that writes only in the first process.
     """
     check_kind(sink, "every_rank", "sink")
     if not (isinstance(sink, CodedSink) and sink.first_rank):
@@ -111,7 +113,7 @@ def every_rank(sink: Sink) -> Sink:
 
 
 def safely(sink: Sink) -> Sink:
-    """Fault-tolerant sink: its errors stop no training. The first one is a warning, and each call is tried again.
+    """Fault-tolerant sink: its errors do not stop training. The first one is a warning, and each call is tried again.
 
     >>> import looplib as ll, warnings
     >>> def server(state, values):
@@ -124,10 +126,10 @@ def safely(sink: Sink) -> Sink:
     >>> [str(warning.message) for warning in told]
     ["<function server at ...> failed at step 0: ConnectionError('no route to it'); training goes on, ..."]
 
-    What failed is lost. An interrupt is no error, and is raised. For a sink that takes its time, see `in_background`.
+    Values of failed calls are lost. Interrupts are not errors and are raised. For a slow sink, use `in_background`.
 
     Args:
-        sink: what is called.
+        sink: the sink to call.
     """
     check_kind(sink, "safely", "sink")
     told = False
@@ -145,7 +147,7 @@ def safely(sink: Sink) -> Sink:
 
 
 def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 10.0) -> Background:
-    """Background sink: hand each call to a thread, so that a slow disk or a dead server never delays the loop.
+    """Background sink: pass each call to a thread, so that a slow disk or a dead server never delays the loop.
 
     >>> import looplib as ll, tempfile
     >>> path = tempfile.mkdtemp() + "/log.jsonl"
@@ -155,22 +157,23 @@ def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 10.0
     >>> ll.read_jsonl(path)[0]["train/loss"]
     0.5
 
-    Calls reach the inner sink in their order, with a copy of the values (a tensor's is on the host) and a state that
-    has the counts alone: no parameters, so none are kept from being freed or donated.
+    Calls reach the inner sink in order, with a copy of the values (tensors are copied to the CPU) and a state that
+    has only counts. It has no parameters, so none are kept from being freed or donated.
 
-    An error stops nothing: the first one is a warning at the next call, later calls are tried each on its own, and
-    `flush()` and `close()` tell how many were lost. So are calls made while `max_pending` wait.
+    Errors do not stop training: the first one is a warning at the next call, later calls are tried again, and
+    `flush()` and `close()` warn about how many were lost. Calls made while `max_pending` are waiting are lost too.
 
-    `flush()` waits for all calls so far. `close()` does too and ends the thread, which another call starts again;
-    nothing need be closed, for the end of the process does. Where the inner sink finishes no call in `patience`
-    seconds, neither waits on. A forked process, such as a worker of a DataLoader, has none of the calls that wait.
+    `flush()` waits for all calls so far. `close()` also ends the thread, which the next call starts again. You need
+    not close it, because the end of the process does. If the inner sink completes no call within `patience` seconds,
+    neither waits any longer. A forked process, such as a DataLoader worker, does not inherit waiting calls.
 
     Args:
-        sink: what is called, by one thread; a `tee` for several.
-        max_pending: calls that may wait.
+        sink: the sink to call, in one thread. Use `tee` for several.
+        max_pending: number of calls that may wait.
         patience: in seconds.
 
-    Raises ValueError when max_pending is not positive.
+    Raises:
+        ValueError: `max_pending` is not positive.
     """
     check_kind(sink, "in_background", "sink")
     check_count("max_pending", max_pending, advice="at least one call must be able to wait: give 1 or more")
@@ -178,17 +181,17 @@ def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 10.0
 
 
 class Background:
-    """Sink of `in_background`, with `flush` and `close`."""
+    """Sink returned by `in_background`, with `flush` and `close`."""
 
     def __init__(self, sink: Sink, max_pending: int, patience: float) -> None:
         self._sink, self._max_pending, self._patience = sink, max_pending, patience
         self._renew()
-        # Before what atexit runs, which ends what the sink works with (a run of W&B); as concurrent.futures does it.
+        # Runs before atexit, which closes what the sink works with (a W&B run), like concurrent.futures.
         threading._register_atexit(self.close)  # type: ignore[attr-defined]  # noqa: SLF001
 
     def _renew(self) -> None:
         self._pid = os.getpid()
-        # Of all queues the one with no lock of Python's, which a signal or a fork could leave taken.
+        # SimpleQueue has no Python lock, which a signal or a fork could leave locked.
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread()
         self._given = 0
@@ -222,12 +225,12 @@ class Background:
             self._thread.start()
 
     def flush(self) -> None:
-        """Wait until the calls so far are written, and warn of those that are lost."""
+        """Wait until all calls so far are written, and warn about those that are lost."""
         self._wait()
         self._tell()
 
     def close(self) -> None:
-        """As `flush`, and the thread ends."""
+        """Flush and end the thread."""
         if self._wait():
             self._queue.put(None)
             self._thread.join()
@@ -244,14 +247,14 @@ class Background:
             state, values = call
             try:
                 self._sink(state, values)
-            except BaseException as error:  # an interrupt comes to no thread but the main one
+            except BaseException as error:  # interrupts are only raised in the main thread
                 self._failures += 1
                 self._error = self._error or (state.step, error.with_traceback(None))
             self._finished += 1
             del call, state, values
 
     def _wait(self) -> bool:
-        """Whether the thread has done all that it was given so far."""
+        """Wait for the thread; return True if it has finished everything so far."""
         if self._pid != os.getpid() or not self._thread.is_alive():
             return False
         reached = threading.Event()
