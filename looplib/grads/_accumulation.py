@@ -187,7 +187,7 @@ def _check_summed(grad_fn: GradFn, out: Gradients, dtype: torch.dtype | None) ->
 
 
 def _untouched(out: Gradients) -> bool:
-    """Whether gradients are those that an engine has added up, and nothing was written to them since."""
+    """True if these are the gradients that an engine has accumulated, unwritten since."""
     before = out.added_up
     return (
         before is not None
