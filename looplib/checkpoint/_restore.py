@@ -105,7 +105,7 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
 
 
 def _warning(path: Path, counts: Mapping[str, Any], saved_with: Any, template: TrainState, settings: Settings) -> str:
-    """What to say of settings that are different from those that the checkpoint was saved with, or ""."""
+    """Warning about settings that differ from those the checkpoint was saved with, or ""."""
     changed = settings.differences(saved_with, template)
     length, seed = counts["epoch_length"], counts["seed"]
     if length != template.epoch_length:

@@ -55,7 +55,7 @@ class Settings:
         return {**({} if optimizer is None else {"optimizer": optimizer}), **self._described}
 
     def compares_loader(self, saved: Any) -> bool:
-        """Whether a loader is among the settings that `differences` compares."""
+        """True if a loader is among the settings that `differences` compares."""
         return isinstance(saved, Mapping) and any(
             name in saved and callable(getattr(setting, "resume", None)) for name, setting in self._describe.items()
         )
