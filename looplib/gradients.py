@@ -22,14 +22,15 @@ from looplib._core import modules as _modules
 from looplib._core.cuts import cuts_marked
 from looplib._core.engines import ALONE, Alone
 from looplib._core.ignored_labels import Watch
-from looplib._core.kinds import Made, check_kind
+from looplib._core.kinds import Made
+from looplib._core.loss_functions import check_function_of_model
 from looplib._core.random import mix
 from looplib._core.ranks import rank, several
 from looplib._core.tracing import differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import Objective, mean_over_ranks, objective_of, on_host, scalar_like, weight_on_host
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, LossFn, Metric, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, LossFn, Metric, Part, TrainState, check_state
 
 __all__ = ["make_grad_fn"]
 
@@ -82,8 +83,8 @@ def make_grad_fn(
         RuntimeError: the module is wrapped in DDP or FSDP2, and the state is not bound to it or the step does not
             donate.
     """
+    check_function_of_model(model, loss_fn, "make_grad_fn", "loss_fn")
     host = _modules.Host(model, training=True)
-    check_kind(loss_fn, "make_grad_fn", "loss_fn")
     names = _modules.trainable_names(model, trainable)
     needed = [] if allow_unused else names
     _warn_of_eval_mode(host, names)
@@ -338,8 +339,7 @@ def indices(part: Part, count: int) -> Iterable[int]:
 
 
 def of_this_model(host: _modules.Host, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state is a {type(state).__name__}; give a TrainState, such as ll.init_state returns")
+    check_state(state, "step(state, batch)")
     params, buffers = state.params, state.buffers
     if params.keys() != host.slots.params.keys() or buffers.keys() != host.slots.buffers.keys():
         host.explain(params, buffers, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from looplib._core import forgotten, ownership
 from looplib._core import modules as _modules
-from looplib._core.checks import check_optional_count, check_type
+from looplib._core.checks import check_optional_count, check_type, named
 from looplib._core.descriptions import described
 from looplib._core.made_with import MadeWith
 from looplib._core.overlap import overlapping
@@ -19,6 +20,7 @@ from looplib.types import (
     TREES,
     Optimizer,
     TrainState,
+    check_state,
 )
 
 __all__ = ["bind", "cast", "copy_state", "end_epoch", "init_state"]
@@ -55,6 +57,8 @@ def init_state(
         ValueError: a lazy parameter has no shape yet, no parameter is trainable, `epoch_length` is 0, or a trained
             parameter shares memory with another tensor of the module.
     """
+    if isinstance(optimizer, nn.Module) and not isinstance(model, nn.Module):
+        raise TypeError("init_state takes the model first: write ll.init_state(model, optimizer)")
     slots = _modules.members(model)
     advice = "an epoch has 1 batch or more, or give None for a stream"
     check_optional_count("epoch_length", epoch_length, advice=advice)
@@ -75,11 +79,18 @@ def init_state(
             )
         opt_state = optimizer.init({name: params[name] for name in names}, buffers=buffers)
     state = TrainState(
-        epoch_length=epoch_length, params=params, buffers=buffers, opt_state=opt_state, seed=seed, extra=extra
+        epoch_length=epoch_length, params=params, buffers=buffers, opt_state=opt_state, seed=_whole(seed), extra=extra
     )
     if description := getattr(optimizer, "description", None):
         ownership.note_made_with(state, MadeWith(optimizer=described(description)))
     return state
+
+
+def _whole(seed: Any) -> int:
+    try:
+        return operator.index(seed)
+    except TypeError:
+        raise TypeError(f"seed is {named(seed)}; give a whole number") from None
 
 
 def _describe(thing: Any) -> str:
@@ -103,6 +114,7 @@ def copy_state(state: TrainState) -> TrainState:
     Raises:
         DonatedStateError: the state was donated to a step.
     """
+    check_state(state, "ll.copy_state(state)")
     copies: dict[int, Tensor] = {}
 
     def copy(leaf: Any) -> Any:
@@ -141,6 +153,9 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
         ValueError: names or shapes differ from the module's. Nothing is copied then.
         DonatedStateError: the state was donated to a step.
     """
+    if isinstance(model, TrainState):
+        raise TypeError("bind takes the model first: write ll.bind(model, state)")
+    check_state(state, "ll.bind(model, state)")
     slots = _modules.members(model)
     _modules.check_names("parameters", state.params, slots.params, model)
     _modules.check_names("buffers", state.buffers, slots.buffers, model)
@@ -174,6 +189,7 @@ def end_epoch(state: TrainState) -> TrainState:
     Raises:
         ValueError: the state has an `epoch_length`.
     """
+    check_state(state, "ll.end_epoch(state)")
     if state.epoch_length is not None:
         raise ValueError(
             f"the state has epoch_length={state.epoch_length}, so train_step ends its epochs; "

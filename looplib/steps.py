@@ -20,9 +20,9 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import ownership, torch_private
 from looplib._core.buffers import NO_NAMES, NOTHING, Written, explain
-from looplib._core.checks import check_type
+from looplib._core.checks import check_type, named
 from looplib._core.forgotten import Watch
-from looplib._core.kinds import check_kind
+from looplib._core.loss_functions import check_function_of_model
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import tracing
@@ -39,6 +39,7 @@ from looplib.types import (
     PredictStep,
     TrainState,
     TrainStep,
+    check_state,
     counts_of,
     made,
     unwritten,
@@ -109,7 +110,7 @@ def parts_of(step: object, transform: str) -> Parts:
 def make_train_step(
     grad_fn: GradFn,
     optimizer: Optimizer,
-    *,
+    *misplaced: NoReturn,
     donate: bool = False,
     same_batch: bool = False,
     **unknown: NoReturn,
@@ -153,10 +154,10 @@ def make_train_step(
         DonatedStateError: the state was already donated to a step.
         ValueError, TypeError: see `make_grad_fn` and `ll.optimizer`. The state is unchanged then.
     """
-    if unknown:
-        _refuse_unknown(unknown)
+    if misplaced or unknown:
+        _refuse_unknown(misplaced, unknown)
     if not callable(grad_fn) or isinstance(grad_fn, nn.Module):
-        raise TypeError(f"grad_fn is a {type(grad_fn).__name__}; give ll.make_grad_fn(model, loss_fn)")
+        raise TypeError(f"grad_fn is {named(grad_fn)}; give ll.make_grad_fn(model, loss_fn)")
     given, grad_fn = grad_fn, check_whole(grad_fn, "make_train_step")
     advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
     check_type("optimizer is", optimizer, Optimizer, advice)
@@ -195,7 +196,11 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
     part, in_forward = Part(donate=True), Written()
 
     def donated_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
-        params, buffers, opt_state = state.params, state.buffers, state.opt_state
+        try:
+            params, buffers, opt_state = state.params, state.buffers, state.opt_state
+        except AttributeError:
+            check_state(state, "train_step(state, batch)")
+            raise
         readers = ownership.before_a_step(state, (params, buffers, opt_state))
         _interrupts.install()
         thread = threading.get_ident()
@@ -248,7 +253,12 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
     return donated_step
 
 
-def _refuse_unknown(unknown: Mapping[str, Any]) -> NoReturn:
+def _refuse_unknown(misplaced: tuple[Any, ...], unknown: Mapping[str, Any]) -> NoReturn:
+    if misplaced:
+        raise TypeError(
+            f"make_train_step takes a grad_fn and an optimizer, and got {named(misplaced[0])} as well: write "
+            "ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)"
+        )
     if "compile" in unknown:
         raise TypeError(
             "make_train_step takes no compile=: compile the step that it returns, "
@@ -342,7 +352,7 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
         TypeError: `metric_fn` returns anything else.
         ValueError: the state belongs to a different model, or the batch is on a different device.
     """
-    check_kind(metric_fn, "make_eval_step", "loss_fn")
+    check_function_of_model(model, metric_fn, "make_eval_step", "metric_fn")
     forward = _without_training(model, metric_fn)
 
     def eval_step(state: TrainState, batch: Any) -> dict[str, Metric]:
@@ -376,7 +386,7 @@ def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -
     Raises:
         ValueError: the state belongs to a different model, or the batch is on a different device.
     """
-    check_kind(predict_fn, "make_predict_step", "loss_fn")
+    check_function_of_model(model, predict_fn, "make_predict_step", "predict_fn")
     predict_step = _without_training(model, predict_fn)
     return with_parts(predict_step, Parts("predict", _unchanging(predict_step), (model, predict_fn)))
 
@@ -400,9 +410,8 @@ def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> 
         try:
             torch_private.set_grad_enabled(False)
             return host.run(host.unshared(params), lent, seed, lambda: function(model, batch))
-        except RuntimeError:
-            host.explain(params, buffers, batch)
-            raise
+        except Exception as error:
+            raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:
             torch_private.set_grad_enabled(grad_mode)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 from torch import Tensor
 
 from looplib._core import absent, ownership, records, updates
+from looplib._core.checks import named
 from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.kinds import instances_are
 
@@ -145,6 +146,21 @@ records.register(TrainState, FIELDS, TREES)
 
 # For steps, which know who owns a state's tensors.
 counts_of, made, written, unwritten = _record.counts_of, _record.made, _record.written, _record.unwritten
+
+
+def check_state(value: Any, call: str) -> None:
+    """Raise TypeError unless this is a state; `call` is how a function of it is called."""
+    if not isinstance(value, TrainState):
+        raise TypeError(
+            f"state is {named(value)}; give a TrainState, as ll.init_state returns: {call}{_unpack(value)}"
+        )
+
+
+def _unpack(value: Any) -> str:
+    """What to write where the result of a train step stands in the place of a state."""
+    if not isinstance(value, tuple) or not value or not isinstance(value[0], TrainState):
+        return ""
+    return ". A train step returns two values: state, metrics = train_step(state, batch)"
 
 
 Grads = dict[str, Tensor]

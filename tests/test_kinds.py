@@ -194,7 +194,10 @@ def not_a_step(model, batch):
         (lambda: ll.evaluate(THINGS["model"], THINGS["state"], []), "evaluate got a Linear; give an eval step"),
         (lambda: ll.evaluate({"a": THINGS["model"]}, THINGS["state"], []), "evaluate got a Linear"),
         (lambda: ll.evaluate(not_a_step, THINGS["state"], []), "evaluate got not_a_step"),
-        (lambda: ll.make_grad_fn(THINGS["model"], nn.MSELoss()), "make_grad_fn got a MSELoss; give a function"),
+        (
+            lambda: ll.make_grad_fn(THINGS["model"], nn.MSELoss()),
+            "make_grad_fn got a MSELoss, which takes outputs and targets; loss_fn is called as loss_fn.model, batch.",
+        ),
     ],
 )
 def test_the_message_says_what_was_found_and_what_to_give(build, message):

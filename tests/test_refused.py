@@ -97,6 +97,12 @@ class EndsEarly(Dataset):
         raise StopIteration
 
 
+def calls_backward(model, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
 def tokens_loss(model, batch):
     return nn.functional.cross_entropy(model(batch["input"]).flatten(0, 1), batch["labels"].flatten())
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
 
 def is_count(value: Any, least: float = 1) -> bool:
     """Is it an int, not a bool, of at least `least`?"""
@@ -38,7 +40,7 @@ def check_type(subject: str, value: Any, expected: Any, advice: str) -> None:
     TypeError: describe is a list; give a dict of names to settings
     """
     if not isinstance(value, expected):
-        raise TypeError(f"{subject} a {type(value).__name__}; {advice}")
+        raise TypeError(f"{subject} {named(value)}; {advice}")
 
 
 def check_batches(who: str, batches: Any, call: str) -> None:
@@ -80,3 +82,22 @@ def named(value: Any) -> str:
         return f"the function {getattr(value, '__name__', value)}"
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def is_column(value: Any) -> bool:
+    """Is it a tensor or an array with rows?"""
+    return (isinstance(value, Tensor) or type(value).__module__ == "numpy") and getattr(value, "ndim", 0) > 0
+
+
+def are_columns(values: Any) -> bool:
+    """Are these the columns of one table, such as (x, y): tensors of as many rows that differ in dtype or dimensions?
+
+    >>> import torch
+    >>> x, y = torch.zeros(6, 4), torch.zeros(6, dtype=torch.int64)
+    >>> are_columns((x, y)), are_columns((x, x))
+    (True, False)
+    """
+    if not isinstance(values, (tuple, list)) or len(values) < 2 or not all(map(is_column, values)):
+        return False
+    same_rows = len({len(value) for value in values}) == 1
+    return same_rows and len({(str(value.dtype), value.ndim) for value in values}) > 1

@@ -21,6 +21,7 @@ from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.checks import check_type
 from looplib._core.engines import engine_of
+from looplib._core.loss_functions import note_batch
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
 
 R = TypeVar("R")
@@ -62,7 +63,8 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def members(model: nn.Module) -> Members:
-    check_type("model is", model, nn.Module, "looplib needs a torch.nn.Module")
+    instance = f", an instance such as {model.__name__}(...)" if isinstance(model, type) else ""
+    check_type("model is", model, nn.Module, f"looplib needs a torch.nn.Module{instance}")
     found = Members({}, {})
     names: dict[int, str] = {}
     for prefix, module in named_modules(model):
@@ -261,10 +263,16 @@ class Host:
     ) -> Exception:
         """The error, or a better one where it is torch's and the state or the batch explains it."""
         if isinstance(error, RuntimeError):
+            if "backward through the graph a second time" in str(error):
+                return RuntimeError(
+                    "the graph behind the loss is gone before its backward pass: loss_fn returns the loss and does not "
+                    "call loss.backward(), which looplib does; what it keeps from an earlier batch it must detach()"
+                )
             try:
                 self.explain(params, buffers, batch)
             except ValueError as better:
                 return better
+        note_batch(error, batch)
         return error
 
 

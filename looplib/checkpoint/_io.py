@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from looplib._core import ownership as _donation
+from looplib._core.checks import named
 from looplib._core.collective import Together, together
 from looplib.checkpoint._background import BackgroundWriter
 from looplib.checkpoint._describe import Checkpoint, Checkpoints, counts_of, trees_of
@@ -28,7 +29,7 @@ from looplib.checkpoint._listing import Listing
 from looplib.checkpoint._policy import Policy
 from looplib.checkpoint._restore import Selection, load
 from looplib.checkpoint._settings import Settings
-from looplib.types import TrainState
+from looplib.types import TrainState, check_state
 
 
 def checkpoint_io(
@@ -94,11 +95,18 @@ def checkpoint_io(
 
     Raises:
         ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.
-        TypeError: `describe` is not a mapping.
+        TypeError: `describe` is not a mapping, or `directory` is not a path.
+        NotADirectoryError: `directory` is a file.
 
     The methods of `CheckpointIO` list what they raise. Each also raises CheckpointVersionError for a checkpoint that
     a newer looplib wrote.
     """
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(f'directory is {named(directory)}; give a path: ll.checkpoint_io("runs/checkpoints")')
+    if Path(directory).is_file():
+        raise NotADirectoryError(
+            f"{directory} is a file, and checkpoint_io needs a directory: it writes a folder for each checkpoint"
+        )
     policy = Policy(keep_last, keep_best, monitor, mode, keep_every, keep)
     return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe))
 
@@ -149,6 +157,7 @@ class CheckpointIO:
                 checkpoints are left unchanged.
             DonatedStateError: the state was donated to a step.
         """
+        check_state(state, "ckpt.save(state)")
         self.wait()
         ranks = together()
         copied = self._asynchronous and _donation.written_in_place(state)
@@ -215,6 +224,7 @@ class CheckpointIO:
                 damaged, a warning names it and the one before it is used; the next save renames it to damaged-...
             DonatedStateError: the state was donated to a step.
         """
+        check_state(state, "ckpt.restore(state)")
         self.wait()
         ranks = together()
         selected = Selection(weights_only, names)

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from looplib._core.checks import is_count
+from looplib._core.checks import are_columns, is_column, is_count, named
 from looplib.data._orders import Order, divided_by_rank, in_order
 
 
@@ -129,27 +128,44 @@ def check_stream(dataset: Any, order: Order | None, limit: int | None, num_worke
         )
 
 
-def check_samples(dataset: Any) -> None:
-    """Raise TypeError if the columns of a dataset are passed instead of the dataset."""
-    if isinstance(dataset, tuple):
+def check_dataset_alone(dataset: Any, misplaced: tuple[Any, ...]) -> None:
+    """Raise TypeError for more than the dataset given by position."""
+    if not misplaced:
+        return
+    if is_count(misplaced[0]):
+        raise TypeError(f"make_loader takes the batch size by name: make_loader(dataset, batch_size={misplaced[0]})")
+    columns = "torch.utils.data.TensorDataset(" + ", ".join("xyz"[: 1 + len(misplaced)]) + ")"
+    instead = (
+        f"make_loader({columns}, batch_size=...)" if is_column(dataset) else "make_loader(dataset, batch_size=...)"
+    )
+    raise TypeError(
+        f"make_loader takes one dataset, found {named(dataset)} and {named(misplaced[0])}: write {instead}"
+    )
+
+
+def check_samples(dataset: Any, collated: bool = False) -> None:
+    """Raise TypeError for the columns of a dataset where the dataset itself is expected.
+
+    A list of tensors may be one of samples too, unless `default_collate` could not stack them: `collated` says that
+    another function does.
+    """
+    if isinstance(dataset, list) and (collated or len(dataset) > 3 or not are_columns(dataset)):
+        return
+    if isinstance(dataset, (tuple, list)):
         columns: list[Any] = list(dataset)
-        instead = "torch.utils.data.TensorDataset(" + ", ".join("xyz"[: len(columns)] or "...") + ")"
+        instead = "torch.utils.data.TensorDataset(" + ", ".join("xyz"[: len(dataset)] or "...") + ")"
     elif isinstance(dataset, dict):
         columns, instead = list(dataset.values()), "torch.utils.data.StackDataset(**columns)"
     else:
         return
-    sizes = {len(column) for column in columns if _is_column(column)}
-    if len(sizes) == 1 and all(map(_is_column, columns)) and not _has_keys(dataset):
+    sizes = {len(column) for column in columns if is_column(column)}
+    if len(sizes) == 1 and all(map(is_column, columns)) and not _has_keys(dataset):
         raise TypeError(
-            f"dataset is a {type(dataset).__name__} of {len(columns)} tensors or arrays of {sizes.pop()} samples each, "
+            f"dataset is a {type(dataset).__name__} of {len(dataset)} tensors or arrays of {sizes.pop()} samples each, "
             f"so its items would be whole columns; write make_loader({instead}, batch_size=...)"
         )
 
 
-def _is_column(values: Any) -> bool:
-    return (isinstance(values, Tensor) or type(values).__module__ == "numpy") and getattr(values, "ndim", 0) > 0
-
-
 def _has_keys(dataset: Any) -> bool:
-    """True if a dict can be read by indices like a dataset."""
+    """Whether a dict can be read by indices, as a dataset is."""
     return isinstance(dataset, dict) and all(index in dataset for index in range(len(dataset)))

@@ -32,7 +32,7 @@ from looplib.data._position import Restart, check_position
 from looplib.data._samples import Samples, reader_of, samples_engine
 from looplib.data._streams import Stream, Streamed, stream_engine
 from looplib.data._workers import Engines, start_worker
-from looplib.types import TrainState
+from looplib.types import TrainState, check_state
 
 
 class Source(Protocol):
@@ -79,6 +79,7 @@ class Loader:
     left_out: frozenset[Any] = frozenset()
 
     def __call__(self, state: TrainState) -> Iterator[Any]:
+        check_state(state, "for batch in loader(state)")
         self._say_if_epochs_have_no_end(state)
         note_loader(state, self._noted)
         return interruptible(self._batches(state, pairs=False))
@@ -159,9 +160,10 @@ class Loader:
         Compare it when resuming. Long weights and lengths, and the indices that a sampler gives for epoch 0, are
         represented by a checksum. The contents of the dataset are not described.
         """
+        sized = isinstance(self.source, Samples) and hasattr(self.dataset, "__len__")  # keys of a sampler need none
         return {
             "dataset": type(self.dataset).__name__,
-            "samples": len(self.dataset) if isinstance(self.source, Samples) else None,
+            "samples": len(self.dataset) if sized else None,
             "order": self._described_order(),
             "seed": self.seed,
             "batch_size": self.batch_size,
@@ -219,7 +221,7 @@ class Loader:
 
 def make_loader(
     dataset: Any,
-    *,
+    *misplaced: NoReturn,
     batch_size: int | NotGiven | None = NotGiven.BATCH_SIZE,
     order: Order | None = None,
     seed: int = 0,
@@ -277,6 +279,7 @@ def make_loader(
     Args:
         dataset: anything with `__len__` and `__getitem__`; a stream; or a DataLoader (or torchdata
             StatefulDataLoader), whose settings are used, except for its generator.
+        misplaced: none; all other arguments are given by name.
         batch_size: samples per batch over all ranks together, or None if each item of the dataset is already a batch.
             Required, except with `batch_sampler` and for a DataLoader.
         order: `ll.data.shuffled()` (the default), `in_order()`, `weighted(weights)`, `by_length(lengths)`,
@@ -305,6 +308,9 @@ def make_loader(
         RuntimeError: the dataset or `collate_fn` raises StopIteration, which a loop would mistake for the end of the
             data.
     """
+    _arguments.check_dataset_alone(dataset, misplaced)
+    if isinstance(dataset, Loader):
+        raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
     if isinstance(dataset, DataLoader):
         given = {
             "batch_size": batch_size is not NotGiven.BATCH_SIZE,
@@ -325,7 +331,7 @@ def make_loader(
         _arguments.check_stream(dataset, order, limit, dataloader_options.get("num_workers", 0), divide)
         order = None
     else:
-        _arguments.check_samples(dataset)
+        _arguments.check_samples(dataset, collated=collate_fn is not None)
         order = order or shuffled()
         if divide:
             order.check_undivided()

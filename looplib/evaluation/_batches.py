@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from torch.utils.data import IterableDataset
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
 
-from looplib._core.checks import check_optional_count
+from looplib._core.checks import are_columns, check_optional_count, named
 from looplib._core.ranks import any_rank, is_first, rank, world_size
 from looplib.types import TrainState
 
@@ -43,6 +44,7 @@ class Reading(NamedTuple):
 def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     """This rank's batches, each with True if it counts. All ranks get the same number of batches."""
     batches, limit, title, divide, start, _ = reading
+    _check_several(batches)
     check_optional_count("limit", limit, advice="give how many batches, at least 1, or None for all")
     length = length_of(batches)
     left = None if length is None else max(0, length - start)
@@ -59,6 +61,24 @@ def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
 
     bar: Iterator[tuple[Any, bool]] = iter(tqdm(shares, desc=title, total=left, leave=False))
     return bar
+
+
+def _check_several(batches: Any) -> None:
+    """Raise TypeError for one batch, or for samples, in the place of batches."""
+    if isinstance(batches, Tensor):
+        raise TypeError(
+            f"batches is a tensor of shape {tuple(batches.shape)}, as one batch is: give [batch], or batch.split(64)"
+        )
+    if are_columns(batches):
+        raise TypeError(
+            f"batches is a {type(batches).__name__} of {len(batches)} tensors of {len(batches[0])} samples each, as one "
+            "batch is: give a list of batches, [batch]"
+        )
+    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
+        raise TypeError(
+            f"batches is {named(batches)}, whose items are samples: give ll.make_loader(dataset, batch_size=256, "
+            "order=ll.data.in_order()), or a DataLoader of it"
+        )
 
 
 def length_of(batches: Any) -> int | None:

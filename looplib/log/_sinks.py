@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from looplib._core.kinds import check_kind
 from looplib._core.ranks import is_first
-from looplib.types import Metric, Sink, TrainState
+from looplib.types import Metric, Sink, TrainState, check_state
 
 COUNTS = ("step", "epoch", "batch", "samples")
 
@@ -204,7 +204,11 @@ def tee(*sinks: Sink) -> Sink:
 
 def row_of(state: TrainState, values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Row of a log: the counts, then the values."""
-    row: dict[str, bool | int | float | str] = {name: getattr(state, name) for name in COUNTS}
+    try:
+        row: dict[str, bool | int | float | str] = {name: getattr(state, name) for name in COUNTS}
+    except AttributeError:
+        check_state(state, "log(state, values)")
+        raise
     for name, value in plain_values(values).items():
         if name in row:
             raise ValueError(

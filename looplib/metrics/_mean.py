@@ -149,7 +149,13 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     stack, which `compute_members` takes.
     """
     if not isinstance(metrics, Mapping):
-        what = "window.metrics()" if hasattr(metrics, "metrics") else '{"loss": ll.Mean(total, weight)}'
+        what = '{"loss": ll.Mean(total, weight)}'
+        if hasattr(metrics, "metrics"):
+            what = "window.metrics()"
+        elif isinstance(metrics, Mean):
+            what = "all of them, ll.compute(metrics), or write metrics['loss'].item() for one value"
+        elif isinstance(metrics, tuple):
+            what = "the second value that a train step returns, state, metrics = train_step(state, batch)"
         raise TypeError(f"compute takes a dict of metrics, and found a {type(metrics).__name__}: give {what}")
     values = {}
     for name, metric in metrics.items():

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from looplib._core.kinds import instances_are
-from looplib.types import TrainState
+from looplib.types import TrainState, check_state
 
 Number = float | Fraction
 
@@ -43,12 +43,8 @@ class Predicate:
         try:
             return self.fires(state)
         except AttributeError:
-            if isinstance(state, TrainState):
-                raise
-        raise TypeError(
-            f"{self!r} was called with {type(state).__name__}, and needs the TrainState that the step returned: "
-            "predicate(state)."
-        )
+            check_state(state, f"{self!r}(state)")
+            raise
 
     def fires(self, state: TrainState) -> bool:
         raise NotImplementedError

@@ -272,11 +272,15 @@ def unprivileged():
 
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
-        ckpt = ll.checkpoint_io(folder)
-        assert ckpt.latest() is None
-        with pytest.raises(OSError, match=rf"checkpoints cannot be written into {folder} \(.*\): give checkpoint_io"):
-            ckpt.save(unbound())
+    with pytest.raises(
+        NotADirectoryError, match=rf"{tmp_path / 'file'} is a file, and checkpoint_io needs a directory"
+    ):
+        ll.checkpoint_io(tmp_path / "file")
+    folder = tmp_path / "file" / "deeper"
+    ckpt = ll.checkpoint_io(folder)
+    assert ckpt.latest() is None
+    with pytest.raises(OSError, match=rf"checkpoints cannot be written into {folder} \(.*\): give checkpoint_io"):
+        ckpt.save(unbound())
     folder = Path(tempfile.mkdtemp())
     try:
         ll.checkpoint_io(folder).save(unbound())

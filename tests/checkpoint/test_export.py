@@ -733,7 +733,7 @@ def test_optimizers_that_do_not_match_are_refused():
     refused(
         "AdamW has parameters that are not this Sequential's own, of shapes", torch.optim.AdamW(mlp().parameters())
     )
-    refused("torch_optimizer is a Optimizer; give an instance", adamw, error=TypeError)
+    refused("torch_optimizer is an Optimizer; give an instance", adamw, error=TypeError)
     refused("not what an ll.optimizer keeps", torch.optim.AdamW(params), ll.init_state(model), TypeError)
     part = ll.init_state(model, adamw, trainable=is_vector)
     refused("missing none, unexpected 0.weight, 3.weight", torch.optim.AdamW(params), part)

@@ -245,9 +245,9 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"differ in their number of rows: '0' \(2, 3\), '1' \(5,\)"):
         ll.predict_to(tmp_path / "c", lambda state, x: (x, torch.zeros(5)), state, batches)
     with pytest.raises(ValueError, match="the outputs of batch 1 are"):
-        ll.predict_to(tmp_path / "d", lambda state, x: x, state, [torch.zeros(2, 3), torch.zeros(2)])
+        ll.predict_to(tmp_path / "d", lambda state, x: x, state, [torch.zeros(2, 3), torch.zeros(4)])
     with pytest.raises(ValueError, match="the outputs of batch 1 are"):
-        ll.predict_to(tmp_path / "e", lambda state, x: x, state, [torch.zeros(2, 3), torch.zeros(2, 3).half()])
+        ll.predict_to(tmp_path / "e", lambda state, x: x, state, [torch.zeros(2, 3), torch.zeros(4, 3).half()])
     with pytest.raises(ValueError, match="two leaves of the output are both named '1': give their keys different"):
         ll.predict_to(tmp_path / "f", lambda state, x: {1: x, "1": x + 1}, state, batches)
     with pytest.raises(TypeError, match=r"'output' is a sparse tensor .*; give output\.to_dense\(\)"):

@@ -420,7 +420,7 @@ def test_arguments_out_of_range_are_named():
     for period, part in ((0, 0.5), (3, 0.0), (3, 1.5), (3, float("nan"))):
         with pytest.raises(ValueError, match=rf"sync_period is {period} and slow_step_size {part}; give at least 1"):
             ll.contrib.lookahead(adamw(), period, part)
-    with pytest.raises(TypeError, match=r"wraps what ll.optimizer returns, and got a AdamW"):
+    with pytest.raises(TypeError, match=r"wraps what ll.optimizer returns, and got an AdamW"):
         ll.ema(raw_adamw(net()))
     with pytest.raises(ValueError, match=r"put it inside, master_weights\(lookahead\(optimizer\)\)"):
         ll.init_state(net(torch.bfloat16), ll.contrib.lookahead(ll.ema(ll.optim.master_weights(adamw()))))

@@ -1,0 +1,96 @@
+"""Checks of functions of a model and a batch, before they are called: `loss_fn`, `metric_fn`, `predict_fn`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from looplib._core.checks import named
+from looplib._core.kinds import check_kind
+from looplib._core.memory import out_of_memory
+
+_MODELS = {"model", "module", "net", "network"}
+_RETURNS = {
+    "loss_fn": "return nn.functional.cross_entropy(model(inputs), targets)",
+    "metric_fn": 'return {"loss": nn.functional.cross_entropy(model(inputs), targets)}',
+    "predict_fn": "return model(inputs)",
+}
+
+
+def check_function_of_model(model: Any, function: Any, who: str, name: str) -> None:
+    """Raise TypeError unless `who(model, function)` got a module and a function `name(model, batch)`."""
+    if isinstance(function, nn.Module) and not isinstance(model, nn.Module) and callable(model):
+        raise TypeError(f"{who} takes the model first: write {who}(model, {name})")
+    if _of_torch(function):
+        raise TypeError(
+            f"{who} got {named(function)}, which takes outputs and targets; {name} is called as {name}(model, batch). "
+            f"Write a function around it:\n    def {name}(model, batch):\n        inputs, targets = batch\n"
+            f"        {_RETURNS[name]}"
+        )
+    names = _required(function)
+    if len(names) == 2 and names[1] in _MODELS and names[0] not in _MODELS:
+        raise TypeError(
+            f"{who} got {name}({', '.join(names)}); the model comes first: def {name}({names[1]}, {names[0]})"
+        )
+    if len(names) > 2:
+        raise TypeError(
+            f"{who} got {name}({', '.join(names)}), which is called as {name}(model, batch): take the batch as one "
+            f"argument, and unpack it inside, {', '.join(names[1:])} = batch"
+        )
+    check_kind(function, who, "loss_fn")
+
+
+def _of_torch(function: Any) -> bool:
+    """Whether it is a loss or another function of torch's: a module, a class of modules, or a plain function."""
+    if isinstance(function, nn.Module) or (isinstance(function, type) and issubclass(function, nn.Module)):
+        return True
+    return inspect.isroutine(function) and str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
+
+
+def _required(function: Any) -> list[str]:
+    """The names of the parameters that must be given by position."""
+    if not inspect.isroutine(function):
+        return []
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in positional and p.default is p.empty]
+
+
+def note_batch(error: Exception, batch: Any) -> None:
+    """Add what the batch was to an error of the user's function or of torch, where Python has notes (3.11)."""
+    if sys.version_info >= (3, 11) and not _raised_here(error.__traceback__) and not out_of_memory(error):
+        note = f"The batch was {described_batch(batch)}."
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+
+def _raised_here(traceback: TracebackType | None) -> bool:
+    """Whether looplib itself has raised it."""
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    name: str = "" if traceback is None else traceback.tb_frame.f_globals.get("__name__", "")
+    return name.startswith("looplib.")
+
+
+def described_batch(batch: Any) -> str:
+    """A batch in words.
+
+    >>> import torch
+    >>> described_batch((torch.zeros(6, 4), {"label": torch.zeros(6, dtype=torch.int64)}))
+    'a tuple (float32 (6, 4), a dict {label: int64 (6,)})'
+    """
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+    if isinstance(batch, dict):
+        members = [f"{key}: {described_batch(value)}" for key, value in batch.items()]
+        return f"a dict {{{', '.join(members[:20])}}}"
+    if isinstance(batch, (tuple, list)):
+        return f"{named(batch)} ({', '.join(map(described_batch, batch[:20]))})"
+    return named(batch)
