@@ -9,7 +9,6 @@ import io
 import os
 import signal
 import time
-from contextlib import redirect_stdout
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import ConcatDataset, DataLoader
-from trainer_rows import Table, close, common, equal
+from trainer_rows import Table, close, equal
 
 import looplib as ll
 from looplib import testing
@@ -221,37 +219,6 @@ class Classifier(nn.Module):
 
     def evaluate_step(self, words):
         return {"pred": self(words)["pred"].argmax(1)}
-
-
-@common
-def classifier():
-    return Classifier()
-
-
-@common
-def words(batch):
-    return {"words": batch[0], "target": batch[1]}
-
-
-@common
-def rank_0_of_2():
-    """The first of two processes, whose messages go nowhere."""
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    distributed.destroy_process_group()
-
-
-@common
-def lengths():
-    """Those of the 40 examples, in tokens."""
-    return torch.randint(1, 100, (40,)).tolist()
-
-
-@common
-def printed():
-    """What goes to standard output."""
-    with redirect_stdout(io.StringIO()) as stream:
-        yield stream
 
 
 def say_rank(folder):

@@ -14,9 +14,9 @@ SNIPPETS = [row for row in TABLE.rows if row.function is not None]
 
 
 @pytest.mark.parametrize("row", SNIPPETS, ids=str)
-def test_the_snippet_does_what_its_row_says(row, tmp_path, monkeypatch):
+def test_the_snippet_does_what_its_row_says(row, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
-    row.run()
+    run(row.function)
 
 
 def test_every_name_has_a_row_and_every_row_a_name():

@@ -5,13 +5,12 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from contextlib import ExitStack
 
 import pytest
 import rows_transformers_trainer  # its rows go into the table as well
 import transformers
 from rows_transformers import TABLE
-from trainer_rows import ROOT, Row, Table, anchor, call
+from trainer_rows import ROOT, Row, Table, anchor
 from transformers import trainer_callback, trainer_utils
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
@@ -102,9 +101,9 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("row", SNIPPETS, ids=str)
-def test_the_snippet_does_what_its_row_says(row, tmp_path, monkeypatch):
+def test_the_snippet_does_what_its_row_says(row, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
-    row.run()
+    run(row.function)
 
 
 def test_every_name_has_a_row_and_every_row_a_name():
@@ -150,17 +149,16 @@ def test_the_document_is_that_of_the_rows():
     assert written == TABLE.document(), f"{TABLE.path} is not up to date: python tests/other_trainers/trainer_rows.py"
 
 
-def test_the_loop_of_the_introduction_runs(tmp_path, monkeypatch):
+def test_the_loop_of_the_introduction_runs(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     (loop,) = re.findall(r"```py\n(.*?)```", textwrap.dedent(TABLE.introduction), re.DOTALL)
 
-    def run(model, loss_fn, metric_fn, train_set, test_batches):
+    def introduction(model, loss_fn, metric_fn, train_set, test_batches):
         names = dict(locals())
         exec(compile(loop, TABLE.path, "exec"), names)
         return names["state"]
 
-    with ExitStack() as stack:
-        assert call(run, {}, stack).epoch == 3
+    assert run(introduction).epoch == 3
     assert len(list((tmp_path / "runs" / "small").glob("step-*"))) == 3
 
 
@@ -195,7 +193,7 @@ def test_a_name_without_a_row_and_a_row_without_a_name_are_told():
         table.none("Settings.one", text="Again.")
 
 
-def test_lines_that_are_given_are_run_and_not_printed():
+def test_lines_that_are_given_are_run_and_not_printed(run):
     def row(state):
         step = state.step
         # given
@@ -204,7 +202,7 @@ def test_lines_that_are_given_are_run_and_not_printed():
         assert after == 1
 
     made = Row(("Settings.one",), "looplib", "As here.", "First", row)
-    made.run()
+    run(made.function)
     assert made.parts == ("after = step + 1", "assert after == 1")
 
 
@@ -217,18 +215,18 @@ def test_a_document_has_the_snippet_and_not_what_is_asserted():
     assert dict(table.count()) == {"looplib": 2, "none": 1}
 
 
-def test_a_row_that_is_wrong_is_red():
+def test_a_row_that_is_wrong_is_red(run):
     def wrong(state):
         step = state.step
         # shows
         assert step == 1
 
     with pytest.raises(AssertionError):
-        Row(("Settings.one",), "looplib", "As here.", "First", wrong).run()
+        run(wrong)
 
     def unknown(nothing_of_that_name):
         # shows
         pass
 
-    with pytest.raises(NameError, match="nothing_of_that_name"):
-        Row(("Settings.one",), "looplib", "As here.", "First", unknown).run()
+    with pytest.raises(pytest.FixtureLookupError, match="nothing_of_that_name"):
+        run(unknown)

@@ -3,8 +3,8 @@
 A row answers one name of the other library or a few that belong together. It is a function: the lines of its body up
 to the comment `# shows` are what the document prints, the lines after it assert what they do, and all of them run in
 the tests. Lines up to a comment `# given`, where there is one, come before and are not printed. The function's
-parameters are ready names such as `model` and `loader`, made anew for each row by the functions of `COMMON` below. A
-row without a meaning here has a reason in place of a function.
+parameters are ready names such as `model` and `loader`: fixtures of `conftest.py`, made anew for each row. A row
+without a meaning here has a reason in place of a function.
 
 A line `{{path name ...}}` in an introduction stands for the functions of these names in that file, as they are there.
 
@@ -16,28 +16,19 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import io
-import os
 import re
-import socket
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
-from torch.nn import functional as F
 
 import looplib as ll
 
 ROOT = Path(__file__).parents[2]
 GIVEN, SHOWS = "# given", "# shows"
 ANSWERS = {"looplib": "looplib", "torch": "torch", "none": "no meaning here"}
-COMMON: dict[str, Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -73,13 +64,6 @@ class Row:
         place = body.index(SHOWS)
         first = body.index(GIVEN) + 1 if GIVEN in body[:place] else 0
         return "\n".join(body[first:place]).strip("\n"), "\n".join(body[place + 1 :])
-
-    def run(self) -> None:
-        """Run snippet and assertions, in the working directory, with ready names of its own."""
-        assert self.function is not None
-        torch.manual_seed(0)
-        with ExitStack() as stack:
-            call(self.function, {}, stack)
 
 
 @dataclass
@@ -187,192 +171,6 @@ def bold(row: Row) -> str:
     pairs = zip(row.names, owners[:-1], owners[1:], strict=True)
     names = [f"`{name.partition('.')[2] if owner == before else name}`" for name, before, owner in pairs]
     return f"**{', '.join(names)}**"
-
-
-def call(function: Callable[..., Any], made: dict[str, Any], stack: ExitStack) -> Any:
-    """Call the function with ready names, made when they are first asked for; the stack closes what yields."""
-    names = list(inspect.signature(function).parameters)
-    for name in names:
-        if name not in made:
-            if name not in COMMON:
-                raise NameError(f"{function.__name__} asks for {name!r}; ready names are {', '.join(COMMON)}")
-            made[name] = call(COMMON[name], made, stack)
-    arguments = [made[name] for name in names]
-    if inspect.isgeneratorfunction(function):
-        return stack.enter_context(contextmanager(function)(*arguments))
-    return function(*arguments)
-
-
-def common(function: Callable[..., Any]) -> Callable[..., Any]:
-    COMMON[function.__name__] = function
-    return function
-
-
-@common
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-@common
-def loss_fn() -> Callable[..., Any]:
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        x, y = batch
-        return F.cross_entropy(model(x), y)
-
-    return loss_fn
-
-
-@common
-def metric_fn() -> Callable[..., Any]:
-    def metric_fn(model: nn.Module, batch: Any) -> dict[str, Any]:
-        x, y = batch
-        logits = model(x)
-        return {"loss": F.cross_entropy(logits, y), "accuracy": ll.accuracy(logits, y)}
-
-    return metric_fn
-
-
-@common
-def train_set() -> Any:
-    """40 examples: four numbers, and which of the first three is largest."""
-    x = torch.randn(40, 4)
-    return torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
-
-
-@common
-def test_set() -> Any:
-    x = torch.randn(25, 4)
-    return torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
-
-
-@common
-def test_batches(test_set: Any) -> list[Any]:
-    """Batches of 10, 10 and 5."""
-    return [test_set[first : first + 10] for first in range(0, 25, 10)]
-
-
-@common
-def batch(train_set: Any) -> Any:
-    return train_set[:12]
-
-
-@common
-def grad_fn(model: nn.Module, loss_fn: Any) -> Any:
-    return ll.make_grad_fn(model, loss_fn)
-
-
-@common
-def optimizer() -> ll.types.Optimizer:
-    return ll.optimizer(torch.optim.AdamW, lr=1e-2)
-
-
-@common
-def train_step(grad_fn: Any, optimizer: ll.types.Optimizer) -> Any:
-    return ll.make_train_step(grad_fn, optimizer)
-
-
-@common
-def eval_step(model: nn.Module, metric_fn: Any) -> Any:
-    return ll.make_eval_step(model, metric_fn)
-
-
-@common
-def predict_step(model: nn.Module) -> Any:
-    return ll.make_predict_step(model, lambda model, batch: model(batch[0]))
-
-
-@common
-def loader(train_set: Any) -> ll.data.Loader:
-    """Five batches of eight in an epoch."""
-    return ll.make_loader(train_set, batch_size=8, seed=0)
-
-
-@common
-def state(model: nn.Module, optimizer: ll.types.Optimizer, loader: ll.data.Loader) -> ll.TrainState:
-    return ll.init_state(model, optimizer, seed=0, epoch_length=len(loader))
-
-
-@common
-def ckpt() -> ll.checkpoint.CheckpointIO:
-    return ll.checkpoint_io("runs/small")
-
-
-@common
-def rows() -> list[dict[str, Any]]:
-    """What `log` has been given."""
-    return []
-
-
-@common
-def log(rows: list[dict[str, Any]]) -> ll.types.Sink:
-    return ll.log.record(rows)
-
-
-@common
-def train(train_step: Any, loader: ll.data.Loader) -> Callable[..., list[ll.TrainState]]:
-    """`train(state, steps)`: the states after each of so many steps; with `train_step=`, by another step."""
-
-    def train(state: ll.TrainState, steps: int, train_step: Any = train_step) -> list[ll.TrainState]:
-        states: list[ll.TrainState] = []
-        while len(states) < steps:
-            for batch in loader(state):
-                state, _ = train_step(state, batch)
-                states.append(state)
-                if len(states) == steps:
-                    break
-        return states
-
-    return train
-
-
-@common
-def tokens() -> torch.Tensor:
-    """Three texts of ten tokens."""
-    return torch.randint(0, 50, (3, 10))
-
-
-@common
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0))  # type: ignore[arg-type]
-
-
-@common
-def lm_loss() -> Callable[..., Any]:
-    def lm_loss(model: nn.Module, tokens: torch.Tensor) -> ll.Mean:
-        return ll.next_token_loss(model(input_ids=tokens).logits, tokens)
-
-    return lm_loss
-
-
-@common
-def terminal() -> io.StringIO:
-    """A file that is no terminal."""
-    return io.StringIO()
-
-
-@common
-def one_process() -> Iterator[None]:
-    """A process group of this process alone, for torch's engines."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@common
-def torchrun() -> Iterator[None]:
-    """The environment that `torchrun --nproc-per-node 1` sets."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()})
-    yield
-    for name in names:
-        del os.environ[name]
 
 
 def equal(one: Any, other: Any) -> bool:
