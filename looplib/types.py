@@ -411,7 +411,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "init", updates.with_known_arguments(self.init))
-        object.__setattr__(self, "update", updates.conditional(self.update))
+        object.__setattr__(self, "update", updates.conditional(self.update, self.init, self.description))
 
 
 Schedule = Callable[[int], float]

@@ -8,12 +8,13 @@ and the host reads one flag for all of them, before anything is written over.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from looplib._core.optimizer_states import in_words, kept_in, name_of
 from looplib._core.tracing import tracing, where
 
 
@@ -29,8 +30,11 @@ def with_known_arguments(function: Any) -> Any:
     return deaf
 
 
-def conditional(update: Any) -> Callable[..., tuple[Any, Any, Any]]:
-    """An `update` that takes `when`, made of one that may not, and says whether it was applied."""
+def conditional(update: Any, init: Any, description: Mapping[str, Any]) -> Callable[..., tuple[Any, Any, Any]]:
+    """An `update` that takes `when`, made of one that may not, and says whether it was applied.
+
+    `init` and `description` are those of its optimizer, which name it to one whose state is another's.
+    """
     known = with_known_arguments(update)
     if "when" in _parameters(update):
 
@@ -38,7 +42,7 @@ def conditional(update: Any) -> Callable[..., tuple[Any, Any, Any]]:
             try:
                 out = known(*args, **extra)
             except (KeyError, TypeError) as error:
-                _check_state(update, error, *args)
+                _check_state(update, init, description, error, *args)
                 raise
             return out if type(out) is tuple and len(out) == 3 else _refuse(update, out)
 
@@ -53,7 +57,7 @@ def conditional(update: Any) -> Callable[..., tuple[Any, Any, Any]]:
         try:
             out = known(grads, opt_state, params, step, **extra)
         except (KeyError, TypeError) as error:
-            _check_state(update, error, grads, opt_state)
+            _check_state(update, init, description, error, grads, opt_state, params)
             raise
         if type(out) is not tuple or len(out) != 3:
             _refuse(update, out)
@@ -90,22 +94,33 @@ def _refuse(update: Any, out: Any) -> Any:
 
 
 def _check_state(
-    update: Any, error: Exception, grads: Any = None, opt_state: Any = None, *args: Any, **extra: Any
+    update: Any,
+    init: Any,
+    description: Mapping[str, Any],
+    error: Exception,
+    grads: Any = None,
+    opt_state: Any = None,
+    params: Any = None,
+    *args: Any,
 ) -> None:
-    """Say of a failed update that the state is not its own, where that is why it failed."""
-    name = getattr(update, "__qualname__", str(update)).partition(".")[0].lstrip("_")
+    """Say of a failed update of a wrapper that the state is not its own, where that is why it failed."""
+    try:
+        needed = kept_in(init(params))
+    except Exception:  # of parameters that it cannot begin with; then the first error says more
+        return
+    if not needed or kept_in(opt_state) == needed:
+        return
+    wrapper = getattr(update, "__qualname__", str(update)).partition(".")[0].lstrip("_")
+    which = f"and {name_of(description, wrapper)} is to update it"
     advice = (
         "Make the state with this optimizer, ll.init_state(model, optimizer), or a new opt_state by "
         "optimizer.init(params)"
     )
-    if opt_state is None and "NoneType" in str(error):
-        raise ValueError(f"the state was made without an optimizer, and {name} is to update it. {advice}") from error
-    missing = error.args[0] if isinstance(error, KeyError) and error.args else None
-    if missing in ("inner_state", "inner_states") and missing not in opt_state:
-        raise ValueError(
-            f"opt_state is that of another optimizer, with {', '.join(map(str, opt_state))}, and {name} is to update "
-            f"it, which keeps {missing}. {advice}"
-        ) from error
+    if opt_state is None:
+        raise ValueError(f"the state was made without an optimizer, {which}. {advice}") from error
+    raise ValueError(
+        f"opt_state is {in_words(opt_state)}, {which}, which keeps {', '.join(needed)}. {advice}"
+    ) from error
 
 
 def read(applied: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.kinds import check_kind
+from looplib._core.optimizer_states import in_words, name_of
 from looplib.optim._recipe import Recipe, value_at
 from looplib.types import Optimizer, TrainState
 
@@ -91,17 +92,17 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
     try:
         found = optimizer.hyperparameters(state.opt_state, state.step)
     except (LookupError, TypeError, AttributeError) as error:
-        raise of_another(state, error) from error
+        raise of_another(optimizer, state, error) from error
     return {prefix + name: value for name, value in found.items()}
 
 
-def of_another(state: TrainState, error: Exception) -> ValueError:
+def of_another(optimizer: Optimizer, state: TrainState, error: Exception) -> ValueError:
     """Error for a state that an optimizer cannot read."""
     opt_state = state.opt_state
-    found = f"has {', '.join(map(str, opt_state))}" if isinstance(opt_state, dict) else f"is {opt_state!r}"
+    found = "None" if opt_state is None else in_words(opt_state)
     return ValueError(
-        f"state.opt_state {found}, and is not of this optimizer ({error}): give the one that made it, with its "
-        "wrappers"
+        f"state.opt_state is {found}, and not that of {name_of(optimizer.description)} ({error!r}): give the optimizer "
+        "that made it, with its wrappers"
     )
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from looplib.optim._first_state import first_state
+from looplib._core.optimizer_states import in_words, makers_of
 from looplib.optim._recipe import Recipe
 
 
@@ -23,9 +20,8 @@ def mismatch(recipe: Recipe, opt_state: Any, name: str | None = None, expected: 
         return ValueError(f"the state was made without an optimizer, and {own} is to update it. {advice}")
     if not isinstance(opt_state, Mapping) or not isinstance(opt_state.get("state"), Mapping):
         wrapped = isinstance(opt_state, Mapping) and {"inner_state", "inner_states"} & opt_state.keys()
-        kind = "that of a wrapped optimizer" if wrapped else f"a {type(opt_state).__name__}"
-        keys = f" with {', '.join(map(str, opt_state))}" if isinstance(opt_state, Mapping) else ""
-        return ValueError(f"opt_state is {kind}{keys}, and {own} without a wrapper is to update it. {advice}")
+        own += " without a wrapper" if wrapped else ""
+        return ValueError(f"opt_state is {in_words(opt_state)}, and {own} is to update it. {advice}")
     kept = opt_state["state"].get(name, {})
     makers = " or ".join(makers_of(frozenset(kept))) or "another optimizer"
     return ValueError(
@@ -33,43 +29,3 @@ def mismatch(recipe: Recipe, opt_state: Any, name: str | None = None, expected: 
         f"{', '.join(map(str, kept)) or 'nothing'}, and {own} keeps {', '.join(map(str, expected or ())) or 'nothing'}. "
         f"{advice}"
     )
-
-
-def makers_of(keys: frozenset[str]) -> list[str]:
-    """The torch.optim classes that keep these keys for a parameter."""
-    return [name for name, kept in _keys_of_torch().items() if keys in kept]
-
-
-@functools.cache
-def _keys_of_torch() -> dict[str, list[frozenset[str]]]:
-    options: dict[str, list[dict[str, Any]]] = {
-        "SGD": [{}, {"momentum": 0.9}],
-        "Adam": [{}, {"amsgrad": True}],
-        "AdamW": [{}, {"amsgrad": True}],
-        "RMSprop": [{}, {"momentum": 0.9}, {"centered": True}, {"momentum": 0.9, "centered": True}],
-    }
-    names = (
-        "SGD",
-        "Adam",
-        "AdamW",
-        "RMSprop",
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adamax",
-        "ASGD",
-        "NAdam",
-        "RAdam",
-    )
-    return {
-        name: [
-            frozenset(
-                first_state(Recipe(getattr(torch.optim, name), {"lr": 0.1, **chosen}), {"": torch.ones(2, 2)})[
-                    "state"
-                ][""]
-            )
-            for chosen in options.get(name, [{}])
-        ]
-        for name in (*names, "Rprop", "Muon", "SparseAdam")
-        if hasattr(torch.optim, name)
-    }

@@ -185,6 +185,8 @@ def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimize
     def update(
         grads: Grads, opt_state: Any, params: Params, step: int, *, when: Flag = True, **extra: Any
     ) -> Updated:
+        if len(opt_state) != 1:
+            raise KeyError("inner_state alone")  # `Optimizer` says whose state it is
         names = tuple(grads)
         chosen = on_host(lambda step: [name for name in names if not frozen(name, step)], step)
         active = {name: grads[name] for name in chosen}

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from looplib._core import ownership as _donation
 from looplib._core import torch_private
+from looplib._core.optimizer_states import makers_of
 from looplib._core.random import mix
 from looplib.optim._closure import Evaluate, closure_over
 from looplib.optim._first_state import first_state, makes_state_late
 from looplib.optim._kernels import DIRECT, aligned, check_fused, clone, fused_adam, fused_groups, realigned
-from looplib.optim._mismatch import makers_of, mismatch
+from looplib.optim._mismatch import mismatch
 from looplib.optim._recipe import Recipe, copied, value_at
 from looplib.optim._rehearsal import Kept, own_attributes, packed, rehearse, streams_at, unpacked
 from looplib.types import Grads, Params

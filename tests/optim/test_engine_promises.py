@@ -1,6 +1,7 @@
 """An update has the bits of the class's own step: what used to differ, each against a raw loop of torch."""
 
 import copy
+import dataclasses
 import threading
 from collections import deque
 
@@ -561,7 +562,9 @@ def test_a_state_of_another_optimizer_names_both():
                 other.update(grads, adamw.init(params), params, 1)
         with pytest.raises(ValueError, match=r"made without an optimizer, and AdamW is to update it"):
             adamw.update(grads, None, params, 0)
-        with pytest.raises(ValueError, match=r"of a wrapped optimizer with inner_state.*and AdamW without a wrapper"):
+        with pytest.raises(
+            ValueError, match=r"of SGD in a wrapper that keeps notfinite_count, .*and AdamW without a wrapper"
+        ):
             adamw.update(grads, wrapped.init(params), params, 0)
         for own in (adamw, sgd, plain):
             own.update(grads, own.init(params), params, 0)
@@ -636,6 +639,7 @@ WRAPPERS = {
     "averaging": lambda optimizer: ll.ema(optimizer, 0.9),
     "apply_if_finite": lambda optimizer: ll.optim.apply_if_finite(optimizer, max_consecutive=2),
     "dynamic_loss_scale": ll.optim.dynamic_loss_scale,
+    "freeze": lambda optimizer: ll.optim.freeze(optimizer, lambda name, step: False),
     "lookahead": ll.contrib.lookahead,
     "partition": lambda optimizer: ll.optim.partition({"all": optimizer}, lambda name, tensor: "all"),
 }
@@ -647,10 +651,75 @@ def test_a_wrapped_optimizer_names_the_state_that_is_not_its_own(wrapper, donate
     model, adamw = torch.nn.Linear(3, 1), ll.optimizer(torch.optim.AdamW, lr=0.1)
     grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
     step = ll.make_train_step(grad_fn, WRAPPERS[wrapper](adamw), donate=donate)
-    with pytest.raises(ValueError, match=f"the state was made without an optimizer, and {wrapper} is to update it"):
+    own = f"and {wrapper} around AdamW is to update it"
+    with pytest.raises(ValueError, match=f"the state was made without an optimizer, {own}"):
         step(ll.init_state(model), torch.ones(2, 3))
-    with pytest.raises(ValueError, match=f"of another optimizer, with state, and {wrapper} is .* keeps inner_state"):
+    with pytest.raises(ValueError, match=f"opt_state is that of Adam or AdamW.*, {own}, which keeps .*inner_state"):
         step(ll.init_state(model, adamw), torch.ones(2, 3))
+    sgd = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=f"opt_state is that of SGD or Muon, {own}, which keeps .*inner_state"):
+        step(ll.init_state(model, sgd), torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"opt_state is that of SGD or Muon, and AdamW is to update it"):
+        step(ll.init_state(model, WRAPPERS[wrapper](sgd)), torch.ones(2, 3))
+
+    def updated(state):
+        for _ in range(6):  # lookahead looks at its slow weights at every fifth
+            state, _ = step(state, torch.ones(2, 3))
+
+    for name in WRAPPERS.keys() - {wrapper}:
+        with pytest.raises(ValueError, match=rf"opt_state is that of .*AdamW.*, {own}, which keeps .*inner_state"):
+            updated(ll.init_state(model, WRAPPERS[name](adamw)))
+
+
+def test_an_optimizer_class_of_nobody_is_named_by_what_it_keeps():
+    params = numbers(a=(3, 2))
+    wrapped = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), 3)
+    with pytest.raises(
+        ValueError, match=r"that of another optimizer, which keeps \w+.*, and apply_if_finite around SGD"
+    ):
+        wrapped.update(gradients(params, 0), ll.optimizer(Phantom, lr=0.1).init(params), params, 0)
+
+
+def test_a_partition_names_the_labels_that_are_not_its_own():
+    params = numbers(a=(3, 2), b=(4,))
+    adamw, sgd = ll.optimizer(torch.optim.AdamW, lr=0.1), ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def partition(**members):
+        return ll.optim.partition(members, lambda name, tensor: [*members][name == "b"])
+
+    with pytest.raises(
+        ValueError,
+        match=r"that of a partition \(x: Adam or AdamW.*; y: SGD or Muon\), and partition around SGD and AdamW is to update it, "
+        "which keeps inner_states of p, q",
+    ):
+        partition(p=sgd, q=adamw).update(gradients(params, 0), partition(x=adamw, y=sgd).init(params), params, 0)
+
+
+def test_an_error_of_a_wrappers_own_is_not_blamed_on_the_state():
+    params, sgd = numbers(a=(3, 2)), ll.optimizer(torch.optim.SGD, lr=0.1)
+
+    def failing(optimizer):
+        def update(grads, opt_state, params, step, *, when=True, **extra):
+            raise KeyError(extra["metrics"]["perplexity"])
+
+        return dataclasses.replace(ll.ema(optimizer), update=update)
+
+    optimizer = failing(sgd)
+    with pytest.raises(KeyError, match="perplexity"):
+        optimizer.update(gradients(params, 0), optimizer.init(params), params, 0, metrics={})
+
+
+def test_what_is_known_of_torchs_classes_is_what_they_keep():
+    from looplib._core.optimizer_states import makers_of
+
+    sets = {"SGD": [{}, {"momentum": 0.9}], "RMSprop": [{}, {"momentum": 0.9, "centered": True}, {"centered": True}]}
+    options = {**sets, "Adam": [{}, {"amsgrad": True}], "AdamW": [{}, {"amsgrad": True}]}
+    for name in torch.optim.__all__:
+        cls = getattr(torch.optim, name)
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer:
+            for chosen in options.get(name, [{}]):
+                state = ll.optimizer(cls, lr=0.1, **chosen).init({"w": torch.ones(2, 2)})["state"]["w"]
+                assert name in makers_of(frozenset(state)), (name, [*state])
 
 
 @pytest.mark.parametrize("donate", [False, True])
