@@ -1,7 +1,7 @@
-"""Progress bar: position and length from the state, the loss from the metrics that the loop passes to it.
+"""Progress bar: position and length from the state, and the metrics that the loop passes to it.
 
-The loss is on the device, and reading it waits for the device, so it is read only when tqdm redraws, about ten times
-a second.
+Metrics are on the device, and reading them waits for the device, so they are read only when tqdm redraws, about ten
+times a second.
 """
 
 from __future__ import annotations
@@ -11,84 +11,143 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from looplib._core.checks import check_batches, check_type
+from looplib._core.checks import check_batches, check_optional_count, check_type
 from looplib._core.ranks import is_first
-from looplib.metrics._mean import Mean, compute
 from looplib.types import TrainState
 
 T = TypeVar("T")
 
 
 class progress(Generic[T]):
-    """Progress bar (tqdm) around the batches of an epoch: position, rate and loss.
+    """Progress bar (tqdm): epoch, position, time left and the latest metrics, in one bar for a run.
 
     >>> import looplib as ll
-    >>> state = ll.TrainState(epoch=2, batch=1, epoch_length=3)
-    >>> bar = ll.progress(["b", "c"], state)
-    >>> for batch in bar:
-    ...     metrics = {"loss": ll.Mean(0.21168)}  # in a loop: state, metrics = train_step(state, batch)
-    ...     bar.show(metrics)
+    >>> loader = ll.make_loader(range(6), batch_size=2)
+    >>> state, done = ll.TrainState(epoch_length=3), ll.after_epochs(2)
+    >>> bar = ll.progress(loader, epochs=2)
+    >>> while not done(state):
+    ...     for batch in bar(state):
+    ...         metrics = {"loss": ll.Mean(0.21168)}  # in a loop: state, metrics = train_step(state, batch)
+    ...         bar.show(metrics)
+    ...     state = state.replace(epoch=state.epoch + 1)  # as train_step does
 
     shows, in a terminal or as a widget in a notebook:
 
-        epoch 3: 100%|██████████| 3/3 [00:00<00:00, 61.02it/s, loss=0.2117]
+        epoch 2/2: 100%|██████████| 6/6 [00:00<00:00, 61.02it/s, loss=0.2117]
 
-    Without `bar.show(metrics)` the bar has no loss, and `for batch in ll.progress(loader(state), state)` will do. In a
-    notebook the bars of a cell, one for each epoch, are one output of it below each other, since JupyterLab shows no
-    more than 50 outputs of a cell and would lose what is printed behind them.
+    `bar(state)` yields the batches of `loader(state)`. The bar stays visible between epochs, and in a resumed run it
+    starts at the state's position. It ends after the last batch of the last epoch, on an error or interrupt, when
+    `break` leaves the loop, at the end of a notebook cell, or by `close()`. (Call `close()` before printing to a
+    terminal after a run that stopped early.) A finished bar stays in a terminal and disappears from a notebook; pass
+    `leave=` to change that.
 
-    A batch counts as done when the next one is asked for; one whose loop body was left by `break` or an error
-    does not, as in tqdm. The bar ends with the batches, with an error or interrupt, when the loop is left, or
-    by `close()`.
+    `ll.progress(loader(state), state)` is a bar for a single epoch; iterate over it: `for batch in bar`.
+
+    As in tqdm, a batch counts as done when the next one is requested.
 
     Args:
-        batches: what is left of the epoch, such as `loader(state)`.
-        state: the state that the batches begin at: `state.batch` of `state.epoch_length` are done (of an
-            unknown number for a stream). `state.epoch` is shown counted from 1.
-        desc: text before the bar, in place of "epoch 3".
-        step: a compiled step; the seconds that it took to compile while the bar was there are shown behind the loss.
+        batches: the loader, or any function from a state to the batches of its epoch. If you pass a state as well: the
+            rest of the epoch, such as `loader(state)`.
+        state: for a bar of one epoch: the state at which the batches start.
+        epochs: number of epochs in the run. Without it, a run's bar shows no total and no time left. For a run that
+            is measured in steps, pass tqdm's `total=steps`.
+        desc: text before the bar, instead of "epoch 3/10".
+        step: a compiled step. The seconds it spent compiling are shown after the metrics.
         tqdm_options: any other option of tqdm, such as `leave=False`, `mininterval=1.0` (seconds between two
             redraws), or `disable=None` (no bar unless in a terminal).
 
-    `len()` is the number of batches from the state's position to the end of its epoch.
+    `len()` of the bar of an epoch is the number of batches from the state's position to its end.
 
     Raises:
-        TypeError: `batches` cannot be iterated over; `step` is no step; `len()` of a stream.
+        TypeError: `batches` is neither a function of the state nor, with a state, iterable; `step` is no step; `len()` of
+            a run or of a stream.
     """
 
     def __init__(
         self,
-        batches: Iterable[T],
-        state: TrainState,
+        batches: Callable[[TrainState], Iterable[T]] | Iterable[T],
+        state: TrainState | None = None,
         *,
+        epochs: int | None = None,
         desc: str | None = None,
         step: Callable[..., Any] | None = None,
         **tqdm_options: Any,
     ) -> None:
-        check_batches("progress", batches, "ll.progress(loader(state), state)")
         if step is not None and not callable(step):
             raise TypeError(f"step is a {type(step).__name__}; give the step that the loop calls, or leave it out")
-        self._left = None if state.epoch_length is None else state.epoch_length - state.batch
-        position = {"initial": state.batch, "total": state.epoch_length}
+        check_optional_count("epochs", epochs, advice="give the number of epochs of the run")
+        self._loader: Callable[[TrainState], Iterable[T]] | None = None
+        self._epochs, self._desc, self._options = epochs, desc, tqdm_options
+        self._text = _Text(step)
+        self._bar: Any = None
+        self._batches: Iterator[T] = iter(())
+        self._left: int | None = None
+        self._given = self._between = False
+        if state is not None:
+            check_batches("progress", batches, "ll.progress(loader(state), state)")
+            self._begin(cast(Iterable[T], batches), state)
+        elif callable(batches):
+            self._loader = batches
+        else:
+            raise TypeError(
+                f"progress takes the loader of a run, and a {type(batches).__name__} is no function of the state; write "
+                "bar = ll.progress(loader, epochs=10) and `for batch in bar(state)`, or for a single epoch "
+                "ll.progress(loader(state), state)"
+            )
+
+    def _begin(self, batches: Iterable[T], state: TrainState) -> None:
+        """Begin an epoch: of a run, in the bar that is there."""
+        length, run = state.epoch_length, self._loader is not None
+        self._left = None if length is None else length - state.batch
+        done = state.epoch * length + state.batch if run and length else state.batch
+        title = self._desc or f"epoch {state.epoch + 1}{f'/{self._epochs}' if self._epochs else ''}"
+        if self._bar is None or self._bar.disable:
+            total = (length or 0) * (self._epochs or 0) or None if run else length
+            self._bar = self._new_bar(title, done, total)
+        else:
+            if length:
+                self._bar.n = self._bar.last_print_n = done
+            self._bar.set_description_str(title)
+        self._batches = iter(batches)
+        self._given = self._between = False
+
+    def _new_bar(self, title: str, done: int, total: int | None) -> Any:
         # With miniters=1 tqdm checks the clock at every batch (about 50 ns) and needs no thread to notice
         # that a loop has become slow.
-        options = {"miniters": 1, "disable": not is_first(), **position, **tqdm_options}
-        self._text = _Text(step)
-        title = f"epoch {state.epoch + 1}" if desc is None else desc
-        self._bar = _bar_class()(text=self._text, desc=title, **options)
-        self._batches = iter(batches)
-        self._given = False
+        options = {"miniters": 1, "disable": not is_first(), "desc": title, "initial": done, "total": total}
+        bar = _bar_class()(text=self._text, **(options | self._options))
+        if self._loader is not None:
+            bar.close_with_the_cell(self.close)
+        return bar
+
+    def __call__(self, state: TrainState) -> Iterator[T]:
+        """The batches of the state's epoch, shown in the bar of the run."""
+        if self._loader is None:
+            raise TypeError(
+                "a bar of one epoch is iterated over; for one bar for a run, write ll.progress(loader, epochs=10)"
+            )
+        self._begin(self._loader(state), state)
+        return _Loop(self)
 
     def __len__(self) -> int:
-        if self._left is None:
-            raise TypeError("progress over a stream has no length: state.epoch_length is None")
+        if self._left is None or self._loader is not None:
+            what = (
+                "over a stream has no length: state.epoch_length is None"
+                if self._loader is None
+                else "of a run has no len()"
+            )
+            raise TypeError(f"progress {what}")
         return self._left
 
     def __iter__(self) -> Iterator[T]:
+        if self._loader is not None:
+            raise TypeError(
+                "the bar of a run is a function of the state, as the loader: write `for batch in bar(state)`"
+            )
         return _Loop(self)
 
     def __next__(self) -> T:
@@ -96,38 +155,39 @@ class progress(Generic[T]):
             if self._given:
                 self._bar.update(1)
             batch = next(self._batches)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            if isinstance(error, StopIteration) and self._loader is not None and self._bar.n != self._bar.total:
+                self._between = True
+                self._bar.refresh()
+            else:
+                self.close()
             raise
         self._given = True
         return batch
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show the loss of these metrics from the next redraw on.
+        """Show these metrics from the next redraw on, beside those of other names that were shown before.
 
         >>> import looplib as ll
         >>> bar = ll.progress([1], ll.TrainState(epoch_length=1))
         >>> for batch in bar:
         ...     bar.show({"loss": ll.Mean(0.5)})
 
-        Pass the metrics that the train step returned for the current batch. They stay on their device until the bar
-        is redrawn, so a call takes less than a microsecond. For a stack (`vmap_step`), the bar shows the mean over
-        the members whose loss is finite.
+        Numbers are shown: of the metrics that a train step or `ll.evaluate` returned, those whose value is a single
+        one. They stay on their device until the bar is redrawn, so a call costs less than a microsecond. Of a stack
+        (`vmap_step`), the mean over the members whose value is finite is shown.
 
-        Raises:
-            TypeError: `metrics` is not a mapping.
-            ValueError: `metrics` has no `loss`.
+        Raises TypeError if `metrics` is no mapping.
         """
         check_type("bar.show got", metrics, Mapping, "give the metrics that the train step returned")
-        if "loss" not in metrics:
-            raise ValueError(f"bar.show shows the loss, and these metrics have {', '.join(metrics) or 'nothing'}")
-        self._text.metrics = metrics
+        self._text.metrics.update(metrics)
 
     def close(self) -> None:
         """Draw the bar a last time and release the batches, as leaving the loop does."""
         self._batches = iter(())
-        self._bar.close()
-        self._text.metrics = None
+        if self._bar is not None:
+            self._bar.close(finished=self._between)
+        self._text.metrics.clear()
 
 
 class _Loop(Generic[T]):
@@ -142,7 +202,11 @@ class _Loop(Generic[T]):
 
     def __next__(self) -> T:
         self._begun = True
-        return next(self._progress)
+        try:
+            return next(self._progress)
+        except StopIteration:
+            self._begun = False  # the bar of a run waits for the next epoch
+            raise
 
     def __del__(self) -> None:
         if self._begun:
@@ -150,11 +214,11 @@ class _Loop(Generic[T]):
 
 
 class _Text:
-    """Text behind the bar: the loss, and the seconds that the step spent compiling."""
+    """The text behind the bar: the metrics, and the seconds that the step took to compile meanwhile."""
 
     def __init__(self, step: Any) -> None:
-        self.metrics: Mapping[str, Any] | None = None
-        self.loss: str | None = None
+        self.metrics: dict[str, Any] = {}  # not read yet
+        self._shown: dict[str, str] = {}
         self._compiler = getattr(step, "compiler", None)
         self._compiled = self._seconds()
         self._thread = threading.get_ident()
@@ -164,29 +228,33 @@ class _Text:
         return seconds
 
     def read(self) -> None:
-        """Copy the loss to the CPU.
+        """Bring the metrics to the host.
 
         This must not happen on another thread (tqdm.write redraws in its caller's), which has a different current
         stream and would read a tensor that is not written yet.
         """
-        if self.metrics is not None and threading.get_ident() == self._thread:
-            metrics, self.metrics = self.metrics, None  # only once, even if it fails: closing the bar reads again
-            self.loss = f"loss={_loss_of(metrics):.4g}"
+        if self.metrics and threading.get_ident() == self._thread:
+            metrics, self.metrics = self.metrics, {}  # once, also if it fails: closing the bar reads again
+            for name, metric in metrics.items():
+                if (value := _number(metric)) is not None:
+                    self._shown[name] = f"{name}={value:.4g}"
 
     def behind(self, postfix: str | None) -> str | None:
         spent = self._seconds() - self._compiled
-        parts = [self.loss, postfix, f"compiling took {spent:.0f} s" if spent else None]
+        parts = [*self._shown.values(), postfix, f"compiling took {spent:.0f} s" if spent else None]
         return ", ".join(part for part in parts if part) or None
 
 
-def _loss_of(metrics: Mapping[str, Any]) -> float:
-    """The loss, or for a stack, the mean over the members whose loss is finite."""
-    loss = metrics["loss"]
-    loss = loss.compute() if hasattr(loss, "compute") else loss
-    if isinstance(loss, Tensor) and loss.numel() > 1:
-        finite = loss[loss.isfinite()]
-        loss = (finite if len(finite) else loss).mean()
-    return compute({"loss": Mean(loss)})["loss"]
+def _number(metric: Any) -> float | None:
+    """The value of a metric if it is one number; of a stack, the mean over the members whose value is finite."""
+    value = metric.compute() if hasattr(metric, "compute") else metric
+    if isinstance(value, Tensor) and value.numel() > 1 and value.dim() == 1:
+        value = value.double() if not value.is_floating_point() else value
+        finite = value[value.isfinite()]
+        value = (finite if len(finite) else value).mean()
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    return value if isinstance(value, (int, float)) else None
 
 
 class _Output:
@@ -209,6 +277,16 @@ class _Output:
             self._place, self._box = place, VBox([widget])
             display(self._box)  # type: ignore[no-untyped-call, unused-ignore]
 
+    def at_the_end(self, close: Callable[[], None]) -> None:
+        """Call `close` when the cell is done."""
+        events = self._place[0].events  # type: ignore[index]
+
+        def end() -> None:
+            events.unregister("post_execute", end)
+            close()
+
+        events.register("post_execute", end)
+
     def remove(self, widget: Any) -> None:
         if self._box is not None:
             self._box.children = tuple(child for child in self._box.children if child is not widget)
@@ -228,12 +306,12 @@ def _bar_class() -> Any:
     output = _Output()
 
     class Bar(tqdm):  # type: ignore[misc]
-        monitor_interval = 0  # no monitor thread: see miniters above
+        monitor_interval = 0  # no thread: `progress` gives miniters
 
         def __init__(self, text: _Text, **options: Any) -> None:
             self._text = text
             shared = of_widgets and options.get("display", True) and not options.get("delay")
-            super().__init__(**options, **({"display": False} if shared else {}))
+            super().__init__(**{"leave": not of_widgets, **options, **({"display": False} if shared else {})})
             self._shared = shared and not self.disable
             if self._shared:
                 output.add(self.container)
@@ -244,12 +322,18 @@ def _bar_class() -> Any:
             self._read()
             return super().refresh(nolock=nolock, lock_args=lock_args)
 
-        def close(self) -> None:
-            # A failed device has already raised elsewhere; the bar keeps its last loss.
+        def close_with_the_cell(self, close: Callable[[], None]) -> None:
+            """In a notebook, call `close` when the cell is done."""
+            if self._shared:
+                output.at_the_end(close)
+
+        def close(self, finished: bool = False) -> None:
+            # A device that failed has raised where it was used; the bar then keeps the metrics that it had.
             with suppress(RuntimeError):
                 self._read()
             super().close()
-            if getattr(self, "_shared", False) and not self.leave and not (self.total and self.n < self.total):
+            shared = getattr(self, "_shared", False)  # it has none if tqdm refused its options
+            if shared and not self.leave and (finished or not (self.total and self.n < self.total)):
                 output.remove(self.container)
 
         def _read(self) -> None:

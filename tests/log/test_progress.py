@@ -161,18 +161,105 @@ def test_two_runs_side_by_side_each_have_their_own_loss(stream):
     assert shown == [{"1"}, {"2"}, set()]
 
 
+def test_all_numbers_are_shown_until_others_of_their_names_come(stream):
+    bar = progress(range(2), at(epoch_length=2), file=stream, mininterval=0)
+    for _ in bar:
+        bar.show({"loss": Mean(3.0, 2), "grad_norm": torch.tensor(0.25), "rows": [1, 2], "eval/accuracy": 0.5})
+        bar.show({"eval/accuracy": 0.75})
+        bar.show({})
+    assert drawings(stream)[-1].endswith("loss=1.5, grad_norm=0.25, eval/accuracy=0.75]")
+
+
+def test_what_is_no_metrics_is_refused(stream):
+    with pytest.raises(TypeError, match="got a float; give the metrics that the train step returned"):
+        progress(range(3), at(), file=stream).show(0.5)
+
+
+# The bar of a run
+
+
+def run_of(stream, state, epochs=3, stop=None, **options):
+    """A run of epochs of four batches, with a line between two epochs; the bar, and the last state."""
+    bar = progress(
+        lambda state: range(state.batch, 4), epochs=epochs, file=stream, mininterval=0, ncols=79, **options
+    )
+    while state.epoch < epochs:
+        for _ in bar(state):
+            bar.show({"loss": Mean(1.0 + state.batch)})
+            state = at(epoch_length=4, epoch=state.epoch + (state.batch == 3), batch=(state.batch + 1) % 4)
+        console(file=stream)(state, {"eval/loss": 0.5})
+        if state.epoch == stop:
+            break
+    return bar, state
+
+
+def test_one_bar_for_a_run(stream):
+    bar, _ = run_of(stream, at(epoch_length=4))
+    lines = [line.rsplit("\r", 1)[-1] for line in stream.getvalue().split("\n")]
+    assert [line.split()[0] for line in lines if line] == ["step", "step", "epoch", "step"]
+    shown = drawings(stream)
+    counts = [re.search(r"epoch (\d/3): .* (\d+/12)", line).groups() for line in shown if line.startswith("epoch")]
+    assert counts[0] == ("1/3", "0/12")
+    assert ("1/3", "4/12") in counts
+    assert ("2/3", "4/12") in counts
+    assert counts[-1] == ("3/3", "12/12")
+    assert "loss=4" in shown[-2]
+    with pytest.raises(TypeError, match="no len"):
+        len(bar)
+
+
+def test_the_time_left_is_that_of_the_run(stream, clock):
+    bar = progress(lambda state: range(4), epochs=3, file=stream, mininterval=0)
+    for _ in bar(at(epoch_length=4)):
+        clock[0] += 10
+    assert re.search("4/12 .00:40<01:(19|20)", drawings(stream)[-1])
+    clock[0] += 20  # an evaluation
+    for _ in bar(at(epoch_length=4, epoch=1)):
+        pass
+    assert "8/12 [01:00<" in drawings(stream)[-1]
+    bar.close()
+
+
+def test_the_bar_of_a_resumed_run_begins_where_it_stands(stream):
+    run_of(stream, at(epoch_length=4, epoch=1, batch=2))
+    shown = [line for line in drawings(stream) if line.startswith("epoch")]
+    assert "6/12" in shown[0]
+    assert shown[0].startswith("epoch 2/3:  50%")
+
+
+def test_a_run_that_stops_early_or_goes_back_keeps_its_bar(stream):
+    bar, state = run_of(stream, at(epoch_length=4), stop=2)
+    assert not closed(stream)
+    for _ in bar(at(epoch_length=4, epoch=1)):  # back to a checkpoint
+        pass
+    assert "8/12" in drawings(stream)[-1]
+    bar.close()
+    assert closed(stream)
+    for _ in bar(state):  # a new bar
+        break
+    assert drawings(stream)[-1].startswith("epoch 3/3:  67%")
+    assert closed(stream)
+
+
+def test_a_stream_is_counted_through_the_run(stream):
+    bar = progress(lambda state: range(4), file=stream, mininterval=0)
+    for epoch in range(2):
+        assert list(bar(at(epoch_length=None, epoch=epoch))) == [0, 1, 2, 3]
+    assert drawings(stream)[-1].startswith("epoch 2: 8it")
+    bar.close()
+
+
 @pytest.mark.parametrize(
-    ("given", "error", "text"),
+    ("use", "text"),
     [
-        ({"accuracy": Mean(0.5)}, ValueError, "these metrics have accuracy"),
-        ({}, ValueError, "these metrics have nothing"),
-        (0.5, TypeError, "got a float; give the metrics that the train step returned"),
+        (lambda: progress(iter([1])), r"bar = ll.progress\(loader, epochs=10\) and `for batch in bar\(state\)`"),
+        (lambda: iter(progress(lambda state: [1])), r"`for batch in bar\(state\)`"),
+        (lambda: progress([1], at(), disable=True)(at()), r"write ll.progress\(loader, epochs=10\)"),
     ],
 )
-def test_what_has_no_loss_to_show_is_refused(stream, given, error, text):
-    bar = progress(range(3), at(), file=stream)
-    with pytest.raises(error, match=text):
-        bar.show(given)
+def test_the_bars_of_a_run_and_of_an_epoch_are_told_apart(use, text):
+    with pytest.raises(TypeError, match=text):
+        use()
 
 
 def test_a_step_that_is_none_is_refused(stream):
@@ -419,6 +506,7 @@ def test_a_plain_process_has_no_thread_and_no_warning_and_draws_on_the_error_str
 
 
 NOTEBOOK = """
+import sys
 import ipykernel.zmqshell  # by which tqdm knows a notebook
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.history import HistoryManager
@@ -430,6 +518,7 @@ shell.display_pub = CapturingDisplayPublisher()
 def shown(cell):
     shell.display_pub.outputs.clear()
     shell.run_cell(cell, store_history=True).raise_error()
+    print(cell, file=sys.stderr)
     widgets = [out["data"]["application/vnd.jupyter.widget-view+json"] for out in shell.display_pub.outputs]
     boxes = [shell.user_ns["widget"]._instances[widget["model_id"]] for widget in widgets]
     return [[bar.children[0].value.split(":")[0] for bar in box.children] for box in boxes]
@@ -442,7 +531,19 @@ assert bars == [f"epoch {number}" for number in range(1, 7)], bars
 assert shown("list(progress('ab', TrainState(), disable=True))") == []
 stopped = "for one in progress('ab', TrainState(epoch_length=2), leave=False): break"
 assert [len(box) for box in shown(stopped)] == [1]  # as tqdm leaves it
-assert [len(box) for box in shown("list(progress('ab', TrainState(), desc='stream'))")] == [1]
+assert [len(box) for box in shown("list(progress('ab', TrainState(), desc='stream'))")] == [0]  # it is finished
+
+run = '''
+bar = progress(lambda state: 'ab', epochs=3)
+for epoch in range({}):
+    for one in bar(TrainState(epoch=epoch, epoch_length=2)):
+        {}
+    seen = bar._bar.container.children[0].value.split(":")[0]
+'''
+for epochs in (3, 2):  # to the end, and stopped early
+    assert shown(run.format(epochs, "pass")) == [[]]
+    assert shell.user_ns["seen"].replace(chr(0x2007), " ") == f"epoch {epochs}/3"
+assert len(shown(run.format(2, "if epoch: break"))[0]) == 1  # left amid an epoch
 """
 
 
