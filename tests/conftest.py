@@ -9,6 +9,8 @@ import hypothesis
 import pytest
 import torch
 
+collect_ignore_glob = ["other_trainers/script_*.py"]  # scripts that train when imported; a test runs them
+
 hypothesis.settings.register_profile("any machine", deadline=None)  # no test depends on how fast the machine is
 hypothesis.settings.load_profile("any machine")
 

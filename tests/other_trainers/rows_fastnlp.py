@@ -9,6 +9,7 @@ import io
 import os
 import signal
 import time
+import types
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import ConcatDataset, DataLoader
-from trainer_rows import Table, close, equal
+from trainer_rows import Table, close, equal, on_each_of_two_ranks
 
 import looplib as ll
 from looplib import testing
@@ -139,7 +140,8 @@ TABLE = Table(
     Every parameter, method and event of the `Trainer` of fastNLP 1.0.1, its callbacks, drivers and samplers, and
     every parameter and method of the `DistTrainer` of 0.5 and 0.7: here is the line for it, or why there is none. A
     name is answered by a line of looplib, by one of torch, or it has no meaning here. At the end is an
-    [index of all names](#all-names).
+    [index of all names](#all-names). What looplib does not support, and what was never tried, is
+    [one list](FROM_TRANSFORMERS.md#not-supported-and-not-tried).
 
     There is no object that the settings go into: each is given to the function that it is about, and what a callback
     does is a line in the loop. The snippets stand in a loop such as this one:
@@ -1543,20 +1545,25 @@ def _(state, log, rows):
 
 @here(
     "FitlogCallback.log_loss_every",
-    text="A sink is any function of the state and a dict of values, so a client of your own is one; ready ones are "
-    "`ll.jsonl`, `ll.log.csv_file`, `ll.log.tensorboard` and `ll.log.wandb`.",
+    text="A sink is any function of the state and a dict of values. looplib's own (`ll.jsonl`, `ll.log.csv_file`, "
+    "`ll.log.tensorboard`, `ll.log.wandb`) write on the first rank alone; a function of yours is called on each, so it asks.",
 )
 def _(state, train_step, batch):
-    sent = []  # in place of fitlog
+    sent = []
+    fitlog = types.SimpleNamespace(add_loss=lambda value, name, step: sent.append((value, step)))
 
-    def fitlog_loss(state, values):
-        sent.append((values["train/loss"], state.step))
+    # given
+    def to_fitlog(state, values):
+        if ll.distributed.is_rank_zero():
+            fitlog.add_loss(values["train/loss"], name="loss", step=state.step)
 
-    log = ll.tee(ll.jsonl("log.jsonl"), ll.log.safely(fitlog_loss))
+    log = ll.tee(ll.jsonl("log.jsonl"), ll.log.safely(to_fitlog))
     state, metrics = train_step(state, batch)
     log(state, ll.compute(metrics, prefix="train/"))
     # shows
     assert sent == [(row["train/loss"], row["step"]) for row in ll.read_jsonl("log.jsonl")]
+    assert on_each_of_two_ranks(lambda: log(state, {"train/loss": 0.5})) == [None, None]
+    assert len(sent) == len(ll.read_jsonl("log.jsonl")) == 2
 
 
 @here("FitlogCallback.log_exception", text="A sink takes strings; the log has them beside the numbers.")
@@ -1922,13 +1929,24 @@ def _(train_set):
 @here(
     "DistTrainer.batch_size_per_gpu",
     "DistTrainer.batch_size",
-    text="The batch size is that of all ranks together, so that a run can go on with more or fewer of them.",
+    text="`batch_size` is that of all ranks together. Give it as a number, and the batches are the same on any number of "
+    "ranks, so that a run may continue on more or fewer of them. With `8 * ll.distributed.world_size()` in its place, the "
+    "batches change with the number of ranks, and `loader.resume(state)` is needed to continue with another one.",
 )
-def _(train_set, rank_0_of_2):
-    loader = ll.make_loader(train_set, batch_size=8 * ll.distributed.world_size())
+def _(train_set):
+    loader = ll.make_loader(train_set, batch_size=16)  # 8 on each of two ranks
+
     # shows
-    assert loader.batch_size == 16
-    assert [len(x) for x, y in loader(ll.TrainState())] == [8, 8, 4]
+    def sizes(state, loader):
+        return [len(x) for x, y in loader(state)]
+
+    assert on_each_of_two_ranks(lambda: sizes(ll.TrainState(), loader)) == [[8, 8, 4], [8, 8, 4]]
+    assert sizes(ll.TrainState(), loader) == [16, 16, 8]
+    state = ll.TrainState(batch=1, samples=16, batch_samples=16, epoch_length=len(loader))
+    of_one_rank = ll.make_loader(train_set, batch_size=8 * ll.distributed.world_size())
+    with pytest.raises(ValueError, match=r"another batch_size or dataset .* state = loader.resume\(state\)"):
+        sizes(state, of_one_rank)
+    assert sizes(of_one_rank.resume(state), of_one_rank) == [8, 8, 8]
 
 
 @plain(
@@ -2014,10 +2032,11 @@ def _(model, state, test_batches):
 
 @here(
     "DistTrainer.update_every",
-    text="The batch of an update, in pieces. There it is `batch_size_per_gpu`, here it is multiplied by this.",
+    text="The batch of an update, in microbatches. `batch_size_per_gpu` is the size of one of them there; `batch_size` is "
+    "that times `update_every` times the number of ranks here.",
 )
 def _(model, loss_fn, train_set):
-    loader = ll.make_loader(train_set, batch_size=4 * 2 * ll.distributed.world_size())
+    loader = ll.make_loader(train_set, batch_size=16)  # two microbatches of 4 on each of two ranks
     grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches=2)
     # shows
     state, batch = ll.init_state(model), next(loader(ll.TrainState()))

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from trainer_rows import Table, close, equal
+from trainer_rows import Table, close, equal, on_each_of_two_ranks
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.trainer_pt_utils import LabelSmoother, LengthGroupedSampler
 
@@ -29,61 +29,69 @@ TABLE = Table(
     """
     # Coming from transformers' Trainer
 
-    Every field of `TrainingArguments`, every parameter and method of `Trainer`, every event of `TrainerCallback`, and
-    what `TrainerState` and `TrainerControl` hold: here is the line for it, or why there is none. A name is answered
-    by a line of looplib, by one of torch (or of another library that you have anyway), or it has no meaning here. At
-    the end is an [index of all names](#all-names).
+    looplib has no Trainer and no object of settings. Each setting goes to the function that it is about, and what a
+    callback does is a line in your loop. This page has a script beside its loop, and then
+    [every name of the Trainer](#all-names) with the line that does the same.
 
-    The snippets stand in a loop such as this one. There is no object that the settings go into: each is given to
-    the function that it is about, and what a callback does is a line in the loop.
+    ## Not supported, and not tried
 
-    ```py
-    import looplib as ll, torch
+    Not supported. Use another library if you need one of these:
 
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.schedules.warmup_linear(5e-5, warmup=100, total=2000))
-    grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0)
-    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
-    eval_step = ll.make_eval_step(model, metric_fn)
-    loader = ll.make_loader(train_set, batch_size=8, seed=42)
-    ckpt, log = ll.checkpoint_io("runs/small"), ll.jsonl("runs/small/log.jsonl")
-    log_now, eval_now, done = ll.every_n_steps(50), ll.at_epoch_end(), ll.after_epochs(3)
+    - **DeepSpeed**: its engine owns the optimizer, the loop and the checkpoints. torch's `fully_shard` shards parameters,
+      gradients and optimizer state as ZeRO does ([stage by stage](SCALE.md#deepspeeds-stages)).
+    - **TPUs**, and other devices that need a package beside torch (torch_xla, torch_npu).
+    - **Pipeline parallelism**: a pipeline schedules its own forward and backward passes.
+    - **Engines** other than `DistributedDataParallel`, `fully_shard` (FSDP2) and tensor parallel plans: FSDP1, FairScale,
+      Megatron, Horovod.
+    - **Optimizers** that update within the backward pass (LOMO, layerwise GaLore) and paged ones of bitsandbytes.
+    - **Frameworks** other than PyTorch.
 
-    state = ckpt.restore(ll.init_state(model, optimizer, seed=42, epoch_length=len(loader)))
-    while not done(state):
-        bar = ll.progress(loader(state), state)
-        for batch in bar:
-            state, metrics = train_step(state, batch)
-            bar.show(metrics)
-            if log_now(state):
-                log(state, ll.compute(metrics, prefix="train/"))
-            if eval_now(state):
-                log(state, scores := ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
-                ckpt.save(state, scores)
-    ```
+    Not tried. These may work, but no test runs them:
+
+    - **GPUs**: all tests and benchmarks run on CPUs. CUDA is provided for (`device=`, pinned memory, NCCL, fused kernels),
+      and so are CUDA graphs (`ll.compile_step(train_step, mode="reduce-overhead")`). MPS and XPU are not.
+    - **Scale**: tests run up to 4 processes, on one host.
+    - **`nn.DataParallel`** on several GPUs. Use `DistributedDataParallel`.
+    - **Context parallelism** (`torch.distributed.tensor.experimental.context_parallel`).
+    - **FP8** training (torchao, TransformerEngine).
+    - **`device_map`**: models that accelerate spreads over several devices.
+    - **Packages** that need a GPU: bitsandbytes, galore_torch, apollo_torch. Tests run optimizers that are written like theirs.
+
+    [What looplib refuses](REFUSED.md) is a page of its own, with the error messages.
+
+    ## A script, and its loop
+
+    A small vision transformer on the digits of scikit-learn: accumulation, warmup and a cosine, weight decay without norms
+    and biases, clipping, a log, an evaluation and a checkpoint each epoch, and the best model at the end.
+
+    {{tests/other_trainers/script_transformers.py}}
+
+    And with looplib:
+
+    {{tests/other_trainers/script_looplib.py}}
+
+    A test runs both as they are, with the samples in the same order: all losses and scores agree to 1e-5, and the same
+    checkpoint is the best. Two things differ. The order of the samples is another one in each library. And when the loop
+    is stopped, running the script again resumes it; the Trainer asks for `resume_from_checkpoint=True`.
+
+    With everything on (bfloat16, label smoothing, early stopping, TensorBoard, signals, DDP under torchrun), compare
+    [original_transformers.py](../tests/other_trainers/original_transformers.py) and [from_transformers.py](from_transformers.py), whose
+    settings have the names of `TrainingArguments`. A test trains both in float32, without dropout and in the same order:
+    losses, norms and learning rates of each update and scores of each evaluation agree to 1e-5, and the same checkpoints are
+    kept. What differs there: Ctrl-C ends the Trainer without a checkpoint, and after SIGTERM it waits three seconds before
+    it asks for one; `save_total_limit=3` counts the best among the three, which looplib keeps beside them. The label -100 of
+    each window's first byte, which nothing predicts, is for the Trainer, which would count that byte otherwise.
+
+    ## The table
+
+    What follows has every field of `TrainingArguments`, every parameter and method of `Trainer`, every event of
+    `TrainerCallback`, and what `TrainerState` and `TrainerControl` hold. A name is answered by a line of looplib, by one of
+    torch or of another library that you have anyway, or by the reason why it has no meaning here.
 
     In the snippets `F` is `torch.nn.functional`, `gpt2` a transformers model, `tokens` a batch of texts for it with
     the loss function `lm_loss`, and `train(state, steps)` stands for the loop: it gives the states after each step.
-    This page is made by `python tests/other_trainers/trainer_rows.py` from `tests/rows_transformers*.py`, where each snippet runs
-    and what it does is asserted; a test compares the names with those of the installed transformers.
-
-    ## A whole script, and the loop that it becomes
-
-    Accumulation, bfloat16, warmup, clipping, label smoothing, an evaluation and a checkpoint each 100 steps, the best
-    model at the end, early stopping, the last three checkpoints, TensorBoard, resume, and DDP under torchrun. This is
-    the Trainer's script, [original_transformers.py](../tests/other_trainers/original_transformers.py) without its data:
-
-    {{tests/other_trainers/original_transformers.py main compute_metrics}}
-
-    And this the loop, [from_transformers.py](from_transformers.py) without its data, with the settings' names:
-
-    {{recipes/from_transformers.py main metric_fn}}
-
-    A test trains both in float32, without dropout and in the same order of the examples: the losses, norms and
-    learning rates of each update and the scores of each evaluation agree to 1e-5, and the same checkpoints are kept,
-    of the same best step. What differs: the Trainer's own order of the examples is another; Ctrl-C ends it without a
-    checkpoint, and after SIGTERM it waits three seconds before it asks for one; `save_total_limit=3` counts the best
-    among the three, where here it is kept beside them. And the label -100 of each window's first byte, which nothing
-    predicts, is for the Trainer's average: it would count that byte otherwise, for a GPT2LMHeadModel.
+    This page is made by `python tests/other_trainers/trainer_rows.py` from `tests/other_trainers/rows_transformers*.py`. Each
+    snippet runs in the tests, which also compare the names with those of the installed transformers.
     """,
 )
 here, plain, nothing = TABLE.looplib, TABLE.torch, TABLE.none
@@ -218,23 +226,25 @@ def _(state):
 
 @here(
     "TrainingArguments.per_device_train_batch_size",
-    text="A loader has the size of the whole batch, which the ranks share, so that it is the same on any number of "
-    "them.",
+    text="`batch_size` is that of an update, of all ranks together: what the Trainer calls the total train batch size. "
+    "Give it as a number, and it is the same on any number of ranks.",
 )
 def _(train_set, state):
     loader = ll.make_loader(train_set, batch_size=8, seed=42)
     # shows
     assert [len(x) for x, y in loader(state)] == [8] * 5
     assert len(loader) == 5
+    assert on_each_of_two_ranks(lambda: [len(x) for x, y in loader(state)]) == [[4] * 5] * 2
 
 
 @here(
     "TrainingArguments.num_train_epochs",
-    text="A predicate of the state. With a fraction, which the Trainer rounds up to whole steps as well, leave the epoch "
-    "by a `break`.",
+    text="A predicate: `ll.after_epochs(3)`. The Trainer rounds a fraction of an epoch up to whole steps; count these steps, "
+    "give them to the schedule too, and leave the epoch by a `break`.",
 )
 def _(train_step, state, loader):
-    done = ll.after_epochs(2.5)
+    steps = math.ceil(2.5 * len(loader))
+    done, lr = ll.after_steps(steps), ll.schedules.warmup_linear(5e-5, warmup=0, total=steps)
     while not done(state):
         for batch in loader(state):
             state, metrics = train_step(state, batch)
@@ -242,7 +252,27 @@ def _(train_step, state, loader):
                 break
     # shows
     assert (state.epoch, state.batch, state.step) == (2, 3, 13)
-    assert state.step == math.ceil(2.5 * len(loader))  # Trainer.set_initial_training_values
+    history = trained_by_the_trainer(num_train_epochs=2.5, logging_steps=1)
+    assert [row["step"] for row in history] == list(range(1, 14))
+    assert [row["learning_rate"] for row in history] == pytest.approx([lr(step) for step in range(13)])
+
+
+class Regression(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x, labels):
+        return {"loss": (self.linear(x) - labels).square().mean()}
+
+
+def trained_by_the_trainer(**options):
+    """What transformers' Trainer logs of each step of a run with five batches in an epoch."""
+    rows = [{"x": torch.randn(2), "labels": torch.randn(1)} for _ in range(40)]
+    quiet = {"save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False}
+    trainer = transformers.Trainer(Regression(), arguments(**quiet, **options), train_dataset=rows)
+    trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row]
 
 
 @here(
@@ -1068,17 +1098,29 @@ def _(state):
     "TrainingArguments.trackio_bucket_id",
     "TrainingArguments.trackio_static_space_id",
     text="Any function of a state and a dict of numbers is a sink, so another tracker (trackio, MLflow, Comet, "
-    "...) is its own `init` and this; `ll.log.in_background` keeps it from holding up the loop.",
+    "...) is its own `init` and this. looplib's own sinks write on the first rank alone; a function of yours is called on "
+    "each, so it asks. `ll.log.in_background` keeps it from delaying the loop.",
 )
 def _(state):
     seen = []
     trackio = types.SimpleNamespace(log=lambda values, step: seen.append((step, values)))
+
     # given
-    log = ll.log.in_background(lambda state, values: trackio.log(values, step=state.step))
+    def to_trackio(state, values):
+        if ll.distributed.is_rank_zero():
+            trackio.log(values, step=state.step)
+
+    log = ll.log.in_background(to_trackio)
+
     # shows
-    log(state.replace(step=7), {"train/loss": 0.5})
-    log.close()
+    def once():
+        log(state.replace(step=7), {"train/loss": 0.5})
+        log.close()
+
+    once()
     assert seen == [(7, {"train/loss": 0.5})]
+    on_each_of_two_ranks(once)
+    assert len(seen) == 2
 
 
 TABLE.section("Evaluation")
@@ -1087,7 +1129,8 @@ TABLE.section("Evaluation")
 @here(
     "TrainingArguments.eval_strategy",
     "TrainingArguments.eval_steps",
-    text="A predicate, asked after the step.",
+    text="A predicate, asked after the step. The Trainer takes a number below 1, here and for `logging_steps` and "
+    "`save_steps`, as a share of all steps, rounded up: `ll.every_n_steps(math.ceil(0.1 * steps))`.",
 )
 def _(train_step, state, loader, eval_step, test_batches, log, rows):
     eval_now = ll.every_n_steps(2)  # or ll.at_epoch_end()
@@ -1098,6 +1141,8 @@ def _(train_step, state, loader, eval_step, test_batches, log, rows):
     # shows
     assert [row["step"] for row in rows] == [2, 4]
     assert set(rows[0]) >= {"eval/loss", "eval/accuracy"}
+    history = trained_by_the_trainer(max_steps=13, logging_steps=0.1)
+    assert [row["step"] for row in history][:3] == [math.ceil(0.1 * 13) * k for k in (1, 2, 3)]
 
 
 @here("TrainingArguments.eval_delay", text="Not before step 30.")

@@ -1111,12 +1111,17 @@ def _():
 
 @here(
     "TrainerState.train_batch_size",
-    text="The loader's; examples consumed are counted, so that the size may change from one run to the next.",
+    text="The loader's. Samples consumed are counted; a run continues with another batch size, at the sample that comes "
+    "next, by `loader.resume`.",
 )
-def _(train, state, loader):
-    batch_size, consumed = loader.batch_size, train(state, 3)[-1].samples
+def _(train, state, loader, train_set):
+    state = train(state, 2)[-1]
+    batch_size, consumed = loader.batch_size, state.samples
+    loader = ll.make_loader(train_set, batch_size=16, seed=0)
+    state = loader.resume(state)
     # shows
-    assert (batch_size, consumed) == (8, 24)
+    assert (batch_size, consumed) == (8, 16)
+    assert (state.batch, state.epoch_length, len(next(iter(loader(state)))[0])) == (1, 3, 16)
 
 
 @here("TrainerState.num_input_tokens_seen", text="A count in `extra`, kept with the rest.")

@@ -177,6 +177,12 @@ def test_it_stops_early(name, tmp_path):
     assert values(tmp_path)[0][-1]["step"] == EVALUATED[name][1]
 
 
+def test_a_fraction_of_an_epoch_is_rounded_up_to_whole_steps(tmp_path):
+    settings = SMALL["from_transformers"] | {"num_train_epochs": 0.5}  # of seven updates in an epoch
+    load("from_transformers").main(**settings, output_dir=str(tmp_path))
+    assert values(tmp_path)[0][-1]["step"] == 4
+
+
 def test_o1_has_a_loss_scale_and_a_minus_is_for_less(tmp_path):
     settings = SMALL["from_dist_trainer"] | {"n_epochs": 1, "fp16": "O1", "metric_key": "-loss"}
     scores = load("from_dist_trainer").main(**settings, save_path=str(tmp_path))

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import inspect
 import re
-import textwrap
 
 import pytest
 import rows_transformers_trainer  # its rows go into the table as well
@@ -147,19 +146,6 @@ def test_each_row_says_something_in_a_sentence():
 def test_the_document_is_that_of_the_rows():
     written = (ROOT / TABLE.path).read_text()
     assert written == TABLE.document(), f"{TABLE.path} is not up to date: python tests/other_trainers/trainer_rows.py"
-
-
-def test_the_loop_of_the_introduction_runs(tmp_path, monkeypatch, run):
-    monkeypatch.chdir(tmp_path)
-    (loop,) = re.findall(r"```py\n(.*?)```", textwrap.dedent(TABLE.introduction), re.DOTALL)
-
-    def introduction(model, loss_fn, metric_fn, train_set, test_batches):
-        names = dict(locals())
-        exec(compile(loop, TABLE.path, "exec"), names)
-        return names["state"]
-
-    assert run(introduction).epoch == 3
-    assert len(list((tmp_path / "runs" / "small").glob("step-*"))) == 3
 
 
 def test_links_within_the_document_lead_somewhere():

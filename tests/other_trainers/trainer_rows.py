@@ -6,7 +6,8 @@ the tests. Lines up to a comment `# given`, where there is one, come before and 
 parameters are ready names such as `model` and `loader`: fixtures of `conftest.py`, made anew for each row. A row
 without a meaning here has a reason in place of a function.
 
-A line `{{path name ...}}` in an introduction stands for the functions of these names in that file, as they are there.
+A line `{{path name ...}}` in an introduction stands for the functions of these names in that file, as they are there;
+without names, for the whole file.
 
 `python tests/other_trainers/trainer_rows.py` writes the documents of all modules `rows_*.py` beside this one.
 """
@@ -23,6 +24,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import looplib as ll
 
@@ -154,6 +158,8 @@ def quoted(text: str) -> str:
     def block(found: re.Match[str]) -> str:
         path, *names = found[1].split()
         source = (ROOT / path).read_text()
+        if not names:
+            return f"```py\n{source}```"
         functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
         parts = [ast.get_source_segment(source, functions[name]) for name in names]
         return "```py\n" + "\n\n\n".join(map(str, parts)) + "\n```"
@@ -181,6 +187,16 @@ def equal(one: Any, other: Any) -> bool:
 def close(one: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-6) -> bool:
     """Whether they differ by the rounding of float32 at most."""
     return not ll.debug.differences(one, other, rtol=rtol, atol=atol)
+
+
+def on_each_of_two_ranks(function: Callable[[], Any]) -> list[Any]:
+    """What it returns as the first and as the second of two processes, which send each other nothing."""
+    returned = []
+    for rank in range(2):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        returned.append(function())
+        torch.distributed.destroy_process_group()
+    return returned
 
 
 def tables() -> list[Table]:
