@@ -1,6 +1,5 @@
 """The package as a newcomer meets it."""
 
-import re
 import subprocess
 import sys
 import sysconfig
@@ -145,14 +144,3 @@ def test_importing_looplib_leaves_signals_and_random_streams_alone():
         "assert handlers == [signal.getsignal(s) for s in signal.valid_signals()]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
-def test_the_loop_of_the_readme_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    namespace = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
-    assert namespace["state"].epoch >= 1
-    assert ll.read_jsonl("runs/readme/log.jsonl")

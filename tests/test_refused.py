@@ -175,4 +175,4 @@ def test_the_page_has_rows_for_each_subject():
     lines = [line for line in PAGE.splitlines() if line.startswith("| `")]
     assert len(ROWS) == len(lines) > 50
     assert all(len(re.split(r" \| ", line.strip("| "))) == 4 for line in lines)
-    assert {title for title, *_ in ROWS} == {title for title, _ in SECTIONS}
+    assert {title for title, *_ in ROWS} == {title for title, _ in SECTIONS} - {"What looplib cannot see"}

@@ -1,0 +1,196 @@
+"""The README: its script runs, each diff of its ladder applies and does what it says, its links lead somewhere."""
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from ranks import launch, run_script
+from torch import nn
+
+import looplib as ll
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+DATA, LOOP, AFTER, PIECES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+DIFFS = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
+PAGES = ["README.md", "recipes/COMPARISON.md", "tests/benchmarks/README.md"]
+
+
+def patched(program, diff):
+    """The program after a diff, whose hunks are apart by empty lines: each must fit in one place."""
+    for hunk in diff.strip("\n").split("\n\n"):
+        lines = hunk.split("\n")
+        before = "\n".join(line[1:] for line in lines if line[0] in " -") + "\n"
+        after = "\n".join(line[1:] for line in lines if line[0] in " +")
+        assert program.count("\n" + before) == 1, f"this part of a diff does not fit:\n{hunk}"
+        program = program.replace(before, after + "\n" if after else "")
+    return program
+
+
+def program(rungs):
+    """The script of the README with so many of its diffs."""
+    text = DATA + "\n" + LOOP
+    for diff in DIFFS[:rungs]:
+        text = patched(text, diff)
+    return text
+
+
+def run(text):
+    names = {}
+    exec(compile(text, "README.md", "exec"), names)
+    return names
+
+
+def test_it_is_one_page():
+    assert len(TEXT.split()) <= 900
+    assert len(DIFFS) == 4
+    loop = LOOP.partition("\n\n")[0].splitlines()
+    assert len(loop) == 8
+    assert "<!-- tests -->\n```sh\n" in TEXT
+
+
+def test_the_loop_learns_and_says_so(capsys):
+    state = run(program(0))["state"]
+    assert (state.epoch, state.step) == (10, 130)
+    loss = float(re.search(r"'loss': ([\d.]+)", capsys.readouterr().out)[1])
+    assert loss < 0.5
+
+
+def test_the_first_diff_clips_and_follows_a_schedule():
+    names = run(program(1))
+    assert "grad_norm" in names["metrics"]
+    rates = [ll.optim.hyperparameters(names["optimizer"], names["state"].replace(step=k))["lr"] for k in (0, 20, 130)]
+    assert rates == pytest.approx([0.0, 1e-2, 0.0], abs=1e-9)
+
+
+def test_the_second_diff_logs_the_mean_of_each_epoch(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = run(program(2))
+    rows = ll.read_jsonl("runs/first/log.jsonl")
+    assert [row["step"] for row in rows] == list(range(13, 131, 13))
+    assert capsys.readouterr().out.count("eval/accuracy") == 10
+    assert rows[-1]["eval/accuracy"] > 0.7
+
+    torch.manual_seed(0)
+    again = {}
+    exec(DATA, again)
+    state = ll.init_state(again["model"], names["optimizer"], epoch_length=13)
+    train_step = ll.make_train_step(
+        ll.clip_by_global_norm(ll.make_grad_fn(again["model"], again["loss_fn"]), 1.0), names["optimizer"]
+    )
+    total = 0.0
+    for batch in names["loader"](state):
+        state, metrics = train_step(state, batch)
+        total += ll.compute(metrics)["loss"] * len(batch[0])
+    assert rows[0]["train/loss"] == pytest.approx(total / 800, rel=1e-5)
+
+
+def test_the_third_diff_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    whole = run(program(3))["state"]
+    monkeypatch.chdir(tmp_path / "parts")
+    assert run(program(3).replace("after_epochs(10)", "after_epochs(4)"))["state"].epoch == 4
+    assert not ll.debug.differences(run(program(3))["state"], whole)
+    assert not ll.debug.differences(run(program(3))["state"], whole)  # a finished run stays as it is
+    assert ll.read_jsonl("runs/first/log.jsonl") == ll.read_jsonl("../whole/runs/first/log.jsonl")
+
+
+def test_the_fourth_diff_trains_on_two_ranks_as_on_one(tmp_path, monkeypatch):
+    """Of what stands below the imports, as the README has it."""
+    imports, rest = program(4).split("import looplib as ll\n")
+    body = "".join(f"    {line}" if line.strip() else line for line in rest.splitlines(keepends=True))
+    script = f"{imports}import looplib as ll\n\nwith ll.distributed.setup() as device:\n{body}"
+    (tmp_path / "train.py").write_text(script)
+    for ranks in 1, 2:
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        launch(ranks, run_in, str(folder), str(tmp_path / "train.py"))
+    one, two = (ll.read_jsonl(tmp_path / str(ranks) / "runs/first/log.jsonl") for ranks in (1, 2))
+    assert len(one) == len(two) == 10
+    for first, second in zip(one, two, strict=True):
+        assert second == pytest.approx(first, rel=1e-3)
+
+
+def run_in(folder, path):
+    import os
+
+    os.chdir(folder)
+    run_script(path)
+
+
+def test_after_training_the_weights_are_saved_and_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for donate in "True", "False":
+        names = run(program(0).replace("donate=True", f"donate={donate}"))
+        assert torch.equal(names["model"][0].weight, names["state"].params["0.weight"]) == (donate == "True")
+        exec(AFTER, names)
+        weights = torch.load("weights.pt")
+        assert all(torch.equal(weights[name], tensor) for name, tensor in names["state"].params.items())
+
+
+def test_each_piece_works_in_a_loop_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run(program(0))
+    model, before = names["model"], {name: tensor.clone() for name, tensor in names["model"].state_dict().items()}
+    setting, loader, checkpoints, accumulate, predicates = PIECES.split("\n\n")
+
+    exec(setting, names)
+    exec(loader.replace("...", "seen.append(x)"), names | {"seen": (seen := [])})
+    rest = [names["loader"].indices(ll.TrainState(epoch=3, batch=batch)) for batch in range(5, 13)]
+    assert torch.equal(torch.cat(seen), names["x"][torch.cat(rest)])
+
+    exec(checkpoints, names)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    exec(checkpoints.splitlines()[1] + "\n" + checkpoints.splitlines()[3], names)
+    assert names["step"] == 1000
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+
+    names["x"], names["y"] = names["train_set"][:64]
+    exec(accumulate, names)
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    other = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+    other.load_state_dict(before)
+    names["loss_fn"](other, (names["x"], names["y"])).backward()
+    for name, parameter in other.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)
+    assert not torch.equal(model[0].weight, before["0.weight"])
+
+    fired = []
+    for step in range(2200):
+        exec(predicates.replace("...", "fired.append(step)"), names | {"step": step, "fired": fired})
+    assert fired == [1, *range(100, 2001, 50)]
+
+
+def anchors(page):
+    """The names of the headings of a Markdown page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, "CONTRIBUTING.md", *(f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.md"))]
+)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+        if not link.startswith("http"):
+            name, _, anchor = unquote(link).partition("#")
+            target = (ROOT / page).parent / name if name else ROOT / page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target) or f'id="{anchor}"' in target.read_text(), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_rows_of_a_table_have_as_many_cells_as_its_head(page):
+    for table in re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE):
+        assert len({line.count("|") for line in table.splitlines()}) == 1, table
+
+
+def test_the_figure_is_a_picture_with_a_title():
+    tree = ElementTree.parse(ROOT / "notebooks/figures/loop.svg")
+    assert tree.find("{http://www.w3.org/2000/svg}title") is not None
