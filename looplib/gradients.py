@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import kinds, torch_private
 from looplib._core import modules as _modules
+from looplib._core.buffers import check_unwritten, versions
 from looplib._core.cuts import cuts_marked
 from looplib._core.engines import ALONE, Alone
 from looplib._core.ignored_labels import Watch
@@ -89,6 +90,7 @@ def make_grad_fn(
     needed = [] if allow_unused else names
     _warn_of_eval_mode(host, names)
     microbatch = _microbatch_of(host, loss_fn, batch_size)
+    renormed = tuple(name for name in host.renormed if name in names)
 
     def grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         return microbatches(state, (batch,), part)[0]
@@ -114,7 +116,7 @@ def make_grad_fn(
                 normalizer = out.normalizer
                 outs.append(out)
 
-        lent = buffers if part.donate else _copies(buffers)
+        lent, writes = (buffers, None) if part.donate else (_copies(buffers), versions(state.params))
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
         try:
             torch_private.set_grad_enabled(True)
@@ -137,10 +139,11 @@ def make_grad_fn(
             outs[-1] = outs[-1]._replace(finish=finish)
         elif part.context.last:
             _check_reached(outs[-1], needed)
-        if buffers and not part.donate:
+        if writes is not None:
+            check_unwritten(state.params, writes)
             outs[-1] = outs[-1]._replace(buffers=_all_kept(buffers, lent, outs[-1].buffers))
-        if host.renormed:
-            outs[-1] = outs[-1]._replace(params=_written(host, params, state))
+        if renormed:
+            outs[-1] = outs[-1]._replace(params=_written(renormed, params, state))
         return outs
 
     def finish(state: TrainState, out: Gradients) -> Gradients:
@@ -151,7 +154,8 @@ def make_grad_fn(
             host.run(state.params, out.buffers, 0, host.engine.share_buffers)
         return out
 
-    return kinds.mark(grad_fn, Made("grad_fn", "make_grad_fn", adds=True, microbatches=microbatches, model=model))
+    facts = Made("grad_fn", "make_grad_fn", adds=True, microbatches=microbatches, model=model, renormed=renormed)
+    return kinds.mark(grad_fn, facts)
 
 
 def _microbatch_of(
@@ -290,9 +294,9 @@ def _renormed(host: _modules.Host, params: dict[str, Tensor], names: Sequence[st
     return host.unshared(params, params if host.engine.name else names if part.donate else ())
 
 
-def _written(host: _modules.Host, params: dict[str, Tensor], state: TrainState) -> dict[str, Tensor] | None:
+def _written(renormed: Iterable[str], params: dict[str, Tensor], state: TrainState) -> dict[str, Tensor] | None:
     before = state.params
-    return {name: params[name] for name in host.renormed if params[name] is not before[name]} or None
+    return {name: params[name] for name in renormed if params[name] is not before[name]} or None
 
 
 def _all_kept(

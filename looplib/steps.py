@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import ownership, torch_private
-from looplib._core.buffers import NO_NAMES, NOTHING, Written, explain
+from looplib._core.buffers import NO_NAMES, NOTHING, Written, check_unwritten, explain, versions
 from looplib._core.checks import check_type, named
 from looplib._core.forgotten import Watch
+from looplib._core.kinds import chain
 from looplib._core.loss_functions import check_function_of_model
 from looplib._core.random import mix
 from looplib._core.ranks import rank
-from looplib._core.tracing import tracing
+from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
 from looplib._core.updates import checked, read
 from looplib.gradients import check_whole, of_this_model, record
@@ -33,8 +34,10 @@ from looplib.metrics._mean import Mean
 from looplib.types import (
     EvalStep,
     GradFn,
+    Gradients,
     Metric,
     Optimizer,
+    Params,
     Part,
     PredictStep,
     TrainState,
@@ -185,6 +188,7 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Train
         )
         if applied is not True:
             applied = read(applied)
+            params = _put_back(applied, out, params, state)
         values = advanced(state, out.samples, applied, same_batch)
         values |= {"params": params, "opt_state": opt_state, "buffers": out.buffers if applied else state.buffers}
         return made(state, values), out.metrics
@@ -193,7 +197,7 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Train
 
 
 def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> TrainStep:
-    part, in_forward = Part(donate=True), Written()
+    part, in_forward = Part(donate=True), Written(name for one in chain(grad_fn) for name in one.renormed)
 
     def donated_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         try:
@@ -204,15 +208,17 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
         readers = ownership.before_a_step(state, (params, buffers, opt_state))
         _interrupts.install()
         thread = threading.get_ident()
-        saved = in_forward.save(buffers) if buffers else NOTHING
+        looks = buffers or in_forward.looks
+        saved = in_forward.save(buffers, params) if looks else NOTHING
         writes = ownership.writes.count
         try:
             try:
                 out = grad_fn(state, batch, part)
             finally:
                 _interrupts.begin_hold(thread)
-            chain = ownership.before_writing(
-                state, out.grads.keys(), in_forward.learn(saved) if buffers else NO_NAMES
+            trained = out.grads.keys()
+            lane = ownership.before_writing(
+                state, trained, in_forward.learn(saved, buffers, trained) if looks else NO_NAMES
             )
             new_params, new_opt_state, applied = optimizer.update(
                 out.grads,
@@ -233,17 +239,17 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
             values |= {"params": new_params, "opt_state": new_opt_state}
             if applied:
                 values["buffers"] = out.buffers
-                new = written(state, values, chain, readers)
+                new = written(state, values, lane, readers)
             else:
                 if lost := saved.restore():
-                    raise RuntimeError(explain(lost))
+                    raise RuntimeError(explain(lost, buffers.keys()))
                 values["buffers"] = buffers
                 new = unwritten(state, values)
         except BaseException:
             lost = saved.restore()
             # One of several optimizers may have written before another failed.
             if lost or ownership.writes.count != writes:
-                ownership.spoil(state, params.keys(), lost)
+                ownership.spoil(state, params.keys(), lost & buffers.keys())
             raise
         finally:
             _interrupts.end_hold(thread)
@@ -279,9 +285,19 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
             buffers=out.buffers,
             seed=state.seed,
         )
-        return Outcome(params, opt_state, out.buffers, out.metrics, out.samples, checked(applied))
+        applied = checked(applied)
+        params = _put_back(applied, out, params, state)
+        return Outcome(params, opt_state, out.buffers, out.metrics, out.samples, applied)
 
     return core
+
+
+def _put_back(applied: bool | Tensor, out: Gradients, params: Params, state: TrainState) -> Params:
+    """The parameters without what the forward pass wrote to them, if no update was made."""
+    if applied is True or out.params is None:
+        return params
+    old = {name: state.params[name] for name in out.params}
+    return {**params, **where(applied, {name: params[name] for name in old}, old)}
 
 
 def _evaluate(
@@ -409,7 +425,10 @@ def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> 
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(False)
-            return host.run(host.unshared(params), lent, seed, lambda: function(model, batch))
+            before = versions(params)
+            out = host.run(host.unshared(params), lent, seed, lambda: function(model, batch))
+            check_unwritten(params, before)
+            return out
         except Exception as error:
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:

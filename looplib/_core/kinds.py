@@ -36,6 +36,7 @@ class Made:
         adds: it adds its gradients to those of earlier microbatches itself, where it is given these.
         microbatches: the same for several microbatches at once, which takes less time.
         model: the module whose gradients it computes.
+        renormed: names of the trained parameters that its forward pass writes, by `max_norm=`.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Made:
     adds: bool = False
     microbatches: Callable[..., Any] | None = None
     model: nn.Module | None = None
+    renormed: tuple[str, ...] = ()
 
 
 # What looplib's functions take: a name for messages, the number of arguments, and where such a thing comes from.

@@ -138,7 +138,8 @@ class Host:
             if tensor is None
         ]
         names = {id(tensor): name for name, tensor in tensors(self.slots.params).items()}
-        self.renormed = [names[id(module.weight)] for module in model.modules() if _writes_its_weight(module)]
+        weights = [id(module.weight) for module in model.modules() if _writes_its_weight(module)]
+        self.renormed = [names[weight] for weight in weights if weight in names]  # a parametrized weight has no name
         self.engine = engine_of(model, tensors(self.slots.params))
 
     def left_in_eval(self, names: Sequence[str]) -> str | None:

@@ -1,0 +1,215 @@
+"""What a forward pass writes in place: kept where the step is made, put back or refused by name where it is not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import looplib as ll
+
+ROWS, OTHER_ROWS = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[4, 5], [4, 5]])
+
+
+class Renormed(nn.Module):
+    """An embedding whose rows of a norm above 0.5 are shortened by each forward pass."""
+
+    def __init__(self, how, frozen=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.embedding = (nn.EmbeddingBag if "bag" in how else nn.Embedding)(6, 3, max_norm=0.5)
+        self.linear = nn.Linear(3, 1)
+        self.embedding.max_norm = None if "F." in how else 0.5
+        with torch.no_grad():
+            self.embedding.weight.mul_(10)
+        self.embedding.weight.requires_grad_(not frozen)
+
+    def forward(self, rows):
+        if self.how == "F.embedding":
+            return self.linear(F.embedding(rows, self.embedding.weight, max_norm=0.5))
+        if self.how == "F.embedding_bag":
+            return self.linear(F.embedding_bag(rows, self.embedding.weight, max_norm=0.5))
+        return self.linear(self.embedding(rows))
+
+
+MODULES, FUNCTIONS = ["embedding", "embedding_bag"], ["F.embedding", "F.embedding_bag"]
+
+
+def loss_fn(model, batch):
+    rows, factor = batch
+    return model(rows).square().mean() * factor
+
+
+def skipping(optimizer):
+    return ll.optim.apply_if_finite(optimizer, 9)
+
+
+def avoiding_spikes(optimizer):
+    return ll.optim.skip_spikes(optimizer, window=4)
+
+
+def trained(model, optimizer, batches, **options):
+    """The last two states of some steps, with copies of the tensors of the one before."""
+    step, state = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, **options), None
+    state = ll.init_state(model, optimizer)
+    for batch in batches:
+        before = {name: tensor.detach().clone() for name, tensor in {**state.params, **state.buffers}.items()}
+        state, _ = step(state, batch)
+    return before, state
+
+
+GOOD, BAD = (ROWS, torch.tensor(1.0)), (OTHER_ROWS, torch.tensor(torch.inf))
+
+
+@pytest.mark.parametrize("batches", [[BAD], [GOOD, BAD], [GOOD, GOOD, BAD]], ids=len)
+@pytest.mark.parametrize("wrap", [skipping, avoiding_spikes, lambda o: ll.ema(skipping(avoiding_spikes(o)), 0.9)])
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@pytest.mark.parametrize("how", MODULES)
+def test_a_skipped_step_puts_back_what_max_norm_has_written(how, donate, wrap, batches):
+    optimizer = wrap(ll.optimizer(torch.optim.AdamW, lr=0.1))
+    before, state = trained(Renormed(how), optimizer, batches, donate=donate)
+    assert state.skipped
+    assert all(torch.equal(before[name], tensor) for name, tensor in state.params.items())
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_a_skipped_step_of_a_graph_puts_it_back_too(donate):
+    model, optimizer = Renormed("embedding"), skipping(ll.optimizer(torch.optim.SGD, lr=0.1))
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    step, state = ll.compile_step(step, backend="eager"), ll.init_state(model, optimizer)
+    for batch in (GOOD, BAD, GOOD):
+        before = state.params["embedding.weight"].detach().clone()
+        state, _ = step(state, batch)
+        assert torch.equal(state.params["embedding.weight"], before) == state.skipped
+    assert state.step == 2
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_a_step_that_fails_puts_back_what_max_norm_has_written(donate):
+    model, optimizer = Renormed("embedding"), ll.optimizer(torch.optim.SGD, lr=0.1)
+
+    def failing(model, rows):
+        model(rows)
+        raise KeyError("the loss function's own")
+
+    step, state = ll.make_train_step(ll.make_grad_fn(model, failing), optimizer, donate=donate), None
+    state = ll.init_state(model, optimizer)
+    before = state.params["embedding.weight"].detach().clone()
+    with pytest.raises(KeyError):
+        step(state, ROWS)
+    assert torch.equal(state.params["embedding.weight"], before)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("how", MODULES)
+def test_pure_and_donated_steps_leave_the_same_weights(how, frozen):
+    states = []
+    for donate in (False, True):
+        optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+        states.append(trained(Renormed(how, frozen), optimizer, [GOOD, GOOD], donate=donate)[1])
+    for name, tensor in states[0].params.items():
+        assert torch.equal(tensor, states[1].params[name]), name
+
+
+@pytest.mark.parametrize("how", FUNCTIONS)
+def test_a_function_that_writes_the_given_state_is_refused_by_name(how):
+    model, optimizer = Renormed(how), ll.optimizer(torch.optim.SGD, lr=0.1)
+    state = ll.copy_state(ll.init_state(model, optimizer))
+    message = r"wrote to the parameter embedding\.weight in place, as F\.embedding\(max_norm"
+    with pytest.raises(RuntimeError, match=message):
+        ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)(state, GOOD)
+    for make in (ll.make_eval_step, ll.make_predict_step):
+        with pytest.raises(RuntimeError, match=message):
+            make(model, lambda model, rows: {"loss": model(rows).mean()})(state, OTHER_ROWS)
+
+
+@pytest.mark.parametrize("how", FUNCTIONS)
+def test_a_donated_step_may_write_what_it_trains_as_a_raw_loop_does(how):
+    model, optimizer = Renormed(how), skipping(ll.optimizer(torch.optim.SGD, lr=0.1))
+    before, state = trained(model, optimizer, [GOOD, BAD], donate=True)
+    assert state.skipped
+    assert all(torch.equal(before[name], tensor) for name, tensor in state.params.items())
+    raw = Renormed(how)
+    loss_fn(raw, GOOD).backward()
+    for name, parameter in raw.named_parameters():
+        torch.testing.assert_close(state.params[name], parameter.detach() - 0.1 * parameter.grad)
+    with pytest.raises(RuntimeError, match=r"the parameter embedding\.weight was written for the first time"):
+        trained(Renormed(how), optimizer, [BAD], donate=True)
+    with pytest.raises(RuntimeError, match=r"embedding\.weight, which is not trained"):
+        trained(Renormed(how, frozen=True), optimizer, [GOOD], donate=True)
+
+
+def test_evaluation_of_inference_tensors_counts_no_writes():
+    model = nn.Linear(2, 1)
+    with torch.inference_mode():
+        state = ll.copy_state(ll.init_state(model))
+    assert ll.make_predict_step(model, lambda model, x: model(x))(state, torch.ones(3, 2)).shape == (3, 1)
+
+
+class Late(nn.Module):
+    """Statistics that F.batch_norm writes, without a count of it, from some step on."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.linear = nn.Linear(3, features)
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("var", torch.ones(features))
+        self.used = False
+
+    def forward(self, x):
+        out = self.linear(x)
+        return F.batch_norm(out, self.mean, self.var, training=self.training) if self.used else out
+
+
+@pytest.mark.parametrize("features", [70_000, 4])
+@pytest.mark.parametrize("how", ["skip", "raise"])
+def test_statistics_written_late_are_put_back_or_told(how, features):
+    model, optimizer = Late(features), skipping(ll.optimizer(torch.optim.SGD, lr=0.1))
+
+    def loss_fn(model, x):
+        out = model(x).square().mean()
+        if model.used and how == "raise":
+            raise KeyError("the loss function's own")
+        return out
+
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    x, state = torch.randn(5, 3), ll.init_state(model, optimizer)
+    state, _ = step(state, x)
+    model.used = True
+    if features == 4:
+        if how == "raise":
+            with pytest.raises(KeyError):
+                step(state, x)
+        else:
+            state, _ = step(state, x * torch.inf)
+            assert state.skipped
+        assert state.buffers["mean"].abs().max() == 0
+        return
+    expected = {"raise": KeyError, "skip": RuntimeError}[how]
+    with pytest.raises(expected, match="own" if how == "raise" else "mean, var was written"):
+        step(state, x * torch.inf)
+    with pytest.raises(ll.DonatedStateError, match="buffers of the state"):
+        _ = state.buffers
+
+
+def test_large_constants_are_no_reason_to_refuse_a_skipped_step():
+    model = nn.Linear(3, 2)
+    model.register_buffer("mask", torch.ones(300, 300))
+    optimizer = skipping(ll.optimizer(torch.optim.SGD, lr=0.1))
+    step = ll.make_train_step(
+        ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer, donate=True
+    )
+    good, bad = torch.ones(4, 3), torch.full((4, 3), torch.inf)
+    state = ll.init_state(model, optimizer)
+    for batch in (good, bad, good):
+        state, _ = step(state, batch)
+    with torch.no_grad():
+        state.buffers["mask"].mul_(2)  # by the user, between two steps
+    state, _ = step(state, bad)
+    other = ll.copy_state(state)
+    other.buffers["mask"].data.mul_(3)
+    for batch in (good, bad):
+        other, _ = step(other, batch)
+    assert (state.step, other.step) == (2, 3)
+    assert (state.buffers["mask"] == 2).all()
+    assert (other.buffers["mask"] == 6).all()
