@@ -1,4 +1,4 @@
-"""Metrics: values of batches go in, records that merge exactly come out."""
+"""Metrics: outputs of batches go in and mergeable records come out."""
 
 from looplib.metrics._auc import AUC, GroupedAUC, StreamingAUC
 from looplib.metrics._confusion import ConfusionMatrix

@@ -14,18 +14,18 @@ from looplib.metrics._scores import _copy, _fit, _integers, _kept, _wide, _wide_
 
 
 class AUC(NamedTuple):
-    """Area under the ROC curve (AUC), exact: the chance that a positive example scores above a negative one.
+    """Area under the ROC curve (AUC): the probability that a positive sample scores above a negative one.
 
     >>> import looplib as ll, torch
     >>> ll.compute({"auc": ll.metrics.AUC.of(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))})
     {'auc': 0.75}
 
-    Scores are collected, so memory grows with the set: 5 bytes for each example in float32, 8 more with weights;
-    `StreamingAUC` is bounded. Equal scores count one half, as in scikit-learn. Computes to NaN where one of the
-    classes is missing or has no weight, or a score is NaN.
+    The value is exact, because all scores are collected. Memory therefore grows with the dataset: 5 bytes per sample
+    in float32, and 8 more with weights. `StreamingAUC` has bounded memory. Ties count one half, as in scikit-learn.
+    The value is NaN if one of the classes is missing or has no weight, or a score is NaN.
 
     Attributes:
-        scores, labels, weights: the batches' own, on their device.
+        scores, labels, weights: those of the batches, on their device.
     """
 
     scores: tuple[Tensor, ...] = ()
@@ -34,19 +34,20 @@ class AUC(NamedTuple):
 
     @classmethod
     def empty(cls) -> AUC:
-        """The record of no examples."""
+        """Record without samples."""
         return cls()
 
     @classmethod
     def of(cls, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> AUC:
-        """The record of a batch.
+        """Record of a batch.
 
         Args:
-            scores: of any shape; higher means more likely positive. bfloat16 and float16 are widened.
-            labels: of the same shape; positive where above 0.
+            scores: of any shape; higher means more likely positive. bfloat16 and float16 are converted to float32.
+            labels: of the same shape; positive if above 0.
             weights: of the same shape.
 
-        Raises ValueError for shapes that do not fit.
+        Raises:
+            ValueError: the shapes do not match.
         """
         _fit(scores, labels, weights, "scores")
         return cls((_kept(scores),), (labels.flatten() > 0,), (None if weights is None else _copy(_wide(weights)),))
@@ -64,7 +65,7 @@ class AUC(NamedTuple):
 
 
 class GroupedAUC(NamedTuple):
-    """Grouped AUC (GAUC), the average of each user's or session's: how well the examples of one group are ranked among themselves.
+    """Grouped AUC (GAUC): the AUC within each user or session, averaged over groups.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(4, 1)
@@ -86,14 +87,14 @@ class GroupedAUC(NamedTuple):
     >>> scores["eval/users_left_out"], scores["eval/users"]
     (1.0, 3.0)
 
-    A group need not lie in one batch, so everything is collected, and memory grows with the set as that of `AUC`
-    and 8 bytes for each example. A group with one class only has no AUC: it is left out, and counted by `left_out`,
-    of the `number_of_groups`. Computes to NaN where no group is left, or a score is NaN.
+    A group may be spread over several batches, so everything is collected, and memory grows with the dataset as for
+    `AUC`, plus 8 bytes per sample. A group with a single class has no AUC; it is left out and counted by `left_out`.
+    `number_of_groups` counts all groups. The value is NaN if no group is left, or a score is NaN.
 
     Attributes:
-        scores, labels, groups, weights: the batches' own, on their device.
-        average: "examples" weighs each group by its examples, or by the sum of their weights; "groups" weighs all
-            groups alike.
+        scores, labels, groups, weights: those of the batches, on their device.
+        average: "examples" weights each group by its number of samples, or by the sum of their weights; "groups"
+            weights all groups equally.
 
     Source: Zhu et al., "Optimized cost per click in Taobao display advertising", 2017, equation 16.
     """
@@ -106,7 +107,7 @@ class GroupedAUC(NamedTuple):
 
     @classmethod
     def empty(cls, average: Literal["examples", "groups"] = "examples") -> GroupedAUC:
-        """The record of no examples."""
+        """Record without samples."""
         return cls(average=average)
 
     @classmethod
@@ -119,16 +120,17 @@ class GroupedAUC(NamedTuple):
         *,
         average: Literal["examples", "groups"] = "examples",
     ) -> GroupedAUC:
-        """The record of a batch.
+        """Record of a batch.
 
         Args:
-            scores: of any shape; bfloat16 and float16 are widened.
-            labels: of the same shape; positive where above 0.
+            scores: of any shape. bfloat16 and float16 are converted to float32.
+            labels: of the same shape; positive if above 0.
             groups: integers of the same shape, such as user ids.
             weights: of the same shape.
             average: "examples" or "groups".
 
-        Raises ValueError for shapes, dtypes or an average that do not fit.
+        Raises:
+            ValueError: shapes or dtypes do not match, or `average` is unknown.
         """
         _fit(scores, labels, weights, "scores")
         _fit(groups, labels, None, "groups")
@@ -159,14 +161,14 @@ class GroupedAUC(NamedTuple):
         return torch.where(invalid, torch.nan, (auc * share).sum() / share.sum())
 
     def left_out(self) -> Tensor | int:
-        """How many groups have one class only."""
+        """Number of groups with a single class, which are left out."""
         if not sum(part.numel() for part in self.scores):
             return 0
         _, positive, negative = self._by_group()
         return ((positive * negative) == 0).sum()
 
     def number_of_groups(self) -> int:
-        """How many groups there are, with those that are left out."""
+        """Number of all groups, including those left out."""
         return len(torch.unique(torch.cat(self.groups))) if self.groups else 0
 
     def _by_group(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +177,7 @@ class GroupedAUC(NamedTuple):
 
 
 def _pairs(scores: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each group: the weight of its pairs that are in order, equal ones half, of its positives, its negatives."""
+    """For each group: weights of its correctly ordered pairs (ties count half), of its positives and its negatives."""
     order = scores.argsort()
     order = order[groups[order].argsort(stable=True)]
     scores, labels, weights, groups = scores[order], labels[order], weights[order], groups[order]
@@ -193,7 +195,7 @@ def _pairs(scores: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> t
 
 
 def _runs(new: Tensor) -> Tensor:
-    """The index of each element's run, given where one differs from the one before it."""
+    """Index of each element's run, given a mask of the elements that start one."""
     return nn.functional.pad(new.cumsum(0), (1, 0))
 
 
@@ -203,20 +205,20 @@ def _all_weights(scores: tuple[Tensor, ...], weights: tuple[Tensor | None, ...])
 
 
 class StreamingAUC(NamedTuple):
-    """Streaming AUC, from a histogram: bounded memory, and a bound of its error.
+    """Streaming AUC from a histogram: bounded memory, with a bound on its error.
 
     >>> import looplib as ll, torch
     >>> auc = ll.metrics.StreamingAUC.of(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]), bins=4)
     >>> ll.compute({"auc": auc, "error": ll.metrics.Reading(auc, ll.metrics.StreamingAUC.error)})
     {'auc': 0.875, 'error': 0.125}
 
-    Pairs of different bins are counted exactly and pairs of one bin as equal, one half; so the exact AUC lies within
-    `error` of it, half the share of the pairs that share a bin. It takes 16 bytes a bin, whatever the set. Computes
-    to NaN where one of the classes is missing or has no weight, or a score is NaN.
+    Pairs from different bins are counted exactly, and pairs within one bin as ties, one half. The exact AUC is
+    therefore within `error` of the value, half the fraction of pairs that share a bin. Memory is 16 bytes per bin for
+    any number of samples. The value is NaN if one of the classes is missing or has no weight, or a score is NaN.
 
     Attributes:
-        histogram: (2, bins + 1), of negatives and positives; the last column holds the scores that are NaN.
-        low, high: the range of the bins; scores beyond it count in the bin at its end, within the same bound.
+        histogram: (2, bins + 1), counts of negatives and positives; the last column counts NaN scores.
+        low, high: range of the bins. Scores outside it count in the first or last bin, within the same bound.
     """
 
     histogram: Tensor
@@ -225,7 +227,7 @@ class StreamingAUC(NamedTuple):
 
     @classmethod
     def empty(cls, *, bins: int = 10_000, low: float = 0.0, high: float = 1.0, device: Any = None) -> StreamingAUC:
-        """The record of no examples, on the device of those that it merges with."""
+        """Record without samples, on the device of those that it is merged with."""
         return cls(torch.zeros(2, bins + 1, dtype=torch.int64, device=device), low, high)
 
     @classmethod
@@ -239,16 +241,17 @@ class StreamingAUC(NamedTuple):
         low: float = 0.0,
         high: float = 1.0,
     ) -> StreamingAUC:
-        """The record of a batch.
+        """Record of a batch.
 
         Args:
-            scores: of any shape; probabilities, or others with a range that fits them.
-            labels: of the same shape; positive where above 0.
+            scores: of any shape; probabilities, or other scores with a suitable range.
+            labels: of the same shape; positive if above 0.
             weights: of the same shape.
-            bins: of equal width, at least 1.
-            low, high: the range of the bins.
+            bins: number of bins of equal width, at least 1.
+            low, high: range of the bins.
 
-        Raises ValueError for shapes that do not fit, no bins, or an empty range.
+        Raises:
+            ValueError: the shapes do not match, there are no bins, or the range is empty.
         """
         _fit(scores, labels, weights, "scores")
         if bins < 1 or not (low < high and math.isfinite(high - low)):
@@ -274,7 +277,7 @@ class StreamingAUC(NamedTuple):
         return (positive * (negative.cumsum(0) - negative / 2)).sum() / (positive.sum() * negative.sum())
 
     def error(self) -> Tensor:
-        """How far the exact AUC may be from this one, either way."""
+        """Largest possible difference from the exact AUC."""
         negative, positive = self._sides()
         return (positive * negative).sum() / 2 / (positive.sum() * negative.sum())
 

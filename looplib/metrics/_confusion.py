@@ -12,7 +12,7 @@ from looplib.metrics._scores import _fit, _integers, _wide, _wide_dtype
 
 
 class ConfusionMatrix(NamedTuple):
-    """Confusion matrix: how often each class was predicted for each; it computes to the accuracy.
+    """Confusion matrix: counts of predicted classes for each label. Its value is the accuracy.
 
     >>> import looplib as ll, torch
     >>> matrix = ll.metrics.ConfusionMatrix.of(torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 2, 2]), classes=3)
@@ -23,12 +23,12 @@ class ConfusionMatrix(NamedTuple):
     >>> ll.compute({"accuracy": matrix, "macro_f1": ll.metrics.Reading(matrix, ll.metrics.ConfusionMatrix.macro_f1)})
     {'accuracy': 0.75, 'macro_f1': 0.777...}
 
-    The scores of each class are float64 tensors (classes,), with NaN where they are 0 / 0. The mean over classes
-    leaves out those that are neither among the labels nor predicted, as scikit-learn does.
+    Scores per class are float64 tensors of shape (classes,), with NaN for 0 / 0. Means over classes leave out classes
+    that occur neither as label nor as prediction, as in scikit-learn.
 
     Attributes:
-        counts: (classes * classes + 1,), or weights; the last is of what lies outside the classes.
-        classes: how many.
+        counts: (classes * classes + 1,), counts or weights; the last entry is for values outside the classes.
+        classes: number of classes.
     """
 
     counts: Tensor
@@ -36,7 +36,7 @@ class ConfusionMatrix(NamedTuple):
 
     @classmethod
     def empty(cls, classes: int, device: Any = None) -> ConfusionMatrix:
-        """The record of no examples, on the device of those that it merges with."""
+        """Record without samples, on the device of those that it is merged with."""
         return cls(torch.zeros(classes * classes + 1, dtype=torch.int64, device=device), classes)
 
     @classmethod
@@ -49,17 +49,19 @@ class ConfusionMatrix(NamedTuple):
         ignore_index: int | None = None,
         weights: Tensor | None = None,
     ) -> ConfusionMatrix:
-        """The record of a batch.
+        """Record of a batch.
 
         Args:
-            predictions: logits or probabilities (..., classes), or predicted classes (...), integers or booleans.
+            predictions: logits or probabilities of shape (..., classes), or predicted classes of shape (...),
+                integers or booleans.
             labels: (...), integers or booleans.
-            classes: how many.
-            ignore_index: a label that counts nothing, such as -100 of padding.
-            weights: (...), of each label.
+            classes: number of classes.
+            ignore_index: label to ignore, such as -100 for padding.
+            weights: (...), weight of each label.
 
-        Raises ValueError for shapes or dtypes that do not fit. A class out of range is found when the matrix is
-        read, as the device is not waited for before.
+        Raises:
+            ValueError: shapes or dtypes do not match. A class out of range is reported when the matrix is read,
+                because checking earlier would wait for the device.
         """
         _integers("labels", labels)
         if predictions.dim() == labels.dim() + 1:
@@ -88,9 +90,10 @@ class ConfusionMatrix(NamedTuple):
 
     @property
     def matrix(self) -> Tensor:
-        """(classes, classes): a row for each label, a column for each prediction.
+        """Matrix of shape (classes, classes): one row per label, one column per predicted class.
 
-        Raises ValueError if a label or prediction lay outside the classes.
+        Raises:
+            ValueError: a label or prediction was outside the classes.
         """
         outside = self.counts[-1].item()
         if outside:
@@ -101,27 +104,27 @@ class ConfusionMatrix(NamedTuple):
         return rearrange(self.counts[:-1], "(label prediction) -> label prediction", label=self.classes)
 
     def compute(self) -> Tensor:
-        """The accuracy."""
+        """Accuracy."""
         matrix = self._wide_matrix()
         return matrix.trace() / matrix.sum()
 
     def precision(self) -> Tensor:
-        """Of each class: the part of its predictions that was right."""
+        """Precision of each class: the fraction of its predictions that were right."""
         matrix = self._wide_matrix()
         return matrix.diagonal() / matrix.sum(0)
 
     def recall(self) -> Tensor:
-        """Of each class: the part of its labels that was predicted."""
+        """Recall of each class: the fraction of its labels that were predicted."""
         matrix = self._wide_matrix()
         return matrix.diagonal() / matrix.sum(1)
 
     def f1(self) -> Tensor:
-        """Of each class: the harmonic mean of precision and recall."""
+        """F1 score of each class: the harmonic mean of precision and recall."""
         matrix = self._wide_matrix()
         return 2 * matrix.diagonal() / (matrix.sum(0) + matrix.sum(1))
 
     def macro_f1(self) -> Tensor:
-        """The mean of F1 over the classes that occur."""
+        """Macro F1: the mean F1 score over the classes that occur."""
         return self.f1().nanmean()
 
     def _wide_matrix(self) -> Tensor:

@@ -1,7 +1,7 @@
-"""Weighted means that merge exactly.
+"""Weighted means that can be merged.
 
-A metric is a small record of sums, so that the value over a whole is the merge of the values over its parts,
-however it was cut. Nothing leaves the device until `compute`.
+A metric is a small record of sums, so the value over a dataset is that of the merged records of its parts, however it
+was split. Nothing leaves the device until `compute`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from looplib.types import Metric, Metrics
 
 
 class Mean(NamedTuple):
-    """Weighted mean that merges exactly: `total / weight`.
+    """Weighted mean that can be merged: `total / weight`.
 
     >>> import torch
     >>> Mean(torch.tensor(6.0), 3).merge(Mean(torch.tensor(2.0), 1)).compute()
     tensor(2., dtype=torch.float64)
 
-    A loss_fn returns it where the average must be exact: for tokens, the summed loss and the number of tokens.
-    The mean of a whole batch, with the number of its examples, is `Mean(value, 1, times=len(x))`, which keeps
-    the value's own bits as long as it is alone.
+    Return it from a loss function whose average is not over samples: for tokens, the summed loss and the number of
+    tokens. Merging adds totals and weights separately, so the result is the mean over everything, not a mean of
+    means. For the mean of a whole batch, use `Mean(value, 1, times=len(x))`, which keeps the bits of `value` until it
+    is merged.
+
+    Merging adds in float64 (float32 on devices without it). The value is NaN if the weight is 0, as 0 / 0.
 
     Attributes:
-        total: sum, a tensor of one element, or a number; of a stack (`vmap_step`), a tensor with one for each member.
-        weight: what it is divided by, likewise.
-        times: how many equal parts of (total, weight) the record stands for.
-
-    Merging adds in float64 (float32 on devices without it). A weight of 0 computes to NaN, as 0 / 0 does.
+        total: the sum, a tensor with one element or a number. In a stack (`vmap_step`), a tensor with one value per
+            member.
+        weight: what to divide it by, of the same kind.
+        times: number of equal (total, weight) pairs that the record represents.
     """
 
     total: Tensor | float
@@ -47,7 +49,7 @@ class Mean(NamedTuple):
     def compute(self) -> Tensor | float:
         if isinstance(self.weight, (int, float)) and self.weight == 1:
             return self.total
-        if isinstance(self.total, Tensor):  # stays on its device: no sync
+        if isinstance(self.total, Tensor):  # stays on its device, without a sync
             return (self.total if self.total.is_floating_point() else self.total.double()) / self.weight
         narrow = isinstance(self.weight, Tensor) and self.weight.device.type == "mps"
         return torch.tensor(float(self.total), dtype=torch.float32 if narrow else torch.float64) / self.weight
@@ -81,7 +83,7 @@ for _name in ("add", "radd", "mul", "rmul", "sub", "rsub", "truediv", "rtruediv"
 
 
 def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
-    """The sum of so many times each, with few operations however many there are."""
+    """Sum of the values, each counted so many times as `times` says, in few operations."""
     pairs = list(zip(values, times, strict=True))
     number = sum([value * n for value, n in pairs if not isinstance(value, Tensor)])
     tensors = [value for value in values if isinstance(value, Tensor)]
@@ -99,16 +101,17 @@ def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
 
 
 def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
-    """Merge metrics: the records of all parts together, name by name.
+    """Merge metrics: combine the records of several parts, name by name.
 
     >>> both = merge({"loss": Mean(1.0, 1, times=3)}, {"loss": Mean(5.0, 1)})
     >>> compute(both)
     {'loss': 2.0}
 
     Args:
-        first, rest: of the parts, name -> record.
+        first, rest: dicts of name -> record.
 
-    Raises ValueError when the parts do not have the same names.
+    Raises:
+        ValueError: the dicts have different names.
     """
     for other in rest:
         if other.keys() != first.keys():
@@ -130,23 +133,24 @@ def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:
 
 
 def _fold(records: list[Metric]) -> Metric:
-    """As a tree and not a chain: of n records that collect, each is copied log n times and not n."""
+    """Merge as a tree instead of a chain: each of n growing records is copied log n times instead of n."""
     half = len(records) // 2
     return _fold(records[:half]).merge(_fold(records[half:])) if half else records[0]
 
 
 def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
-    """Compute metrics: their values as Python floats. Here, and only here, a device is waited for.
+    """Compute metrics: their values as Python floats. This is the only place that waits for the device.
 
     >>> compute({"loss": Mean(3.0, 4)}, prefix="train/")
     {'train/loss': 0.75}
 
     Args:
         metrics: name -> record.
-        prefix: such as "train/".
+        prefix: string put before each name, such as "train/".
 
-    Raises TypeError for a value that is no metric, naming it, and for what is no dict; ValueError for metrics of a
-    stack, which `compute_members` takes.
+    Raises:
+        TypeError: a value is not a metric (the message names it), or `metrics` is not a dict.
+        ValueError: the metrics are those of a stack; use `compute_members`.
     """
     if not isinstance(metrics, Mapping):
         what = '{"loss": ll.Mean(total, weight)}'
@@ -165,7 +169,7 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
                 "such as ll.Mean(total, weight)"
             )
         values[name] = metric.compute()
-    # One transfer for all of a device's values, not one each.
+    # One transfer for all values of a device instead of one for each.
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         if tensor.numel() != 1:

@@ -1,8 +1,8 @@
-"""Scores of predictions: accuracy, perplexity, calibration error, regression errors.
+"""Prediction scores: accuracy, perplexity, calibration, regression errors.
 
-Each is a small record of a batch that merges with those of other batches and ranks to the record of the whole set,
-however it was cut: a `Mean` where sums are enough, a histogram or moments where they are not, and the scores
-themselves where only they will do. Sums are in float64 (float32 on devices without it), so counts are exact.
+Each is a small record of a batch that merges with those of other batches and ranks into the record of the whole
+dataset: a `Mean` if sums are sufficient, otherwise a histogram, moments, or the scores themselves. Sums are in
+float64 (float32 on devices without it), so counts are exact.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from looplib.metrics._mean import Mean
 
 
 class Reading(NamedTuple):
-    """Derived metric: another number of a record, as a metric of its own.
+    """Derived metric: a further number of a record, as a metric of its own.
 
     >>> import looplib as ll, torch
     >>> matrix = ll.metrics.ConfusionMatrix.of(torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 2, 2]), classes=3)
@@ -28,9 +28,9 @@ class Reading(NamedTuple):
     {'accuracy': 0.75, 'macro_f1': 0.777..., 'recall_of_2': 0.5}
 
     Attributes:
-        record: what merges; several readings share its tensors.
-        read: a function of the merged record that gives the number. One at the top of a module, unlike a lambda,
-            can be pickled.
+        record: the record that is merged. Several readings share its tensors.
+        read: function from the merged record to the number. Unlike a lambda, a function at the top of a module can be
+            pickled.
     """
 
     record: Any
@@ -51,7 +51,7 @@ def accuracy(
     weights: Tensor | None = None,
     top_k: int = 1,
 ) -> Mean:
-    """Accuracy: the part of the labels that was predicted, or is among the `top_k` highest scores.
+    """Accuracy: the fraction of labels that were predicted, or are among the `top_k` highest scores.
 
     >>> import looplib as ll, torch
     >>> logits, labels = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.1, 0.4]]), torch.tensor([1, 2])
@@ -59,14 +59,16 @@ def accuracy(
     {'top1': 0.5, 'top2': 1.0}
 
     Args:
-        predictions: logits or probabilities (..., classes), or predicted classes (...), integers or booleans.
+        predictions: logits or probabilities of shape (..., classes), or predicted classes of shape (...), integers or
+            booleans.
         labels: (...), integers or booleans.
-        ignore_index: a label that counts nothing. The default is that of torch's losses; None to count every label.
-        weights: (...), of each label.
-        top_k: a label counts where fewer than k classes score higher; of equal scores the first class is higher,
-            as for argmax. A NaN is never a hit.
+        ignore_index: label to ignore. Defaults to that of torch's losses; None counts every label.
+        weights: (...), weight of each label.
+        top_k: a label counts as predicted if fewer than k classes score higher. Among equal scores the first class
+            ranks higher, as with argmax. NaN is never a hit.
 
-    Raises ValueError for shapes or dtypes that do not fit, or a top_k that is not among the classes.
+    Raises:
+        ValueError: shapes or dtypes do not match, or `top_k` is larger than the number of classes.
     """
     _integers("labels", labels)
     if predictions.dim() == labels.dim() + 1:
@@ -100,9 +102,9 @@ def accuracy(
 
 
 def _valid(labels: Tensor, ignore_index: int | None) -> Tensor:
-    """Which labels count."""
+    """Mask of the labels that count."""
     if ignore_index is None or (ignore_index < 0 and not labels.dtype.is_signed):
-        return torch.ones_like(labels, dtype=torch.bool)  # torch would compare a uint8 with 156 in place of -100
+        return torch.ones_like(labels, dtype=torch.bool)  # torch would compare a uint8 with 156 instead of -100
     return labels != ignore_index
 
 
@@ -115,7 +117,7 @@ def perplexity(loss: Mean) -> Reading:
     8.0
 
     Args:
-        loss: the summed negative log-likelihood in nats, and the number of tokens.
+        loss: the summed negative log-likelihood in nats and the number of tokens, as from `next_token_loss`.
     """
     return Reading(loss, _exp_of_mean)
 
@@ -126,19 +128,21 @@ def _exp_of_mean(mean: Mean) -> Tensor:
 
 
 def calibration(predictions: Tensor, labels: Tensor, weights: Tensor | None = None) -> Mean:
-    """Calibration ratio: the mean prediction over the mean label, 1 where as much is predicted as happens.
+    """Calibration ratio: the mean prediction divided by the mean label; 1 is ideal.
 
     >>> import looplib as ll, torch
     >>> ll.compute({"calibration": ll.metrics.calibration(torch.tensor([0.2, 0.7]), torch.tensor([0, 1]))})
     {'calibration': 0.89999...}
 
+    The value is infinity if no label is above 0, or NaN if nothing was predicted either.
+
     Args:
-        predictions: probabilities, or predicted amounts; floats of any shape.
+        predictions: probabilities or predicted amounts, floats of any shape.
         labels: of the same shape, any dtype.
         weights: of the same shape.
 
-    Where no label is above 0 it computes to infinity, or NaN if nothing was predicted either. Raises ValueError for
-    shapes that do not fit.
+    Raises:
+        ValueError: the shapes do not match.
 
     Source: He et al., "Practical lessons from predicting clicks on ads at Facebook", 2014, section 2.
     """
@@ -147,7 +151,7 @@ def calibration(predictions: Tensor, labels: Tensor, weights: Tensor | None = No
 
 
 def mae(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Mean:
-    """Mean absolute error (MAE), over all elements.
+    """Mean absolute error (MAE) over all elements.
 
     >>> import looplib as ll, torch
     >>> ll.compute({"mae": ll.metrics.mae(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))})
@@ -158,13 +162,14 @@ def mae(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> 
         targets: of the same shape.
         weights: of the same shape.
 
-    Raises ValueError for shapes that do not fit.
+    Raises:
+        ValueError: the shapes do not match.
     """
     return _mean(_errors(predictions, targets, weights).abs(), weights)
 
 
 def mse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Mean:
-    """Mean squared error (MSE), over all elements.
+    """Mean squared error (MSE) over all elements.
 
     >>> import looplib as ll, torch
     >>> ll.compute({"mse": ll.metrics.mse(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))})
@@ -175,7 +180,8 @@ def mse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> 
         targets: of the same shape.
         weights: of the same shape.
 
-    Raises ValueError for shapes that do not fit.
+    Raises:
+        ValueError: the shapes do not match.
     """
     return _mean(_errors(predictions, targets, weights).square(), weights)
 
@@ -186,7 +192,7 @@ def _errors(predictions: Tensor, targets: Tensor, weights: Tensor | None) -> Ten
 
 
 def rmse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Reading:
-    """Root mean squared error (RMSE), over all elements.
+    """Root mean squared error (RMSE) over all elements.
 
     >>> import looplib as ll, torch
     >>> ll.compute({"rmse": ll.metrics.rmse(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))})
@@ -197,7 +203,8 @@ def rmse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) ->
         targets: of the same shape.
         weights: of the same shape.
 
-    Raises ValueError for shapes that do not fit.
+    Raises:
+        ValueError: the shapes do not match.
     """
     return Reading(mse(predictions, targets, weights), _root_of_mean)
 
@@ -207,21 +214,21 @@ def _root_of_mean(mean: Mean) -> Tensor:
 
 
 class R2(NamedTuple):
-    """Coefficient of determination (R²): the part of the targets' variance that is predicted.
+    """Coefficient of determination (R²): the fraction of the targets' variance that is predicted.
 
     >>> import looplib as ll, torch
     >>> ll.compute({"r2": ll.metrics.R2.of(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0]))})
     {'r2': 0.5}
 
+    As in scikit-learn, the value for constant targets is 1 if all were predicted exactly and 0 otherwise, and it is
+    NaN for fewer than two samples.
+
     Attributes:
-        examples: how many.
+        examples: number of samples.
         weight: sum of their weights.
-        mean: of the targets.
+        mean: weighted mean of the targets.
         spread: weighted sum of the squared distances of the targets from their mean.
         residual: weighted sum of the squared errors.
-
-    As in scikit-learn, it is 1 or 0 for constant targets, by whether all were hit, and NaN for fewer than two
-    examples.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances",
     1979, equation 2.1.
@@ -235,23 +242,23 @@ class R2(NamedTuple):
 
     @classmethod
     def empty(cls, device: Any = None) -> R2:
-        """The record of no examples."""
+        """Record without samples."""
         zero = torch.zeros((), device=device)
         zero = zero.to(_wide_dtype(zero))
         return cls(0, zero, zero, zero, zero)
 
     @classmethod
     def of(cls, predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> R2:
-        """The record of a batch: arguments and errors as of `mae`."""
+        """Record of a batch, with the arguments and errors of `mae`."""
         _fit(predictions, targets, weights, "predictions", "targets")
         if not targets.numel():
             return cls.empty(targets.device)
         y, p = _wide(targets), _wide(predictions)
         w = torch.ones_like(y) if weights is None else _wide(weights)
-        # From one of the targets, so that the mean of equal targets is that target, and their spread 0.
+        # Measure from one of the targets, so that equal targets have that mean and a spread of 0.
         near = y.take(w.argmax())
         mean = near + (w * (y - near)).sum() / w.sum()
-        # Where no weight is, there is no mean.
+        # Without weight there is no mean.
         mean = torch.where(w.sum() == 0, near, mean)
         return cls(y.numel(), w.sum(), mean, (w * (y - mean).square()).sum(), (w * (y - p).square()).sum())
 
@@ -290,7 +297,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    # A slice would keep the whole of its logits alive, and a batch may be written over.
+    # A slice would keep all of its logits alive, and a batch may be overwritten.
     return tensor.detach().flatten().clone(memory_format=torch.contiguous_format)
 
 

@@ -1,7 +1,7 @@
-"""torchmetrics adapter: its metrics as records that merge.
+"""torchmetrics adapter: its metrics as mergeable records.
 
-A metric there is an object that counts. Here it is what updates and computes, and holds nothing between calls: the
-state that a batch makes of it is the record.
+A torchmetrics metric is an object that accumulates. Here the object only updates and computes, and is empty between
+calls: the state that a batch produces is the record.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class TorchMetric(NamedTuple):
     1
 
     Attributes:
-        host: the metric that updates and computes; between calls it holds nothing.
-        states: name -> state of the metric, after the place of the metric it is of; None where inputs are kept.
-        inputs: (args, kwargs) of each update, for such a metric.
-        updates: how many batches.
+        host: the metric that updates and computes. It is empty between calls.
+        states: name -> state of the metric, prefixed with the path of the metric it belongs to; None if inputs are
+            kept.
+        inputs: (args, kwargs) of each update, for a metric whose inputs are kept.
+        updates: number of batches.
     """
 
     host: Any
@@ -38,7 +39,7 @@ class TorchMetric(NamedTuple):
     updates: int = 0
 
     def of(self, *args: Any, **kwargs: Any) -> TorchMetric:
-        """The record of a batch, given what the metric's `update` takes."""
+        """Record of a batch, from the arguments of the metric's `update`."""
         args, kwargs = trees.map_leaves(
             lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
@@ -52,7 +53,7 @@ class TorchMetric(NamedTuple):
             self.host.reset()
 
     def merge(self, other: TorchMetric) -> TorchMetric:
-        # An empty record has no state yet on the device, or of the dtype, of the others.
+        # An empty record does not have the others' device and dtype yet.
         if not self.updates or not other.updates:
             return self if self.updates else other
         updates = self.updates + other.updates
@@ -68,9 +69,10 @@ class TorchMetric(NamedTuple):
         return TorchMetric(self.host, states, (), updates)
 
     def value(self) -> Any:
-        """Value of the metric, as it is: a tensor of any shape, or a dict.
+        """The metric's own value: a tensor of any shape, or a dict.
 
-        Raises ValueError for the record of no batches.
+        Raises:
+            ValueError: the record has no batches.
         """
         if not self.updates:
             name = type(self.host).__name__
@@ -79,7 +81,7 @@ class TorchMetric(NamedTuple):
                 "and not the metric itself, from the function of the model and the batch"
             )
         if self.states is None:
-            # A reset does not bring all of such a metric back: MinMaxMetric keeps its extremes.
+            # A reset does not clear all of such a metric: MinMaxMetric keeps its extremes.
             metric = copy.deepcopy(self.host)
             for args, kwargs in self.inputs:
                 metric.update(*args, **kwargs)
@@ -95,7 +97,7 @@ class TorchMetric(NamedTuple):
             self.host.reset()
 
     def compute(self) -> Any:
-        """The value, which has to be one number."""
+        """The value, which must be a single number."""
         value = self.value()
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             return value
@@ -107,7 +109,7 @@ class TorchMetric(NamedTuple):
 
 
 def torchmetric(metric: Any) -> TorchMetric:
-    """Any metric of torchmetrics as a record that merges; `.of(...)` takes what its `update` does.
+    """torchmetrics adapter: use any metric of torchmetrics as a mergeable record.
 
     >>> import looplib as ll, torch, torchmetrics
     >>> f1 = ll.metrics.torchmetric(torchmetrics.F1Score(task="binary"))
@@ -115,19 +117,22 @@ def torchmetric(metric: Any) -> TorchMetric:
     >>> ll.compute({"f1": first.merge(second)})
     {'f1': 0.800...}
 
-    What is returned is the record of no batches. The metric given is copied, and never changed. One that holds its
-    state in sums, extremes or lists, as most do, merges by these; memory is that of its state. So does a collection
-    or a composition of such. For any other, the inputs are kept, and the metric is updated with all of them when it
-    is computed: a running correlation, a bootstrap.
+    It returns the record without batches; `.of(...)` takes the arguments of the metric's `update`. The given metric
+    is copied and never changed. Most metrics keep their state in sums, extremes or lists; they and their collections
+    and compositions are merged by these, and memory is that of the state. For any other metric, such as a running
+    correlation or a bootstrap, the inputs are kept, and the metric is updated with all of them when it is computed.
 
-    Give the record to the loop, and not the metric's own value: a scalar such as `f1(logits, y)` is averaged over the
-    batches, by their examples, and for F1 or AUC such a mean of means is another number.
+    Return the record from your metric function, not the metric's own value: a scalar such as `f1(logits, y)` would be
+    averaged over batches, and for F1 or AUC such a mean of means is a different number.
 
     Args:
-        metric: of torchmetrics, or with the same `update()`, `reset()` and computing, on the device of its inputs.
+        metric: a torchmetrics metric, or an object with the same `update()`, `reset()` and `compute()`, on the device
+            of its inputs.
 
-    Raises TypeError for something else. A metric of several numbers raises ValueError when it is computed; `Reading`
-    takes one from its `value()`. So does the record of no batches, which `.of(...)` was forgotten for.
+    Raises:
+        TypeError: `metric` is something different.
+        ValueError: when computed, if the metric has several numbers (use `Reading` to take one from its `value()`),
+            or the record has no batches because `.of(...)` was forgotten.
     """
     missing = [name for name in ("update", "compute", "reset") if not callable(getattr(metric, name, None))]
     if missing or isinstance(metric, type):
@@ -138,19 +143,19 @@ def torchmetric(metric: Any) -> TorchMetric:
         )
     host = copy.deepcopy(metric)
     for part in host.modules() if isinstance(host, nn.Module) else ():
-        if hasattr(part, "sync_on_compute"):  # merging is what adds the ranks up, and once
+        if hasattr(part, "sync_on_compute"):  # merging adds up the ranks, so torchmetrics must not do it too
             vars(part).update(sync_on_compute=False, _to_sync=False)
         if hasattr(part, "_enable_compute_groups"):
-            # Metrics that agree on the first batch would share one state from then on, also where they differ later.
+            # Metrics with equal states after the first batch would share one from then on, even if they differ later.
             vars(part).update(_enable_compute_groups=False, _groups_checked=False, _groups={})
     host.reset()
     for _, part, name in _places(host) if isinstance(host, nn.Module) else ():
         if isinstance(getattr(part, name), list):
-            setattr(part, name, [])  # of its own, where those of a collection shared one
+            setattr(part, name, [])  # a separate copy, where metrics of a collection shared one
     return TorchMetric(host, _states_of(host) if _merges(host) else None)
 
 
-# By name, as torchmetrics is not imported. A mean of means has no weights, so it is not among them.
+# By name, since torchmetrics is not imported. A mean of means has no weights, so it is not included.
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dim_zero_sum": torch.add,
     "dim_zero_max": torch.maximum,
@@ -158,17 +163,17 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-# Which do nothing but pass their inputs on to the metrics that they hold.
+# Metrics that only pass their inputs on to the metrics they contain.
 _GROUPS = ("MetricCollection", "CompositionalMetric", "ClasswiseWrapper")
 
 
 def _parts(metric: Any) -> dict[str, Any]:
-    """The metric and those that it is made of, by their places in it."""
+    """The metric and those it consists of, by path."""
     return {place: part for place, part in metric.named_modules() if hasattr(part, "_update_count")}
 
 
 def _places(metric: Any) -> Iterator[tuple[str, Any, str]]:
-    """Of each state: where it is, of which metric, and its name."""
+    """For each state: its path, its metric, and its name."""
     for place, part in _parts(metric).items():
         for name in part._reductions:
             yield f"{place}.{name}", part, name
@@ -180,7 +185,7 @@ def _merges(metric: Any) -> bool:
     reductions = getattr(metric, "_reductions", {})
     if not reductions or len(_parts(metric)) != 1:
         return False
-    if not getattr(metric, "reset_real_features", True):  # a state that stays through a reset
+    if not getattr(metric, "reset_real_features", True):  # a state that a reset does not clear
         return False
     for name, reduction in reductions.items():
         known = getattr(reduction, "__name__", None)
@@ -193,7 +198,7 @@ def _merges(metric: Any) -> bool:
 
 
 def _states_of(metric: Any) -> dict[str, Any]:
-    """The states, copied: a reset clears the metric's lists, and these may hold the batch itself."""
+    """Copies of the states: a reset clears the metric's lists, and these may contain the batch itself."""
     states = {place: getattr(part, name) for place, part, name in _places(metric)}
     return pytree.tree_map_only(Tensor, torch.clone, states)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Logging window: metrics of several steps, to be logged together."""
+"""Logging window: metrics of several steps, logged together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from looplib.types import Metric, Metrics
 
 @dataclass(frozen=True)
 class Window:
-    """Logging window: the metrics of several steps together, without waiting for the device.
+    """Logging window: collect the metrics of several steps without waiting for the device.
 
     >>> import looplib as ll
     >>> window = ll.Window()
@@ -29,14 +29,14 @@ class Window:
                 log(state, ll.compute(window.metrics(), prefix="train/"))
                 window = ll.Window()
 
-    No checkpoint has it, so log where you save, and a run that goes on begins with an empty one:
+    A window is not part of checkpoints, so log when you save, and a resumed run starts with an empty window:
     `log_now = ll.every_n_steps(50) | save_now`.
 
-    It is a record that never changes, so an interrupt leaves the old one or the new one, and adding again what was
-    added is adding it twice. Records wait in it unmerged until there are 64: a step costs a few operations in 64, and
-    a window of any length the memory of 64 steps.
+    It is an immutable record, so an interrupt leaves either the old window or the new one. Adding the same metrics
+    again counts them twice. Up to 64 records wait unmerged: merging costs a few operations every 64 steps, and a
+    window of any length takes the memory of 64 steps.
 
-    `metrics()` raises ValueError when nothing was added, or when steps differ in their names.
+    `metrics()` raises ValueError if nothing was added, or if steps have different names.
     """
 
     merged: tuple[Metrics, ...] = ()
@@ -51,7 +51,7 @@ class Window:
         return Window(self.merged, waiting, self.steps + 1)
 
     def metrics(self) -> dict[str, Metric]:
-        """Those of all steps together, for `ll.compute`."""
+        """Metrics of all steps together, for `ll.compute`."""
         if not self.steps:
             raise ValueError("the window is empty; add the metrics of a step first: window = window.add(metrics)")
         return merge(*self.merged, *self.waiting)

@@ -1,4 +1,4 @@
-"""Predicates: a state goes in, yes or no comes out."""
+"""Predicates: a state goes in and True or False comes out."""
 
 from looplib.predicates._best import BestSoFar, at_best, early_stopping, update_best
 from looplib.predicates._clock import after_seconds, every_seconds

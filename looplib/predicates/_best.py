@@ -1,8 +1,8 @@
-"""Early stopping, and saving the best model.
+"""Early stopping and saving the best model.
 
 The history (the best value, its step, the number of evaluations without an improvement) is an immutable record in
-`state.extra`, which is saved and restored with the rest of the state. The decision, such as how long to be patient,
-is made by a predicate that reads the record.
+`state.extra`, so it is saved and restored with the state. Predicates read the record and decide, for example how long
+to be patient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from looplib.types import TrainState
 
 @dataclass(frozen=True, slots=True)
 class BestSoFar:
-    """The best value of a metric so far, and the number of evaluations since the last improvement.
+    """Best value of a metric so far, and the number of evaluations since the last improvement.
 
     >>> import looplib as ll
     >>> best = ll.predicates.BestSoFar("eval/loss", min_delta=0.1)
@@ -31,21 +31,23 @@ class BestSoFar:
     >>> best.best, best.best_step, best.waited
     (0.45, 300, 2)
 
-    It belongs in `state.extra`, where `update_best` keeps it up to date and `early_stopping` reads it. It is a
-    pytree of the last four attributes. The first three are settings, so a restored run continues with the settings of
-    the record that it is restored into. Restoring into a record of a different metric or mode is refused, because
-    their leaves have different names.
+    Put it into `state.extra`, where `update_best` updates it and `early_stopping` reads it. It is a pytree of the
+    last four attributes. The first three are settings, so a restored run continues with the settings of the record
+    that it is restored into. Restoring into a record of a different metric or mode is refused, because their leaves
+    have different names.
 
     Attributes:
         monitor: name of the metric.
         mode: "min" if lower is better, "max" if higher is.
-        min_delta: an improvement on `reference` must be larger than this; absolute, at least 0.
+        min_delta: smallest difference from `reference` that counts as an improvement (exclusive); absolute, at least
+            0.
         best: the best value, or None before the first evaluation.
-        best_step: the step of the best value, or the first such step if there are several.
-        reference: the value at the last improvement. Small gains add up until they exceed `min_delta`.
+        best_step: step of the best value, or the first such step if there are several.
+        reference: value at the last improvement. Small gains add up until they exceed `min_delta`.
         waited: evaluations since the last improvement, which `early_stopping` compares with its patience.
 
-    Raises ValueError for another mode, or a `min_delta` that is below 0 or not finite.
+    Raises:
+        ValueError: `mode` is neither "min" nor "max", or `min_delta` is negative or not finite.
     """
 
     monitor: str
@@ -66,7 +68,7 @@ class BestSoFar:
             )
 
     def update(self, value: float | Tensor, step: int) -> BestSoFar:
-        """The record after one more evaluation, at `step`. Raises ValueError for NaN.
+        """Return the record after one more evaluation, at `step`. Raises ValueError for NaN.
 
         >>> BestSoFar("accuracy", mode="max").update(0.5, step=10).best
         0.5
@@ -99,7 +101,7 @@ def _flatten(record: BestSoFar) -> tuple[list[Any], Any]:
 
 def _flatten_with_keys(record: BestSoFar) -> tuple[list[Any], Any]:
     children, settings = _flatten(record)
-    # The leaves' places name the metric, so that a checkpoint of another one does not fit.
+    # The leaves' paths contain the metric's name, so a checkpoint of a different metric does not fit.
     return [(pytree.MappingKey(f"{record.mode} {record.monitor}"), children[0])], settings
 
 
@@ -118,7 +120,7 @@ pytree.register_pytree_node(
 
 
 def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best") -> TrainState:
-    """Record the scores of an evaluation: the state with its `BestSoFar` brought up to date.
+    """Record the scores of an evaluation: return the state with its `BestSoFar` updated.
 
     >>> import looplib as ll
     >>> state = ll.TrainState(step=100, extra={"best": ll.predicates.BestSoFar("eval/loss")})
@@ -126,7 +128,7 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
     >>> state.extra["best"].best, state.extra["best"].best_step
     (0.3, 100)
 
-    Call it once for each evaluation, and before saving, so that the checkpoint holds the record:
+    Call it once per evaluation and before saving, so that the checkpoint contains the record:
 
         if eval_now(state):
             log(state, scores := ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
@@ -134,10 +136,12 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
             ckpt.save(state, scores)
 
     Args:
-        scores: name -> value, as `evaluate` returns them; the same on all ranks.
-        key: the key of the record in `state.extra`. Use one record for each metric that you watch.
+        state: a state with a `BestSoFar` in `extra`.
+        scores: name -> value, as returned by `evaluate`; the same on all ranks.
+        key: key of the record in `state.extra`. Use one record for each metric that you watch.
 
-    Raises ValueError if there is no record under `key`, or if its metric is NaN or not among the scores.
+    Raises:
+        ValueError: there is no record under `key`, or its metric is NaN or not among the scores.
     """
     record = _record(state, key)
     if record.monitor not in scores:
@@ -160,17 +164,19 @@ class early_stopping(Predicate):
     >>> done(state), done(ll.update_best(state, {"eval/loss": 0.4}))
     (False, True)
 
-    Everything it needs is in the state, so a resumed run stops where an uninterrupted one would, and a
-    larger patience lets a stopped run continue. To leave the epoch at once, ask it after `update_best` and break. To
+    Everything it needs is in the state, so a resumed run stops where an uninterrupted one would, and a larger
+    patience lets a stopped run continue. To leave the epoch immediately, ask it after `update_best` and break. To
     return to the best checkpoint, call `ckpt.restore(state, which="best")` after the loop.
 
     Args:
         patience: number of evaluations, at least 1. The very first evaluation is an improvement.
-        key: the key of the `BestSoFar` in `state.extra`, which defines what an improvement is.
+        key: key of the `BestSoFar` in `state.extra`, which defines an improvement.
 
-    Raises ValueError for a `patience` that is not an int of at least 1, and when called with a state without such a
-    record. It does what Lightning's EarlyStopping does and, without a `min_delta`, transformers'
-    EarlyStoppingCallback. The exception is NaN, which ends a run or counts as worse there; `update_best` refuses it.
+    Raises:
+        ValueError: `patience` is not an int of at least 1; or, when called, the state has no such record.
+
+    It behaves like Lightning's EarlyStopping and, without `min_delta`, like transformers' EarlyStoppingCallback,
+    except for NaN: there it ends the run or counts as worse, while `update_best` raises an error.
     """
 
     patience: int
@@ -190,7 +196,7 @@ class early_stopping(Predicate):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class at_best(Predicate):
-    """True if the last evaluation was the best so far: ask it after `update_best` to save the best model.
+    """True if the last evaluation was the best so far. Ask it after `update_best` to save the best model.
 
     >>> import looplib as ll
     >>> save_now = ll.predicates.at_best()
@@ -203,8 +209,8 @@ class at_best(Predicate):
     300 True
 
     It is false again after the next update, and before the first evaluation. A value equal to the best is not better.
-    `min_delta` plays no part here: any gain makes a new best, while patience waits for a larger one. In the loop, it
-    follows the evaluation:
+    `min_delta` does not matter here: any gain makes a new best, while patience waits for a larger one. In the loop,
+    put it after the evaluation:
 
         if eval_now(state):
             state = ll.update_best(state, scores := ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
@@ -212,18 +218,20 @@ class at_best(Predicate):
                 ckpt.save(state, scores)
 
     Args:
-        key: the key of the `BestSoFar` in `state.extra`.
+        key: key of the `BestSoFar` in `state.extra`.
 
-    Raises ValueError when called with a state without such a record. It is the condition of transformers'
-    `save_strategy="best"`.
+    Raises:
+        ValueError: when called, if the state has no such record.
+
+    It is the condition of transformers' `save_strategy="best"`.
     """
 
     key: str = field(default="best", kw_only=True)
 
     def fires(self, state: TrainState) -> bool:
         record = _record(state, self.key)
-        # A second evaluation at the step of the best, as after a restore, has waited. Where small improvements count
-        # less than the best does, that says nothing.
+        # A second evaluation at the step of the best, as after a restore, increases `waited`. If small improvements do
+        # not count as such, `waited` shows nothing.
         return record.best_step == state.step and (record.waited == 0 or record.min_delta > 0)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Wall-clock predicates: every so many seconds, and a time budget."""
+"""Wall-clock predicates: time intervals and a time budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Clock(Predicate):
 
 
 class every_seconds(_Clock):
-    """Fires when at least `seconds` have passed since it last fired, or was made. NOT pure: it keeps that time.
+    """Fires when at least `seconds` have passed since it last fired or was created. Not pure: it reads a clock.
 
     >>> import looplib as ll
     >>> times = iter([0, 30, 70, 100, 130])
@@ -34,12 +34,16 @@ class every_seconds(_Clock):
     >>> [save_now(ll.TrainState()) for _ in range(4)]
     [False, True, False, True]
 
-    Make one for each use, and combine it on the right, since asking resets it:
-    ``every_n_steps(10) & every_seconds(60)``. `clock` returns the time in seconds. The time starts again in each
-    process. All ranks give the same answer, true if the clock of any of them is due; each answer costs one small
-    message to all ranks.
+    Create one for each use, and put it on the right side of a combination, because asking resets it:
+    `every_n_steps(10) & every_seconds(60)`. The time starts again in each process. All ranks give the same answer,
+    true if the clock of any of them is due; each answer costs one small message to all ranks.
 
-    Raises ValueError for `seconds` that are not above 0 and finite.
+    Args:
+        seconds: interval in seconds, above 0.
+        clock: function that returns the time in seconds.
+
+    Raises:
+        ValueError: `seconds` is not above 0 and finite.
     """
 
     __slots__ = ()
@@ -53,7 +57,7 @@ class every_seconds(_Clock):
 
 
 class after_seconds(_Clock):
-    """Time budget: true once `seconds` have passed since it was made. NOT pure: it reads a clock.
+    """Time budget: true once `seconds` have passed since it was created. Not pure: it reads a clock.
 
     >>> import looplib as ll
     >>> times = iter([0, 30, 60, 61])
@@ -61,10 +65,15 @@ class after_seconds(_Clock):
     >>> [done(ll.TrainState()) for _ in range(3)]
     [False, True, True]
 
-    `clock` returns the time in seconds. The time starts again in each process. All ranks give the same answer, true if
-    the clock of any of them is due; each answer costs one small message to all ranks.
+    The time starts again in each process. All ranks give the same answer, true if the clock of any of them is due;
+    each answer costs one small message to all ranks.
 
-    Raises ValueError for `seconds` that are not above 0 and finite.
+    Args:
+        seconds: time budget in seconds, above 0.
+        clock: function that returns the time in seconds.
+
+    Raises:
+        ValueError: `seconds` is not above 0 and finite.
     """
 
     __slots__ = ()

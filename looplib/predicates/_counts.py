@@ -1,7 +1,7 @@
 """Predicates on counts: steps, samples and epochs.
 
-Ask a predicate once for each batch, after the step. It answers from the counts in the state alone and keeps none of
-its own, so one predicate serves many runs, and a resumed run gets the answers of an uninterrupted one.
+Ask a predicate once per batch, after the step. It uses only the counts in the state and keeps none of its own, so one
+predicate can serve many runs, and a resumed run gets the same answers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _crossed(before: int, now: int, n: int, offset: int, first: float, last: flo
 
 
 def _fraction(value: Number) -> Fraction:
-    # 0.1 is meant as a tenth, not as the double next to it.
+    # 0.1 means one tenth, not the nearest double.
     return value if isinstance(value, Fraction) else Fraction(value).limit_denominator(1_000_000)
 
 
@@ -79,7 +79,7 @@ def _epochs(predicate: Predicate, value: Number) -> Fraction:
 
 
 def _length(predicate: Predicate, state: TrainState, instead: str) -> int:
-    """The number of batches in an epoch, which a fraction of one is counted in."""
+    """Number of batches in an epoch, needed to count a fraction of one."""
     if state.epoch_length is None:
         raise ValueError(
             f"{predicate!r}: a fraction of an epoch needs state.epoch_length, which a stream does not have; use "
@@ -101,13 +101,15 @@ class every_n_steps(_Every):
     >>> ll.every_n_steps(50, offset=1).between(100, 200)  # 101, 151
     every_n_steps(50, offset=1).between(100, 200)
 
+    It never fires at step 0. If you make several updates on a batch (`same_batch`), ask once, after the last of them.
+
     Args:
-        n: steps from one firing to the next, at least 1.
-        offset: in [0, n).
+        n: number of steps between firings, at least 1.
+        offset: int in [0, n).
         first, last: see `between`, in steps.
 
-    It never fires at step 0. If you make several updates on a batch (`same_batch`), ask once, after the last of them.
-    Raises ValueError for an `n` of 0, and for anything that is not an int or is out of range.
+    Raises:
+        ValueError: a value is not an int or is out of range.
     """
 
     n: int
@@ -131,12 +133,16 @@ class every_n_samples(_Every):
     >>> eval_now(ll.TrainState(samples=128, batch_samples=64)), eval_now(ll.TrainState(samples=192, batch_samples=64))
     (True, False)
 
-    Args:
-        n: samples from one point to the next, at least 1. A batch that crosses several points fires once.
-        offset: in [0, n).
-        first, last: see `between`. The window applies to the multiple crossed, not to the count after the batch.
+    A batch counts even if its update was skipped.
 
-    A batch counts even if its update was skipped. Raises ValueError as `every_n_steps` does.
+    Args:
+        n: number of samples between points, at least 1. A batch that crosses several points fires once.
+        offset: int in [0, n).
+        first, last: see `between`. The window applies to the multiple that is crossed, not to the count after the
+            batch.
+
+    Raises:
+        ValueError: a value is not an int or is out of range.
     """
 
     n: int
@@ -163,22 +169,24 @@ class every_n_epochs(_Every):
     >>> ll.every_n_epochs(2)(ll.TrainState(epoch=4))
     True
 
+    A batch counts even if its update was skipped.
+
     Args:
-        n: epochs from one point to the next. A fraction fires at the batch that reaches or crosses the point,
-            and needs a state with an `epoch_length`; it is read to a millionth, so that 0.1 is a tenth.
+        n: number of epochs between points. A fraction fires at the batch that reaches or crosses the point, and needs
+            a state with an `epoch_length`. It is rounded to a millionth, so that 0.1 is one tenth.
         offset: in [0, n), in epochs.
         first, last: see `between`, in epochs.
 
-    A batch counts even if its update was skipped.
-    Raises ValueError for an `n` that is not above 0 and finite, an `offset` or a window out of range, and when
-    called for a fraction with the state of a stream.
+    Raises:
+        ValueError: `n` is not above 0 and finite, `offset` or the window is out of range, or, when called, `n` is a
+            fraction and the state is that of a stream.
     """
 
     n: Number
     offset: Number = 0
     first: Number = field(default=0, kw_only=True)
     last: Number = field(default=math.inf, kw_only=True)
-    # n, offset, first and last as whole numbers of parts, and the parts that an epoch has.
+    # n, offset, first and last as integers in units of 1/parts of an epoch, and the number of parts.
     _parts: tuple[int, int, int, float, int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -193,7 +201,7 @@ class every_n_epochs(_Every):
 
     def fires(self, state: TrainState) -> bool:
         n, offset, first, last, per_epoch = self._parts
-        if per_epoch == 1:  # only ends of epochs, so that a stream will do
+        if per_epoch == 1:  # only at ends of epochs, so streams work too
             return not state.batch and _crossed(state.epoch - 1, state.epoch, n, offset, first, last)
         length = _length(self, state, "every_n_steps or every_n_samples")
         now = (state.epoch * length + state.batch) * per_epoch
@@ -202,13 +210,13 @@ class every_n_epochs(_Every):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class at_epoch_end(Predicate):
-    """Fires at the end of each epoch: ``batch == 0 and epoch > 0``.
+    """Fires at the end of each epoch: `batch == 0 and epoch > 0`.
 
     >>> import looplib as ll
     >>> ll.at_epoch_end()(ll.TrainState(epoch=1)), ll.at_epoch_end()(ll.TrainState(epoch=1, batch=1))
     (True, False)
 
-    With a stream, ask it about the state that `ll.end_epoch` returned. It is another name for ``every_n_epochs(1)``.
+    For a stream, ask it about the state returned by `ll.end_epoch`. It is equivalent to `every_n_epochs(1)`.
     """
 
     def fires(self, state: TrainState) -> bool:
@@ -234,9 +242,10 @@ class at_step(Predicate):
     (True, False)
 
     Args:
-        steps: values of `state.step`; the first update brings it to 1.
+        steps: values of `state.step`. The first update brings it to 1.
 
-    Raises ValueError for no steps, or a step that is not an int of at least 1.
+    Raises:
+        ValueError: there are no steps, or one is not an int of at least 1.
     """
 
     steps: frozenset[int]
@@ -283,7 +292,13 @@ class after_steps(_After):
     >>> done(ll.TrainState(step=999)), done(ll.TrainState(step=1000)), done(ll.TrainState(step=1001))
     (False, True, True)
 
-    ``after_steps(0)`` is always true. Raises ValueError for an `n` that is not an int of at least 0.
+    `after_steps(0)` is always true.
+
+    Args:
+        n: number of steps, an int of at least 0.
+
+    Raises:
+        ValueError: `n` is out of range.
     """
 
     _every = every_n_steps
@@ -304,13 +319,16 @@ class after_epochs(_After):
     >>> [batch for batch in range(5) if done(ll.TrainState(epoch=1, batch=batch, epoch_length=5))]
     [3, 4]
 
-    Args:
-        n: epochs, at least 0. A fraction ends within an epoch, at the batch that reaches or crosses the point, so a loop
-            asks for it after each step and breaks; it needs a state with an `epoch_length`, and is read to a
-            millionth, so that 0.1 is a tenth.
+    `after_epochs(0)` is always true.
 
-    ``after_epochs(0)`` is always true. Raises ValueError for an `n` that is negative or not finite, and when called
-    for a fraction with the state of a stream.
+    Args:
+        n: number of epochs, at least 0. A fraction becomes true within an epoch, at the batch that reaches or crosses
+            the point, so the loop must ask after each step and break. It needs a state with an `epoch_length` and is
+            rounded to a millionth, so that 0.1 is one tenth.
+
+    Raises:
+        ValueError: `n` is negative or not finite, or, when called, `n` is a fraction and the state is that of a
+            stream.
     """
 
     _every = every_n_epochs
@@ -320,7 +338,7 @@ class after_epochs(_After):
 
     def fires(self, state: TrainState) -> bool:
         n = _fraction(self.n)
-        if n.denominator == 1:  # an end of an epoch, so that a stream will do
+        if n.denominator == 1:  # at the end of an epoch, so streams work too
             return state.epoch >= n
         length = _length(self, state, "after_steps or after_samples")
         return state.epoch * length + state.batch >= n * length
@@ -335,7 +353,13 @@ class after_samples(_After):
     >>> done(ll.TrainState(samples=960)), done(ll.TrainState(samples=1024))
     (False, True)
 
-    ``after_samples(0)`` is always true. Raises ValueError for an `n` that is not an int of at least 0.
+    `after_samples(0)` is always true.
+
+    Args:
+        n: number of samples, an int of at least 0.
+
+    Raises:
+        ValueError: `n` is out of range.
     """
 
     _every = every_n_samples

@@ -1,8 +1,9 @@
 """Predicates: functions from the state to bool, combined with `&`, `|` and `~`.
 
-Ask a predicate once for each batch, after the step. It is a pure function of the state, so one predicate serves many
-runs, and a resumed run gets the answers of an uninterrupted one. What needs a memory (a best score, patience) keeps a
-record in `state.extra`. Predicates that ask the clock or listen for signals are not pure, and say so.
+Ask a predicate once per batch, after the step. It is a pure function of the state, so one predicate can serve many
+runs, and a resumed run gets the same answers as an uninterrupted one. Predicates that need a memory (a best score,
+patience) read a record in `state.extra`. Predicates that read a clock or listen for signals are not pure, and their
+docstrings say so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Number = float | Fraction
 
 @instances_are("predicate")
 class Predicate:
-    """A function from a `TrainState` to bool. Combine predicates with ``&``, ``|`` and ``~``.
+    """Predicate: a function from a `TrainState` to bool. Combine predicates with `&`, `|` and `~`.
 
     >>> import looplib as ll
     >>> save_now = ll.every_n_steps(500) & ~ll.at_epoch_end() | ll.at_step(1)
@@ -33,8 +34,8 @@ class Predicate:
     The right side is asked only if the left one does not settle the answer.
 
     Raises:
-        TypeError: when called with anything but a state; when used as a truth value (``if predicate:``,
-            ``and``, ``or``, ``not``); when combined with anything but a predicate.
+        TypeError: it is called with anything but a state, used as a truth value (`if predicate:`, `and`, `or`,
+            `not`), or combined with anything but a predicate.
     """
 
     __slots__ = ()
@@ -50,14 +51,18 @@ class Predicate:
         raise NotImplementedError
 
     def between(self, first: Number, last: Number = math.inf) -> Predicate:
-        """The same predicate within a window of steps, epochs or samples, both ends included.
+        """Restrict the predicate to a window of steps, epochs or samples, both ends included.
 
         >>> import looplib as ll
         >>> ll.every_n_steps(5).between(8, 25)  # fires at 10, 15, 20 and 25
         every_n_steps(5).between(8, 25)
 
-        The window is in what the predicate counts. Raises ValueError for a window that ends before it begins, or in
-        numbers that the predicate does not count in, and TypeError for a predicate that does not count.
+        Args:
+            first, last: ends of the window, in the unit that the predicate counts.
+
+        Raises:
+            ValueError: the window ends before it starts, or its ends are not in the predicate's unit.
+            TypeError: the predicate does not count.
         """
         raise TypeError(
             f"between({first!r}, {last!r}): a window of {self!r} has no unit, as one of every_n_steps has. Say it in "
@@ -65,13 +70,14 @@ class Predicate:
         )
 
     def once(self) -> Predicate:
-        """The first firing only.
+        """Restrict the predicate to its first firing.
 
         >>> import looplib as ll
         >>> ll.every_n_steps(5).between(8, 25).once()
         every_n_steps(5).between(10, 10)
 
-        Raises TypeError for a predicate whose first firing cannot be told from the state, as it can be from counts.
+        Raises:
+            TypeError: the first firing cannot be determined from the state, as it can be from counts.
         """
         raise TypeError(
             f"once(): the first firing of {self!r} cannot be told from the state. Keep a flag in state.extra: "
@@ -139,7 +145,7 @@ class _Not(Predicate):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class predicate(Predicate):
-    """A predicate from your own function of the state; also a decorator.
+    """Make a predicate from your own function of the state; also a decorator.
 
     >>> import looplib as ll
     >>> @ll.predicates.predicate
@@ -149,9 +155,10 @@ class predicate(Predicate):
     (predicate(large_batch) & every_n_steps(10))
 
     Args:
-        function: `function(state)`; its result is converted to bool.
+        function: `function(state)`. Its result is converted to bool.
 
-    Raises TypeError for anything that cannot be called.
+    Raises:
+        TypeError: `function` is not callable.
     """
 
     function: Callable[[TrainState], Any]

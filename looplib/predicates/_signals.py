@@ -1,8 +1,9 @@
 """Stop training on a signal.
 
-A scheduler (Slurm, Kubernetes, torchrun, a spot machine) announces the end of a job with a signal and leaves some time
-to save. Here a signal raises nothing and interrupts nothing. It becomes the answer of a predicate, which the loop asks
-between two batches. No handler is installed before such a predicate is made, and the previous handlers come back.
+Schedulers (Slurm, Kubernetes, torchrun, spot instances) announce the end of a job with a signal and leave some time
+to save. Here a signal raises nothing and interrupts nothing. It becomes the answer of a predicate, which the loop
+asks between two batches. No handler is installed before such a predicate is created, and the previous handlers are
+restored afterwards.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from looplib.types import TrainState
 R = TypeVar("R")
 
 
-# Seconds: `timeout` sends its signal twice, so do Slurm and torchrun together, and Python may hear of the second only
-# when a long call into C is over.
+# In seconds. `timeout` sends its signal twice, and so do Slurm and torchrun together. Python may notice the second
+# one only after a long call into C.
 _ONE_SIGNAL = 5.0
 
 
@@ -37,7 +38,7 @@ _watches: dict[int, set[_Watch]] = {}
 
 
 class after_signal(Predicate):
-    """Stop on a signal: true once one of these signals has arrived, and from then on. NOT pure: it listens.
+    """Stop on a signal: true once one of these signals has arrived, and from then on. Not pure: it listens.
 
     >>> import looplib as ll, signal
     >>> stop_now = ll.after_signal(signal.SIGUSR1)
@@ -59,25 +60,23 @@ class after_signal(Predicate):
                     break
         ckpt.save(state)
 
-    The signal does nothing else, so the current batch is finished. A second signal of the same kind, 5 seconds
-    or more after the first, goes to the handler that was there before (by default, the process ends), so
-    a run that hangs can still be stopped. The previous handlers come back with `close()`, at the end of a `with`
-    block, or when nothing holds the predicate any more. If there are several such predicates, all of them see the
-    signal.
+    The signal does nothing else, so the current batch is finished. A second signal of the same kind, 5 seconds or
+    more after the first, goes to the handler that was installed before (by default, the process ends), so a run that
+    hangs can still be stopped. The previous handlers are restored by `close()`, at the end of a `with` block, or when
+    the predicate is deleted. If there are several such predicates, all of them see the signal.
 
-    Args:
-        signals: numbers from the signal module. Slurm sends SIGTERM before a job ends, and the signal given with
-            `--signal`, such as SIGUSR1; torchrun and Kubernetes send SIGTERM. With SIGINT, Ctrl-C is one more
-            request to stop. In a loop over a looplib loader it takes effect at the next batch, or at once if pressed
-            twice.
-
-    In a forked process the signals do what they did before, unless it makes a predicate of its own. All ranks give the
+    In a forked process the signals do what they did before, unless it creates its own predicate. All ranks give the
     same answer, whichever of them got the signal. Each answer costs one small message to all ranks; to ask less
     often, write `every_n_steps(10) & after_signal(...)`.
 
+    Args:
+        signals: numbers from the signal module. Slurm sends SIGTERM before a job ends, or the signal given with
+            `--signal`, such as SIGUSR1; torchrun and Kubernetes send SIGTERM. With SIGINT, Ctrl-C becomes a request
+            to stop. In a loop over a looplib loader it takes effect at the next batch, or at once if pressed twice.
+
     Raises:
-        ValueError: no signals; something that is not a signal or cannot be caught (SIGKILL, SIGSTOP); or a thread
-            other than the main one. You can ask the predicate in any thread.
+        ValueError: there are no signals, one of them is not a signal or cannot be caught (SIGKILL, SIGSTOP), or this
+            is not the main thread. The predicate can be asked in any thread.
     """
 
     __slots__ = ("__weakref__", "_close", "_watch")
@@ -94,14 +93,14 @@ class after_signal(Predicate):
             )
         self._watch = _Watch(signals)
         self._close = weakref.finalize(self, self._watch.close)
-        # At the exit of Python, a signal that comes again shall not cut off what is still being written.
+        # While Python exits, a repeated signal must not cut off data that are still being written.
         self._close.atexit = False
 
     def fires(self, state: TrainState) -> bool:
         return any_rank(bool(self._watch.came))
 
     def close(self) -> None:
-        """Stop listening, and put the previous handlers back. The answer stays what it was."""
+        """Stop listening and restore the previous handlers. The answer stays the same."""
         self._close()
 
     def __enter__(self) -> after_signal:
@@ -116,7 +115,7 @@ class after_signal(Predicate):
 
 
 class Stopped(Exception):
-    """Raised by `stop_when` in place of a step.
+    """Raised by `stop_when` instead of making a step.
 
     >>> import looplib as ll
     >>> step = ll.predicates.stop_when(lambda state, batch: {}, ll.after_steps(5))
@@ -129,7 +128,7 @@ class Stopped(Exception):
 
 
 def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Callable[[TrainState, Any], R]:
-    """A step that raises `Stopped` once the predicate is true of the state, instead of taking its batch.
+    """Wrap a step so that it raises `Stopped` once the predicate is true, instead of taking its batch.
 
     This stops a long evaluation between two batches, without returning scores of a part that could be mistaken for
     those of the whole:
@@ -155,8 +154,8 @@ def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Cal
         step: a train, eval or predict step.
         predicate: asked about the state before each batch.
 
-    The state does not change, so training continues from it as if nothing had happened. The evaluation that was
-    stopped is not repeated by itself.
+    The state does not change, so training can continue from it. The interrupted evaluation is not repeated
+    automatically.
     """
     step = checked(step, "stop_when", "eval_step", "predict_step", "train_step")
     check_kind(predicate, "stop_when", "predicate")
@@ -173,12 +172,12 @@ def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Cal
 
 
 class _Watch:
-    """The signals that a predicate has seen. Handlers hold this and not the predicate, so that it can be collected."""
+    """Signals that a predicate has seen. Handlers refer to this and not to the predicate, so that it can be collected."""
 
     def __init__(self, signals: tuple[int, ...]) -> None:
         self.signals = tuple(dict.fromkeys(signals))
         self.process = os.getpid()
-        self.came: dict[int, float] = {}  # signal -> when, first
+        self.came: dict[int, float] = {}  # signal -> time of its first arrival
         for number in self.signals:
             _watches.setdefault(number, set()).add(self)
             current = _handler(number)
@@ -189,14 +188,14 @@ class _Watch:
         for number in self.signals:
             _watches[number].discard(self)
             current = _handler(number)
-            # In another thread, which may be the one that collects the garbage, it must stay, and passes all on.
+            # In a different thread, such as one that runs the garbage collector, the handler stays and passes all signals on.
             alone = not _watches[number] and threading.current_thread() is threading.main_thread()
             if alone and isinstance(current, _Handler):
                 signal.signal(number, current.previous)
 
 
 def _tell(number: int) -> bool:
-    """Tell all watches of a signal. True if it is the first for any of them, or soon after the first."""
+    """Tell all watches about a signal. True if it is the first for any of them, or soon after the first."""
     now = time.monotonic()
     mine = [watch for watch in tuple(_watches.get(number, ())) if watch.process == os.getpid()]
     first = [watch.came.setdefault(number, now) for watch in mine]
@@ -204,7 +203,7 @@ def _tell(number: int) -> bool:
 
 
 class _Handler:
-    """Tells all watches; a repeated signal goes to the handler that was there before."""
+    """Signal handler: tells all watches, and passes a repeated signal on to the previous handler."""
 
     def __init__(self, previous: Any) -> None:
         self.previous = previous
@@ -216,11 +215,11 @@ class _Handler:
             self.previous(number, frame)
         elif self.previous == signal.SIG_DFL:
             current = signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)  # which most signals end the process with
+            signal.raise_signal(number)  # the default action of most signals ends the process
             signal.signal(number, current)
 
 
 def _handler(number: int) -> Any:
-    """The handler of a signal, below the guard of `_core.interrupts`, which the next batch or donated step restores."""
+    """Current handler of a signal, below the guard of `_core.interrupts`, which the next batch or donated step restores."""
     current = signal.getsignal(number)
     return current.handlers[number] if isinstance(current, _interrupts.Guard) else current

@@ -1,4 +1,4 @@
-"""Schedules: a step number goes in, a value of a hyperparameter comes out."""
+"""Schedules: a step number goes in and a hyperparameter's value comes out."""
 
 from looplib.schedules._combine import join, scaled
 from looplib.schedules._cycles import cosine_restarts, cyclic, one_cycle

@@ -1,4 +1,4 @@
-"""Schedules made of others."""
+"""Combinations of schedules."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from looplib.types import Schedule
 
 @dataclass(frozen=True, slots=True)
 class join(_Schedule):
-    """Join schedules, one after another: each begins at its own step 0 where the one before it ends.
+    """Join schedules in sequence: each starts at its own step 0 when the previous one ends.
 
     >>> import looplib as ll
     >>> lr = ll.schedules.join([ll.schedules.constant(1.0), ll.schedules.linear(1.0, total=10)], boundaries=[100])
     >>> [lr(step) for step in (0, 99, 100, 105, 110)]
     [1.0, 1.0, 1.0, 0.5, 0.0]
 
-    `boundaries` are the steps at which the second of the `schedules` begins, the third, and so on.
-    Raises TypeError for a schedule that cannot be called, and ValueError for `boundaries` that are not
-    increasing ints, or not one fewer than the schedules.
+    Args:
+        schedules: the schedules, in order.
+        boundaries: steps at which the second schedule starts, the third, and so on.
+
+    Raises:
+        TypeError: a schedule is not callable.
+        ValueError: `boundaries` are not increasing ints, or not one fewer than the schedules.
     """
 
     schedules: Sequence[Schedule]
@@ -42,15 +46,20 @@ class join(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class scaled(_Schedule):
-    """Scale a schedule: times a number, or times another schedule.
+    """Scale a schedule by a number, or multiply it by another schedule.
 
     >>> import looplib as ll
     >>> lr = ll.schedules.linear(1.0, total=4)
     >>> [ll.schedules.scaled(lr, 0.1)(2), ll.schedules.scaled(lr, lr)(2)]
     [0.05, 0.25]
 
-    Raises TypeError for a `schedule` that cannot be called, and ValueError for a `factor` that is neither a
-    schedule nor a finite number.
+    Args:
+        schedule: the schedule to scale.
+        factor: a number or a schedule.
+
+    Raises:
+        TypeError: `schedule` is not callable.
+        ValueError: `factor` is neither a schedule nor a finite number.
     """
 
     schedule: Schedule

@@ -1,4 +1,4 @@
-"""Schedules that go up and down."""
+"""Cyclical schedules."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ class cosine_restarts(_Schedule):
     >>> [round(ll.schedules.cosine_restarts(1.0, total=8, cycles=2)(step), 3) for step in (0, 2, 3, 4, 6, 8)]
     [1.0, 0.5, 0.146, 1.0, 0.5, 0.0]
 
-    From step `total` on it is `final`. Each cycle is `growth` (an int) times as long as the one before it: 70 steps
-    in 3 cycles with a growth of 2 are cycles of 10, 20 and 40 steps.
-    Raises ValueError for a number that is not finite, or a count that is no int of at least 1.
+    From step `total` on the value is `final`. Each cycle is `growth` times as long as the one before it: 70 steps in
+    3 cycles with a growth of 2 are cycles of 10, 20 and 40 steps.
+
+    Args:
+        start, final: values at the start and end of each cycle.
+        total: number of steps.
+        cycles: number of cycles.
+        growth: ratio of the lengths of consecutive cycles, an int.
+
+    Raises:
+        ValueError: a number is not finite, or a count is not an int of at least 1.
+
     Source: https://arxiv.org/abs/1608.03983
     """
 
@@ -37,7 +46,7 @@ class cosine_restarts(_Schedule):
     def __call__(self, step: int) -> float:
         if step >= self.total:
             return self.final
-        # In parts of a step, so that every cycle is whole: a rounded remainder would miss restarts.
+        # Count in fractions of a step, so that all cycles are complete: a rounded remainder would miss restarts.
         place, length = step * self._parts, self.total
         if self.growth == 1:
             place %= length
@@ -50,15 +59,21 @@ class cosine_restarts(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class cyclic(_Schedule):
-    """Cyclical rate: from `start` up to `peak` in `rise` steps and back in `fall` steps, without end.
+    """Cyclical learning rate: from `start` up to `peak` in `rise` steps and back in `fall` steps, repeated.
 
     >>> import looplib as ll
     >>> [ll.schedules.cyclic(0.0, 1.0, rise=2, fall=4, cycle_factor=0.5)(step) for step in (0, 1, 2, 4, 6, 8)]
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.5]
 
-    The height above `start` is multiplied by `cycle_factor` after every cycle (0.5 is torch's
-    "triangular2") and by `step_factor` at every step (torch's "exp_range").
-    Raises ValueError for a number that is not finite, or a count that is no int of at least 1.
+    Args:
+        start, peak: lowest and highest value of the first cycle.
+        rise, fall: number of steps up and down.
+        cycle_factor: factor for the height above `start` after every cycle (0.5 is torch's "triangular2").
+        step_factor: factor for the height above `start` at every step (torch's "exp_range").
+
+    Raises:
+        ValueError: a number is not finite, or a count is not an int of at least 1.
+
     Source: https://arxiv.org/abs/1506.01186
     """
 
@@ -82,7 +97,7 @@ class cyclic(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class one_cycle(_Schedule):
-    """One-cycle policy: from `start` to `peak`, then to `final`, which the last of `total` updates uses.
+    """One-cycle policy: from `start` to `peak`, then to `final`, which is used by the last of `total` updates.
 
     >>> import looplib as ll
     >>> lr = ll.schedules.one_cycle(0.04, 1.0, 0.0, total=100)
@@ -90,11 +105,19 @@ class one_cycle(_Schedule):
     [0.04, 1.0, 0.5, 0.0]
     >>> momentum = ll.schedules.one_cycle(0.95, 0.85, 0.95, total=100)
 
-    torch's own numbers are ``start = peak / 25`` and ``final = start / 1e4``. `rise` is the fraction of the
-    steps before the peak, `shape` is "cosine", "linear" or "1-sqrt", and `three_phase` goes back to `start`
-    as fast as it rose before it goes to `final`.
-    Raises ValueError for a number that is not finite, a `total` that is no int of at least 1, or a `rise`
-    not in [0, 1) (with three phases: [0, 0.5]).
+    torch's defaults are `start = peak / 25` and `final = start / 1e4`.
+
+    Args:
+        start, peak, final: values at the start, at the peak, and at the end.
+        total: number of steps.
+        rise: fraction of the steps before the peak.
+        shape: "cosine", "linear" or "1-sqrt".
+        three_phase: if True, return to `start` as fast as it rose before going to `final`.
+
+    Raises:
+        ValueError: a number is not finite, `total` is not an int of at least 1, or `rise` is not in [0, 1) (with
+            three phases: [0, 0.5]).
+
     Source: https://arxiv.org/abs/1708.07120
     """
 

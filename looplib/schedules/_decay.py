@@ -1,9 +1,9 @@
-"""Schedules that fall.
+"""Decay schedules.
 
-A schedule is called with the number of updates made so far (the first update uses ``schedule(0)``) and
-returns a float, so there is no scheduler object to step, save or forget. Those here are frozen records that
-print as the code that makes them; any other ``Callable[[int], float]``, a lambda too, will do as well, and
-each is as good for a momentum or a weight decay as for a learning rate.
+A schedule is called with the number of updates made so far (the first update uses `schedule(0)`) and returns a float,
+so there is no scheduler object to step, save or forget. The schedules here are frozen records that print as the code
+that makes them. Any `Callable[[int], float]`, such as a lambda, works too, and each can be used for momentum or
+weight decay as well as for the learning rate.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from looplib.schedules._schedule import _Schedule, count, increasing_counts, num
 
 @dataclass(frozen=True, slots=True)
 class constant(_Schedule):
-    """Constant: the same `value` at every step.
+    """Constant schedule: the same `value` at every step.
 
     >>> import looplib as ll
     >>> ll.schedules.constant(3e-4)(1000)
     0.0003
 
-    Raises ValueError for a number that is not finite.
+    Args:
+        value: the value.
+
+    Raises:
+        ValueError: `value` is not finite.
     """
 
     value: float
@@ -44,7 +48,12 @@ class linear(_Schedule):
     >>> [ll.schedules.linear(1.0, total=4)(step) for step in (0, 1, 2, 4, 100)]
     [1.0, 0.75, 0.5, 0.0, 0.0]
 
-    Raises ValueError for a number that is not finite, or a `total` that is no int of at least 1.
+    Args:
+        start, final: values at step 0 and at step `total`.
+        total: number of steps.
+
+    Raises:
+        ValueError: a number is not finite, or `total` is not an int of at least 1.
     """
 
     start: float
@@ -68,8 +77,15 @@ class cosine(_Schedule):
     >>> [round(ll.schedules.cosine(1.0, total=4)(step), 3) for step in (0, 1, 2, 4, 100)]
     [1.0, 0.854, 0.5, 0.0, 0.0]
 
-    Another number of `cycles` goes up and down between the two, and stays where it is at step `total`.
-    Raises ValueError for a number that is not finite, or a `total` that is no int of at least 1.
+    Args:
+        start, final: values at step 0 and at step `total`.
+        total: number of steps.
+        cycles: number of cosine waves, 0.5 by default. With a different number the value goes up and down between the
+            two, and keeps the value that it has at step `total`.
+
+    Raises:
+        ValueError: a number is not finite, or `total` is not an int of at least 1.
+
     Source: https://arxiv.org/abs/1608.03983
     """
 
@@ -90,14 +106,19 @@ class cosine(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class polynomial(_Schedule):
-    """Polynomial decay: from `start` to `final` as a power of what is left of `total` steps, and `final` from then on.
+    """Polynomial decay: from `start` to `final` as a power of the fraction of steps left, and `final` from then on.
 
     >>> import looplib as ll
     >>> [ll.schedules.polynomial(1.0, total=4, power=2.0)(step) for step in (0, 1, 2, 4, 100)]
     [1.0, 0.5625, 0.25, 0.0, 0.0]
 
-    Raises ValueError for a number that is not finite, a `total` that is no int of at least 1, or a `power`
-    that is not positive.
+    Args:
+        start, final: values at step 0 and at step `total`.
+        total: number of steps.
+        power: exponent, above 0.
+
+    Raises:
+        ValueError: a number is not finite, `total` is not an int of at least 1, or `power` is not positive.
     """
 
     start: float
@@ -124,7 +145,12 @@ class exponential(_Schedule):
     >>> [ll.schedules.exponential(1.0, factor=0.5)(step) for step in (0, 1, 3)]
     [1.0, 0.5, 0.125]
 
-    Raises ValueError for a number that is not finite.
+    Args:
+        start: value at step 0.
+        factor: factor per step.
+
+    Raises:
+        ValueError: a number is not finite.
     """
 
     start: float
@@ -146,7 +172,13 @@ class step_decay(_Schedule):
     >>> [ll.schedules.step_decay(1.0, every=30, factor=0.5)(step) for step in (0, 29, 30, 60)]
     [1.0, 1.0, 0.5, 0.25]
 
-    Raises ValueError for a number that is not finite, or an `every` that is no int of at least 1.
+    Args:
+        start: value at step 0.
+        every: number of steps between changes.
+        factor: factor for each change.
+
+    Raises:
+        ValueError: a number is not finite, or `every` is not an int of at least 1.
     """
 
     start: float
@@ -169,7 +201,13 @@ class multistep_decay(_Schedule):
     >>> [ll.schedules.multistep_decay(1.0, boundaries=[30, 80], factor=0.5)(step) for step in (0, 29, 30, 80)]
     [1.0, 1.0, 0.5, 0.25]
 
-    Raises ValueError for a number that is not finite, or `boundaries` that are not increasing ints.
+    Args:
+        start: value at step 0.
+        boundaries: steps at which the value changes, increasing.
+        factor: factor for each change.
+
+    Raises:
+        ValueError: a number is not finite, or `boundaries` are not increasing ints.
     """
 
     start: float
@@ -186,15 +224,22 @@ class multistep_decay(_Schedule):
 
 @dataclass(frozen=True, slots=True)
 class inverse_sqrt(_Schedule):
-    """Inverse square root decay: `start` over the root of ``1 + step / timescale``.
+    """Inverse square root decay: `start` divided by the square root of `1 + step / timescale`.
 
     >>> import looplib as ll
     >>> [ll.schedules.inverse_sqrt(1.0, timescale=100)(step) for step in (0, 300, 1500)]
     [1.0, 0.5, 0.25]
 
-    It is half of `start` after three times the timescale. The schedule of the Transformer is
-    ``ll.schedules.warmup(ll.schedules.inverse_sqrt(peak, timescale=n), n)``.
-    Raises ValueError for a number that is not finite, or a `timescale` that is no int of at least 1.
+    The value is half of `start` after three times the timescale. The schedule of the original Transformer is
+    `ll.schedules.warmup(ll.schedules.inverse_sqrt(peak, timescale=n), n)`.
+
+    Args:
+        start: value at step 0.
+        timescale: number of steps.
+
+    Raises:
+        ValueError: `start` is not finite, or `timescale` is not an int of at least 1.
+
     Source: https://arxiv.org/abs/1706.03762
     """
 

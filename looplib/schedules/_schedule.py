@@ -1,4 +1,4 @@
-"""Curve shapes and checks of arguments that the schedules share."""
+"""Curve shapes and argument checks shared by the schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from looplib.types import Schedule
 Shape = Literal["linear", "cosine", "1-sqrt"]
 
 
-# What is left to fall after a fraction of the way; a rise is the same curve run backwards.
+# Fraction of the height that is left after a fraction of the way. A rise is the same curve in reverse.
 _SHAPES: dict[Shape, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
@@ -22,19 +22,19 @@ _SHAPES: dict[Shape, Callable[[float], float]] = {
 }
 
 
-# Two values are mixed as weight * a + (1 - weight) * b, not b + weight * (a - b): that is exact at both ends.
+# Interpolate as weight * a + (1 - weight) * b instead of b + weight * (a - b), which is inexact at one end.
 def _mix(start: float, final: float, weight: float) -> float:
     return weight * start + (1.0 - weight) * final
 
 
 @instances_are("schedule")
 class _Schedule:
-    """A schedule is a record whose fields are checked when it is made."""
+    """Base of schedules: a record whose fields are checked on creation."""
 
     __slots__ = ()
 
     def _check(self, **checks: Callable[[str, Any], Any]) -> None:
-        """Check each of these fields, and keep what its check returns: numbers as floats, sequences as tuples."""
+        """Check each of these fields, and store the result of its check: numbers as floats, sequences as tuples."""
         for field, check in checks.items():
             object.__setattr__(self, field, check(f"{type(self).__name__}: {field}", getattr(self, field)))
 

@@ -1,4 +1,4 @@
-"""Warmup."""
+"""Warmup schedules."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from looplib.types import Schedule
 
 @dataclass(frozen=True, slots=True)
 class warmup(_Schedule):
-    """Linear warmup before a schedule: from `start` to where the schedule begins, in `steps` steps.
+    """Linear warmup before a schedule: from `start` to the schedule's first value in `steps` steps.
 
     >>> import looplib as ll
     >>> lr = ll.schedules.warmup(ll.schedules.linear(1.0, total=10), steps=4)
     >>> [lr(step) for step in (0, 2, 4, 9, 14)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
 
-    The schedule's own step 0 follows the warmup: step `steps` gives ``schedule(0)``, and a
-    schedule of 10 steps ends after ``steps + 10``. No steps are no warmup.
-    Raises TypeError for a `schedule` that cannot be called, and ValueError for a `start` that is not
-    finite or `steps` that are no int of at least 0.
+    The schedule's own step 0 follows the warmup: step `steps` gives `schedule(0)`, and a schedule of 10 steps ends
+    after `steps + 10`.
+
+    Args:
+        schedule: the schedule after the warmup.
+        steps: number of warmup steps; 0 for none.
+        start: value at step 0.
+
+    Raises:
+        TypeError: `schedule` is not callable.
+        ValueError: `start` is not finite, or `steps` is not an int of at least 0.
     """
 
     schedule: Schedule
@@ -46,8 +53,15 @@ class warmup_linear(_Schedule):
     >>> [lr(step) for step in (0, 1, 2, 4, 6, 100)]
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
 
-    After step `total` it is `final`.
-    Raises ValueError for a number that is not finite, a count that is no int, or a `warmup` above `total`.
+    After step `total` the value is `final`.
+
+    Args:
+        peak, final: highest value, and value from step `total` on.
+        warmup: number of warmup steps.
+        total: number of steps, including the warmup.
+
+    Raises:
+        ValueError: a number is not finite, a count is not an int, or `warmup` is above `total`.
     """
 
     peak: float
@@ -84,8 +98,15 @@ class warmup_cosine(warmup_linear):
     >>> lr
     warmup_cosine(peak=0.0003, warmup=100, total=2000, final=0.0)
 
-    After step `total` it is `final`.
-    Raises ValueError for a number that is not finite, a count that is no int, or a `warmup` above `total`.
+    After step `total` the value is `final`.
+
+    Args:
+        peak, final: highest value, and value from step `total` on.
+        warmup: number of warmup steps.
+        total: number of steps, including the warmup.
+
+    Raises:
+        ValueError: a number is not finite, a count is not an int, or `warmup` is above `total`.
     """
 
     def __call__(self, step: int) -> float:
@@ -100,16 +121,23 @@ class warmup_cosine(warmup_linear):
 
 @dataclass(frozen=True, slots=True)
 class warmup_stable_decay(_Schedule):
-    """Warmup-stable-decay: up to `peak` in `warmup` steps, level, and in the last `decay` of `total` down to `final`.
+    """Warmup-stable-decay (WSD): rise to `peak` in `warmup` steps, stay, and fall in the last `decay` steps.
 
     >>> import looplib as ll
     >>> lr = ll.schedules.warmup_stable_decay(1.0, warmup=2, decay=4, total=10)
     >>> [round(lr(step), 3) for step in (0, 1, 2, 6, 7, 8, 10)]
     [0.0, 0.5, 1.0, 1.0, 0.854, 0.5, 0.0]
 
-    `warmup_shape` and `decay_shape` are "linear", "cosine" or "1-sqrt"; the warmup begins at `start`.
-    Raises ValueError for a number that is not finite, a count that is no int, an unknown shape, or a
-    `warmup` and `decay` that are more than `total` together.
+    Args:
+        peak: highest value.
+        warmup, decay, total: number of steps of the warmup, of the decay, and in total.
+        start, final: values at step 0 and from step `total` on.
+        warmup_shape, decay_shape: "linear", "cosine" or "1-sqrt".
+
+    Raises:
+        ValueError: a number is not finite, a count is not an int, a shape is unknown, or `warmup` and `decay` add up
+            to more than `total`.
+
     Source: https://arxiv.org/abs/2404.06395, and for "1-sqrt" https://arxiv.org/abs/2405.18392
     """
 
