@@ -157,7 +157,7 @@ def check_state(value: Any, call: str) -> None:
 
 
 def _unpack(value: Any) -> str:
-    """What to write where the result of a train step stands in the place of a state."""
+    """Advice for the result of a train step that is passed in place of a state."""
     if not isinstance(value, tuple) or not value or not isinstance(value[0], TrainState):
         return ""
     return ". A train step returns two values: state, metrics = train_step(state, batch)"

@@ -167,5 +167,5 @@ def check_samples(dataset: Any, collated: bool = False) -> None:
 
 
 def _has_keys(dataset: Any) -> bool:
-    """Whether a dict can be read by indices, as a dataset is."""
+    """True if a dict can be read by indices like a dataset."""
     return isinstance(dataset, dict) and all(index in dataset for index in range(len(dataset)))

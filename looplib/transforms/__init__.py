@@ -1,4 +1,4 @@
-"""Transforms: a step goes in, a step comes out."""
+"""Transforms: a step goes in and a step comes out (compiled, vectorized, differentiable)."""
 
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.transforms._compile_blocks import compile_blocks

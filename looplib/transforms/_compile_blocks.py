@@ -12,7 +12,7 @@ from looplib.losses._recompute import Classes, choice, outermost
 
 
 def compile_blocks(model: nn.Module, blocks: Classes | Callable[[str, nn.Module], bool], **options: Any) -> nn.Module:
-    """Compile each of a model's blocks by itself, in place, and leave the rest of the step as it is.
+    """Regional compilation: compile each of a model's blocks in place, and leave the rest of the step eager.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Sequential(*[torch.nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4)])
@@ -20,16 +20,19 @@ def compile_blocks(model: nn.Module, blocks: Classes | Callable[[str, nn.Module]
     >>> list(dict(model.named_parameters()))[0]
     '0.self_attn.in_proj_weight'
 
-    For large models, whose whole step would take long to compile: blocks of one class share their code, so the first
-    is compiled and the others are not. It goes with DDP (before it is wrapped) and FSDP2, with hooks, and with models
-    of which some parts cannot be traced. Names stay as they are.
+    Use it for large models whose whole step would take long to compile: blocks of one class share their code, so only
+    the first is compiled. It works with DDP (call it before wrapping), FSDP2, hooks, and models that cannot be traced
+    completely. Parameter names do not change.
 
     Args:
-        model: changed in place, and returned.
-        blocks: a class of modules, a tuple of them, or `(name, module) -> bool`; the outermost of those chosen.
-        options: torch.compile's.
+        model: the module, changed in place and returned.
+        blocks: a module class, a tuple of classes, or `(name, module) -> bool`. The outermost matching modules are
+            compiled.
+        options: arguments of `torch.compile`.
 
-    Raises ValueError when the model has no such module, TypeError for `blocks` of another kind.
+    Raises:
+        ValueError: the model has no such module.
+        TypeError: `blocks` is of a different type.
 
     Source: "regional compilation" in PyTorch's tutorials; `torch.nn.Module.compile`.
     """

@@ -1,4 +1,4 @@
-"""Compile a step: forward pass, backward pass and update as one graph."""
+"""Compilation of a step: forward pass, backward pass and update as one graph."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ def compile_step(
     >>> state.step
     1
 
-    A train step becomes one graph of forward pass, backward pass, clipping, loss scale, schedule and update; an eval or
-    a predict step one of its forward pass. A step of a stack is compiled by `compile_step(vmap_step(train_step))`.
-    `donate=True` of the step is kept.
+    The graph of a train step contains forward pass, backward pass, clipping, loss scaling, schedule and update; that
+    of an eval or predict step contains the forward pass. To compile the step of a stack, write
+    `compile_step(vmap_step(train_step))`. The step keeps its `donate=True`.
 
     The graph is what the step's Python did when it was traced:
 
-    - The value of a tensor may not be asked for (`if loss > 1`, `.item()`); such a line is named in the error.
-    - Python that only looks on (hooks, prints) runs once, while the step is traced.
-    - The learning rate and other hyperparameters enter the graph as numbers, so that no step compiles again. A
-      number that the loss function reads from elsewhere (an attribute, a global, a closure) is watched, and the step is
-      compiled again, with a warning, when it has changed. Numbers and strings in a batch belong to its shape.
-    - Inductor draws other random numbers than eager torch, a function of the state's seed and step all the same.
-      `options={"fallback_random": True}` draws the same ones, but for microbatches after the first.
+    - Tensor values cannot be read (`if loss > 1`, `.item()`). The error names the line.
+    - Python that only observes (hooks, prints) runs once, during tracing.
+    - The learning rate and other hyperparameters are inputs of the graph, so changing them does not recompile.
+      Numbers that the loss function reads from elsewhere (an attribute, a global, a closure) are watched; if one
+      changes, the step is recompiled with a warning. Numbers and strings in a batch belong to its shape.
+    - Inductor draws different random numbers than eager torch, though still as a function of the state's seed and
+      step. `options={"fallback_random": True}` draws the same ones, except for microbatches after the first.
 
     Args:
-        step: what `make_train_step`, `make_eval_step`, `make_predict_step` or `vmap_step` returns.
-        mode: torch.compile's: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
-        options: Inductor's, by name.
-        backend: torch.compile's, by name.
+        step: a step from `make_train_step`, `make_eval_step`, `make_predict_step` or `vmap_step`.
+        mode: of `torch.compile`: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
+        options: Inductor's options, by name.
+        backend: name of a `torch.compile` backend.
 
     Raises:
-        TypeError: another function, a step that is compiled already, a differentiable step, or options that torch
-            does not know.
-        UntraceableError: by the step, where it asks for the value of a tensor, changes Python values, or runs on
-            several ranks (`compile_blocks` compiles the model there).
+        TypeError: `step` is a different function, is already compiled, or is differentiable; or torch does not know
+            an option.
+        UntraceableError: from the step, if it reads the value of a tensor, changes Python values, or runs on several
+            ranks (use `compile_blocks` for the model there).
     """
     parts = parts_of(step, "compile_step")
     chosen = {"mode": mode, "options": options, "backend": backend}
@@ -69,7 +69,7 @@ def compile_step(
 
 @dataclass(frozen=True, kw_only=True)
 class GraphParts(Parts):
-    """The parts of a step that runs as a graph, and what makes its graphs."""
+    """Components of a step that runs as a graph, and the compiler of its graphs."""
 
     compiler: Compiler
 

@@ -1,15 +1,15 @@
-"""The compiler of a step: a cache of programs, by the shapes of their inputs and the host's answers.
+"""Step compiler: a cache of programs by the shapes of their inputs and the host's answers.
 
-A step is a function of values, so all of it can be compiled at once: forward pass, backward pass, clipping, update.
-It is written down as a graph once for each shape of its inputs, and torch's Inductor makes machine code of that. What
-the host decides from step to step, such as the learning rate, goes into the graph as a number; and the random numbers
-are a function of the state's seed and step as ever, though others than those of the step as it is.
+A step is a function of values, so all of it can be compiled together: forward pass, backward pass, clipping, update.
+It is traced into a graph once for each shape of its inputs, and torch's Inductor generates machine code from the
+graph. Values that the host decides at each step, such as the learning rate, are inputs of the graph. Random numbers
+remain a function of the state's seed and step, though they differ from those of the eager step.
 
-A graph is what the step's Python did when it was written down. Python that only looks on (hooks, prints) is done that
-once. A number that a loss function has from elsewhere (an attribute, a global, a closure) is watched, and the step
-compiled again, with a warning, when it has changed; tensors from there are read at each step. Numbers and strings in a
-batch are part of its shape. Random numbers are drawn in the order of the graph, so microbatches each have their own.
-Dynamo has no part in this, so there are no guards and no graph breaks: what cannot be written down is an error.
+A graph is what the step's Python did when it was traced. Python that only observes (hooks, prints) runs once. Numbers
+that a loss function reads from elsewhere (an attribute, a global, a closure) are watched, and the step is recompiled
+with a warning if one changes; tensors from there are read at each step. Numbers and strings in a batch are part of
+its shape. Random numbers are drawn in the order of the graph, so each microbatch has its own. Dynamo is not used, so
+there are no guards and no graph breaks: anything that cannot be traced is an error.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from looplib.transforms._trace import trace
 from looplib.transforms._watch import changed, held_by
 from looplib.types import TrainState
 
-_MANY = (16, 64, 256)  # compilations to warn of
+_MANY = (16, 64, 256)  # number of compilations before a warning
 
 Draw = Callable[[TrainState, Sequence[torch.Generator]], list[Tensor]]
 
 
 def seed_streams(state: TrainState, generators: Sequence[torch.Generator]) -> list[Tensor]:
-    """Put the random streams where this step's begin, for a graph that draws from them itself."""
+    """Seed the random streams for this step, for a graph that draws from them itself."""
     seed = mix(state.seed, state.step, rank(), 0)
     for generator in generators:
         generator.manual_seed(seed)
@@ -55,12 +55,12 @@ class Machine:
 
     Attributes:
         program: the program.
-        run: takes the values of its inputs, and returns those of its graph's outputs.
-        rebuild: builds the outcome of these.
-        random: whether it takes random numbers.
-        draw: puts the random streams where they begin, and draws what the graph takes as inputs.
-        finish: what becomes of the outcome at last.
-        stable: whether what comes out is like what goes in, known after the first run.
+        run: function from the values of its inputs to those of its graph's outputs.
+        rebuild: function that builds the outcome from these.
+        random: True if it needs random numbers.
+        draw: seeds the random streams, and draws the numbers that are inputs of the graph.
+        finish: final change to the outcome.
+        stable: True if outputs have the layout of inputs; known after the first run.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Machine:
 
 
 class Ready(NamedTuple):
-    """The prepared inputs of one run: all decided and checked, nothing written."""
+    """Prepared inputs of one run: everything is decided and checked, and nothing is written yet."""
 
     machine: Machine
     flat: list[Tensor]
@@ -86,35 +86,35 @@ class Ready(NamedTuple):
 
 
 class Compiler:
-    """The programs of one step, by the shapes of their inputs.
+    """Programs of one step, by the shapes of their inputs.
 
-    Subclasses make other programs of it (`make`), and say what the host answers to them (`answer`).
+    Subclasses make different programs (`make`) and give them different answers of the host (`answer`).
     """
 
-    no_grad = True  # whether the programs run without recording gradients
+    no_grad = True  # True if the programs run without recording gradients
 
     def __init__(self, core: Core, donate: bool, options: Mapping[str, Any], watched: tuple[Any, ...]) -> None:
         self.core, self.donate, self.watched, self.options = core, donate, watched, options
         self.build = backend(**options)
         self.kinds: dict[Any, int] = {}  # of states
-        self.table: dict[Any, dict[Any, Any]] = {}  # by what goes in, and then by what the host answers
+        self.table: dict[Any, dict[Any, Any]] = {}  # by the inputs, and then by the host's answers
         self.known: tuple[weakref.ref[TrainState], Callable[..., list[Tensor]], int] | None = None
         self.compilations = 0
-        self.seconds = 0.0  # spent on them, which a progress bar shows
-        self.intact = True  # whether the run that has raised left the state as it was
+        self.seconds = 0.0  # spent on compiling, shown by progress bars
+        self.intact = True  # True if the run that raised left the state unchanged
 
     def compiled(self, options: Mapping[str, Any]) -> Compiler:
-        """One that makes the same programs, and compiles them by these options."""
+        """A compiler that makes the same programs and compiles them with these options."""
         raise TypeError(
             "compile_step got a step that is compiled already: give the one that ll.make_train_step returned"
         )
 
     def options_for(self, transform: str) -> Mapping[str, Any]:
-        """The options that programs are compiled by, for a transform of the step that they are made of."""
+        """Options for compiling programs, for a transform of the step that they are made from."""
         return self.options
 
     def prepare(self, state: TrainState, batch: Any) -> Ready:
-        """Find the program for these inputs, or make it, and what the host has to say for this step."""
+        """Find or make the program for these inputs, and get the host's answers for this step."""
         if several():
             raise UntraceableError(
                 f"a step cannot be compiled whole on {torch.distributed.get_world_size()} ranks, which send each "
@@ -136,7 +136,7 @@ class Compiler:
         return Ready(machine, flat, answers, counts, kind)
 
     def tensors_of(self, state: TrainState) -> tuple[list[Tensor], int]:
-        """The tensors of a state, and the number of its kind."""
+        """The tensors of a state, and the number of its layout."""
         trees = state.params, state.buffers, state.opt_state
         if self.known is not None and self.known[0]() is state:
             return self.known[1](trees), self.known[2]
@@ -146,7 +146,7 @@ class Compiler:
     def find(
         self, questions: Mapping[Any, Any], flat: list[Tensor], counts: Mapping[str, Any]
     ) -> tuple[Machine | None, list[Tensor]]:
-        """Ask the host until its answers lead to a machine, or to nothing yet; with the tensors in the answers."""
+        """Ask the host until its answers lead to a machine, or to none yet. Also returns the tensors in the answers."""
         tensors: list[Tensor] = []
         node: Any = questions.get(None)
         while type(node) is Question:
@@ -156,7 +156,7 @@ class Compiler:
         return node, tensors
 
     def compile(self, inputs: Inputs) -> None:
-        """Make a program for such inputs, and file it under what the host answers."""
+        """Make a program for such inputs and store it under the host's answers."""
         begin = time.perf_counter()
         with tracing.one_at_a_time():
             answers, key, machine = self.make(inputs)
@@ -170,12 +170,12 @@ class Compiler:
             )
 
     def answer(self, question: Question, flat: list[Tensor], counts: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
-        """The host's answer now: the part that chooses a graph, and the tensors for it."""
+        """The host's current answer: the part that selects a graph, and the tensors for it."""
         answer = as_answer(question.function(*question.arguments(flat, counts)))
         return answer.key(), answer.tensors
 
     def make(self, inputs: Inputs) -> tuple[dict[Any, Any], Any, Machine]:
-        """A program for such inputs, and the table and key that it is found by."""
+        """Make a program for such inputs, with the table and key under which it is stored."""
 
         def evaluate(question: Question) -> Any:
             return question.function(*question.arguments(inputs.flat, inputs.counts))
@@ -185,7 +185,7 @@ class Compiler:
         return answers, key, Machine(program, self.build(program))
 
     def run(self, ready: Ready, state: TrainState) -> Outcome:
-        """Run it; with `donate` the state's tensors are written."""
+        """Run the program. With `donate`, the state's tensors are overwritten."""
         machine, flat, answers, counts, _ = ready
         program = machine.program
         drawn: list[Tensor] = []
@@ -216,8 +216,8 @@ class Compiler:
         return machine.finish(out)
 
     def remember(self, ready: Ready, state: TrainState) -> None:
-        """Remember the state that a run has made: where it is like the one before, the next step need not search it."""
-        if not self.no_grad:  # tensors that autograd tracks are not to be held on to
+        """Remember the state that a run has made: if its layout is unchanged, the next step need not search it."""
+        if not self.no_grad:  # do not keep references to tensors that autograd tracks
             return
         machine, trees = ready.machine, (state.params, state.buffers, state.opt_state)
         if machine.stable is None:

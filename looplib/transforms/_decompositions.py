@@ -1,4 +1,4 @@
-"""Decompositions: operations written as others, that torch can functionalize, map or differentiate."""
+"""Decompositions: operations in terms of others that torch can functionalize, map or differentiate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._decomp import get_decompositions
 
 @functools.cache
 def _simple() -> dict[Any, Callable[..., Any]]:
-    """Operations on lists as the operation on each tensor."""
+    """Operations on lists in terms of the operation on each tensor."""
     forms: dict[Any, Callable[..., Any]] = {torch.ops.aten.copy.default: _copied}
     for name in dir(torch.ops.aten):
         base = name.removeprefix("_foreach_")
@@ -42,7 +42,7 @@ def _on_each(name: str) -> Callable[..., list[Tensor]]:
 
 @functools.cache
 def mappable() -> dict[Any, Callable[..., Any]]:
-    """Operations that `torch.vmap` does not know, or knows as a loop over the members."""
+    """Operations that `torch.vmap` does not support, or only as a loop over the members."""
     aten = torch.ops.aten
     return {
         **_simple(),
@@ -84,9 +84,9 @@ def _dropout(values: Tensor, rate: float, train: bool | None) -> Any:
 def differentiable() -> dict[Any, Callable[..., Any]]:
     """Operations whose derivatives of every order are right.
 
-    For the statistics that a norm hands to its backward pass torch has no derivative. As long as torch differentiates
-    the norm itself it needs none, but under torch.vmap it differentiates what the norm is made of, and the outer
-    gradient would be wrong.
+    torch has no derivative for the statistics that a norm passes to its backward pass. It needs none if it
+    differentiates the norm itself, but under torch.vmap it differentiates the operations that the norm consists of,
+    and the outer gradient would be wrong.
     """
     aten = torch.ops.aten
     norms = [
@@ -98,16 +98,16 @@ def differentiable() -> dict[Any, Callable[..., Any]]:
         aten._native_batch_norm_legit_functional,
     ]
     forms: dict[Any, Callable[..., Any]] = {**_simple(), **get_decompositions(norms)}
-    # torch.vmap has no rule for fill
+    # torch.vmap does not support fill
     return {**forms, aten.sqrt.default: _root, aten.fill.Scalar: torch.full_like}
 
 
 def _root(x: Tensor) -> Tensor:
-    """The square root, with a slope of 0 at 0.
+    """Square root with a slope of 0 at 0.
 
-    Adam divides by the root of a mean square, which is 0 for a weight that has had no gradient, as those of a dead
-    unit. The root's infinite slope times the square's, which is 0, would be NaN there; what counts is that the update
-    does not depend on it.
+    Adam divides by the root of a mean square, which is 0 for a weight that has had no gradient, such as those of a
+    dead unit. The infinite slope of the root times the zero slope of the square would be NaN there, although the
+    update does not depend on the weight.
     """
     positive = x != 0
     return torch.where(positive, torch.where(positive, x, 1).pow(0.5), 0)

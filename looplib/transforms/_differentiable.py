@@ -1,7 +1,7 @@
 """Differentiable steps: gradients through training.
 
-What a step computes is a function of state and batch, and its graph consists of operations that have gradients. So
-`torch.func.grad` goes through it.
+A step is a function of a state and a batch, and its graph consists of differentiable operations, so `torch.func.grad`
+can differentiate it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from looplib.types import TrainState, TrainStep
 
 
 def differentiable(train_step: TrainStep) -> TrainStep:
-    """Differentiate through training: a train step that autograd and `torch.func.grad` go through.
+    """Differentiate through training: make a train step that autograd and `torch.func.grad` can differentiate.
 
-    For meta-learning: learned initialisations, learning rates and losses.
+    Use it for meta-learning: learned initializations, learning rates and losses.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -60,13 +60,14 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     >>> torch.func.grad(after_three_steps)(weight)  # 2 (w - 1) (1 - 2 lr) ** 6
     tensor([[-0.5243]])
 
-    The gradient reaches the state's tensors before the step (an initialisation), the batch (weights of its rows, the
-    parameters of a loss), and hyperparameters that stand in the state (`ll.optim.injected`) or that a schedule computes
-    from a tensor. It is that of the exact update, momenta and bias corrections included; clipping, accumulation and
-    averages are gone through too. Metrics carry it as well, buffers do not. What the loss function detaches, or
-    computes in `no_grad`, stays cut off; an `autograd.Function` is gone through as the operations it consists of.
+    The gradient reaches the state's tensors before the step (an initialization), the batch (weights of its samples,
+    parameters of a loss), and hyperparameters in the state (`ll.optim.injected`) or computed from a tensor by a
+    schedule. It is the gradient of the full update, including momenta, bias corrections, clipping, accumulation and
+    averages. Metrics carry gradients too; buffers do not. Values that the loss function detaches, or computes under
+    `no_grad`, stay cut off. An `autograd.Function` is differentiated as the operations it consists of.
 
-    An outer loop is a loop of the ordinary kind, whose loss function trains on each task from the outer weights:
+    An outer loop is an ordinary training loop whose loss function trains on each task, starting from the outer
+    weights:
 
     >>> def meta_loss(model, tasks):
     ...     params = dict(model.named_parameters())
@@ -79,22 +80,23 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     >>> tasks = torch.randn(3, 5, 1), torch.randn(3, 5, 1)  # 3 tasks of 5 points each, to train on and to test on
     >>> state, metrics = outer_step(ll.init_state(model, outer), tasks)
 
-    With `ll.compile_step` around the outer step, the inner steps become part of its graph. Under `torch.vmap` a step that
-    draws random numbers needs `randomness="different"`. The inner draws depend on the seed and step of the inner
-    state, so they are the same in each outer step, but for a compiled one, whose draws they are part of.
+    With `ll.compile_step` around the outer step, the inner steps become part of its graph. Under `torch.vmap`, a step
+    that draws random numbers needs `randomness="different"`. Inner draws depend on the seed and step of the inner
+    state, so they are the same in each outer step, unless the outer step is compiled.
 
-    The step is written down as a graph at the first batch of each shape, so what `ll.compile_step` says of graphs
-    holds here. Attention is taken in its plain form, as fused kernels have no second derivative. Nothing is
-    written in place, whatever `donate` says.
+    The step is traced into a graph at the first batch of each shape, so the limits of graphs listed in
+    `ll.compile_step` apply. Attention uses its plain form, because fused kernels have no second derivative. Nothing
+    is written in place, even with `donate`.
 
     Args:
-        train_step: what `make_train_step` returns.
+        train_step: a step from `make_train_step`.
 
     Raises:
-        TypeError: another function.
-        UntraceableError: by the step, as by a compiled one; for a function that closes over a tensor of torch.func's;
-            for one that may skip the update, such as `apply_if_finite`, under torch.vmap or in a compiled outer step.
-        RuntimeError: torch's, for an operation without a second derivative.
+        TypeError: `train_step` is a different function.
+        UntraceableError: from the step, as for compiled steps; also if a function closes over a tensor of a
+            surrounding `torch.func` transform; or for an update that may be skipped, such as with `apply_if_finite`,
+            under torch.vmap or in a compiled outer step.
+        RuntimeError: from torch, for an operation without a second derivative.
 
     Source: Maclaurin, Duvenaud and Adams, "Gradient-based hyperparameter optimization through reversible learning",
     2015; Finn, Abbeel and Levine, "Model-agnostic meta-learning", 2017.
@@ -103,7 +105,7 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     if parts.kind != "train":
         raise TypeError(f"differentiable got a step of kind {parts.kind!r}: give what ll.make_train_step returned")
     if isinstance(parts, GraphParts):
-        parts.compiler.options_for("differentiable")  # how the step would be compiled makes no difference here
+        parts.compiler.options_for("differentiable")  # compile options make no difference here
     return step_of_graphs(train_step, parts, _Differentiable(parts.core, parts.watched))
 
 
@@ -169,15 +171,15 @@ def _with_detached_buffers(out: Outcome) -> Outcome:
 
 
 def detached(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Running statistics have no gradient, as ever in torch, whose batch norm takes none that want one."""
+    """Buffers without gradients, as usual in torch, whose batch norm refuses running statistics that require one."""
     return {name: tensor.detach() for name, tensor in buffers.items()}
 
 
 @contextmanager
 def _written_apart() -> Iterator[Any]:
-    """Writes a step down by itself, whatever is being transformed or written down around it.
+    """Trace a step independently of the surrounding transforms and traces.
 
-    In formulas whose backward pass can be differentiated: torch has none for kernels of fused attention.
+    Its formulas have differentiable backward passes, which torch does not have for fused attention kernels.
     """
     with (
         temporarily_clear_interpreter_stack() as interpreters,
@@ -187,18 +189,18 @@ def _written_apart() -> Iterator[Any]:
         torch.fx.traceback.preserve_node_meta(),
         warnings.catch_warnings(),
     ):
-        # torch warns of a cycle through .grad, which make_grad_fn takes away again.
+        # torch warns about a cycle through .grad, which make_grad_fn removes.
         warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True", UserWarning)
         yield interpreters
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Zeros of the same kind, that no transform knows."""
+    """Zeros of the same shape and dtype, outside all transforms."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
 
 
 def _answer(function: Callable[..., Any], values: list[Any]) -> Expression:
-    """The host's answer about these values, which is the same for all tasks where they are mapped by torch.vmap."""
+    """The host's answer about these values, which must be the same for all tasks if torch.vmap maps over them."""
     mapped = [index for index, value in enumerate(values) if isinstance(value, Tensor) and _is_mapped(value)]
     if mapped:
         first, *others = (as_answer(function(*one)) for one in _one_by_one(values, mapped))
@@ -208,7 +210,7 @@ def _answer(function: Callable[..., Any], values: list[Any]) -> Expression:
             "torch.vmap maps over a number in opt_state that a graph is chosen by, and the tasks would need "
             "different graphs: let it be the same for all tasks, or take them one by one"
         )
-    # What chooses a graph has no gradient, and torch warns of tracked tensors that are made numbers.
+    # Values that select a graph have no gradient, and torch warns when tracked tensors are converted to numbers.
     answer = as_answer(function(*[value.detach() if isinstance(value, Tensor) else value for value in values]))
     tracked = answer.tensors and any(isinstance(value, Tensor) for value in values)
     return as_answer(function(*values)) if tracked else answer
@@ -227,7 +229,7 @@ def _innermost(tensor: Tensor) -> Tensor:
 
 
 def _is_mapped(tensor: Tensor) -> bool:
-    """Tell whether torch.vmap is mapping over a tensor."""
+    """True if torch.vmap is mapping over a tensor."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         if torch._C._functorch.is_batchedtensor(tensor):
             return True
@@ -236,12 +238,12 @@ def _is_mapped(tensor: Tensor) -> bool:
 
 
 def _without_cuts(graph: GraphModule) -> GraphModule:
-    """A graph without writes in place, and with a cut just where the loss function has made one."""
+    """A graph without in-place writes, detached only where the loss function detaches."""
     with torch.no_grad():
         interpreted = functionalize(_Pure(graph).run, remove="mutations")
         pure = make_fx(interpreted, _decompositions.differentiable(), tracing_mode="fake")(*fakes(graph))
     for node in list(pure.graph.nodes):
-        if node.target is torch.ops.aten.view.default:  # whose strides torch.vmap may have changed
+        if node.target is torch.ops.aten.view.default:  # torch.vmap may have changed their strides
             node.target = torch.ops.aten.reshape.default
         if node.target is torch.ops.aten.detach.default and not _stops(node):
             node.replace_all_uses_with(node.args[0])
@@ -256,7 +258,7 @@ def _without_cuts(graph: GraphModule) -> GraphModule:
 
 
 class _Pure(torch.fx.Interpreter):
-    """Says of batch norm that it writes its running statistics."""
+    """Interpreter that marks batch norm as writing its running statistics."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.aten.native_batch_norm.default and args[3] is not None:

@@ -1,4 +1,4 @@
-"""Donation of a graph: write the new state over the old, as the last thing that the graph does."""
+"""Donation in graphs: overwrite the old state with the new one as the graph's last operation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from looplib.transforms._program import Program, storage
 
 
 def donated(program: Program) -> Program:
-    """The program that writes the new state over the old."""
+    """A program that overwrites the old state with the new one."""
     editing = _Editing(program)
     copies = _copies(program, editing)
     _keep_old_values(program, editing, {storage(old) for old, _ in copies.values()})
@@ -33,7 +33,7 @@ def donated(program: Program) -> Program:
 
 
 class _Editing:
-    """A copy of a program's graph that is being added to."""
+    """A copy of a program's graph to which operations are added."""
 
     def __init__(self, program: Program) -> None:
         self.graph = Graph()
@@ -44,7 +44,7 @@ class _Editing:
         self.placeholders = {source: node for source, node in pairs if source[0] is not None}
 
     def input(self, source: tuple[int, int], like: Tensor) -> Node:
-        """The placeholder of an input, which is added where there is none."""
+        """The placeholder of an input, added if there is none."""
         if source not in self.placeholders:
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
                 placeholder = self.graph.placeholder(f"taken_{len(self.inputs)}")
@@ -61,7 +61,7 @@ class _Editing:
 
 
 def _copies(program: Program, editing: _Editing) -> dict[int, tuple[Node, Node]]:
-    """The tensors to write over and what to write, by index among the outputs, which become those inputs."""
+    """Tensors to overwrite and their new values, by index among the outputs, which become those inputs."""
     tensors = expression(program.outcome).tensors
     state = {storage(node) for source, node in editing.placeholders.items() if source[0] == 1}
     copies: dict[int, tuple[Node, Node]] = {}
@@ -73,7 +73,7 @@ def _copies(program: Program, editing: _Editing) -> dict[int, tuple[Node, Node]]
             new = editing.returned[source]
         else:
             new = editing.input((1 if kind == "f" else 2, source), tensors[index])
-        if new.op == "placeholder" or storage(new) in state:  # which another copy might write before
+        if new.op == "placeholder" or storage(new) in state:  # another copy might overwrite it first
             new = editing.clone(new)
         copies[index] = editing.input((1, old), tensors[index]), new
         editing.outputs[index] = "f", old
@@ -81,7 +81,7 @@ def _copies(program: Program, editing: _Editing) -> dict[int, tuple[Node, Node]]
 
 
 def _keep_old_values(program: Program, editing: _Editing, written: set[int]) -> None:
-    """Clone what else is returned of the memory that is written, such as a metric that is a tensor of the old state."""
+    """Clone other outputs that use overwritten memory, such as a metric that is a tensor of the old state."""
     replaced = {index for index, _ in program.successors}
     for index, (kind, source) in enumerate(editing.outputs):
         if index in replaced:
@@ -99,7 +99,7 @@ def _keep_old_values(program: Program, editing: _Editing, written: set[int]) -> 
 
 
 def _names(program: Program, indices: Iterable[int]) -> tuple[set[str], set[str]]:
-    """The parameters and the buffers at these indices of the outcome."""
+    """Names of the parameters and the buffers at these indices of the outcome."""
     params, opt_state, buffers = program.outcome[0][:3]
     first_buffer = len(params) + len(expression(opt_state).tensors)
     at = {**dict(enumerate(params)), **dict(enumerate(buffers, first_buffer))}

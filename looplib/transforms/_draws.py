@@ -1,4 +1,4 @@
-"""Random draws of a stack: what the graph of one member draws is drawn beforehand, by each member's own seed."""
+"""Random draws of a stack: the numbers that one member's graph needs are drawn beforehand, with each member's seed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _LIKE = {"rand_like", "randn_like", "randint_like"}
 
 
 def drawn_beforehand(graph: GraphModule) -> list[Drawing]:
-    """Take the random numbers of a graph for inputs, its first ones, and return what draws each of them.
+    """Turn the random numbers of a graph into its first inputs, and return the operations that draw them.
 
-    So each member's come from a stream of its own, just as they would alone.
+    Each member's numbers then come from its own stream, as they would alone.
     """
     nodes = graph.graph
     first = next(iter(nodes.nodes))
@@ -49,7 +49,7 @@ def drawn_beforehand(graph: GraphModule) -> list[Drawing]:
 
 
 class Drawing(NamedTuple):
-    """An operation that draws random numbers: `fill(into)` draws those of one member, in their order in memory."""
+    """Operation that draws random numbers: `fill(into)` draws those of one member, in memory order."""
 
     like: Tensor
     fill: Callable[[Tensor], Any]
@@ -61,7 +61,7 @@ class Drawing(NamedTuple):
 
 
 def _drawing(node: Node) -> Drawing:
-    """The drawing of an operation, apart from its graph: its distribution must depend on no tensor, only on its shape."""
+    """The drawing of an operation, independent of its graph. Its distribution may depend only on shapes, not on tensors."""
     target = cast(Any, node.target)
     name = str(target).split(".")[1]
     if node.all_input_nodes and name not in _IN_PLACE | _LIKE:
@@ -78,7 +78,7 @@ def _drawing(node: Node) -> Drawing:
 
     args: Any = torch.fx.node.map_aggregate(node.args, like)
     kwargs = node.kwargs
-    if name in _IN_PLACE:  # as a step alone draws; the functional forms that a graph has keep no order of memory
+    if name in _IN_PLACE:  # draws like a single step; the functional forms in a graph do not keep memory order
         method = getattr(Tensor, f"{name.removesuffix('_functional')}_")
         return Drawing(args[0], lambda into: method(into, *args[1:], **kwargs))
     return Drawing(like(node), lambda into: into.copy_(target(*args, **kwargs)))
@@ -87,12 +87,12 @@ def _drawing(node: Node) -> Drawing:
 def draw_members(
     drawings: Sequence[tuple[Drawing, int]], state: TrainState, generators: Sequence[torch.Generator]
 ) -> list[Tensor]:
-    """Draw for each member from its own stream, as a step of it alone would.
+    """Draw for each member from its own stream, as its step alone would.
 
     Args:
-        drawings: the operations, each with the microbatch that it draws for.
+        drawings: the operations, each with the index of its microbatch.
         state: the stack.
-        generators: of the device that is drawn on.
+        generators: generators of the device that is used.
     """
     seeds: Any = state.seed
     drawn = [drawing.empty(len(seeds)) for drawing, _ in drawings]
@@ -100,7 +100,7 @@ def draw_members(
     for seed, row in zip(seeds, rows, strict=True):
         before = None
         for (drawing, stream), into in zip(drawings, row, strict=True):
-            if stream != before:  # each microbatch has a stream of its own, and draws all it needs at once
+            if stream != before:  # each microbatch has its own stream, and draws everything at once
                 begin, before = mix(seed, state.step, rank(), stream), stream
                 for generator in generators:
                     generator.manual_seed(begin)

@@ -1,4 +1,4 @@
-"""Errors and warnings of a compiled step, with the line of the user that they are about."""
+"""Errors and warnings of compiled steps, with the user's line that they refer to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIGNS = ("DataDependent", "DynamicOutputShape", "Unsupported", "value out of a 
 
 
 def explained(error: Exception) -> Exception:
-    """An UntraceableError with the user's line, where tracing is what failed; otherwise the error itself."""
+    """An UntraceableError with the user's line if tracing failed; otherwise the error itself."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
     if not frames or not _is_untraceable(error):
         return error
@@ -34,7 +34,7 @@ def _is_untraceable(error: Exception) -> bool:
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the user that called a step."""
+    """Warn at the user's line that called a step."""
     frame: types.FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):

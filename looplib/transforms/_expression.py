@@ -1,8 +1,8 @@
-"""Trees as expressions: flatten a tree to its tensors, and generate the code that builds it of others.
+"""Pytrees as expressions: flatten a tree into its tensors, and generate code that rebuilds it from others.
 
-What a step takes and returns is a tree: parameters by name, records, metrics. A graph takes and returns flat lists of
-tensors. `expression` gives both the list and a Python expression, such as `{"weight": v[0], "bias": v[1]}`, which
-builds the tree again faster than a walk over it would.
+A step takes and returns trees: parameters by name, records, metrics. A graph takes and returns flat lists of tensors.
+`expression` returns both the list and a Python expression, such as `{"weight": v[0], "bias": v[1]}`, which rebuilds
+the tree faster than a walk over it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from looplib._core.tracing import Count, UntraceableError
 
 
 class Expression(NamedTuple):
-    """A tree as an expression over its tensors, its other leaves being part of the expression.
+    """A tree as an expression over its tensors. Its other leaves are part of the expression.
 
     Attributes:
-        source: Python code, in which `v[0]` is a tensor, `c[0]` a constant and `n["step"]` a count of the state.
-        tensors: the tensors of the tree, in the order of the code.
-        constants: what the code cannot spell: keys, types and other leaves.
+        source: Python code in which `v[0]` is a tensor, `c[0]` a constant and `n["step"]` a count of the state.
+        tensors: tensors of the tree, in the order of the code.
+        constants: values that the code cannot spell: keys, types and other leaves.
     """
 
     source: str
@@ -33,21 +33,21 @@ class Expression(NamedTuple):
     constants: list[Any]
 
     def key(self, by_gradient: bool = False) -> Any:
-        """The key of a program's cache: equal for trees that one program takes.
+        """Cache key of a program: equal for trees that the same program accepts.
 
-        With `by_gradient` it matters which tensors require a gradient.
+        With `by_gradient`, it includes which tensors require a gradient.
         """
         kinds = tuple((*kind_of(tensor), by_gradient and tensor.requires_grad) for tensor in self.tensors)
         return self.source, kinds, tuple(map(_hashable, self.constants))
 
     def build(self, names: str = "v") -> Callable[..., Any]:
-        """The function of these names that the expression is the body of."""
+        """Function of these names whose body is the expression."""
         built: Callable[..., Any] = eval(f"lambda {names}: {self.source}", {"c": self.constants})
         return built
 
 
 def kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    """The metadata of a tensor that a graph is specialized to."""
+    """Metadata of a tensor that a graph is specialized to."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -64,13 +64,13 @@ def _hashable(value: Any) -> Any:
 
 
 def expression(tree: Any, leaf: Callable[[Tensor, int], str] = lambda tensor, index: f"v[{index}]") -> Expression:
-    """The expression that builds such a tree of other tensors; `leaf` is the code for a tensor and its index."""
+    """Expression that rebuilds such a tree from other tensors. `leaf` gives the code for a tensor and its index."""
     writer = _Writer(leaf)
     return Expression(writer.write(tree), writer.tensors, writer.constants)
 
 
 class _Writer:
-    """Code generation for one tree."""
+    """Code generator for one tree."""
 
     def __init__(self, leaf: Callable[[Tensor, int], str]) -> None:
         self.leaf = leaf
@@ -105,11 +105,11 @@ class _Writer:
         return f"[{members}]" if type(node) is list else f"({members}{',' * bool(members)})"
 
     def record(self, node: Any) -> str:
-        """A node of torch's trees, a mapping, a record with attributes, or a leaf."""
+        """Write a node of torch's pytrees, a mapping, a record with attributes, or a leaf."""
         leaves, spec = pytree.tree_flatten(node)
         if len(leaves) != 1 or leaves[0] is not node:
             return f"{self.constant(pytree.tree_unflatten)}([{self.joined(leaves)}], {self.constant(spec)})"
-        if isinstance(node, Mapping):  # of a tokenizer, for instance
+        if isinstance(node, Mapping):  # such as a tokenizer's
             return f"{self.constant(type(node))}({self.write(dict(node))})"
         if (fields := _fields(node)) is not None:
             return f"{self.constant(_with_fields)}({self.constant(type(node))}, {self.write(fields)})"
@@ -127,7 +127,7 @@ def _has_literal(node: Any) -> bool:
 
 
 def _fields(node: Any) -> dict[str, Any] | None:
-    """The fields of a record: of a dataclass, or of an object that holds tensors as attributes."""
+    """Fields of a record: a dataclass, or an object with tensors as attributes."""
     if isinstance(node, (type, nn.Module)):
         return None
     if dataclasses.is_dataclass(node):
@@ -144,7 +144,7 @@ def _with_fields(kind: type, values: dict[str, Any]) -> Any:
 
 
 def reader(tree: Any) -> Callable[[Any], list[Tensor]]:
-    """A function that lists the tensors of a tree like this one, in the order of `expression`, without looking at it."""
+    """Function that lists the tensors of a tree like this one, in the order of `expression`, without inspecting it."""
     try:
         read: Callable[[Any], list[Tensor]] = eval(f"lambda t: [{', '.join(_paths(tree, 't'))}]")
     except LookupError:
@@ -166,14 +166,14 @@ def _paths(node: Any, path: str) -> Iterator[str]:
 
 
 def as_answer(returned: Any) -> Expression:
-    """The expression of what a function on the host returned, with floats as tensors."""
+    """Expression of a host function's result, with floats as tensors."""
     if type(returned) is float:
         return Expression("v[0]", [torch.tensor(returned, dtype=torch.float64)], [])
     return expression(_floats_as_tensors(returned))
 
 
 def _floats_as_tensors(tree: Any) -> Any:
-    if isinstance(tree, numbers.Real) and not isinstance(tree, numbers.Integral):  # NumPy's too
+    if isinstance(tree, numbers.Real) and not isinstance(tree, numbers.Integral):  # including NumPy's
         return torch.tensor(float(tree), dtype=torch.float64)
     if type(tree) is dict:
         return {key: _floats_as_tensors(value) for key, value in tree.items()}

@@ -1,4 +1,4 @@
-"""Back-ends: machine code for a graph, by Inductor or another back-end of `torch.compile`."""
+"""Compiler backends: machine code for a graph, by Inductor or another backend of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 def backend(
     backend: str = "inductor", mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[[Program], Compiled]:
-    """The function that compiles programs, by torch.compile's options."""
+    """Function that compiles programs with torch.compile's options."""
     if not isinstance(backend, str) or (mode is not None and mode not in _MODES):
         raise TypeError(
             f"compile_step got backend={backend!r} and mode={mode!r}: give torch.compile's backend=, mode= "
@@ -74,6 +74,6 @@ def _by_name(name: str) -> Callable[[Any, list[Tensor]], Compiled]:
 
 
 def _run_apart(compiled: Callable[..., Any], values: list[Tensor]) -> list[Tensor]:
-    """Run what may be a CUDA graph, whose outputs the next run writes over: a state is to last."""
+    """Copy the outputs of what may be a CUDA graph, since its next run would overwrite them."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     return [tensor.clone() for tensor in compiled(*values)]

@@ -1,4 +1,4 @@
-"""Graph passes: rewrite a graph so that Inductor makes right and fast code of it."""
+"""Graph passes: rewrite a graph so that Inductor generates correct and fast code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _SCALED = {getattr(torch.ops.aten, name).Tensor for name in ("add", "add_", "sub
 
 
 def without_alpha(graph: GraphModule) -> None:
-    """`x + alpha * y` as two operations: Inductor takes x + alpha * (a @ b) for one, and forgets alpha."""
+    """Rewrite `x + alpha * y` as two operations: Inductor fuses x + alpha * (a @ b) and drops alpha."""
     for node in graph.graph.nodes:
         if node.target in _SCALED and node.kwargs.get("alpha", 1) != 1:
             x, y = node.args
             if not isinstance(y, Node):
                 continue  # a number
-            wide = torch.result_type(x.meta["val"], y.meta["val"])  # which torch multiplies in
+            wide = torch.result_type(x.meta["val"], y.meta["val"])  # the dtype in which torch multiplies
             with graph.graph.inserting_before(node):
                 if y.meta["val"].dtype is not wide:
                     value = y.meta["val"].to(wide)
@@ -29,9 +29,9 @@ def without_alpha(graph: GraphModule) -> None:
 
 
 def stacked_where_it_goes(graph: GraphModule) -> None:
-    """A permuted stack that is copied is a stack of permuted tensors, and needs no copy.
+    """Replace a copied permutation of a stack by a stack of permuted tensors, which needs no copy.
 
-    The gradient of `q, k, v = qkv.permute(...)` is one; Inductor would write it to memory twice.
+    The gradient of `q, k, v = qkv.permute(...)` is an example. Inductor would write it to memory twice.
     """
     aten = torch.ops.aten
     for copy in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
@@ -49,7 +49,7 @@ def stacked_where_it_goes(graph: GraphModule) -> None:
         alike = [torch.empty_strided(v.size(), v.stride(), device="meta").permute(rest) for v in values]
         if not torch.stack(alike, order.index(dim)).is_contiguous():
             continue
-        with graph.graph.inserting_before(stacked):  # not where the copy is: the tensors may be written in between
+        with graph.graph.inserting_before(stacked):  # not at the copy: the tensors may be written in between
             parts = [graph.graph.call_function(aten.permute.default, (tensor, rest)) for tensor in tensors]
             copy.replace_all_uses_with(graph.graph.call_function(aten.stack.default, (parts, order.index(dim))))
         for node in (copy, permuted, stacked):
@@ -58,14 +58,14 @@ def stacked_where_it_goes(graph: GraphModule) -> None:
 
 
 def powers_once(graph: GraphModule) -> None:
-    """A power, and what follows from it, computed once and not for each element of what it scales.
+    """Compute a power, and values that follow from it, once instead of for each element that it scales.
 
-    Inductor computes `1 - beta**step` within the loop over a weight's elements, where two powers of doubles take as
-    long as all the rest; a value that is asked for by its strides is written to memory first.
+    Inductor computes `1 - beta**step` inside the loop over a weight's elements, where two double-precision powers
+    take as long as everything else. A value whose strides are requested is written to memory first.
     """
     aten = torch.ops.aten
     powers = {aten.pow.Scalar, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor}
-    sizes: dict[Node, int] = {}  # of powers, and of what is computed from one alike in size
+    sizes: dict[Node, int] = {}  # powers, and values of the same size computed from one
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or not isinstance(value := node.meta.get("val"), Tensor):
             continue

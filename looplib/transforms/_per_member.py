@@ -8,25 +8,27 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-LEAST = 5e-324  # the smallest number above 0
+LEAST = 5e-324  # the smallest positive number
 
 
 class per_member:
-    """Hyperparameters per member of a stack: a value, or a schedule, for each.
+    """Hyperparameters per member of a stack: one value or schedule for each.
 
     >>> import looplib as ll, torch
     >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.transforms.per_member([1e-3, 3e-3, 1e-2]), weight_decay=0.1)
 
-    It stands where `ll.optimizer` takes a number or a schedule. Where it is 0 for some members and not for others
-    (a weight decay, a momentum), these have the term too, times 0.
+    Use it anywhere `ll.optimizer` takes a number or a schedule. If the value is 0 for some members and not for others
+    (weight decay, momentum), the update of all members includes the term, multiplied by 0 for those.
 
-    Such an optimizer makes one first state for all members. Rprop and ASGD put the learning rate into theirs: for
-    these, make each member's first state by an optimizer with its own, and the step by one with `per_member`.
+    Such an optimizer creates one initial state for all members. Rprop and ASGD store the learning rate in it: for
+    these, create each member's initial state with an optimizer that has its own rate, and the step with `per_member`.
 
     Args:
-        values: one for each member, in their order: numbers or schedules.
+        values: one number or schedule for each member, in order.
 
-    Raises ValueError for no values; the step raises it when the stack has another number of members, or is none.
+    Raises:
+        ValueError: there are no values; or, from the step, the state is not a stack or has a different number of
+            members.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -42,7 +44,7 @@ class per_member:
         if asked is None:
             if step:
                 raise ValueError(f"{self} was asked for by a step of one state; make a step of a stack: ll.vmap_step")
-            # A first state is made with it, which needs room for what any of the members keeps.
+            # The initial state is created with this value, and needs room for everything that any member keeps.
             return next(filter(None, (_at(value, 0) for value in self.values)), 0.0)
         if asked.count != len(self.values):
             raise ValueError(
@@ -59,12 +61,12 @@ def _at(value: Any, step: int) -> float:
 
 @dataclass
 class Asked:
-    """The member whose answer the host is asked for.
+    """The member for which the host is asked.
 
     Attributes:
-        number, count: which, of how many.
-        without_zeros: hyperparameters that are 0 are to be given as if they were not.
-        own: whether a hyperparameter of its own was asked for.
+        number, count: index of the member, and number of members.
+        without_zeros: True if hyperparameters that are 0 are to be returned as nonzero.
+        own: True if a hyperparameter with a value per member was asked for.
     """
 
     number: int
@@ -78,7 +80,7 @@ _asked: ContextVar[Asked | None] = ContextVar("looplib.transforms.asked", defaul
 
 @contextmanager
 def asking(count: int, without_zeros: bool) -> Iterator[Asked]:
-    """Ask for the members of a stack, one after another: the caller counts `number` up."""
+    """Ask for the members of a stack in turn: the caller increases `number`."""
     asked = Asked(0, count, without_zeros)
     token = _asked.set(asked)
     try:

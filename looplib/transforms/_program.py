@@ -1,4 +1,4 @@
-"""Programs: a step as a graph of tensor operations, with what goes in and what comes out."""
+"""Programs: a step as a graph of tensor operations, with its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from looplib.transforms._watch import Held
 from looplib.types import COUNTS as _COUNTS
 from looplib.types import TrainState
 
-COUNTS = (*_COUNTS, "extra")  # what a graph does not hold
+COUNTS = (*_COUNTS, "extra")  # values outside a graph
 
 Core = Callable[[TrainState, Any], Outcome]  # a step without its counts
 
 
 class Question(NamedTuple):
-    """A call of `on_host`: something that the host is asked before the graph runs.
+    """A call of `on_host`: a question to the host before the graph runs.
 
     Attributes:
-        function: what `on_host` was given.
-        sources: where its arguments come from: ("input", index), ("count", name) or ("value", the value itself).
-        answers: the next Question, or a Program, by the part of the answer that is no tensor.
+        function: the function passed to `on_host`.
+        sources: source of each argument: ("input", index), ("count", name) or ("value", the value itself).
+        answers: the next Question, or a Program, by the part of the answer that is not a tensor.
     """
 
     function: Callable[..., Any]
@@ -36,7 +36,7 @@ class Question(NamedTuple):
     answers: dict[Any, Any]
 
     def arguments(self, flat: list[Tensor] | dict[int, Tensor], counts: Mapping[str, Any]) -> list[Any]:
-        """The values of its arguments for this state."""
+        """Values of its arguments for this state."""
         return [
             flat[value] if kind == "input" else counts[value] if kind == "count" else value
             for kind, value in self.sources
@@ -44,14 +44,14 @@ class Question(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The inputs that a program is made for.
+    """Inputs for which a program is made.
 
     Attributes:
-        state, batch: whose shapes, dtypes and devices the program is for.
-        flat: the tensors of both.
-        counts: the fields of the state that are no trees of tensors.
-        held: what the step may read outside of the state.
-        questions: where the questions that the step asks are kept, from its first on.
+        state, batch: examples of the shapes, dtypes and devices that the program accepts.
+        flat: tensors of both.
+        counts: fields of the state that are not trees of tensors.
+        held: values outside the state that the step may read.
+        questions: table of the questions that the step asks, from its first on.
     """
 
     state: TrainState
@@ -64,21 +64,21 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A graph, and how to call it.
+    """A graph and its calling convention.
 
     Attributes:
-        graph: takes the tensors of `inputs`, one by one, and returns a list of tensors.
-        inputs: for each placeholder where its value comes from: (1, i) of state and batch, (2, i) of what the host
-            answers, (3, i) of what was drawn before, (None, read) that the step holds in Python.
-        outputs: for each tensor of the outcome where it is: ("o", i) of what the graph returns, or an input as it
-            was, ("f", i) of state and batch, ("s", i) of what the host answers.
+        graph: takes the tensors of `inputs` as arguments, and returns a list of tensors.
+        inputs: source of each placeholder: (1, i) of state and batch, (2, i) of the host's answers, (3, i) of the
+            numbers drawn beforehand, (None, read) of values that the step holds in Python.
+        outputs: location of each tensor of the outcome: ("o", i) in the graph's result, or an unchanged input, ("f",
+            i) of state and batch, ("s", i) of the host's answers.
         outcome: an `Outcome` and the arguments of `afterwards`, as a tree.
-        afterwards: functions to call when it has run.
-        successors: (index among `outputs`, index in the state) of each tensor and of the one that it replaces.
-        trained: the indices among `outputs` of parameters that require a gradient.
-        held: what it may have read outside of the state.
-        streams: of each operation that draws random numbers, the microbatch that it draws for.
-        written: the names of the parameters, and of the buffers, that it writes in place.
+        afterwards: functions to call after a run.
+        successors: (index among `outputs`, index in the state) of each tensor and the one it replaces.
+        trained: indices among `outputs` of parameters that require a gradient.
+        held: values outside the state that it may have read.
+        streams: for each operation that draws random numbers, the index of its microbatch.
+        written: names of the parameters, and of the buffers, that it writes in place.
     """
 
     graph: GraphModule
@@ -102,28 +102,28 @@ class Program:
         return expression(self.outcome, name).build("o, f, s, n")
 
     def random(self) -> bool:
-        """Tell whether it draws random numbers."""
+        """True if it draws random numbers."""
         return any(map(draws, self.graph.graph.nodes))
 
 
 def draws(node: Node) -> bool:
-    """Tell whether an operation draws random numbers."""
+    """True if an operation draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def storage(node: Node) -> int:
-    """The memory that the result of an operation lies in."""
+    """Memory that holds the result of an operation."""
     value: Tensor = node.meta["val"]
     return int(value.untyped_storage()._cdata)
 
 
 def fakes(graph: GraphModule, members: Sequence[int | None] = ()) -> list[Tensor]:
-    """Tensors without values like the graph's inputs; with a first dimension of members where one is given."""
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # which imports sympy
+    """Tensors without values like the graph's inputs, with a dimension of members in front if given."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imported here because it imports sympy
 
     metas = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     sizes = list(members) or [None] * len(metas)
-    with FakeTensorMode(shape_env=ShapeEnv()):  # without which Inductor would not look into its cache
+    with FakeTensorMode(shape_env=ShapeEnv()):  # otherwise Inductor would not use its cache
         return [
             torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=meta.device)
             if size is None

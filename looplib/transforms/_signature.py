@@ -1,4 +1,4 @@
-"""The signature of a traced graph: the inputs that it needs and the outputs that it computes."""
+"""Signature of a traced graph: the inputs that it needs and the outputs that it computes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.fx import Graph, GraphModule, Node
 from looplib.transforms._program import Inputs, Program, draws, storage
 from looplib.transforms._watch import Held
 
-HOSTS = "looplib_host"  # in the notes of a node: which tensor of the host's answers it stands for
+HOSTS = "looplib_host"  # key in a node's metadata: index of the tensor in the host's answers
 
 Sources = dict[Node, tuple[int, int]]
 
 
 class Recorded(NamedTuple):
-    """The results of a traced step's Python; the fields are those of a `Program`."""
+    """Results of a traced step's Python, with the fields of a `Program`."""
 
     outcome: Any
     afterwards: list[Callable[..., None]]
@@ -28,7 +28,7 @@ class Recorded(NamedTuple):
 
 
 def signed(graph: GraphModule, recorded: Recorded, inputs: Inputs) -> Program:
-    """The program of a traced graph, which takes and returns no more than it must."""
+    """Program of a traced graph, reduced to necessary inputs and outputs."""
     nodes = graph.graph
     nodes.set_codegen(torch.fx.graph.CodeGen())
     placeholders = [node for node in nodes.nodes if node.op == "placeholder" and HOSTS not in node.meta]
@@ -57,9 +57,9 @@ def signed(graph: GraphModule, recorded: Recorded, inputs: Inputs) -> Program:
 
 
 def _sources(nodes: Graph, placeholders: list[Node]) -> Sources:
-    """Move the inputs of the host's answers to the front; gives the source of each input."""
+    """Move the inputs from the host's answers to the front, and return the source of each input."""
     answers = [node for node in nodes.nodes if HOSTS in node.meta]
-    for node in answers:  # they stand where they were asked for
+    for node in answers:  # they are at the point where they were requested
         placeholders[0].prepend(node)
     sources = {node: (1, index) for index, node in enumerate(placeholders)}
     return sources | {node: (2, node.meta[HOSTS]) for node in answers}
@@ -68,7 +68,7 @@ def _sources(nodes: Graph, placeholders: list[Node]) -> Sources:
 def _without_inputs(
     graph: GraphModule, sources: Sources, placeholders: list[Node], successors: dict[int, int]
 ) -> list[tuple[str, int]]:
-    """Let the graph return only what it computes; gives for each output where it is now."""
+    """Make the graph return only what it computes, and return the location of each output."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     outputs: list[tuple[str, int]] = []
     computed: dict[Node, int] = {}
@@ -86,14 +86,14 @@ def _without_inputs(
 
 
 def _written(graph: GraphModule) -> set[int]:
-    """The storages that may be written, at the most: batch norm's kernels do so without telling."""
+    """Storages that may be written, at most: batch norm's kernels write without declaring it."""
     ops = [node for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     writers = [node for node in ops if node.target._schema.is_mutable or "batch_norm" in str(node.target)]
     return {storage(node) for writer in writers for node in writer.all_input_nodes if "val" in node.meta}
 
 
 def _is_copy(node: Node, of: Node, written: set[int]) -> bool:
-    """Tell whether an output is a tensor of the state, which a gradient function has copied in case it is written."""
+    """True if an output is a tensor of the state that a gradient function has copied in case it is written."""
     while node.target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
         if storage(node) in written:
             return False
@@ -102,7 +102,7 @@ def _is_copy(node: Node, of: Node, written: set[int]) -> bool:
 
 
 def _lifted(graph: GraphModule, held: list[Held]) -> list[tuple[int | None, Any]]:
-    """Make inputs of the tensors that the step holds in Python, so that each run reads those that stand there then."""
+    """Turn tensors that the step holds in Python into inputs, so that each run reads their current values."""
     nodes = graph.graph
     inputs: list[tuple[int | None, Any]] = []
     reads = {id(value): read for _, read, value in held if isinstance(value, Tensor)}
@@ -122,7 +122,7 @@ def _itself(value: Any) -> Any:
 
 
 def _needed(nodes: Graph, sources: Sources) -> list[tuple[int | None, Any]]:
-    """The inputs that are used, in order; the others are erased."""
+    """The inputs that are used, in order. The others are erased."""
     needed: list[tuple[int | None, Any]] = []
     for node in list(nodes.nodes):
         if node in sources and node.users:

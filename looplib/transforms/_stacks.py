@@ -13,7 +13,7 @@ from looplib.types import TREES, Metric, TrainState
 
 
 def stack_states(states: Sequence[TrainState]) -> TrainState:
-    """Stack states into one, to be trained by `vmap_step`: each tensor gets the members as its first dimension.
+    """Stack states into one, to train with `vmap_step`: each tensor gets a first dimension of members.
 
     >>> import looplib as ll, torch
     >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
@@ -24,13 +24,14 @@ def stack_states(states: Sequence[TrainState]) -> TrainState:
     >>> stack.params["weight"].shape, stack.seed
     (torch.Size([4, 1, 2]), (0, 1, 2, 3))
 
-    The members are copied. Predicates, `eval_state`, `checkpoint_io` and all that looks at counts or at whole trees
-    take a stack as they take a state. Its `seed` is the tuple of the members' seeds.
+    The members are copied. Predicates, `eval_state`, `checkpoint_io` and everything that uses counts or whole trees
+    accept a stack as a state. Its `seed` is the tuple of the members' seeds.
 
     Args:
-        states: at the same step and place of the data, alike in names, shapes and dtypes.
+        states: states at the same step and position in the data, with the same names, shapes and dtypes.
 
-    Raises ValueError for no states, or for states that differ, with the name of what does.
+    Raises:
+        ValueError: there are no states, or they differ (the message says where).
     """
     if not states:
         raise ValueError("stack_states got no states; give a list of at least one")
@@ -79,25 +80,26 @@ def _stacked_leaves(path: str, leaves: list[Any]) -> Any:
 
 
 def unstack_states(stack: TrainState) -> list[TrainState]:
-    """Unstack a stack: its members, each a state of its own.
+    """Unstack a stack into its members, each a separate state.
 
     >>> import looplib as ll, torch
     >>> stack = ll.transforms.stack_states([ll.init_state(torch.nn.Linear(2, 1), seed=seed) for seed in (5, 6)])
     >>> [member.seed for member in ll.transforms.unstack_states(stack)]
     [5, 6]
 
-    They are copies, so that a donated step of the stack or of a member spends no other.
+    They are copies, so a donated step of the stack or of one member does not affect the others.
 
     Args:
         stack: from `stack_states`.
 
-    Raises ValueError for a state that is no stack.
+    Raises:
+        ValueError: `stack` is not a stack.
     """
     return [_member(stack, number) for number in range(members_of(stack))]
 
 
 def members_of(stack: TrainState) -> int:
-    """The number of members of a stack.
+    """Number of members of a stack.
 
     >>> import looplib as ll, torch
     >>> ll.transforms.members_of(ll.transforms.stack_states([ll.init_state(torch.nn.Linear(2, 1))] * 3))
@@ -106,7 +108,8 @@ def members_of(stack: TrainState) -> int:
     Args:
         stack: from `stack_states`.
 
-    Raises ValueError for a state that is no stack.
+    Raises:
+        ValueError: `stack` is not a stack.
     """
     seeds: Any = stack.seed
     if not isinstance(seeds, tuple):
@@ -117,7 +120,7 @@ def members_of(stack: TrainState) -> int:
 
 
 def select_members(stack: TrainState, numbers: Sequence[int]) -> TrainState:
-    """Index a stack by members: a smaller stack, to drop the weak or to continue from the best.
+    """Select members of a stack: returns a smaller stack, for example to continue with the best.
 
     >>> import looplib as ll, torch
     >>> stack = ll.transforms.stack_states([ll.init_state(torch.nn.Linear(2, 1), seed=seed) for seed in range(4)])
@@ -126,9 +129,10 @@ def select_members(stack: TrainState, numbers: Sequence[int]) -> TrainState:
 
     Args:
         stack: from `stack_states`.
-        numbers: which members, from 0; one that is named twice is there twice.
+        numbers: indices of the members, from 0. An index may be repeated.
 
-    Raises ValueError for a number of no member, or none at all.
+    Raises:
+        ValueError: there is no such member, or `numbers` is empty.
     """
     count = members_of(stack)
     if not len(numbers) or any(not 0 <= number < count for number in numbers):
@@ -163,7 +167,7 @@ def _changed(stack: TrainState, count: int, change: Callable[[Tensor], Tensor]) 
 
 
 class _Records(NamedTuple):
-    """A metric of each member that is more than a mean: they merge and are computed each for itself."""
+    """Records of each member, for a metric that is more than a mean. They are merged and computed per member."""
 
     members: tuple[Metric, ...]
 
@@ -176,17 +180,18 @@ class _Records(NamedTuple):
 
 
 def compute_members(metrics: Mapping[str, Metric], prefix: str = "") -> list[dict[str, float]]:
-    """Compute metrics for each member of a stack, as `ll.compute` does for one state.
+    """Compute the metrics of each member of a stack, like `ll.compute` for a single state.
 
     >>> import looplib as ll, torch
     >>> ll.transforms.compute_members({"loss": ll.Mean(torch.tensor([2.0, 6.0]), 2)})
     [{'loss': 1.0}, {'loss': 3.0}]
 
     Args:
-        metrics: of a step by `vmap_step`, a `Window` of such, or those that `ll.evaluation.measure` gives for such a step.
-        prefix: put before each name.
+        metrics: from a `vmap_step` step, from a `Window` of these, or from `ll.evaluation.measure` with such a step.
+        prefix: string put before each name.
 
-    Raises ValueError for metrics of one state.
+    Raises:
+        ValueError: the metrics are those of a single state.
     """
     values = {name: torch.as_tensor(metric.compute()).detach().double().cpu() for name, metric in metrics.items()}
     counts = {len(value) for value in values.values() if value.dim()}

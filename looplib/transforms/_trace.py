@@ -1,9 +1,9 @@
-"""Tracing: run a step's Python once on tensors without values, and write down its operations as a graph.
+"""Tracing: run a step's Python once on tensors without values, and record its operations as a graph.
 
-The step's own Python runs through every wrapper, the backward pass and the optimizer's own `step`, and torch writes
-down the operations (`make_fx`). What is left is a function of flat lists of tensors, which can be compiled, mapped over
-many members, or differentiated. What it read from the state as numbers, and what it keeps in Python objects, would be
-frozen in it: so the first are asked of the host at each step, and the second are watched.
+The step's own Python runs through every wrapper, the backward pass and the optimizer's own `step`, and torch records
+the operations (`make_fx`). The result is a function of flat lists of tensors, which can be compiled, mapped over many
+members, or differentiated. Numbers read from the state and values kept in Python objects would be frozen in the
+graph, so the former are requested from the host at each step, and the latter are watched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from looplib.types import TrainState
 
 
 class Traced(NamedTuple):
-    """A program, and the table and the key where it belongs among the questions."""
+    """A program, with the table and key under which it belongs among the questions."""
 
     program: Program
     answers: dict[Any, Any]
@@ -47,20 +47,20 @@ def trace(
 
     Args:
         core: the step without its counts.
-        inputs: what the program is for.
-        evaluate: gives the host's answer for this state.
-        begin: called when the step's Python begins to run.
-        differentiable: whether the graph is to be differentiated itself.
+        inputs: the inputs for which the program is made.
+        evaluate: function that returns the host's answer for this state.
+        begin: called when the step's Python starts to run.
+        differentiable: True if the graph itself is to be differentiated.
     """
     in_state = expression((inputs.state.params, inputs.state.buffers, inputs.state.opt_state))
     in_batch = expression(inputs.batch)
-    without_values = FakeTensorMode(allow_non_fake_inputs=True)  # and without symbols for them, so asking raises
+    without_values = FakeTensorMode(allow_non_fake_inputs=True)  # and no symbols for values, so reading one raises
     without_values._allow_unsafe_data_ptr_access = False
     runs: list[tuple[_Branch, Recorded]] = []
 
     def run(*tensors: Tensor) -> list[Tensor]:
         begin()
-        # The table is the caller's from its first question on: what a failed attempt has asked is asked again.
+        # The caller's table is filled from the first question on, so questions of a failed attempt are asked again.
         branch = _Branch(inputs.questions, evaluate, without_values)
         batch = in_batch.build()(tensors[len(in_state.tensors) :])
         recorded = _recorded(core, in_state, tensors, batch, branch, differentiable)
@@ -87,7 +87,7 @@ def trace(
 
 
 class _Branch:
-    """The host's answers so far in one run of a step's Python, and where the next one belongs."""
+    """The host's answers so far in one run of a step's Python, and the place of the next one."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class _Branch:
     ) -> None:
         self.table, self.key = questions, None
         self.evaluate, self.without_values = evaluate, without_values
-        self.tensors = 0  # in the answers so far
+        self.tensors = 0  # number of tensors in the answers so far
 
     def ask(self, function: Callable[..., Any], sources: list[Any]) -> Any:
         """The host's answer, with its tensors as inputs of the graph."""
         question = Question(function, sources, {})
-        with _disable_current_modes():  # the host computes now, and nothing of it is written down
+        with _disable_current_modes():  # the host computes now, and nothing is recorded
             answer = as_answer(self.evaluate(question))
             inputs = [self.without_values.from_tensor(tensor) for tensor in answer.tensors]
         question = self.table.setdefault(self.key, question)
@@ -134,19 +134,19 @@ def _recorded(
 
 
 def _decided(out: Outcome, state: TrainState) -> Outcome:
-    """The outcome with what follows from whether the update is made."""
+    """The outcome, with everything that depends on whether the update is applied."""
     return out._replace(buffers=tracing.where(out.applied, out.buffers, state.buffers))
 
 
 def _successors(out: Outcome, old: TrainState, known: dict[int, int]) -> list[tuple[int, int]]:
-    """Which tensor of the outcome replaces which of the state."""
+    """Map each tensor of the outcome to the tensor of the state that it replaces."""
     indices = iter(range(len(expression(tuple(out)).tensors)))
     pairs = zip(out[:3], (old.params, old.opt_state, old.buffers), strict=True)
     return [(index, known[id(before)]) for new, old in pairs for index, before in _replaced(new, old, indices)]
 
 
 def _replaced(new: Any, before: Any, indices: Iterator[int]) -> Iterator[tuple[int, Tensor]]:
-    """Each tensor of a tree, by its index, with the tensor of its kind that stands there in another tree."""
+    """Each tensor of a tree, by index, with the matching tensor at the same path of another tree."""
     if isinstance(new, Tensor):
         index = next(indices)
         if isinstance(before, Tensor) and (new.shape, new.dtype) == (before.shape, before.dtype):
@@ -164,17 +164,17 @@ def _replaced(new: Any, before: Any, indices: Iterator[int]) -> Iterator[tuple[i
 
 
 class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record a random draw once: what is drawn again from the same point of a stream are the same numbers.
+    """Record a random draw once: draws from the same point of a stream give the same numbers.
 
-    Checkpointing puts the random streams back to where they were, and a second pass over a batch begins where the
-    first did. A trace draws nothing; so it moves the stream itself at each draw, and knows a draw by where it begins.
+    Checkpointing resets the random streams, and a second pass over a batch starts where the first did. A trace draws
+    nothing, so this class advances the stream at each draw, and identifies a draw by its starting point.
     """
 
     def __init__(self, trace: tracing.Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
         self.drawn: dict[Any, Any] = {}
-        self.streams: list[int] = []  # of each draw, the microbatch that it is for
+        self.streams: list[int] = []  # index of the microbatch of each draw
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -189,12 +189,12 @@ class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].copy_(self.drawn[here]) if in_place else self.drawn[here]
         self.streams.append(self.trace.stream)
         out = func(*args, **kwargs)
-        self.drawn[here] = out.clone() if in_place else out  # the numbers may be written over
+        self.drawn[here] = out.clone() if in_place else out  # the numbers may be overwritten
         return out
 
 
 class _AsWhenCompiling:
-    """Tell torch that it compiles, which its optimizers ask before they divide by a tensor on a CPU, for instance."""
+    """Tell torch that it is compiling, which its optimizers check, for example before dividing by a CPU tensor."""
 
     def __enter__(self) -> None:
         self.before = torch.compiler._is_compiling_flag

@@ -1,7 +1,7 @@
 """Unrolled training: many steps in a row, with recomputation in the backward pass.
 
-Memory holds the operations of so many steps, or of more where a segment of steps is computed again in the backward
-pass: gradient checkpointing over training.
+Memory holds the operations of all steps, or with recomputation, those of one segment of steps: gradient checkpointing
+over training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from looplib.types import Metric, TrainState, TrainStep
 def unroll(
     train_step: TrainStep, state: TrainState, batches: Sequence[Any], *, recompute_every: int | None = None
 ) -> tuple[TrainState, list[dict[str, Metric]]]:
-    """Unroll a train step over batches; returns the last state and the metrics of each step.
+    """Unroll a train step over several batches, and return the last state and the metrics of each step.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -42,20 +42,22 @@ def unroll(
     >>> sorted(torch.func.grad(loss)(params))
     ['bias', 'weight']
 
-    With `recompute_every` the backward pass holds the states between segments and the operations of one segment,
-    which it computes again: the square root of the number of steps keeps memory least, for about one more forward
-    pass in time, and no bit of the gradient changes. Where `torch.func.grad` goes through `torch.vmap` of this, its
-    own record of the backward pass keeps all of it; `backward()`, as an outer train step calls it, does not. The
-    gradient reaches what stands in state and batches, and nothing that functions close over.
+    With `recompute_every`, the backward pass holds the states between segments and the operations of one segment,
+    which it computes again. Memory is smallest for segments of about the square root of the number of steps, and the
+    time is that of about one more forward pass. The gradient is bitwise the same, because the same operations run
+    again. If `torch.func.grad` differentiates through `torch.vmap` of this function, its record of the backward pass
+    keeps everything; `backward()`, as called by an outer train step, does not. The gradient reaches tensors in state
+    and batches, not those that functions close over.
 
     Args:
-        train_step: from `differentiable`; any other if no gradient is wanted.
-        state: where to begin.
-        batches: one for each step.
-        recompute_every: steps of a segment; None keeps all operations of all steps.
+        train_step: from `differentiable`, or any train step if no gradient is needed.
+        state: the initial state.
+        batches: one batch for each step.
+        recompute_every: number of steps in a segment. None keeps the operations of all steps.
 
-    Raises ValueError for a segment of less than one step, or where recomputation would keep a gradient from a tensor
-    that a loss function or a schedule closes over.
+    Raises:
+        ValueError: a segment has less than one step, or recomputation would lose the gradient of a tensor that a loss
+            function or a schedule closes over.
 
     Source: Chen et al., "Training deep nets with sublinear memory cost", 2016.
     """
@@ -99,7 +101,7 @@ def _recomputed(
 
 
 class _WithoutStrangers(TorchFunctionMode):
-    """Refuses tensors that would lose their gradient, as `cuts_marked` does, of schedules too."""
+    """Refuse tensors that would lose their gradient, like `cuts_marked`, in schedules too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not tracing.differentiated():
@@ -108,7 +110,7 @@ class _WithoutStrangers(TorchFunctionMode):
 
 
 class _Segment(torch.autograd.Function):
-    """Some steps, of which the backward pass is given the beginning alone."""
+    """Several steps, of which the backward pass is given only the start."""
 
     generate_vmap_rule = True
 
@@ -148,10 +150,10 @@ class _Segment(torch.autograd.Function):
 
 @contextmanager
 def _beneath_gradient() -> Iterator[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
-    """One level of torch.func's down, if that is one of a gradient; with a tensor's ways there and back.
+    """Leave one level of torch.func if it is that of a gradient, and return functions that move a tensor out and back.
 
-    torch.func.grad records its own backward pass, of which nothing is left when it has returned; so it need not hold
-    what a segment computes again. Transforms around it record what they need.
+    torch.func.grad records its own backward pass, of which nothing is left when it returns, so it need not hold what
+    a segment computes again. Transforms around it record what they need.
     """
     top = torch._C._functorch.peek_interpreter_stack()
     if top is None or top.key() != torch._C._functorch.TransformType.Grad:

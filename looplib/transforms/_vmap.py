@@ -1,8 +1,8 @@
 """Vectorized steps: many members in one step.
 
-A stack is a `TrainState` whose tensors have one more dimension in front, the members. `vmap_step` writes down the
-step of one member as a graph, and maps that graph over all of them: each wrapper, optimizer and schedule does for
-each member what it does for a run alone, and small models fill the machine together.
+A stack is a `TrainState` whose tensors have an additional first dimension, the members. `vmap_step` traces the step
+of one member into a graph and maps the graph over all of them. Each wrapper, optimizer and schedule treats each
+member as it would a single run, and small models use the device together.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ S = TypeVar("S", bound=Callable[..., Any])
 
 
 def vmap_step(step: S, *, own_batches: bool = False) -> S:
-    """Vectorize a step over the members of a stack: an ensemble or a sweep in one graph, as by `jax.vmap`.
+    """Vectorize a step over the members of a stack: train an ensemble or a sweep in one graph, like `jax.vmap`.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -53,36 +53,36 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
     >>> len(ll.transforms.compute_members(metrics)), torch.equal(stack.params["weight"][0], model.weight)
     (3, True)
 
-    Each member does what the step would do with it alone: with its own random numbers (a function of its seed), its
-    own clipping, averages, loss scale and learning rate. The result is that of as many runs in turn but for the last
-    bits, which batched kernels round otherwise. Nothing mixes members, whatever the optimizer or the wrapper: one
-    that diverges is not seen by the others. One whose update is skipped (`apply_if_finite`) stays where it was while
-    `step` counts on, unless all are skipped, and never makes the step raise.
+    Each member does what the step would do with it alone: it has its own random numbers (a function of its seed),
+    clipping, averages, loss scale and learning rate. The result equals that of separate runs except for the last
+    bits, because batched kernels round differently; dropout on a GPU is a further exception, since torch uses a
+    different kernel there. Members never affect each other, with any optimizer or wrapper, because the graph has no
+    operation across members: if one diverges, the others do not notice. A member whose update is skipped
+    (`apply_if_finite`) keeps its values while `step` counts on, unless all are skipped. It never makes the step
+    raise.
 
-    Random numbers are those that the step draws for the member alone, but for dropout on a GPU,
-    where torch has a kernel of its own.
+    The step is traced into a graph at the first batch of each shape, so the limits of graphs listed in
+    `ll.compile_step` apply. The step keeps its `donate=True`, so the stack is overwritten in place, and
+    `compile_step(vmap_step(train_step))` generates machine code. A small stack of large models gains nothing, and
+    attention is computed with matrix products, since fused kernels do not support members.
 
-    The step is written down as a graph at the first batch of each shape, as a compiled step is, and what holds there
-    holds here: no value of a tensor may be asked for. `donate=True` of the step is kept, so that the stack is written
-    in place, and `compile_step(vmap_step(train_step))` makes machine code of the graph. A small stack of large models
-    gains nothing, and attention is computed by matrices and not by fused kernels, which know of no members.
-
-    To evaluate, `compute_members(measure(vmap_step(eval_step), stack, batches))`. What `vmap_step(predict_step)`
-    returns has the members in a first dimension; for `ll.predict`, which wants the examples there, take their mean,
-    `lambda stack, batch: predict_step(stack, batch).mean(0)`, or transpose.
+    To evaluate, use `compute_members(measure(vmap_step(eval_step), stack, batches))`. Outputs of
+    `vmap_step(predict_step)` have members in the first dimension. For `ll.predict`, which expects samples there, take
+    the mean over members, `lambda stack, batch: predict_step(stack, batch).mean(0)`, or transpose.
 
     Args:
-        step: what `make_train_step`, `make_eval_step` or `make_predict_step` returns.
-        own_batches: each tensor of a batch has the members in a first dimension; otherwise all see the same batch.
+        step: a step from `make_train_step`, `make_eval_step` or `make_predict_step`.
+        own_batches: if True, each tensor of a batch has a first dimension of members. By default, all members get the
+            same batch.
 
-    Metrics are those of `step`, with a value for each member: `ll.transforms.compute_members` reads them.
+    The metrics have one value for each member; read them with `ll.transforms.compute_members`.
 
     Raises:
-        TypeError: another function.
-        ValueError: a state that is no stack; members whose wrappers differ in what they do (an average that moves in
-            some of them alone); `per_member` values for another number of members.
+        TypeError: `step` is a different function.
+        ValueError: the state is not a stack; the wrappers of different members would do different things (for example
+            average only some of them); or the number of `per_member` values is not the number of members.
         UntraceableError: sparse gradients; random numbers whose distribution depends on tensors in a way that cannot
-            be mapped; and see `ll.compile_step`.
+            be mapped; and the cases listed in `ll.compile_step`.
 
     Source: `jax.vmap` over initialisations, as in Equinox's "ensembling" example; `torch.func.stack_module_state`.
     """
@@ -95,7 +95,7 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
 
 
 class _Stacked(Compiler):
-    """Programs of one member, mapped over all of a stack."""
+    """Programs of one member, mapped over all members of a stack."""
 
     def __init__(
         self, core: Core, donate: bool, options: Mapping[str, Any], watched: tuple[Any, ...], own_batches: bool
@@ -133,7 +133,7 @@ class _Stacked(Compiler):
     def make(self, inputs: Inputs) -> tuple[dict[Any, Any], Any, Machine]:
         in_batch = expression(inputs.batch)
         stacked = len(inputs.flat) - len(in_batch.tensors) * (not self.own_batches)
-        varied: list[bool] = []  # of each number of the host's: whether each member has its own
+        varied: list[bool] = []  # for each number from the host, True if each member has its own
 
         def evaluate(question: Question) -> Any:
             answers, varies = _answers(question, self.count, inputs.flat, inputs.counts)
@@ -153,13 +153,13 @@ class _Stacked(Compiler):
 
 
 def _mappable(core: Core, state: TrainState, batch: Any) -> Outcome:
-    """The step in operations that can be mapped over members."""
+    """The step, in operations that can be mapped over members."""
     with sdpa_kernel(SDPBackend.MATH), _Dense():  # type: ignore[no-untyped-call]
         return core(state, batch)
 
 
 class _Dense(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses sparse gradients."""
+    """Refuse sparse gradients."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -174,11 +174,11 @@ class _Dense(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _answers(
     question: Question, count: int, flat: list[Tensor], counts: Mapping[str, Any]
 ) -> tuple[list[Expression], bool]:
-    """The host's answer for each member, and whether it may be different for another."""
+    """The host's answer for each member, and True if members may have different answers."""
     answers, varies = _asked_for_each(question, count, flat, counts)
     keys = [answer.key() for answer in answers]
     if keys.count(keys[0]) < count and {answer.source for answer in answers} == {"True", "False"}:
-        # torch's optimizers leave out a term whose factor is 0. Where it is not 0 for all, all have the term.
+        # torch's optimizers skip a term whose factor is 0. Unless it is 0 for all members, all have the term.
         answers, varies = _asked_for_each(question, count, flat, counts, without_zeros=True)
         keys = [answer.key() for answer in answers]
     for number, key in enumerate(keys):
@@ -195,7 +195,7 @@ def _answers(
 def _asked_for_each(
     question: Question, count: int, flat: list[Tensor], counts: Mapping[str, Any], without_zeros: bool = False
 ) -> tuple[list[Expression], bool]:
-    known: dict[str, Expression] = {}  # by what is asked about: most members of most stacks are told the same
+    known: dict[str, Expression] = {}  # by argument: most members of most stacks get the same answer
     indices = [value for kind, value in question.sources if kind == "input"]
     rows = list(zip(*(flat[index].tolist() for index in indices), strict=True)) or [()] * count
     answers: list[Expression] = []
@@ -210,12 +210,12 @@ def _asked_for_each(
 
 
 def _without_zero(value: Tensor, now: bool) -> Tensor:
-    """A hyperparameter of the state, a double as no other number there is, as if it were not 0."""
+    """A hyperparameter from the state (identified by its dtype, double) as if it were not 0."""
     return value.clamp(min=LEAST) if now and value.dtype == torch.float64 and value == 0 else value
 
 
 def _mapped(program: Program, count: int, stacked: int, varied: list[bool]) -> tuple[Program, list[Drawing]]:
-    """The program of one member as that of all, and the operations that draw its random numbers beforehand."""
+    """The program of one member mapped over all members, and the operations that draw its random numbers beforehand."""
     with torch.no_grad():
         pure = functionalize(program.graph, remove="mutations")
         one = make_fx(pure, mappable(), tracing_mode="fake")(*fakes(program.graph))
@@ -232,7 +232,7 @@ def _mapped(program: Program, count: int, stacked: int, varied: list[bool]) -> t
         graph = make_fx(all_of_them, tracing_mode="fake")(*examples)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    outcome: Any = program.outcome[0], []  # errors of one member are nobody's
+    outcome: Any = program.outcome[0], []  # an error of one member is not raised
     shapes = expression(outcome)
     with FakeTensorMode():
         wide = [torch.empty((count, *t.shape), dtype=t.dtype, device=t.device) for t in shapes.tensors]
@@ -248,14 +248,14 @@ def _mapped(program: Program, count: int, stacked: int, varied: list[bool]) -> t
 
 
 class _Same(dict[str, Any]):
-    """Counts as they stand in the tree of an outcome."""
+    """Counts of an outcome, which are the same for all members."""
 
     def __missing__(self, name: str) -> Any:
         return Count(name)
 
 
 def _without_copies(graph: GraphModule) -> None:
-    """Only batch norm's kernels write in this graph, so that for all others a copy is as good as what it is of."""
+    """Remove copies: only batch norm's kernels write in this graph, so elsewhere a copy equals its original."""
     for node in list(graph.graph.nodes):
         copies = node.target in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) and not node.kwargs
         if copies and not any(user.op == "output" or "batch_norm" in str(user.target) for user in node.users):
@@ -264,7 +264,7 @@ def _without_copies(graph: GraphModule) -> None:
 
 
 def _of_all(count: int, out: Outcome) -> Outcome:
-    """The outcome of a stack: metrics of members, and whether any of them made an update."""
+    """The outcome of a stack: metrics of members, and True if any of them made an update."""
     metrics: Any = out.metrics
     if isinstance(metrics, dict):
         metrics = {name: _of_members(metric, count) for name, metric in metrics.items()}
@@ -273,7 +273,7 @@ def _of_all(count: int, out: Outcome) -> Outcome:
 
 
 def _of_members(metric: Any, count: int) -> Any:
-    """A record of records, where it is one of more than sums."""
+    """A record of each member's record, for metrics that are more than sums."""
     if isinstance(metric, (Mean, Tensor)) or not isinstance(metric, Metric):
         return metric
     leaves, spec = tree_flatten(metric)

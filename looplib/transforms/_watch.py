@@ -1,4 +1,4 @@
-"""Watched values: what a graph would freeze of the Python around it, and whether that has changed since."""
+"""Watched values: Python values that a graph would freeze, and changes to them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from looplib.transforms._expression import kind_of
 
 
 class Held(NamedTuple):
-    """A plain value or a tensor outside of the state that a step may read.
+    """A plain value or a tensor outside the state that a step may read.
 
     Attributes:
-        name: as messages name it.
-        read: gives the value that stands there now.
-        value: the value when the step was traced.
+        name: its name in messages.
+        read: function that returns its current value.
+        value: its value when the step was traced.
     """
 
     name: str
@@ -26,9 +26,9 @@ class Held(NamedTuple):
 
 
 def held_by(*functions: Any) -> list[Held]:
-    """The plain values and tensors outside of the state that these functions may read.
+    """Plain values and tensors outside the state that these functions may read.
 
-    The variables of looplib's own wrappers are left out: they hold what they were made with, for good.
+    Variables of looplib's own wrappers are left out, since they never change.
     """
     return [
         Held(variable.path, variable.read, variable.value)
@@ -38,7 +38,7 @@ def held_by(*functions: Any) -> list[Held]:
 
 
 def changed(held: Iterable[Held]) -> list[str]:
-    """The names of those that are no longer what they were; a tensor may be another of its kind."""
+    """Names of the values that have changed. A tensor may be replaced by one of the same shape and dtype."""
     return [name for name, read, value in held if (now := read()) is not value and not _alike(now, value)]
 
 
