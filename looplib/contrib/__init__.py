@@ -1,4 +1,4 @@
-"""Methods rather than mechanisms: published techniques built from the other rooms."""
+"""Published techniques, built from the other rooms: gradient functions and optimizers go in and come out."""
 
 from looplib.contrib._adaptive_clipping import adaptive_grad_clip
 from looplib.contrib._contrastive import make_contrastive_grad_fn

@@ -19,7 +19,7 @@ def adaptive_grad_clip(
     *,
     applies: Callable[[str, Tensor], bool] = lambda name, tensor: True,
 ) -> GradFn:
-    """Scale the gradient of each unit down to at most `clipping` times the norm of the unit's weights (AGC).
+    """Adaptive gradient clipping (AGC): clip each unit's gradient relative to the norm of its weights.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 3)
@@ -28,15 +28,18 @@ def adaptive_grad_clip(
     >>> bool((clipped.grads["weight"].norm(dim=1) <= 0.0101 * model.weight.norm(dim=1)).all())
     True
 
-    A unit is a row of a matrix, a filter of a convolution, and each tensor of fewer than two dimensions as a whole.
+    The gradient of a unit is scaled down to at most `clipping` times the norm of the unit's weights. A unit is a row
+    of a matrix, a filter of a convolution, or a whole tensor with fewer than two dimensions.
 
     Args:
-        grad_fn: whose gradients.
-        clipping: the largest ratio of the gradient's norm to the weights', above 0.
-        eps: weights with a smaller norm count as having this one, so that those at zero can grow.
-        applies: `(name, parameter) -> bool`, which parameters; the paper leaves out the last linear layer.
+        grad_fn: gradient function of a whole step.
+        clipping: largest ratio of the gradient's norm to the weights' norm, above 0.
+        eps: lower bound for the weights' norm, above 0, so that weights at zero can grow.
+        applies: `(name, parameter) -> bool`, selects the parameters to clip. The paper leaves out the last linear
+            layer.
 
-    Raises ValueError when `clipping` or `eps` is not above 0, and within `accumulate`.
+    Raises:
+        ValueError: `clipping` or `eps` is not above 0, or the wrapper is used inside `accumulate`.
 
     Source: Brock, De, Smith and Simonyan, "High-performance large-scale image recognition without normalization",
     2021, and `timm.utils.adaptive_clip_grad`.

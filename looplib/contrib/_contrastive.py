@@ -1,9 +1,9 @@
 """Gradient caching: contrastive losses over batches that do not fit into memory.
 
-A contrastive loss compares every sample with every other, so the gradient of a batch is no sum over microbatches. But
-it reaches the weights through the embeddings alone, and these are small. So there are three stages: the embeddings of
-all microbatches, without a graph; the loss, and its gradient with respect to the embeddings; and for each microbatch
-the embeddings again, with a graph, through which their gradient goes on to the weights.
+A contrastive loss compares every sample with every other, so the gradient of a batch is not a sum over microbatches.
+But it reaches the weights only through the embeddings, which are small. So there are three stages: compute the
+embeddings of all microbatches without a graph; compute the loss and its gradient with respect to the embeddings; and
+for each microbatch, compute the embeddings again with a graph, and propagate their gradient to the weights.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
 class _Microbatch(NamedTuple):
     batch: Any
-    grads: list[Tensor]  # of the loss, with respect to each tensor of the embeddings
-    share: float  # of the samples of all ranks
+    grads: list[Tensor]  # gradient of the loss with respect to each tensor of the embeddings
+    share: float  # number of samples on all ranks
 
 
 def make_contrastive_grad_fn(
@@ -44,7 +44,7 @@ def make_contrastive_grad_fn(
     trainable: Callable[[str, Tensor], bool] | None = None,
     batch_size: Callable[[Any], int] = count_samples,
 ) -> GradFn:
-    """Gradient caching: the gradient of a loss over all pairs of a batch, in the memory of one microbatch.
+    """Gradient caching: the gradient of a contrastive loss over a whole batch, in the memory of one microbatch.
 
     >>> import looplib as ll, torch
     >>> from torch.nn import functional as F
@@ -61,28 +61,29 @@ def make_contrastive_grad_fn(
     >>> torch.testing.assert_close(grad_fn(state, batch).grads, whole.grads)
 
     The gradient is that of the whole batch. A microbatch draws the same random numbers in both of its forward passes,
-    so this holds with dropout too; the masks are those of `ll.accumulate` with as many microbatches. BatchNorm
-    normalizes each microbatch separately and updates its statistics once per microbatch. It costs one more forward pass
-    than the plain form.
+    so this holds with dropout too; the masks are those of `ll.accumulate` with the same number of microbatches.
+    BatchNorm normalizes each microbatch separately and updates its statistics once per microbatch. Compared with the
+    plain form, it takes one more forward pass.
 
-    On several ranks the loss is that of the global batch: each rank gathers all embeddings, and the gradients are added
-    up over the ranks, by DDP or FSDP2 where one of them wraps the model, otherwise as `ll.grads.reduce_gradients` does.
-    The embeddings of other ranks pass through the host.
+    On several ranks the loss is that of the global batch: each rank gathers all embeddings, and the gradients are
+    summed over the ranks, by DDP or FSDP2 if one of them wraps the model, otherwise as by
+    `ll.grads.reduce_gradients`. The embeddings are sent through the CPU.
 
     Args:
-        model: the module, wrapped by torch's engines or not.
+        model: the `nn.Module`, with or without torch's wrappers.
         embed_fn: `embed_fn(model, batch)`, the embeddings of a batch: a tensor or any tree of tensors, each with one
-            row for each sample. Tensors that are not floating point, such as labels, are handed to the loss as well.
-        embedding_loss: `embedding_loss(embeddings)`, of the tree with the rows of the whole batch (of all ranks, in their order): a
-            scalar, or `(loss, aux)` with a dict of scalars and metrics.
-        microbatches: number of microbatches, split as by `torch.tensor_split`; at most one for each sample.
-        trainable: `(name, tensor) -> bool`; without it the parameters that require a gradient now.
-        batch_size: counts the samples in a batch.
+            row per sample. Tensors that are not floating point, such as labels, are passed to the loss as well.
+        embedding_loss: `embedding_loss(embeddings)`, where the tree has the rows of the whole batch (of all ranks, in
+            order). Returns a scalar, or `(loss, aux)` with a dict of scalars and metrics.
+        microbatches: number of microbatches, split as by `torch.tensor_split`; at most one per sample.
+        trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
+            gradient when this is called.
+        batch_size: function that counts the samples in a batch.
 
     Raises:
-        ValueError: embeddings without one row for each sample, or that the loss does not depend on; within
-            `accumulate`, whose microbatches would see fewer pairs; see also `make_grad_fn`.
-        UntraceableError: within a compiled step, whose graph cannot hold the second forward pass.
+        ValueError: embeddings do not have one row per sample, or the loss does not depend on them; the function is
+            used inside `accumulate`, whose microbatches would see fewer pairs; and see `make_grad_fn`.
+        UntraceableError: inside a compiled step, whose graph cannot contain the second forward pass.
 
     Source: Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
     """
@@ -91,7 +92,7 @@ def make_contrastive_grad_fn(
     host = _modules.Host(model, training=True)
 
     def pull(model: Any, microbatch: _Microbatch) -> Mean:
-        """What has the cached gradient: the product of the embeddings with it."""
+        """Surrogate loss with the cached gradient: the product of the embeddings with it."""
         tensors = _floating(embed_fn(model, microbatch.batch))
         pairs = zip(tensors, microbatch.grads, strict=True)
         return Mean(torch.stack([(tensor * grad).sum() for tensor, grad in pairs]).sum(), microbatch.share)
@@ -102,7 +103,7 @@ def make_contrastive_grad_fn(
         pulls = reduce_gradients(pulls)
 
     def embed(state: TrainState, batches: Sequence[Any], part: Part) -> list[Any]:
-        """The embeddings of each microbatch, without a graph, with the random numbers of the pass to come."""
+        """Embeddings of each microbatch without a graph, with the random numbers of the later pass."""
         params, buffers = of_this_model(host, state)
         lent = {name: tensor.clone() for name, tensor in buffers.items()}
         seeds = [mix(state.seed, state.step, rank(), index) for index in indices(part, len(batches))]
@@ -110,7 +111,9 @@ def make_contrastive_grad_fn(
         embeddings: list[Any] = []
 
         def body() -> None:
-            for number in range(passes):  # as many on all ranks: an engine may wait for the others in each
+            for number in range(
+                passes
+            ):  # the same number on all ranks, since an engine may wait for the others in each
                 own = min(number, len(batches) - 1)
                 host.start(seeds[own])
                 embeddings.append(embed_fn(model, batches[own]))
@@ -166,7 +169,7 @@ def _checked(embeddings: Any, count: int) -> Any:
 def _loss_and_grads(
     embedding_loss: Callable[[Any], Any], embeddings: Any, count: int
 ) -> tuple[Any, dict[str, Any], list[Tensor], int]:
-    """The loss of all ranks' embeddings, and its gradient with respect to this rank's, and the samples of all."""
+    """Loss of all ranks' embeddings, its gradient with respect to this rank's, and the number of samples of all."""
     leaves: list[Tensor] = []
 
     def leaf_of(value: Tensor) -> Tensor:

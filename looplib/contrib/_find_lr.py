@@ -1,4 +1,4 @@
-"""A learning rate found by trying many on a fork of the run, which is left as it was."""
+"""Learning-rate range test on a copy of the run, which is left unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LRCurve:
-    """Result of `find_lr`: the loss as the learning rate grows.
+    """Result of `find_lr`: the loss as a function of the learning rate.
 
     >>> import looplib as ll
     >>> curve = ll.contrib.LRCurve(lrs=(1e-3, 1e-2, 1e-1), losses=(1.0, 0.5, 4.0), smoothed=(1.0, 0.7, 2.0), suggestion=1e-2)
@@ -32,10 +32,10 @@ class LRCurve:
     0.01
 
     Attributes:
-        lrs: learning rates, each of one update.
+        lrs: learning rates, one for each update.
         losses: the loss before that update.
-        smoothed: its exponential average, which says when to stop.
-        suggestion: the learning rate at which the loss falls the fastest, or None if it never falls.
+        smoothed: exponential average of the losses, which determines when to stop.
+        suggestion: learning rate at which the loss falls fastest, or None if it never falls.
     """
 
     lrs: tuple[float, ...]
@@ -44,14 +44,15 @@ class LRCurve:
     suggestion: float | None
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Plot the loss over the learning rate, with the suggestion; saved to a file if a path is given.
+        """Plot the loss over the learning rate, with the suggestion, and save it if a path is given.
 
         >>> import looplib as ll
         >>> curve = ll.contrib.LRCurve((0.1, 1.0), (2.0, 1.0), (2.0, 1.5), 0.3)
         >>> curve.plot().axes[0].get_xlabel()
         'learning rate'
 
-        Raises ImportError without `pip install looplib[recipes]`.
+        Raises:
+            ImportError: matplotlib is not installed.
         """
         figure = figure_of(figsize=(6.4, 4.0), layout="constrained")
         axes = figure.subplots()
@@ -63,7 +64,7 @@ class LRCurve:
         dress(axes, "", "learning rate", [])
         axes.set_xscale("log")
         axes.set_ylabel("loss")
-        # What diverges would press the rest flat.
+        # Diverging losses would flatten the rest of the curve.
         kept = self.losses[: self.smoothed.index(min(self.smoothed)) + 1]
         room = 0.1 * (max(kept) - min(self.losses)) or 1.0
         axes.set_ylim(min(self.losses) - room, max(kept) + room)
@@ -96,32 +97,34 @@ def find_lr(
     >>> 1e-3 < curve.suggestion < 10
     True
 
-    The state is left as it was, to the bit, and so is torch's random stream, whatever the batches draw; the run can
-    go on from it. The learning rate grows by the same factor at each update, and the sweep ends early once the
-    smoothed loss is far above its lowest. Each loss is waited for.
+    The state and torch's random streams are left unchanged bit for bit, because the test trains a copy, so the run
+    can continue from the state. The learning rate grows by the same factor at each update, and the test ends early if
+    the smoothed loss is far above its minimum. Each update waits for its loss.
 
-    The suggestion is where the loss falls the fastest, by the slope of a straight line through a tenth of the points
-    over the logarithm of the learning rate, before the smoothed loss is at its lowest. It is a place to begin from
-    for the peak of a schedule, and depends on batch size, weight decay and warmup: look at the picture,
+    The suggestion is the rate at which the loss falls fastest: the steepest slope of a line fitted to a tenth of the
+    points over the logarithm of the learning rate, before the minimum of the smoothed loss. Use it as a first guess
+    for the peak of a schedule. It depends on batch size, weight decay and warmup, so look at the plot,
     `curve.plot()`.
 
     Args:
-        grad_fn: from `make_grad_fn`, wrapped at will.
-        optimizer_of_lr: makes the optimizer for a learning rate, here a schedule; of the kind that made the state.
-        state: where to begin; it need not be bound.
-        batches: what can be iterated over again when it ends, such as a list or a DataLoader, or a looplib loader.
-        low, high: the first and the last learning rate, above 0.
-        steps: updates, at least 10.
-        smooth: the share of the past in the smoothed loss, from 0 to below 1, as in `plot`.
-        diverged: above 1; end when the smoothed loss is above its lowest by `diverged - 1` times that, so at 4 at four times
-            as much; `math.inf` to go to the end unless the loss is infinite or NaN.
+        grad_fn: from `make_grad_fn`, with or without wrappers.
+        optimizer_of_lr: function from a learning rate (here a schedule) to an optimizer of the kind that created the
+            state.
+        state: initial state. It need not be bound.
+        batches: an iterable that can be repeated, such as a list, a DataLoader or a looplib loader.
+        low, high: first and last learning rate, above 0.
+        steps: number of updates, at least 10.
+        smooth: weight of the past in the smoothed loss, from 0 to below 1, as in `plot`.
+        diverged: factor, above 1. End when the smoothed loss exceeds its minimum by `diverged - 1` times the
+            minimum's magnitude; with 4, at four times the minimum. `math.inf` continues to the end unless the loss is
+            infinite or NaN.
 
     Raises:
-        ValueError: a range that is none, too few steps, a `smooth` or `diverged` out of its range, batches that run
-            out and cannot be read again, a state without an optimizer's, a loss that is infinite or NaN from the
-            beginning.
-        TypeError: an optimizer in place of the function that makes it.
-        RuntimeError: a module wrapped in DDP or FSDP2, which run on their own parameters alone.
+        ValueError: the range is empty, there are too few steps, `smooth` or `diverged` is out of range, the batches
+            run out and cannot be repeated, the state has no optimizer state, or the loss is infinite or NaN from the
+            start.
+        TypeError: an optimizer is passed instead of the function that makes it.
+        RuntimeError: the module is wrapped in DDP or FSDP2, which run only on their own parameters.
 
     Source: Smith, "Cyclical learning rates for training neural networks", 2017 (arXiv 1506.01186).
     """
@@ -180,7 +183,7 @@ def _check(
 
 
 def _again(batches: Any, state: TrainState, count: int) -> Iterator[Any]:
-    """So many batches, from the beginning again when they end."""
+    """This many batches, starting over when they end."""
     given = 0
     while given < count:
         before = given
@@ -198,7 +201,7 @@ def _again(batches: Any, state: TrainState, count: int) -> Iterator[Any]:
 
 
 def _steepest(lrs: list[float], losses: list[float], averages: list[float], width: int) -> float | None:
-    """The learning rate in the middle of the window through which the line of least squares falls the fastest."""
+    """Learning rate in the middle of the window whose least-squares line falls fastest."""
     width = max(width, 3)
     end = max(averages.index(min(averages)) + 1, width)
     if len(losses) < width:

@@ -1,4 +1,4 @@
-"""Lookahead."""
+"""Lookahead optimizer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from looplib.types import Grads, Optimizer, Params
 
 
 def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float = 0.5) -> Optimizer:
-    """Let the optimizer go ahead for some updates, then go a part of the way there, and on from that point.
+    """Lookahead: after several fast updates, move the slow weights part of the way and restart from there.
 
     >>> import looplib as ll, torch
     >>> optimizer = ll.contrib.lookahead(ll.optimizer(torch.optim.SGD, lr=0.1), sync_period=6, slow_step_size=0.5)
 
-    The slow weights stand in `opt_state["slow"]`; `eval_state` evaluates with them. A parameter without a gradient
-    when the others meet waits for the next time. It goes inside `master_weights`, so that it moves the masters.
+    The slow weights are in `opt_state["slow"]`, and `eval_state` evaluates with them. A parameter without a gradient
+    at a slow update waits for the next one. Put it inside `master_weights`, so that it moves the masters.
 
     Args:
-        optimizer: what makes the fast updates; its moments go on as they are.
-        sync_period: fast updates between two slow ones, at least 1.
-        slow_step_size: the part of the way, above 0 and at most 1.
+        optimizer: the optimizer that makes the fast updates. Its moments are not reset.
+        sync_period: number of fast updates between two slow ones, at least 1.
+        slow_step_size: fraction of the way, above 0 and at most 1.
 
-    Raises ValueError for an argument out of its range, and around `master_weights`.
+    Raises:
+        ValueError: an argument is out of range, or it is put around `master_weights`.
 
     Source: Zhang, Lucas, Hinton and Ba, "Lookahead optimizer: k steps forward, 1 step back", 2019;
     `optax.lookahead`.

@@ -1,4 +1,4 @@
-"""NEFTune: noise on embeddings while training."""
+"""NEFTune: noise on embeddings during training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def neftune(
     embedding: str | Callable[[nn.Module], nn.Module],
     alpha: float = 5.0,
 ) -> Callable[[nn.Module, Any], R]:
-    """Add uniform noise to the embeddings while training, so that fine-tuning on few texts overfits less.
+    """NEFTune: add uniform noise to the embeddings during training, to reduce overfitting in fine-tuning.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8))
@@ -31,17 +31,19 @@ def neftune(
     >>> bool((noisy.grads["1.bias"] != plain.grads["1.bias"]).any())
     True
 
-    The noise is uniform within alpha / sqrt(length * width) of zero, of the step's own random numbers, and there is
-    none while the embedding is in eval mode. It is put there by a forward hook for the time of the loss alone.
-    `ll.losses.recompute` knows of it; torch's own checkpointing, around the embedding, would lack it in the backward pass.
+    The noise is uniform within alpha / sqrt(length * width) of zero and uses the step's own random numbers. There is
+    none while the embedding is in eval mode. It is added by a forward hook that exists only during the loss.
+    `ll.losses.recompute` restores the hook in the backward pass; torch's own checkpointing around the embedding does
+    not, so the noise would be missing there.
 
     Args:
-        loss_fn: any kind that `make_grad_fn` takes.
-        embedding: the module's name, such as "transformer.wte", or a function model -> module. It returns
-            (batch, length, width).
-        alpha: the strength; the paper tries 5, 10 and 15.
+        loss_fn: any loss function that `make_grad_fn` accepts.
+        embedding: name of the module, such as "transformer.wte", or a function model -> module. Its output has the
+            shape (batch, length, width).
+        alpha: strength of the noise; the paper uses 5, 10 and 15.
 
-    Raises ValueError, when it is called, for a name that the model does not have.
+    Raises:
+        ValueError: when called, if the model has no module of this name.
 
     Source: Jain et al., "NEFTune: Noisy embeddings improve instruction finetuning", 2023.
     """
@@ -50,7 +52,7 @@ def neftune(
     def noise(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         if not module.training:
             return output
-        # In float32, as transformers does it, for the same bits; on the host, where nothing waits for it.
+        # In float32, for the same bits as in transformers, and on the CPU, where nothing waits for it.
         bound = (alpha / torch.tensor(output.shape[-2] * output.shape[-1], device="cpu").sqrt()).item()
         return output + torch.zeros_like(output).uniform_(-bound, bound)
 

@@ -1,4 +1,4 @@
-"""The gradient noise scale."""
+"""Gradient noise scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
 
 def gradient_noise_scale(grad_fn: GradFn) -> GradFn:
-    """The mean gradient, and how large a batch it would take to see through the noise, as `gradient_noise_scale`.
+    """Gradient noise scale: estimate the largest useful batch size, reported as `gradient_noise_scale`.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -23,20 +23,23 @@ def gradient_noise_scale(grad_fn: GradFn) -> GradFn:
     >>> sorted(out.metrics)
     ['gradient_noise_scale', 'loss']
 
-    The simple noise scale is `tr(S) / |G|**2`: the variance of the examples' gradients, summed over all parameters,
-    by the squared norm of the true gradient. Steps of much smaller batches are mostly noise, and much larger ones
-    gain little. Both estimates are unbiased, but a ratio of them is not, and from one batch it may be far off, even
-    negative. The metric is a `Mean` of the one by the other: merge it over many steps (`ll.merge`), which adds both
-    before it divides. Within `accumulate`, each piece gives estimates of its own, and they merge so.
+    The gradient is the mean over the samples. The simple noise scale is `tr(S) / |G|**2`: the variance of the
+    samples' gradients, summed over all parameters, divided by the squared norm of the true gradient. Steps with much
+    smaller batches are mostly noise, and much larger batches gain little.
+
+    Both estimates are unbiased, but their ratio is not, and from a single batch it may be far off, even negative. The
+    metric is a `Mean` of the two, so merge it over many steps (`ll.merge`), which adds up both before dividing.
+    Inside `accumulate`, each microbatch has its own estimates, which are merged likewise. A batch or microbatch of
+    one sample has no estimate: it computes to NaN, and adds nothing when merged.
 
     Args:
         grad_fn: from `make_per_sample_grad_fn`.
 
-    A batch, or piece, of one example has no estimate: it computes to NaN, and adds nothing to a merge. Raises
-    ValueError when the gradients are not those of each example.
+    Raises:
+        ValueError: the gradients are not per sample.
 
     Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, "An empirical model of large-batch training", 2018,
-    appendix A.1, with batches of 1 and of all examples.
+    appendix A.1, with batches of 1 and of all samples.
     """
     grad_fn = check_grad_fn(grad_fn, "gradient_noise_scale")
 

@@ -1,8 +1,8 @@
-"""Gradients of each example by itself, and what can be made of them.
+"""Per-sample gradients and their uses.
 
-`make_per_sample_grad_fn` runs the ordinary loss function on batches of one example, all at once by
-`torch.func.vmap`. What stands around it brings the examples together again into one gradient, and so into an
-ordinary `GradFn`: clipped one by one for differential privacy, or measured for the noise between them.
+`make_per_sample_grad_fn` runs the ordinary loss function on batches of one sample, all at once with
+`torch.func.vmap`. The functions around it combine the samples' gradients into one, and therefore into an ordinary
+`GradFn`: clipped one by one for differential privacy, or measured for the noise between them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_per_sample_grad_fn(
     trainable: Callable[[str, Tensor], bool] | None = None,
     batch_size: Callable[[Any], int] = count_examples,
 ) -> GradFn:
-    """The gradient of each example's loss, as a pure function of state and batch.
+    """Per-sample gradients: the gradient of each sample's loss, as a pure function of state and batch.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -48,29 +48,30 @@ def make_per_sample_grad_fn(
     >>> gradients.grads["weight"].shape, gradients.samples
     (torch.Size([4, 1, 2]), 4)
 
-    To train, put `clip_per_sample` or `gradient_noise_scale` around it, and `accumulate(..., size=)` around these for
-    less memory: it needs that of the parameters once for each example.
+    The returned `grads` have the shape (batch, *shape of the parameter), with zeros for parameters that the loss does
+    not reach. To train, put `clip_per_sample` or `gradient_noise_scale` around it. It needs memory for one copy of
+    the parameters per sample, so put `accumulate(..., size=)` around these to use less.
 
-    `loss_fn` sees batches of one example, with a first dimension of 1, in `torch.func.vmap`: it may not look at
-    values (`.item()`, `if loss > 1`). Tensors of the batch are cut along their first dimension; those without
-    dimensions, and what is no tensor, each example is given whole. Dropout differs from example to example; what is
-    drawn depends on `(seed, step, rank, microbatch)` alone. Buffers are only read. Metrics merge as those of
-    `make_grad_fn`. A batch may be empty: the loss function then sees an example of zeros, which does not count.
+    `loss_fn` sees batches of one sample, with a first dimension of 1, inside `torch.func.vmap`, so it cannot read
+    values (`.item()`, `if loss > 1`). Tensors of the batch are split along their first dimension; tensors without
+    dimensions, and values that are not tensors, are passed whole to each sample. Dropout differs from sample to
+    sample and depends only on `(seed, step, rank, microbatch)`. Buffers are only read. Metrics are merged as with
+    `make_grad_fn`. A batch may be empty: the loss function then sees a sample of zeros, which does not count.
 
     Args:
-        model: the module, not wrapped in DDP or FSDP2, without BatchNorm in training mode.
-        loss_fn: `loss_fn(model, batch)`, as for `make_grad_fn`. The loss of an example is the scalar that it returns
-            for it; total / weight of a `Mean`, and zero where the weight is.
-        trainable: `(name, tensor) -> bool`; without it the parameters that require a gradient now.
-        batch_size: counts the examples in a batch.
-
-    Gives `grads` of shape (batch, *shape of the parameter), zeros for those that the loss does not reach.
+        model: the `nn.Module`, not wrapped in DDP or FSDP2, and without BatchNorm in training mode.
+        loss_fn: `loss_fn(model, batch)`, as for `make_grad_fn`. The loss of a sample is the scalar that is returned
+            for it; for a `Mean`, total / weight, or zero if the weight is zero.
+        trainable: `(name, tensor) -> bool`, selects the parameters to train. Defaults to those that require a
+            gradient when this is called.
+        batch_size: function that counts the samples in a batch.
 
     Raises:
-        ValueError: BatchNorm that would normalise over a batch, a module wrapped in DDP or FSDP2, a buffer that the
-            forward pass writes, a loss that is no scalar or reaches no parameter; within `accumulate` or
-            `scale_loss`; a state of another model, a batch on another device or with tensors of different lengths.
-        TypeError: something else than the above returned by `loss_fn`, a NumPy array in the batch.
+        ValueError: BatchNorm would normalize over a batch; the module is wrapped in DDP or FSDP2; the forward pass
+            writes a buffer; the loss is not a scalar or reaches no parameter; the function is used inside
+            `accumulate` or `scale_loss`; the state belongs to a different model; or the batch is on a different
+            device or has tensors of different lengths.
+        TypeError: `loss_fn` returns anything else, or the batch contains a NumPy array.
 
     Source: `torch.func`'s tutorial on per-sample gradients.
     """
@@ -106,7 +107,7 @@ def make_per_sample_grad_fn(
 
         each = torch.func.vmap(torch.func.grad(one, has_aux=True), in_dims=(None, 0), randomness="different")
         try:
-            # Attention by its formula: vmap would run the fused kernels example by example.
+            # Use the plain form of attention: vmap would run the fused kernels one sample at a time.
             with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
                 grads, sums = each({name: params[name] for name in names}, columns)
         except RuntimeError as error:
@@ -125,13 +126,13 @@ def make_per_sample_grad_fn(
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """Stands in a batch for a tensor that vmap maps over: its index among these."""
+    """Placeholder in a batch for a tensor that vmap maps over: its index among these."""
 
     index: int
 
 
 def _columns_of(batch: Any, samples: int) -> tuple[list[Tensor], Any]:
-    """The tensors of a batch with a row for each sample, and the batch with a `_Column` for each of them."""
+    """Tensors of a batch with one row per sample, and the batch with a `_Column` in place of each."""
     columns: list[Tensor] = []
 
     def listed(node: Any) -> bool:
@@ -156,7 +157,7 @@ def _columns_of(batch: Any, samples: int) -> tuple[list[Tensor], Any]:
 
 
 def _batch_of_one(layout: Any, rows: list[Tensor]) -> Any:
-    """The batch of one sample, from its row of each column."""
+    """Batch of one sample, from its row of each column."""
     return trees.map_leaves(
         lambda leaf: rows[leaf.index].unsqueeze(0) if type(leaf) is _Column else leaf,
         layout,
@@ -165,7 +166,7 @@ def _batch_of_one(layout: Any, rows: list[Tensor]) -> Any:
 
 
 def _check_model(host: _modules.Host) -> None:
-    """Refuse a model in which the gradient of a sample is not its own."""
+    """Raise for a model in which a sample's gradient depends on other samples."""
     if host.engine.name:
         raise ValueError(
             f"{host.engine.name} works on gradients of whole batches, which per-sample gradients pass by: give the module "
@@ -179,7 +180,7 @@ def _check_model(host: _modules.Host) -> None:
 
 
 def _check_part(part: Part) -> None:
-    """Refuse to be called for gradients that are added up or scaled."""
+    """Raise if summed or scaled gradients are requested."""
     if part.summed:
         raise ValueError(
             "gradients of each example do not add up within accumulate: bring them together inside, "
@@ -215,12 +216,12 @@ def _total_and_weight(name: str, value: Any) -> tuple[Tensor, Tensor]:
 
 
 def _sum(values: Tensor) -> Tensor:
-    """Over the examples, in float64 where there is one, as metrics merge."""
+    """Sum over the samples, in float64 if available, as metrics are merged."""
     return (values if values.device.type == "mps" else values.double()).sum()
 
 
 def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, part: Part) -> Gradients:
-    """Gradients of each example of this part."""
+    """Gradients of each sample of this part."""
     alone = dataclasses.replace(part.context, into=None)
     out = grad_fn(state, batch, dataclasses.replace(part, reduction="mean", normalizer=None, context=alone))
     params = state.params
@@ -234,7 +235,7 @@ def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, part
 
 
 def _together(out: Gradients, grads: Grads, part: Part, metrics: dict[str, Metric]) -> Gradients:
-    """Gradients summed over the examples, as those of an ordinary GradFn; `grads` may be written."""
+    """Gradients summed over the samples, as from an ordinary GradFn. `grads` may be overwritten."""
     normalizer = part.normalizer if part.summed and part.normalizer is not None else max(out.samples, 1)
     multiply(grads, 1 / normalizer)
     if into := part.context.into:

@@ -22,7 +22,7 @@ from looplib.types import WHOLE, GradFn, Gradients, Grads, Metric, Part, TrainSt
 
 
 def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
-    """Scale each example's gradient down so that its norm is at most `max_norm`, and take the mean of them.
+    """Per-sample clipping: clip each sample's gradient to norm `max_norm`, and take the mean.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -32,18 +32,21 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
     >>> out.grads["weight"].shape, ll.compute(out.metrics)["clipped"]
     (torch.Size([1, 2]), 1.0)
 
-    The norm is over all parameters together, and each example counts the same. So the sum moves by at most `max_norm`
-    when an example comes or goes, which `add_noise` stands on, and one strange example cannot spoil a batch.
-    Metrics: `clipped`, the part of the examples that were scaled down, and `grad_norm_per_sample`, the mean of
-    their norms before. (With privacy in mind, these and the loss are not private: keep them to yourself.)
+    The norm is over all parameters together, and each sample counts the same. The sum therefore changes by at most
+    `max_norm` when a sample is added or removed, which `add_noise` relies on, and a single unusual sample cannot
+    spoil a batch.
 
-    Args:
-        grad_fn: from `make_per_sample_grad_fn`.
-        max_norm: the largest norm of an example's gradient, above 0; `math.inf` for the mean gradient as it is.
+    Metrics: `clipped`, the fraction of samples that were clipped, and `grad_norm_per_sample`, the mean of their norms
+    before clipping. (These and the loss are not private: do not publish them if privacy matters.)
 
     An empty batch has a gradient of zero. A norm that is infinite or NaN makes the gradients NaN.
 
-    Raises ValueError when `max_norm` is not above 0, or the gradients are not those of each example.
+    Args:
+        grad_fn: from `make_per_sample_grad_fn`.
+        max_norm: largest norm of a sample's gradient, above 0. `math.inf` gives the plain mean gradient.
+
+    Raises:
+        ValueError: `max_norm` is not above 0, or the gradients are not per sample.
 
     Source: Abadi et al., "Deep learning with differential privacy", 2016; the factor is Opacus'.
     """
@@ -65,13 +68,13 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
 
 
 def _norms(grads: Grads) -> Tensor:
-    """(batch,), of all parameters together."""
+    """Norms of shape (batch,), over all parameters together."""
     norms = [torch.linalg.vector_norm(grad.unsqueeze(-1).flatten(1), dim=1) for grad in grads.values()]
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), dim=0)
     return total
 
 
-_NOISE = 0x6E6F697365  # a stream of its own, apart from those of dropout and evaluation
+_NOISE = 0x6E6F697365  # a random stream separate from those of dropout and evaluation
 
 
 def add_noise(
@@ -86,29 +89,30 @@ def add_noise(
     >>> grad_fn = ll.contrib.add_noise(grad_fn, max_norm=1.0, noise_multiplier=1.1, expected_batch_size=256)
     >>> gradients = grad_fn(ll.init_state(model), torch.randn(250, 2))
 
-    The noise has a standard deviation of `noise_multiplier * max_norm` and goes onto the sum, once for a step; then
-    the sum is divided by the batch's size. It depends on the state's `(seed, step)` alone.
+    The noise has a standard deviation of `noise_multiplier * max_norm` and is added to the sum once per step; the sum
+    is then divided by the batch's size. It depends only on the state's `(seed, step)`.
 
-    How much privacy a run gives is for a library to say (Opacus' `RDPAccountant`, Google's `dp_accounting`), from the
-    noise multiplier, the sampling rate and the number of steps. Most of them assume Poisson sampling, in which
-    each example is in a batch by its own coin (`order=ll.data.batch_sampler(...)`): then the size of a batch
-    is private, and `expected_batch_size` belongs here. A batch may then be empty, and its gradient is noise alone.
+    To compute the privacy of a run from the noise multiplier, the sampling rate and the number of steps, use a
+    library such as Opacus (`RDPAccountant`) or Google's `dp_accounting`. Most of these assume Poisson sampling, in
+    which each sample is included in a batch independently (`order=ll.data.batch_sampler(...)`). The size of a batch
+    is then private, so pass `expected_batch_size`. A batch may be empty, in which case its gradient is only noise.
 
-    Not for adversaries: torch's generators are not cryptographically secure, and floating-point noise leaks in ways
-    that exact noise would not. Who knows the seed can take the noise away, and who sees two runs of the same
-    seed on different data sees it cancel: keep the seed secret, and give each run its own.
+    It does not protect against adversaries: torch's generators are not cryptographically secure, and floating-point
+    noise leaks information in ways that exact noise would not. Anyone who knows the seed can subtract the noise, and
+    for anyone who sees two runs with the same seed on different data it cancels out. Keep the seed secret and use a
+    different one for each run.
 
-    All of this is for one process: ranks are not summed over, and would all draw the same noise.
+    It supports a single process: it does not sum over ranks, and all ranks would draw the same noise.
 
     Args:
         grad_fn: from `clip_per_sample`, or `accumulate` around it.
         max_norm: the norm to which it clips, above 0 and finite.
         noise_multiplier: standard deviation of the noise in units of `max_norm`, 0 or more.
-        expected_batch_size: what the sum is divided by; without it, the number of examples in the batch.
+        expected_batch_size: number to divide the sum by. Defaults to the number of samples in the batch.
 
     Raises:
-        ValueError: an argument out of its range, `clip_per_sample` missing or with another norm, an empty batch
-            without `expected_batch_size`; within `accumulate`.
+        ValueError: an argument is out of range, `clip_per_sample` is missing or has a different norm, a batch is
+            empty and `expected_batch_size` is not given, or the wrapper is used inside `accumulate`.
 
     Source: Abadi et al., "Deep learning with differential privacy", 2016.
     """
@@ -134,7 +138,7 @@ def add_noise(
         if not size:
             raise ValueError("the batch is empty: with Poisson sampling, give add_noise(..., expected_batch_size=)")
         multiply(out.grads, out.normalizer / size)
-        generators = {  # in a trace of a step they are those of the step, which no two steps share either
+        generators = {  # while tracing, they are the step's own, which also differ between steps
             device: None if tracing() else torch.Generator(device).manual_seed(mix(state.seed, state.step, _NOISE))
             for device in {grad.device for grad in out.grads.values()}
         }

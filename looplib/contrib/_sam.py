@@ -14,25 +14,25 @@ from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
 
 def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn:
-    """The gradient at the worst point nearby, for flat minima: sharpness-aware minimization.
+    """Sharpness-aware minimization (SAM): the gradient at the worst point nearby, to find flat minima.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
     >>> grad_fn = ll.contrib.sam(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), rho=0.05)
     >>> gradients = grad_fn(ll.init_state(model), torch.ones(4, 2))
 
-    Two passes over the batch: one for the gradient at the weights, one at `weights + rho * gradient / norm`. Both
-    draw the same random numbers. Metrics and buffers are the first pass's. Clipping goes around it, `accumulate`
-    inside.
+    It makes two passes over the batch: one for the gradient at the weights, one at `weights + rho * gradient / norm`.
+    Both draw the same random numbers. Metrics and buffers are those of the first pass. Put clipping around it and
+    `accumulate` inside.
 
     Args:
-        grad_fn: whose gradient.
-        rho: how far to look, in the norm of all parameters together; above 0.
-        adaptive: measure the distance in units of the weights (ASAM); `rho` is then larger, such as 0.5.
+        grad_fn: gradient function.
+        rho: distance of the second point, in the norm of all parameters together; above 0.
+        adaptive: if True, measure the distance in units of the weights (ASAM). `rho` is then larger, such as 0.5.
 
     Raises:
-        ValueError: `rho` is not above 0; within `accumulate`.
-        RuntimeError: a module wrapped in DDP or FSDP2, which run on their own parameters alone.
+        ValueError: `rho` is not above 0, or the wrapper is used inside `accumulate`.
+        RuntimeError: the module is wrapped in DDP or FSDP2, which run only on their own parameters.
 
     Source: Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-aware minimization for efficiently improving
     generalization", 2021; Kwon et al., "ASAM", 2021.

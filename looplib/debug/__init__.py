@@ -1,4 +1,4 @@
-"""Debugging: two runs or a suspicious step go in, what differs comes out."""
+"""Debugging: two runs or a suspicious step go in and their differences or causes come out."""
 
 from looplib.debug._differences import LeafDifference, differences
 from looplib.debug._fingerprint import fingerprint, read_fingerprints

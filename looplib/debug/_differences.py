@@ -1,4 +1,4 @@
-"""Differences between two trees: which leaves, how many numbers, and by how much."""
+"""Differences between two pytrees: which leaves, how many numbers, and by how much."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from looplib.debug._fingerprint import bits_of, fingerprint, leaves_by_path, sam
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LeafDifference:
-    """A leaf that is not the same in two trees.
+    """A leaf that differs between two trees.
 
     Attributes:
-        path: of the leaf, such as "/params/0.weight".
-        largest: the largest difference of two of its numbers; NaN if there are none to subtract.
-        differing: number of differing numbers.
+        path: path of the leaf, such as "/params/0.weight".
+        largest: largest absolute difference between two numbers; NaN if there are no numbers to subtract.
+        differing: number of numbers that differ.
         numel: number of all numbers.
         summary: the difference in words.
     """
@@ -39,7 +39,7 @@ class LeafDifference:
 
 
 def differences(one: Any, other: Any, *, rtol: float = 0.0, atol: float = 0.0) -> list[LeafDifference]:
-    """Differences between two states, replayed steps, batches, or any two trees, leaf by leaf.
+    """Compare two states, replayed steps, batches, or any two trees, leaf by leaf.
 
     >>> import torch
     >>> differences({"x": torch.ones(3), "n": 1}, {"x": torch.tensor([1.0, 1.0, 1.5]), "n": 1})
@@ -47,7 +47,7 @@ def differences(one: Any, other: Any, *, rtol: float = 0.0, atol: float = 0.0) -
     >>> differences(torch.ones(3), torch.ones(3) + 1e-6, rtol=1e-5)
     []
 
-    They come in the order of the first tree. For `Replayed` steps that is batch, metrics, gradients, and then the
+    The result is in the order of the first tree. For `Replayed` steps that is batch, metrics, gradients, and then the
     state after the step, so the first difference is the cause of the others.
 
     Args:
@@ -82,7 +82,7 @@ def _difference(path: str, one: Any, other: Any, rtol: float, atol: float) -> Le
 
 
 def _numbers(leaf: Any) -> Tensor | None:
-    """The numbers of a tensor, of an array or scalar of NumPy, or of a float, as a tensor."""
+    """Numbers of a tensor, a NumPy array or scalar, or a float, as a tensor."""
     if isinstance(leaf, Tensor):
         return local(leaf) if is_sharded(leaf) else leaf.detach()
     if type(leaf) is float:
@@ -107,7 +107,7 @@ def _difference_of_numbers(path: str, one: Tensor, other: Tensor, rtol: float, a
 
 
 def _gap(one: Tensor, other: Tensor) -> Tensor:
-    """The distance of each pair of numbers: 0 for equal ones, NaN included, and infinity where one is not finite."""
+    """Absolute difference of each pair of numbers: 0 for equal ones, NaN included, and infinity if one is not finite."""
     a, b = _wide(one), _wide(other)
     same = (a == b) | (a.isnan() & b.isnan())
     return torch.where(same, 0.0, (a - b).abs()).nan_to_num(math.inf, math.inf)
@@ -118,13 +118,13 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _bits_differ(one: Tensor, other: Tensor) -> Tensor:
-    """A mask by the bytes of each number: 0.0 and -0.0, and two NaNs, may differ without a gap."""
+    """Mask of numbers whose bytes differ: 0.0 and -0.0, and two NaNs, may differ without a gap."""
     rows = torch.stack([bits_of(one), bits_of(other)]).reshape(2, one.numel(), -1)
     return (rows[0] != rows[1]).any(1).reshape(one.shape)
 
 
 def _numbers_differ(one: Tensor, other: Tensor, gap: Tensor, rtol: float, atol: float) -> Tensor:
-    """A mask by value: floats beyond the tolerance, and whole numbers that are not equal."""
+    """Mask of numbers whose values differ: floats beyond the tolerance, and integers that are not equal."""
     if not (one.is_floating_point() or one.is_complex()):
         return one != other
     return (gap != 0) & ~(gap.isfinite() & (gap <= atol + rtol * _wide(other).abs()))

@@ -1,4 +1,4 @@
-"""Fingerprints of states: short hashes of the bits of each leaf."""
+"""State fingerprints: short hashes of the bits of each leaf."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def fingerprint(tree: Any) -> dict[str, str]:
-    """Fingerprint of a state or of any tree: a short hash for each leaf, equal only if the bits are equal.
+    """Fingerprint a state or any tree: a short hash for each leaf, equal only if the bits are equal.
 
     >>> import looplib as ll, torch
     >>> state = ll.init_state(torch.nn.Linear(2, 1), seed=3)
@@ -30,7 +30,7 @@ def fingerprint(tree: Any) -> dict[str, str]:
     >>> hashes["/seed"], len(hashes["/params/weight"]), hashes == fingerprint(ll.copy_state(state))
     ('3', 16, True)
 
-    Log fingerprints to find where two runs part that are on different machines or versions. On each machine:
+    Log fingerprints to find where two runs on different machines or versions start to differ. On each machine:
 
         prints = ll.jsonl("prints.jsonl")
         ...
@@ -39,21 +39,22 @@ def fingerprint(tree: Any) -> dict[str, str]:
 
     Then compare the logs: `first_difference(read_fingerprints("a.jsonl"), read_fingerprints("b.jsonl"))`.
 
+    The fingerprint of a tensor is a hash of its dtype, shape and bytes, on any device and with any strides. For a
+    DTensor, it is the hash of this process's shard. A plain value is its own fingerprint. 0.0 and -0.0 differ, and
+    two NaNs may. Each tensor is copied to the CPU.
+
     Args:
-        tree: a state; or any tree of tensors, NumPy arrays and plain values, such as a batch, or
+        tree: a state, or any tree of tensors, NumPy arrays and plain values, such as a batch, or
             `{"state": state, "batch": batch}`.
 
-    A tensor's fingerprint is a hash of its dtype, shape and bytes, whatever its device and strides. Of a DTensor it is
-    the hash of this process's shard. A plain value stands for itself. 0.0 and -0.0 differ, and two NaNs may. Each
-    tensor is copied to the host.
-
-    Raises TypeError for a leaf that is none of these, with its path.
+    Raises:
+        TypeError: a leaf is none of these. The message gives its path.
     """
     return {path: _hash(path, leaf) for path, leaf in leaves_by_path(tree)}
 
 
 def leaves_by_path(tree: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree by path, such as /params/0.weight; a `Mean` is its value, in however many parts it came."""
+    """Leaves of a tree by path, such as /params/0.weight. A `Mean` counts as its value, however it was accumulated."""
     for path, leaf in trees.leaves(tree, is_leaf=lambda node: isinstance(node, Mean)):
         yield trees.pointer(path) or "/", leaf.compute() if isinstance(leaf, Mean) else leaf
 
@@ -65,7 +66,7 @@ def _hash(path: str, leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         data = bits_of(leaf).cpu()
         content = bytes_of(data)
-    elif hasattr(leaf, "tobytes") and hasattr(leaf, "shape"):  # NumPy's
+    elif hasattr(leaf, "tobytes") and hasattr(leaf, "shape"):  # NumPy arrays and scalars
         content = memoryview(leaf.tobytes())
     else:
         raise TypeError(
@@ -78,21 +79,21 @@ def _hash(path: str, leaf: Any) -> str:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as uint8, in the order of its numbers."""
+    """Bytes of a tensor as uint8, in the order of its numbers."""
     tensor = local(tensor) if is_sharded(tensor) else tensor.detach()
     tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Do two tensors have the same dtype, shape and bytes?"""
+    """True if two tensors have the same dtype, shape and bytes."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(bits_of(one), bits_of(other).to(one.device))
 
 
 def read_fingerprints(path: str | os.PathLike[str]) -> dict[int, dict[str, str]]:
-    """Read the fingerprints from a `jsonl` log, by step.
+    """Read fingerprints from a `jsonl` log, by step.
 
     >>> import looplib as ll, tempfile
     >>> path = tempfile.mkdtemp() + "/prints.jsonl"
@@ -101,13 +102,14 @@ def read_fingerprints(path: str | os.PathLike[str]) -> dict[int, dict[str, str]]
     >>> read_fingerprints(path)
     {0: {'/x': '0.0'}, 10: {'/x': '1.0'}}
 
-    Other rows of the log are skipped. If the run went back to an earlier step, what it had logged beyond that step is
+    Other rows of the log are skipped. If the run went back to an earlier step, its first rows beyond that step are
     left out.
 
     Args:
-        path: the log.
+        path: path of the log.
 
-    Raises FileNotFoundError when nothing has been logged yet.
+    Raises:
+        FileNotFoundError: nothing has been logged yet.
     """
     by_step: dict[int, dict[str, str]] = {}
     for row in read_jsonl(path):

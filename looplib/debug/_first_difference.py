@@ -1,4 +1,4 @@
-"""The first step at which two runs differ."""
+"""First difference: the first step at which two runs differ."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Run:
     TrainState(step=0, epoch=0, batch=0, samples=0, seed=0)
 
     Attributes:
-        train_step: the train step of the run.
-        states: one state of it, or a mapping from steps to states, as `keep` and `saved_states` return.
+        train_step: train step of the run.
+        states: one of its states, or a mapping from steps to states, as returned by `keep` and `saved_states`.
         loader: its batches, as a function of the state.
-        grad_fn: the one that the step was made of, to compare gradients.
+        grad_fn: the gradient function of the step, to compare gradients.
     """
 
     train_step: TrainStep
@@ -39,10 +39,10 @@ class Difference:
     """The first step at which two runs differ.
 
     Attributes:
-        equal: the last step at which their states were the same; None if the first ones differ.
-        different: the next step that was looked at, where the states differ.
-        leaves: the leaves that differ there, in the order in which they came to differ.
-        replayed: the step between, of each run, if it was replayed.
+        equal: last step at which their states were the same; None if the first ones differ.
+        different: next step that was compared, at which the states differ.
+        leaves: leaves that differ there, in the order in which the differences arose.
+        replayed: the step in between, of each run, if it was replayed.
     """
 
     equal: int | None
@@ -65,7 +65,7 @@ def first_difference(
     rtol: float = 0.0,
     atol: float = 0.0,
 ) -> Difference | None:
-    """Find the first step at which two runs differ, and what differs there; None if they do not.
+    """Find the first step at which two runs differ, and what differs there. Returns None if they do not.
 
     >>> import looplib as ll, torch
     >>> model, optimizer = torch.nn.Linear(1, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
@@ -82,31 +82,31 @@ def first_difference(
     >>> print(first_difference(one, one, stop=20))
     None
 
-    For two mappings from steps to states or fingerprints (`keep`, `saved_states`, `read_fingerprints`), the steps that
-    both have are compared. Checkpoints are searched by bisection, so only ten of a thousand pairs are read. This
-    assumes that runs which have parted stay different.
+    For two mappings from steps to states or fingerprints (`keep`, `saved_states`, `read_fingerprints`), the steps
+    that both have are compared. Checkpoints are searched by bisection, so of a thousand pairs only ten are read. This
+    assumes that runs that differ at one step differ at all later ones.
 
-    For two `Run`s, their kept states are compared first. From the last equal ones both runs are replayed side by side
-    until they differ, up to the first kept states that differ or to `stop`. The differences in that step are listed in
-    the order in which they arise (batch, loss, gradients, update), so the first one shows the cause. Steps may donate;
-    the states given stay usable.
+    For two `Run`s, their kept states are compared first. From the last equal ones, both runs are replayed side by
+    side until they differ, up to the first kept states that differ or to `stop`. The differences in that step are
+    listed in the order in which they arise (batch, loss, gradients, update), so the first one shows the cause. Steps
+    may donate; the given states can still be used.
 
-    For runs on two machines or versions, a log of `fingerprint(state)` on each shows between which steps to look. From
-    the last checkpoint before, log each step with its batch and gradients:
-    `prints(found.state, ll.debug.fingerprint({"batch": found.batch, "grads": found.grads}))` of a `replay`. To compare
-    eager with compiled, use two `Run`s from one state, with a tolerance.
+    For runs on two machines or versions, log `fingerprint(state)` on each to find the steps between which they start
+    to differ. Then, from the last checkpoint before, log each step with its batch and gradients: `prints(found.state,
+    ll.debug.fingerprint({"batch": found.batch, "grads":
+    found.grads}))` of a `replay`. To compare eager with compiled, use two `Run`s from one state, with a tolerance.
+
+    If kept states differ but the replayed steps do not, the cause is outside the functions of either run: they ran on
+    different machines or versions. In this case `replayed` is None, and the steps are those of kept states.
 
     Args:
         one, other: two `Run`s, or two mappings.
-        stop: step to end at if the runs have not parted. Defaults to the last kept states that both have.
-        rtol, atol: see `differences`; both 0 compares bits.
-
-    If kept states differ but the replayed steps do not, the cause is not in the functions of either run: they ran on
-    different machines or versions. Then `replayed` is None, and the steps are those of kept states.
+        stop: step at which to end if the runs do not differ before. Defaults to the last kept states that both have.
+        rtol, atol: see `differences`. If both are 0, bits are compared.
 
     Raises:
         ValueError: the runs have no step in common, or there is no step to run to.
-        TypeError: a run and a mapping: log the run, or give both as mappings.
+        TypeError: one is a run and the other a mapping. Log the run, or pass both as mappings.
     """
     if isinstance(one, Run) != isinstance(other, Run):
         raise TypeError(
@@ -134,7 +134,7 @@ Compare = Callable[[Any, Any], list[LeafDifference]]
 def _difference_of_kept(
     first: Mapping[int, Any], second: Mapping[int, Any], compare: Compare
 ) -> tuple[Difference | None, int | None, int]:
-    """The first difference of kept states, the last step at which they are equal, and the number of common steps."""
+    """First difference of kept states, the last step at which they are equal, and the number of common steps."""
     steps = sorted(set(first) & set(second))
     if not steps:
         raise ValueError(
@@ -157,12 +157,12 @@ def _listed(steps: Iterable[int]) -> str:
 
 
 def _scan(steps: Sequence[int], differ: Callable[[int], bool]) -> int:
-    """The index of the first step that differs, or the number of steps."""
+    """Index of the first step that differs, or the number of steps."""
     return next((index for index, step in enumerate(steps) if differ(step)), len(steps))
 
 
 def _bisect(steps: Sequence[int], differ: Callable[[int], bool]) -> int:
-    """The same, if all steps after one that differs do."""
+    """The same by bisection, if all steps after the first that differs differ too."""
     low, high = 0, len(steps)
     while low < high:
         middle = (low + high) // 2
@@ -171,7 +171,7 @@ def _bisect(steps: Sequence[int], differ: Callable[[int], bool]) -> int:
 
 
 class _Position(NamedTuple):
-    """A state of a run, its batch, and the metrics of the step before."""
+    """A state of a run, its batch, and the metrics of the previous step."""
 
     state: TrainState
     batch: Any
@@ -181,7 +181,7 @@ class _Position(NamedTuple):
 def _side_by_side(
     runs: tuple[Run, Run], starts: tuple[TrainState, TrainState], stop: int, compare: Compare
 ) -> Difference | None:
-    """Continue both runs from states that are the same, until they differ or to a step."""
+    """Continue both runs from equal states until they differ or reach a step."""
     walks = [_walk(run.train_step, copy_state(start), run.loader) for run, start in zip(runs, starts, strict=True)]
     before: list[_Position] | None = None
     for pair in zip(*walks, strict=True):
@@ -192,14 +192,16 @@ def _side_by_side(
             return Difference(before[0].state.step, step, compare(*replayed), replayed)
         if step >= stop:
             return None
-        before = [position._replace(state=copy_state(position.state)) for position in now]  # which the step may spend
+        before = [
+            position._replace(state=copy_state(position.state)) for position in now
+        ]  # a copy, since the step may donate it
     return None
 
 
 def _replayed(
     runs: tuple[Run, Run], before: Sequence[_Position], after: Sequence[_Position]
 ) -> tuple[Replayed, Replayed]:
-    """The step of both runs between two positions; with indices if both loaders tell them."""
+    """The step of both runs between two positions, with indices if both loaders provide them."""
     indices = [_indices(run.loader, position.state) for run, position in zip(runs, before, strict=True)]
     if any(rows is None for rows in indices):
         indices = [None, None]

@@ -1,4 +1,4 @@
-"""Keep states of a run in memory."""
+"""State history in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from looplib.types import TREES, TrainState
 
 
 def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | None = None) -> dict[int, TrainState]:
-    """Keep states of a run in memory: the states kept so far and one more, which shares what has not changed.
+    """Keep a history of states in memory: return the states kept so far and one more, sharing unchanged tensors.
 
     >>> import looplib as ll, torch
     >>> model, optimizer = torch.nn.Linear(100, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
@@ -34,22 +34,22 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
     >>> len(kept), nbytes(kept[0].params), nbytes([state.params for state in kept.values()])
     (10, 404, 440)
 
-    A tensor with the same bits as in the last kept state is shared with it: a frozen parameter, an unchanged buffer.
-    All others are copied, so donated steps do not spend a kept state. `nbytes(list(kept.values()))` is the memory of
-    all of them.
+    A tensor with the same bits as in the last kept state is shared with it, such as a frozen parameter or an
+    unchanged buffer. All others are copied, so donated steps do not affect kept states. `nbytes(list(kept.values()))`
+    is the memory of all of them.
 
-    With `at_most`, the first and the last state stay, and of the others the one is dropped whose neighbours are
-    closest together relative to its age. The older the states, the wider they are apart, so replaying a step takes
-    time in proportion to how long ago it was.
+    With `at_most`, the first and the last state are kept. Of the others, the one is dropped whose neighbors are
+    closest together relative to its age. Older states are therefore further apart, and the time to replay a step is
+    proportional to its age.
 
     Args:
-        kept: states by step; `{}` to begin with. It is not changed.
+        kept: states by step; start with `{}`. It is not changed.
         state: a state that is not older than those.
-        at_most: the largest number of states to keep, 2 or more; None keeps all.
+        at_most: largest number of states to keep, 2 or more; None keeps all.
 
     Raises:
         ValueError: the state is older than the last one kept, or `at_most` is below 2.
-        DonatedStateError: the state is spent.
+        DonatedStateError: the state was donated to a step.
     """
     check_optional_count("at_most", at_most, 2, "give 2 or more: the first state and the last are always kept")
     last = max(kept, default=None)
@@ -65,7 +65,7 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
 
 
 def _sharing_copy(state: TrainState, shareable: Mapping[str, Any]) -> TrainState:
-    """A copy of a state whose tensors are the shareable ones at the same paths, where they are interchangeable."""
+    """Copy a state, using the shareable tensors at the same paths if they are interchangeable."""
     copies: dict[int, Tensor] = {}
 
     def copy_of(path: str, leaf: Any) -> Any:
@@ -88,7 +88,7 @@ def _sharing_copy(state: TrainState, shareable: Mapping[str, Any]) -> TrainState
 
 
 def _thinned(steps: list[int], at_most: int | None) -> list[int]:
-    """At most so many of the steps, spread so that the gap that each leaves is about the same part of its age."""
+    """At most this many of the steps, spread so that each gap is about the same fraction of its age."""
     while at_most is not None and len(steps) > at_most:
         neighbours = zip(steps, steps[1:], steps[2:], strict=False)
         gaps = [(after - before) / (steps[-1] - at) for before, at, after in neighbours]
@@ -97,7 +97,7 @@ def _thinned(steps: list[int], at_most: int | None) -> list[int]:
 
 
 def _interchangeable(old: Tensor, new: Tensor) -> bool:
-    """Are two tensors the same in their bits, and for every computation?"""
+    """True if two tensors have the same bits and behave the same in every computation."""
 
     def layout(tensor: Tensor) -> Any:
         strides = tensor.stride() if tensor.layout == torch.strided else None
@@ -107,7 +107,7 @@ def _interchangeable(old: Tensor, new: Tensor) -> bool:
 
 
 def nbytes(tree: Any) -> int:
-    """Memory of the tensors of a tree in bytes; memory that several tensors share counts once.
+    """Memory of the tensors of a tree in bytes. Memory shared by several tensors counts once.
 
     >>> import torch
     >>> weight = torch.zeros(1000)
@@ -115,9 +115,10 @@ def nbytes(tree: Any) -> int:
     (4000, 8000)
 
     Args:
-        tree: a state, a list of states, a batch. Of a DTensor, this process's shard counts.
+        tree: a state, a list of states, or a batch. For a DTensor, this process's shard counts.
 
-    Raises DonatedStateError for a spent state.
+    Raises:
+        DonatedStateError: a state was donated to a step.
     """
     storages = {}
     for leaf in _donation.tensors_in(tree):
@@ -127,10 +128,13 @@ def nbytes(tree: Any) -> int:
 
 
 class _Saved(Mapping[int, TrainState]):
-    """Checkpoints by step, each read when it is asked for."""
+    """Checkpoints by step, each read on demand."""
 
     def __init__(self, ckpt: CheckpointIO, state: TrainState) -> None:
-        self._ckpt, self._like = ckpt, copy_state(state)  # which is bound to no module that a restore would write to
+        self._ckpt, self._like = (
+            ckpt,
+            copy_state(state),
+        )  # a copy, which is not bound to a module that a restore would write to
 
     def __getitem__(self, step: int) -> TrainState:
         if step not in self:
@@ -148,7 +152,7 @@ class _Saved(Mapping[int, TrainState]):
 
 
 def saved_states(ckpt: CheckpointIO, state: TrainState) -> Mapping[int, TrainState]:
-    """Checkpoints as a mapping from steps to states, each read when it is asked for.
+    """Checkpoints as a mapping from steps to states, each read on demand.
 
     >>> import looplib as ll, tempfile, torch
     >>> folder = tempfile.TemporaryDirectory()
@@ -161,13 +165,13 @@ def saved_states(ckpt: CheckpointIO, state: TrainState) -> Mapping[int, TrainSta
     ([0, 500], 500)
     >>> folder.cleanup()
 
-    With it, `replay(train_step, saved_states(ckpt, state), loader, 730)` begins at the checkpoint of step 500. The
-    module that `state` is bound to is not written to.
+    For example, `replay(train_step, saved_states(ckpt, state), loader, 730)` starts at the checkpoint of step 500.
+    The module that `state` is bound to is not written to.
 
     Args:
         ckpt: from `checkpoint_io`.
-        state: any state of the same structure, such as that of `init_state`; it stays usable.
+        state: any state of the same structure, such as that of `init_state`. It can still be used afterwards.
 
-    Reading a step raises what `ckpt.restore` raises, and KeyError if there is no such checkpoint.
+    Reading a step raises the errors of `ckpt.restore`, and KeyError if there is no such checkpoint.
     """
     return _Saved(ckpt, state)

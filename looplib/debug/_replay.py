@@ -1,7 +1,7 @@
-"""Replay: take any step of a run again.
+"""Replay: repeat any step of a run.
 
-A step is a function of a state and a batch, and the batch is a function of the state. So a kept state determines the
-rest of the run: training on from it gives every later step again, to the bit.
+A step is a function of a state and a batch, and the batch is a function of the state. A kept state therefore
+determines the rest of the run: training from it repeats every later step bit for bit.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ States = TrainState | Mapping[int, TrainState]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Replayed:
-    """A step of a run, replayed.
+    """A replayed step of a run.
 
     Attributes:
-        state: before the step.
-        indices: of the batch's samples in the dataset, if the loader can tell.
-        batch: of the step.
-        metrics: of the step.
+        state: state before the step.
+        indices: dataset indices of the batch's samples, if the loader provides them.
+        batch: batch of the step.
+        metrics: metrics of the step.
         grads: name -> gradient, if a `grad_fn` was given.
-        after: the state that the step returned.
+        after: state returned by the step.
     """
 
     state: TrainState
@@ -62,7 +62,7 @@ def replay(
     grad_fn: GradFn | None = None,
     donate: bool = False,
 ) -> Replayed:
-    """Replay a step: its batch, loss and gradients, from a state kept at or before it.
+    """Replay a step: get its batch, loss and gradients from a state kept at or before it.
 
     >>> import looplib as ll, torch
     >>> model, optimizer = torch.nn.Linear(1, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
@@ -76,28 +76,29 @@ def replay(
     >>> found.batch.shape, sorted(found.grads), found.after.step, kept.step
     (torch.Size([4, 1]), ['bias', 'weight'], 8, 0)
 
-    Training continues from the nearest kept state before the step, and through it. Step 7 is the update from a state
-    at step 7 to one at step 8. If its batch was skipped (`found.after.skipped`), `replay(train_step, found.after,
-    loader, 7)` gives the next batch that was tried at the same step.
+    Training is repeated from the nearest kept state before the step, through the step. Step 7 is the update from a
+    state at step 7 to one at step 8. If its batch was skipped (`found.after.skipped`),
+    `replay(train_step, found.after, loader, 7)` gives the next batch that was tried at the same step.
 
-    The bits are those of the run if all that the run does between its steps is in `train_step`. If your loop changes
-    `state.extra` for the step to read, or makes two updates per batch, pass a function
-    `(state, batch) -> (state, metrics)` that does all of it. The states given stay usable, even if the step donates,
-    and those returned share no tensor with them. A replay of more than a second shows a progress bar in a terminal or
-    notebook.
+    The result is bitwise that of the run if everything that the run does between its steps is in `train_step`. If
+    your loop changes `state.extra` for the step to read, or makes two updates per batch, pass a function
+    `(state, batch) -> (state, metrics)` that does all of it. The given states can still be used, even if the step
+    donates, and the returned ones share no tensor with them. If a replay takes more than a second, it shows a
+    progress bar in a terminal or notebook.
 
     Args:
-        train_step: the train step of the run.
-        state: a state of the run, or a mapping from steps to states, as `keep` and `saved_states` return.
-        loader: the loader of the run: a function from a state to the rest of its epoch.
-        step: the step to replay, as `state.step` counts.
-        grad_fn: the one that the step was made of, to get the gradients too.
-        donate: let a donated step spend the state given. Needed for a module wrapped in DDP or FSDP2, which works on
-            its own tensors alone: pass a state that is bound to it, and no `grad_fn`.
+        train_step: train step of the run.
+        state: a state of the run, or a mapping from steps to states, as returned by `keep` and `saved_states`.
+        loader: loader of the run: a function from a state to the rest of its epoch.
+        step: the step to replay, as counted by `state.step`.
+        grad_fn: gradient function of the step, to get the gradients too.
+        donate: if True, a donated step may overwrite the given state. This is needed for a module wrapped in DDP or
+            FSDP2, which works only on its own tensors: pass a state that is bound to it, and no `grad_fn`.
 
     Raises:
-        ValueError: no state at or before the step, a step that no batch begins with, a loader without batches.
-        TypeError: a step that is not a whole number, a state that is not a state.
+        ValueError: there is no state at or before the step, no batch starts at the step, or the loader has no
+            batches.
+        TypeError: `step` is not an int, or `state` is not a state.
     """
     if grad_fn is not None:
         grad_fn = checked(grad_fn, "replay", "grad_fn")
@@ -108,7 +109,7 @@ def replay(
     start = start if donate else copy_state(start)
     steps_to_go = TrainState(epoch_length=max(step - start.step, 1))
     walk = _walk(train_step, start, loader)
-    disable = None if is_first() else True  # None: unless in a terminal or a notebook
+    disable = None if is_first() else True  # None: only in a terminal or a notebook
     with closing(
         progress(walk, steps_to_go, desc=f"to step {step}", leave=False, delay=1.0, disable=disable)
     ) as positions:
@@ -145,7 +146,7 @@ def _nearest(states: Mapping[int, TrainState], step: int) -> TrainState:
 def _walk(
     train_step: TrainStep, state: TrainState, loader: Batches
 ) -> Iterator[tuple[TrainState, Any, dict[str, Metric] | None]]:
-    """A run without end: each state, its batch, and the metrics of the step before."""
+    """An endless run: each state, its batch, and the metrics of the previous step."""
     metrics: dict[str, Metric] | None = None
     while True:
         empty = True

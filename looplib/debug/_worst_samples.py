@@ -1,4 +1,4 @@
-"""The samples with the largest gradients."""
+"""Samples with the largest gradients."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from looplib.types import GradFn, TrainState
 
 @dataclass(frozen=True, slots=True)
 class SampleScore:
-    """Loss and gradient norm of one sample by itself.
+    """Loss and gradient norm of a single sample.
 
     Attributes:
-        row: of the sample in the batch.
-        index: of the sample in the dataset, if known.
-        loss: of this sample alone.
+        row: index of the sample in the batch.
+        index: index of the sample in the dataset, if known.
+        loss: loss of this sample alone.
         grad_norm: norm of its gradient, over all parameters.
     """
 
@@ -41,7 +41,7 @@ def worst_samples(
     *,
     batch_size: Callable[[Any], int] = batch_size,
 ) -> list[SampleScore]:
-    """Rank the samples of a batch by the norm of their own gradients, to find the cause of a spike.
+    """Rank the samples of a batch by the norm of their own gradients, to find the cause of a loss spike.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -52,18 +52,19 @@ def worst_samples(
 
     Infinite and NaN losses and norms come first, then the largest norms. Each sample goes through `grad_fn` as a
     batch of one, so dropout draws a different mask from the one in training. Put BatchNorm into eval mode before
-    `make_grad_fn`, since it cannot normalize one sample.
+    `make_grad_fn`, since it cannot normalize a single sample.
 
     After replaying the step of the spike: `worst_samples(grad_fn, found.state, found.batch, found.indices)`.
 
     Args:
         grad_fn: from `make_grad_fn` or `make_per_sample_grad_fn`, without clipping, which would make all norms equal.
-        state: the state before the step.
+        state: state before the step.
         batch: any batch that `accumulate` can split.
-        indices: (batch,) of the samples in the dataset.
-        batch_size: counts the samples.
+        indices: (batch,) dataset indices of the samples.
+        batch_size: function that counts the samples in a batch.
 
-    Raises ValueError for indices that are not one for each sample.
+    Raises:
+        ValueError: the number of indices is not the number of samples.
     """
     grad_fn = checked(grad_fn, "worst_samples", "grad_fn")
     count = batch_size(batch)

@@ -1,11 +1,11 @@
-"""Checks for unit tests: a step or a model goes in, an error that says what is wrong comes out.
+"""Checks for unit tests: a step or a model goes in and an error that explains the fault comes out.
 
-A check takes the very functions that the training script uses, a state and a batch, and raises an AssertionError
-that says what was done, what was found, what usually causes it, and what to do.
+A check takes the functions that your training script uses, a state and a batch. If it fails, it raises an
+AssertionError that says what was done, what was found, the usual cause, and what to do.
 
-How to unit-test a training step: let the script get all that it trains with from one function, here `make_run`,
-whose settings can be small, and give what it returns to the checks, one line for each. Models may be tiny, since what
-is tested is how things are put together. A complete `tests/test_your_step.py` beside such a `train.py`:
+To unit-test a training step, put everything that your script trains with into one function, here `make_run`, with
+settings that can be small. Pass what it returns to the checks, one line for each. Models can be tiny, since the tests
+are about how the parts are put together. A complete `tests/test_your_step.py` next to such a `train.py`:
 
     import pytest
     from train import make_run  # returns a record of grad_fn, train_step, predict_step, loader, state, batch
@@ -40,15 +40,15 @@ is tested is how things are put together. A complete `tests/test_your_step.py` b
     def test_the_step_compiles(run):
         testing.assert_compiles(run.train_step, run.state, run.batch)
 
-`recipes/testing_your_step` is such a project. Where the train step clips or scales gradients, `grad_fn` is what these
-wrappers are put around. A model of sequences has `assert_causal` besides, a script for several ranks
+`recipes/testing_your_step` is such a project. If the train step clips or scales gradients, pass the gradient function
+inside these wrappers as `grad_fn`. Sequence models also have `assert_causal`, and scripts for several ranks have
 `assert_ranks_train_alike`.
 
-Each of these lines would have been red for a bug that somebody shipped: a loss averaged wrongly over micro-batches,
-a frozen layer, labels shuffled apart from their inputs, an evaluation in training mode. Steps may donate, since
-checks work on copies; the state and the batch that they are given stay good, and so do the random streams. (A module
-that DDP or FSDP2 wraps works on its own tensors alone: give the checks the unwrapped one, and
-`assert_ranks_train_alike` the script.)
+Each check finds a bug that is common in practice: a loss averaged wrongly over microbatches, a frozen layer, labels
+shuffled apart from their inputs, evaluation in training mode. Steps may donate, because checks work on copies: the
+state and the batch that you pass can still be used, and the random streams are restored. (A module wrapped in DDP or
+FSDP2 works only on its own tensors: pass the unwrapped module to the checks, and the script to
+`assert_ranks_train_alike`.)
 """
 
 from looplib.testing._compilation import assert_compiles

@@ -1,6 +1,6 @@
-"""Comparison of results leaf by leaf, under the names that a user knows them by.
+"""Comparison of results leaf by leaf, with the names that users know.
 
-Numbers are compared to the bit, or within a part of the largest one.
+Numbers are compared bit by bit, or up to a fraction of the largest one.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from looplib.types import DonatedStateError, TrainState
 
 
 def leaves(tree: Any, root: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree by name: `params['0.weight']`, `metrics['loss'].total`."""
+    """Leaves of a tree by name: `params['0.weight']`, `metrics['loss'].total`."""
     return ((trees.named(path, root), leaf) for path, leaf in trees.leaves(tree))
 
 
 def recorded(result: Any, root: str = "") -> dict[str, Any]:
-    """The leaves by name with copies of the tensors, which no later call can write to."""
+    """Leaves by name, with copies of the tensors, which later calls cannot overwrite."""
     if not root and isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], TrainState):
         return {**recorded(result[1], "metrics"), **recorded(result[0], "state")}
     return {name: copied_leaf(leaf) for name, leaf in leaves(result, root or "output")}
 
 
 def copied(batch: Any) -> Any:
-    """A copy of a batch, with tensors and arrays of its own."""
+    """Copy a batch, including its tensors and arrays."""
     return trees.map_leaves(copied_leaf, batch)
 
 
@@ -40,7 +40,7 @@ def copied_leaf(leaf: Any) -> Any:
 
 
 def is_spent(state: TrainState) -> bool:
-    """Was a state donated to a step?"""
+    """True if a state was donated to a step."""
     try:
         list(leaves(state))
     except DonatedStateError:
@@ -49,13 +49,13 @@ def is_spent(state: TrainState) -> bool:
 
 
 def same(one: Any, other: Any, margin: float = 0.0) -> bool:
-    """Are two leaves equal to the bit, or floats within a margin? NaN equals NaN."""
+    """True if two leaves are equal bit by bit, or are floats within a margin. NaN equals NaN."""
     if type(one) is float and type(other) is float and margin:
         one, other = torch.tensor(one), torch.tensor(other)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return trees.same_kind(one, other) and (torch.equal(one, other) or not bool(beyond(one, other, margin).any()))
     if type(one) is type(other) and type(one).__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
-        return _plain_attributes(one) == _plain_attributes(other)  # nothing says when two of them are equal
+        return _plain_attributes(one) == _plain_attributes(other)  # objects without a definition of equality
     return trees.same(one, other)
 
 
@@ -65,7 +65,7 @@ def _plain_attributes(thing: Any) -> dict[str, Any]:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float = 0.0) -> list[str]:
-    """The leaves that differ, in words; floats where they are apart by more than a part of the largest number of all."""
+    """Leaves that differ, in words. Floats may differ by a fraction of the largest number of all."""
     margin = tolerance * max(map(_largest, one.values()), default=0.0) if tolerance else 0.0
     lines = [f"{name}: is no longer there" for name in one if name not in other]
     lines += [f"{name}: is new" for name in other if name not in one]
@@ -89,7 +89,7 @@ def _difference(one: Any, other: Any) -> str:
 
 
 def _largest(leaf: Any) -> float:
-    """The largest finite number of a tensor of floats; of anything else, 0."""
+    """Largest finite number of a floating-point tensor; 0 for anything else."""
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return 0.0
     finite = leaf.detach()[leaf.isfinite()]
@@ -97,7 +97,7 @@ def _largest(leaf: Any) -> float:
 
 
 def beyond(expected: Tensor, found: Tensor, margin: float) -> Tensor:
-    """A mask of the numbers that differ, of floats by more than a margin."""
+    """Mask of numbers that differ; for floats, by more than a margin."""
     apart = (expected != found) & ~((expected != expected) & (found != found))
     if not margin or not expected.is_floating_point():
         return apart
@@ -105,5 +105,5 @@ def beyond(expected: Tensor, found: Tensor, margin: float) -> Tensor:
 
 
 def beyond_part(expected: Tensor, found: Tensor, tolerance: float) -> Tensor:
-    """A mask of the numbers that differ by more than a part of the largest one."""
+    """Mask of numbers that differ by more than a fraction of the largest one."""
     return beyond(expected, found, tolerance * _largest(expected))

@@ -1,4 +1,4 @@
-"""Compilation of a step."""
+"""Compilation check."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from looplib.transforms._program import Question
 from looplib.transforms._watch import changed
 from looplib.types import TrainState, TrainStep
 
-Outcome = dict[str, dict[str, Any]]  # the leaves of metrics and of each tree of the state, by name
+Outcome = dict[str, dict[str, Any]]  # leaves of the metrics and of each tree of the state, by name
 
 
 def assert_compiles(
@@ -35,7 +35,7 @@ def assert_compiles(
     tolerance: float = 1e-5,
     backend: str = "eager",
 ) -> None:
-    """Check compilation: a step becomes one graph, compiled once for all steps, with the numbers of the eager step.
+    """Check compilation: a step becomes one graph, compiled once for all steps, with the results of the eager step.
 
     >>> import looplib as ll, torch
     >>> from looplib import testing
@@ -45,23 +45,23 @@ def assert_compiles(
     >>> testing.assert_compiles(step, ll.init_state(model, optimizer), torch.randn(4, 2))
 
     By default the graph is traced and run without generating machine code, which takes a fraction of a second instead
-    of ten and finds the same mistakes. Both steps are in float64 if the loss function accepts it, and without the
+    of ten and finds the same mistakes. Both steps run in float64 if the loss function supports it, and without the
     dropout of torch's own layers, since a compiled step draws different numbers for microbatches.
 
     Args:
-        step: what `make_train_step` returned, compiled or not, pure or donated; for a stack, the step of one member.
-        state: the state to begin with.
-        batch: the batch of all steps: every new shape would compile once more.
-        steps: number of steps.
-        programs: the largest number of graphs: 1, and one more for each switch on the way, such as a layer that is
-            unfrozen, or an average that moves every few steps.
-        tolerance: how far metrics and the state may be apart, relative to the largest number of either.
-        backend: torch.compile's; "inductor" for the machine code that a run has.
+        step: from `make_train_step`, compiled or not, pure or donated. For a stack, pass the step of one member.
+        state: initial state.
+        batch: batch for all steps. Every new shape would compile once more.
+        steps: number of steps, at least 2.
+        programs: largest number of graphs: 1, plus one for each switch on the way, such as a layer that is unfrozen,
+            or an average that is updated every few steps.
+        tolerance: largest difference of metrics and state, relative to the largest number in each.
+        backend: backend of torch.compile; pass "inductor" to check the machine code of a real run.
 
     Raises:
-        AssertionError: the line that no graph can hold, the reason for a recompilation, or what differs.
-        TypeError: a step that looplib did not make.
-        ValueError: one step; a loss that draws random numbers by itself, different ones when compiled.
+        AssertionError: a line cannot be traced, the step is recompiled (with the reason), or results differ.
+        TypeError: the step was not made by looplib.
+        ValueError: there is only one step, or the loss draws its own random numbers, which differ when compiled.
     """
     __tracebackhide__ = True
     parts = parts_of(step, "assert_compiles")
@@ -73,7 +73,7 @@ def assert_compiles(
     compiled = step_of_graphs(step, parts, compiler)
     first: list[Any] = []
     with streams_kept(state), WithoutDropout(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*changed since the step was compiled")  # which is told below
+        warnings.filterwarnings("ignore", ".*changed since the step was compiled")  # reported below
         begin, inputs, _ = in_float64(parts.core, state, batch)
         plain, current = begin, copy_state(begin)
         for number in range(1, steps + 1):
@@ -97,7 +97,7 @@ def _options(parts: Parts, backend: str) -> dict[str, Any]:
     own = parts.compiler.options_for("assert_compiles") if isinstance(parts, GraphParts) else {}
     if backend != "inductor":
         return {"backend": backend}
-    # Inductor's own draws differ from eager ones.
+    # Inductor draws different random numbers than eager torch.
     return {**own, "backend": backend, "options": {**(own.get("options") or {}), "fallback_random": True}}
 
 
@@ -136,7 +136,7 @@ def _check_outcome(number: int, expected: Outcome, outcome: Outcome, compiler: A
 
 
 def _by_core(parts: Parts, state: TrainState, batch: Any) -> tuple[TrainState, Outcome]:
-    """One step of a step's own Python."""
+    """One step by the step's own Python."""
     out = parts.core(state, copied(batch))
     applied = bool(out.applied)
     new = {"params": out.params, "opt_state": out.opt_state, "buffers": out.buffers if applied else state.buffers}
@@ -154,7 +154,7 @@ def _machines(compiler: Any) -> list[Any]:
 
 
 def _asked(compiler: Any) -> Iterator[Any]:
-    """The questions to the host that a compiled step has asked, and the graphs that it has come to by the answers."""
+    """Questions to the host that a compiled step has asked, and the graphs selected by the answers."""
     waiting = [node for first in compiler.table.values() for node in first.values()]
     while waiting:
         node = waiting.pop()
@@ -164,7 +164,7 @@ def _asked(compiler: Any) -> Iterator[Any]:
 
 
 def _reasons(compiler: Any, machines: list[Any], begin: TrainState, now: TrainState) -> list[str]:
-    """What has changed since the first graph: values in Python, the layout of the state, answers of the host."""
+    """Changes since the first graph: values in Python, the layout of the state, answers of the host."""
     lines = [f"{name}: a plain value that has changed" for m in machines for name in changed(m.program.held)]
     for tree in ("params", "buffers", "opt_state"):
         one, other = ({n: _layout(leaf) for n, leaf in leaves(getattr(s, tree), tree)} for s in (begin, now))
@@ -174,7 +174,7 @@ def _reasons(compiler: Any, machines: list[Any], begin: TrainState, now: TrainSt
 
 
 def _answers(question: Question) -> str:
-    """The answers of a function that was asked for a number of the host and gave several, with its place in the code."""
+    """Answers of a function that was asked for a host value and gave several, with its place in the code."""
     function = users_own(question.function)
     code = getattr(function, "__code__", None)
     line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""

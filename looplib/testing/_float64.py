@@ -1,4 +1,4 @@
-"""Computation in float64 without dropout, so that only mistakes make numbers differ."""
+"""Computation in float64 without dropout, so that only mistakes change the numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from looplib.types import TrainState
 
 
 def in_float64(function: Callable[[TrainState, Any], Any], state: TrainState, batch: Any) -> tuple[Any, Any, Any]:
-    """Copies of state and batch, and what the function makes of them: in float64, or else in their own dtypes."""
+    """Copies of state and batch and the function's result for them, in float64 if supported, otherwise in their dtypes."""
     own = copy_state(state)
     try:
         wide_trees = {
@@ -25,7 +25,7 @@ def in_float64(function: Callable[[TrainState, Any], Any], state: TrainState, ba
         }
         wide, rows = own.replace(**wide_trees), trees.map_leaves(_wide, copied(batch))
         return wide, rows, function(wide, copied(rows))
-    except (RuntimeError, TypeError):  # a dtype that the code insists on, or a device without float64
+    except (RuntimeError, TypeError):  # the code requires a dtype, or the device has no float64
         return own, copied(batch), function(own, copied(batch))
 
 
@@ -35,7 +35,7 @@ def _wide(leaf: Any) -> Any:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """torch's dropout lets everything through, whichever layer asks for it."""
+    """Mode in which torch's dropout is the identity, in all layers."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

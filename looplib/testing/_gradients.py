@@ -1,4 +1,4 @@
-"""Gradients of every parameter."""
+"""Gradient checks for every parameter."""
 
 from __future__ import annotations
 
@@ -26,23 +26,26 @@ def assert_all_gradients(
     >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
     >>> testing.assert_all_gradients(grad_fn, ll.init_state(model), torch.randn(8, 2))
 
-    Parameters that are not trained must be named by `frozen`, so that none is left out by mistake, and must not get a
-    gradient. A branch that begins at zero (LoRA, ReZero) hides the parameters behind it until the first update: give
-    a state of some steps later.
+    Parameters that are not trained must be selected by `frozen`, so that none is left out by mistake, and must not
+    get a gradient. A branch that is initialized to zero (LoRA, ReZero) hides the parameters behind it until the first
+    update, so pass a state after a few steps.
 
     Args:
-        grad_fn: wrapped or not.
-        state: the state to take the gradient at.
-        batch: a batch that uses all of the model.
-        frozen: `(name, tensor) -> bool`, the parameters that are not trained on purpose.
+        grad_fn: gradient function, with or without wrappers.
+        state: the state at which to take the gradient.
+        batch: a batch that uses the whole model.
+        frozen: `(name, tensor) -> bool`, selects the parameters that are deliberately not trained.
 
-    Raises AssertionError with the names, and what is wrong with each.
+    Raises:
+        AssertionError: a parameter fails. The message has the names and the reason for each.
     """
     __tracebackhide__ = True
     with streams_kept(state):
         try:
             out = grad_fn(copy_state(state), copied(batch))
-        except ValueError:  # a parameter that is not reached is an error of the whole step alone; others come again
+        except (
+            ValueError
+        ):  # a parameter that is not reached is an error only for a whole step; other errors will be raised again
             out = grad_fn(copy_state(state), copied(batch), Part(context=Context(last=False)))
     kept = {name for name, tensor in state.params.items() if frozen is not None and frozen(name, tensor)}
     if frozen is not None and not kept:
@@ -62,7 +65,7 @@ def assert_all_gradients(
 
 
 def _fault(param: Tensor, grad: Tensor | None, frozen: bool) -> str:
-    """What is wrong with the gradient of a parameter; empty where nothing is."""
+    """Problem with the gradient of a parameter, or an empty string."""
     if frozen:
         return "" if grad is None else "has a gradient, and is to be frozen"
     if grad is None:

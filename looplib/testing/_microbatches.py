@@ -1,4 +1,4 @@
-"""Gradients of microbatches and of the shares of ranks."""
+"""Gradient checks for microbatches and ranks."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ def assert_pieces_equal_whole(
     >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
     >>> testing.assert_pieces_equal_whole(grad_fn, ll.init_state(model), torch.randn(8, 2))
 
-    The computation is in float64 if the loss function accepts it, and without the dropout of torch's own layers,
+    The computation is in float64 if the loss function supports it, and without the dropout of torch's own layers,
     since microbatches draw different random numbers from the whole batch.
 
     Args:
-        grad_fn: the one that your script accumulates, without wrappers that act on a whole step's gradient, such as
+        grad_fn: the function that your script accumulates, without wrappers for the gradient of a whole step, such as
             `clip_by_global_norm`, which goes around `accumulate`.
-        state: the state to take the gradient at.
-        batch: as ragged as your real batches: if every sample has the same number of tokens, no wrong average shows.
-        microbatches: number of microbatches, best one that does not divide the batch evenly.
-        tolerance: how far gradients may be apart, relative to the largest of them. Mistakes are usually 1e-2 or more.
+        state: the state at which to take the gradient.
+        batch: a batch as irregular as your real ones. If every sample has the same number of tokens, a wrong average
+            goes unnoticed.
+        microbatches: number of microbatches, preferably one that does not divide the batch evenly.
+        tolerance: largest difference of gradients, relative to the largest gradient. Mistakes usually cause 1e-2 or
+            more.
 
     Raises:
-        AssertionError: the parameters, and how far their gradients are apart.
-        ValueError: fewer samples than microbatches; a loss that draws random numbers by itself; a `grad_fn` of a
-            whole step.
+        AssertionError: gradients differ. The message has the parameters and the differences.
+        ValueError: there are fewer samples than microbatches, the loss draws its own random numbers, or `grad_fn` is
+            for a whole step.
     """
     __tracebackhide__ = True
     accumulated = accumulate(_of_parts(grad_fn), microbatches)
@@ -57,7 +59,7 @@ def assert_pieces_equal_whole(
             f"microbatches is {microbatches}, and the batch has {count} rows: give 2 or more, up to that"
         )
     with streams_kept(state), WithoutDropout(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="labels of -100")  # whether that matters is told below
+        warnings.filterwarnings("ignore", message="labels of -100")  # reported below if it matters
         wide, rows, whole = in_float64(grad_fn, state, batch)
         _check_draws(grad_fn, wide, rows, whole, tolerance)
         _compare(whole, accumulated(wide, rows).grads, wide, tolerance, f"{microbatches} pieces of {count} rows")
@@ -66,7 +68,7 @@ def assert_pieces_equal_whole(
 def assert_reduces_alike(
     grad_fn: GradFn, state: TrainState, batch: Any, *, ranks: int = 2, tolerance: float = 1e-4
 ) -> None:
-    """Check gradient reduction: the shares of a batch on n ranks add up to the gradient of the whole.
+    """Check gradient reduction: the parts of a batch on n ranks add up to the gradient of the whole batch.
 
     >>> import looplib as ll, torch
     >>> from looplib import testing
@@ -74,18 +76,20 @@ def assert_reduces_alike(
     >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
     >>> testing.assert_reduces_alike(grad_fn, ll.init_state(model), torch.randn(7, 2), ranks=3)
 
-    No process is started: the batch is divided as looplib's loaders do, the gradient of each share is taken in turn,
-    and they are added up by their weights as `ll.grads.reduce_gradients` does. This takes milliseconds, and tests the
-    loss function and its wrappers. It does not test that the script reduces gradients and wraps its model correctly:
-    see `assert_ranks_train_alike`.
+    No process is started: the batch is divided as by looplib's loaders, the gradient of each part is computed in
+    turn, and they are added up by their weights as by `ll.grads.reduce_gradients`. This takes milliseconds, and tests
+    the loss function and its wrappers. It does not test that the script reduces gradients and wraps its model
+    correctly; use `assert_ranks_train_alike` for that.
 
     Args:
         grad_fn, state, batch, tolerance: as for `assert_pieces_equal_whole`.
-        ranks: number of shares.
+        ranks: number of parts.
 
     Raises:
-        AssertionError: the parameters, and how far their gradients are apart; a share without a weight.
-        ValueError: fewer samples than ranks; a loss that draws random numbers by itself; a `grad_fn` of a whole step.
+        AssertionError: gradients differ (the message has the parameters and the differences), or a part has no
+            weight.
+        ValueError: there are fewer samples than ranks, the loss draws its own random numbers, or `grad_fn` is for a
+            whole step.
     """
     __tracebackhide__ = True
     _of_parts(grad_fn)
@@ -93,7 +97,7 @@ def assert_reduces_alike(
     if not 2 <= ranks <= count:
         raise ValueError(f"ranks is {ranks}, and the batch has {count} rows: give 2 or more, up to that")
     with streams_kept(state), WithoutDropout(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="labels of -100")  # whether that matters is told below
+        warnings.filterwarnings("ignore", message="labels of -100")  # reported below if it matters
         wide, rows, whole = in_float64(grad_fn, state, batch)
         _check_draws(grad_fn, wide, rows, whole, tolerance)
         parts = split(rows, count, [len(part) for part in torch.arange(count).tensor_split(ranks)])
@@ -139,7 +143,7 @@ def _check_draws(grad_fn: GradFn, state: TrainState, batch: Any, first: Gradient
 
 
 def _apart(whole: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float) -> dict[str, float]:
-    """The distance of the gradients that are apart by more than a part of the largest of all, by name."""
+    """Differences of the gradients that differ by more than a fraction of the largest one, by name."""
     largest = max((float(grad.abs().max()) for grad in whole.values() if grad.numel()), default=0.0)
     gaps = {
         name: float((found[name].to(grad.dtype) - grad).abs().max()) if name in found else math.inf

@@ -1,4 +1,4 @@
-"""Overfitting of one batch."""
+"""Overfitting check on one batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def assert_overfits(
     below: float | None = None,
     metric: str = "loss",
 ) -> None:
-    """Check that a run can overfit one batch: the loss falls to a fraction of its first value within some steps.
+    """Check that a run can overfit one batch: the loss falls to a fraction of its initial value.
 
     >>> import looplib as ll, torch
     >>> from looplib import testing
@@ -34,22 +34,22 @@ def assert_overfits(
     >>> step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
     >>> testing.assert_overfits(step, ll.init_state(model, optimizer), torch.ones(4, 2))
 
-    It stops as soon as the loss is there. Give a batch of a few samples, and a learning rate for so short a run: a
-    schedule with a long warmup would hardly have begun.
+    It stops as soon as the goal is reached. Use a batch of a few samples, and a learning rate for such a short run: a
+    schedule with a long warmup would hardly have started.
 
     Args:
-        step: the train step, pure or donated.
-        state: the state at the beginning.
-        batch: the batch of all steps.
-        steps: the largest number of steps.
-        fraction: the goal as a fraction of the first loss.
-        below: the goal as a loss, for losses that are not above 0 or whose minimum is far from 0, such as that of a
-            density or with label smoothing.
-        metric: name of the metric to look at.
+        step: train step, pure or donated.
+        state: initial state.
+        batch: batch for all steps.
+        steps: largest number of steps.
+        fraction: goal as a fraction of the initial loss.
+        below: goal as a loss, for losses that are not positive or whose minimum is far from 0, such as a negative
+            log-density, or with label smoothing.
+        metric: name of the metric to check.
 
     Raises:
-        AssertionError: the goal was not reached; the message has the loss along the way.
-        ValueError: a first loss that is not above 0, without `below`; a metric that the step does not have.
+        AssertionError: the goal was not reached. The message has the loss along the way.
+        ValueError: the initial loss is not above 0 and `below` is not given, or the step has no such metric.
     """
     __tracebackhide__ = True
     check_count("steps", steps, advice="give 1 or more")

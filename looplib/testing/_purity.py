@@ -1,4 +1,4 @@
-"""Purity of a step."""
+"""Purity check of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from looplib.types import TrainState
 
 
 def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch: Any, *, other: Any = None) -> None:
-    """Check that a step is pure: the same inputs give the same bits, whatever ran before, and nothing else changes.
+    """Check that a step is pure: the same inputs always give the same bits, and nothing else changes.
 
     >>> import looplib as ll, torch
     >>> from looplib import testing
@@ -22,20 +22,21 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
     >>> testing.assert_pure(step, ll.init_state(model, optimizer), torch.ones(4, 2))
 
     The step is called three times: on copies of the state and the batch; on different weights with a different seed,
-    after torch's, NumPy's and Python's streams were reseeded; and on copies of the state and the batch again. The
-    first and the third result must be equal to the bit. The random streams, the batch, the state that was given
-    (unless the step donates) and the modules that the step reaches must be as they were.
+    after reseeding torch's, NumPy's and Python's streams; and on copies of the state and the batch again. The first
+    and the third result must be bitwise equal. The random streams, the batch, the given state (unless the step
+    donates) and the modules that the step uses must be unchanged.
 
     A step that remembers something from its very first call passes, because no call comes before it. Use `restart` of
     `assert_resumes` to find that.
 
     Args:
         step: a train, eval or predict step.
-        state: the state to begin with.
-        batch: the batch of all three calls.
+        state: initial state.
+        batch: batch for all three calls.
         other: a different batch for the second call.
 
-    Raises AssertionError with the names of what differs, and by how much.
+    Raises:
+        AssertionError: something differs. The message has the names and the differences.
     """
     __tracebackhide__ = True
     with streams_kept(state):

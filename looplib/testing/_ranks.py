@@ -1,4 +1,4 @@
-"""Training on several ranks."""
+"""Distributed training check."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def assert_ranks_train_alike(
     tolerance: float = 1e-4,
     timeout: float = 60,
 ) -> None:
-    """Check distributed training: n processes end with the same weights, those of a run in one process.
+    """Check distributed training: n processes end with the same weights as a run in one process.
 
-    `begin()` does what the script does up to its loop; `assert_reduces_alike` is the quick check without processes.
+    `begin()` does what the script does before its loop. `assert_reduces_alike` is the quick check without processes.
     In a file `tests/test_train.py`:
 
         def begin():  # at the top of the file, so that a new process can import it
@@ -49,21 +49,23 @@ def assert_ranks_train_alike(
         def test_ranks_train_alike():
             testing.assert_ranks_train_alike(begin, ranks=2)
 
-    `begin` is called in this process, and in n new ones on this host's CPU, within `ll.distributed.setup()` and with
-    the environment that torchrun sets. This takes some seconds. Seed the initialization of the weights, turn dropout
-    off (each rank draws its own), and use float64: Adam turns the rounding of a gradient near zero into a whole step.
+    `begin` is called in this process, and in n new ones on this host's CPU, inside `ll.distributed.setup()` and with
+    the environment variables that torchrun sets. This takes several seconds. Seed the initialization of the weights,
+    turn dropout off (each rank draws its own masks), and use float64: Adam turns the rounding of a gradient near zero
+    into a whole step.
 
     Args:
-        begin: makes `(train_step, state, loader)`; a function at the top of a module that can be imported.
+        begin: function that returns `(train_step, state, loader)`, at the top of a module that can be imported.
         ranks: number of processes.
         steps: number of batches.
-        tolerance: how far weights may be apart, relative to the largest change of any.
+        tolerance: largest difference of weights, relative to the largest change of any weight.
         timeout: seconds that ranks wait for each other.
 
     Raises:
-        AssertionError: the weights that differ from rank to rank, or from those of one process.
-        TypeError: a `begin` that a new process cannot import.
-        torch.multiprocessing.ProcessRaisedException: an error in one of them, with its traceback.
+        AssertionError: weights differ between ranks, or from those of one process.
+        TypeError: a new process cannot import `begin`.
+        torch.multiprocessing.ProcessRaisedException: one of the processes raised an error. The message has its
+            traceback.
     """
     __tracebackhide__ = True
     try:

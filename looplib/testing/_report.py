@@ -1,4 +1,4 @@
-"""Error messages of checks: what was done, what was found, what usually causes it."""
+"""Error messages of checks: what was done, what was found, and the usual cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact resume of a run."""
+"""Resume check of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_resumes(
     restart: Callable[[], tuple[TrainStep, TrainState]] | None = None,
     directory: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Check exact resume: a run that is stopped anywhere, saved and restored ends like an uninterrupted one, to the bit.
+    """Check exact resume: a run that is stopped anywhere, saved and restored ends bitwise like an uninterrupted one.
 
     >>> import looplib as ll, torch
     >>> from looplib import testing
@@ -41,24 +41,25 @@ def assert_resumes(
     >>> state = ll.init_state(model, optimizer, epoch_length=len(loader))
     >>> testing.assert_resumes(step, state, loader, steps=5)
 
-    One run goes through all batches and is saved after each. Every checkpoint is then restored into a template whose
-    numbers were all overwritten, and trained to the end. The metrics of each batch and the final state must be equal
-    to the bit. n batches take n * (n + 1) / 2 steps: 4 to 8 are plenty.
+    One run goes through all batches and is saved after each. Every checkpoint is then restored into a template with
+    different numbers everywhere, and trained to the end. The metrics of each batch and the final state must be
+    bitwise equal. n batches take n * (n + 1) / 2 steps: 4 to 8 are plenty.
 
     Args:
-        step: the train step, pure or donated.
-        state: the state at the beginning.
-        batches: a list; or a looplib loader, which is asked for the rest of the epoch at each start, and whose
-            batches are compared too. With a loader, let `steps` go beyond the end of an epoch.
-        steps: number of batches. Defaults to those of the list, or 6 of a loader.
-        restart: makes the step and a first state again, as a new process of the script does. Without it the same step
-            continues, so what it remembers from its very first call is not missed.
-        directory: where to save. Defaults to a temporary directory.
+        step: train step, pure or donated.
+        state: initial state.
+        batches: a list, or a looplib loader, which is asked for the rest of the epoch at each start and whose batches
+            are compared too. With a loader, let `steps` continue beyond the end of an epoch.
+        steps: number of batches. Defaults to the length of the list, or 6 for a loader.
+        restart: function that makes the step and an initial state again, as a new process of the script does. Without
+            it the same step continues, so state that it remembers from its very first call goes unnoticed.
+        directory: folder for the checkpoints. Defaults to a temporary one.
 
     Raises:
-        AssertionError: the batch after which the run was stopped, the first one that differs, and how.
-        ValueError: fewer than 2 batches.
-        TypeError, ValueError: from `checkpoint_io`, for a state that cannot be saved or restored.
+        AssertionError: a resumed run differs. The message has the batch after which it was stopped, the first batch
+            that differs, and the differences.
+        ValueError: there are fewer than 2 batches.
+        TypeError, ValueError: from `checkpoint_io`, if a state cannot be saved or restored.
     """
     __tracebackhide__ = True
     steps = _checked_steps(steps, batches)
@@ -109,7 +110,7 @@ def _fail_to_resume(
 def run(
     step: TrainStep, state: TrainState, batches: Sequence[Any] | Loader, start: int, stop: int
 ) -> Iterator[tuple[int, dict[str, Any], TrainState]]:
-    """A run: the number of steps so far, the batch and metrics by name, and the state, after each step."""
+    """A run: after each step, the number of steps so far, the batch and metrics by name, and the state."""
     at = start
     while at < stop:
         before = at
@@ -128,7 +129,7 @@ def run(
 
 
 def _spoiled(state: TrainState) -> TrainState:
-    """A template as a new process has it, with different numbers in all tensors, at the beginning."""
+    """A template as in a new process, with different numbers in all tensors and counts."""
 
     def spoil(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

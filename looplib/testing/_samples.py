@@ -1,4 +1,4 @@
-"""Independence of samples in a batch, and of the past of a sequence from its future."""
+"""Independence checks: of samples in a batch, and of a sequence's past from its future."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from looplib.types import PredictStep, TrainState
 
 
 def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any, *, tolerance: float = 1e-5) -> None:
-    """Check that samples are independent: each row of the output depends on its own sample alone.
+    """Check that samples are independent: each row of the output depends only on its own sample.
 
     >>> import looplib as ll, torch
     >>> from looplib import testing
@@ -25,21 +25,21 @@ def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any
     >>> predict_step = ll.make_predict_step(model, lambda model, x: model(x))
     >>> testing.assert_rows_independent(predict_step, ll.init_state(model), torch.randn(6, 2))
 
-    If samples are independent, taking rows before the function or after it gives the same. Both are compared with
-    half of the rows replaced by copies of one row, and with one row alone. The computation is in float64 if the
-    function accepts it. Outputs may be apart by `tolerance` times the largest one, since the same sample may round
-    differently in a batch of a different size.
+    If samples are independent, selecting rows before the function or after it gives the same result. Both are
+    compared with half of the rows replaced by copies of one row, and with a single row. The computation is in float64
+    if the function supports it. Outputs may differ by `tolerance` times the largest one, since the same sample may be
+    rounded differently in a batch of a different size.
 
     Args:
-        function: a predict step, or any `(state, batch) -> outputs` with one row for each sample, such as the loss
-            of each sample.
+        function: a predict step, or any `(state, batch) -> outputs` with one row per sample, such as the loss of each
+            sample.
         state: the state to predict with.
-        batch: 2 samples or more that differ, in any container that looplib's steps take.
-        tolerance: how far numbers may be apart, relative to the largest of them.
+        batch: at least 2 samples that differ, in any container that looplib's steps accept.
+        tolerance: largest difference, relative to the largest number.
 
     Raises:
-        AssertionError: the output, its rows, and by how much they change.
-        ValueError: a batch of one sample or that cannot be cut, an output without one row for each sample.
+        AssertionError: rows change. The message has the output, its rows, and the differences.
+        ValueError: the batch has a single sample or cannot be split, or an output does not have one row per sample.
 
     After Karpathy, "A Recipe for Training Neural Networks", 2019: "use backprop to chart dependencies".
     """
@@ -76,7 +76,7 @@ def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any
 
 
 def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, tolerance: float = 1e-5) -> None:
-    """Check causality: the output at each position of a sequence depends on the positions up to it alone.
+    """Check causality: the output at each position of a sequence depends only on positions up to it.
 
     >>> import looplib as ll, torch
     >>> from looplib import testing
@@ -84,19 +84,20 @@ def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, t
     >>> predict_step = ll.make_predict_step(model, lambda model, x: model(x)[0])
     >>> testing.assert_causal(predict_step, ll.init_state(model), torch.randn(2, 8, 2))
 
-    The positions from some t on get the values of other positions or samples, and the outputs before t must not
-    change by more than `tolerance` times the largest of them.
+    The positions from some t on are replaced by values of other positions or samples, and the outputs before t must
+    not change by more than `tolerance` times the largest of them.
 
     Args:
-        function: `(state, tokens) -> outputs`, tensors of (batch, length, ...). For a batch with more in it than
+        function: `(state, tokens) -> outputs`, tensors of shape (batch, length, ...). If a batch contains more than
             tokens: `lambda state, tokens: predict_step(state, {**batch, "input_ids": tokens})`.
         state: the state to predict with.
         tokens: (batch, length, ...), integers or floats, which differ from position to position.
-        tolerance: how far numbers may be apart, relative to the largest of them.
+        tolerance: largest difference, relative to the largest number.
 
     Raises:
-        AssertionError: the output, the first position that sees the future, and how far it looks.
-        ValueError: tokens that are all alike, an output that is not (batch, length, ...).
+        AssertionError: an output depends on the future. The message has the output, the first such position, and how
+            far ahead it looks.
+        ValueError: all tokens are the same, or an output does not have the shape (batch, length, ...).
     """
     __tracebackhide__ = True
     if tokens.dim() < 2 or tokens.shape[1] < 2:
@@ -131,7 +132,7 @@ def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, t
 
 
 def _with_another_future(inputs: Tensor, cut: int) -> Tensor:
-    """Sequences with the same values before a position, and different ones from there on."""
+    """Sequences with the same values before a position and different ones from there on."""
     future = inputs[:, cut:]
     for other in (inputs[:, :1].expand_as(future), future.flip(1), future.roll(1, 0)):
         if not torch.equal(other, future):
@@ -140,7 +141,7 @@ def _with_another_future(inputs: Tensor, cut: int) -> Tensor:
 
 
 def _outputs_of(out: Any, count: int) -> dict[str, Tensor]:
-    """The outputs by name, each with one row for each sample."""
+    """Outputs by name, each with one row per sample."""
     outputs = dict(leaves(out, "output"))
     for name, leaf in outputs.items():
         if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count:
@@ -151,7 +152,7 @@ def _outputs_of(out: Any, count: int) -> dict[str, Tensor]:
 
 
 def _taken(batch: Any, count: int, index: list[int]) -> Any:
-    """The samples of a batch at these indices."""
+    """Samples of a batch at these indices."""
     try:
         return trees.take(batch, count, index)
     except trees.UnevenBatchError as error:
@@ -162,7 +163,7 @@ def _taken(batch: Any, count: int, index: list[int]) -> Any:
 
 
 def _rows_apart(name: str, expected: Tensor, found: Any, index: list[int], tolerance: float) -> str:
-    """The rows that differ, in words; empty where none does."""
+    """Rows that differ, in words, or an empty string."""
     if not isinstance(found, Tensor) or expected.shape != found.shape:
         return f"{name}: {kind_of(expected)}, then {kind_of(found)}"
     gap = beyond_part(expected, found, tolerance)

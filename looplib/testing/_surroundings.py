@@ -1,6 +1,6 @@
-"""The surroundings of a step: random streams, modules, and what closures and attributes remember.
+"""Surroundings of a step: random streams, modules, and state in closures and attributes.
 
-They are looked at before and after a step, which may not change them.
+They are recorded before and after a step, which must not change them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from looplib.types import TrainState
 
 
 def _streams(state: TrainState) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """The global random streams, as functions that get and set where each stands."""
+    """Global random streams, as functions that get and set their states."""
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "Python's random": (random.getstate, random.setstate)
     }
@@ -43,7 +43,7 @@ def stream_positions(state: TrainState) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def streams_kept(state: TrainState) -> Iterator[None]:
-    """A test that uses a check draws what it would have drawn without it."""
+    """Restore the random streams, so that a test with this check draws the same numbers as without it."""
     kept = [(put, get()) for get, put in _streams(state).values()]
     try:
         yield
@@ -53,7 +53,7 @@ def streams_kept(state: TrainState) -> Iterator[None]:
 
 
 def seed_streams(seed: int) -> None:
-    """Seed all global streams, as no run does."""
+    """Seed all global streams with values that no run uses."""
     seed += 20_000_000
     torch.manual_seed(seed)
     random.seed(seed)
@@ -62,18 +62,18 @@ def seed_streams(seed: int) -> None:
 
 
 class Surroundings:
-    """What a step can reach besides its arguments: modules, and what closures and attributes remember."""
+    """Everything a step can reach besides its arguments: modules, and state in closures and attributes."""
 
     def __init__(self, step: Any) -> None:
         self.step = step
         self.fixed, self.memory = self._look()
 
     def spoiled(self) -> list[str]:
-        """What has changed of that which no step may change: parameters, buffers, gradients and modes of modules."""
+        """Changes that no step may make: to parameters, buffers, gradients and modes of modules."""
         return differences(self.fixed, self._look()[0])
 
     def hint(self) -> str:
-        """What else has changed since, as a sentence about where the memory may be."""
+        """Other changes, as a sentence about where the step may keep state."""
         now = self._look()[1]
         changed = [name for name, value in now.items() if not same(value, self.memory.get(name))]
         return f" Besides the state, {listed(changed)} changed in these calls." if changed else ""
@@ -104,14 +104,14 @@ def _add_module(model: nn.Module, fixed: dict[str, Any], memory: dict[str, Any])
 
 
 def _is_searched(thing: Any) -> bool:
-    """Whether to search all attributes of an object that a step leads to, and not only those that code names."""
+    """True if all attributes of an object are to be searched, and not only those named in code."""
     if isinstance(thing, (type, TrainState)):
         return False
     return dataclasses.is_dataclass(thing) or callable(thing)
 
 
 def _name_of(variable: Variable) -> str:
-    """A variable of a function or an object as messages name it; empty for looplib's, which remember nothing of a run."""
+    """Name of a variable in messages; empty for looplib's own, which keep no state of a run."""
     owner = variable.owner
     module = owner.__module__ if isinstance(owner, types.FunctionType) else type(owner).__module__
     if owner is None or isinstance(owner, nn.Module) or module.split(".")[0] in ("looplib", "builtins"):
@@ -122,13 +122,13 @@ def _name_of(variable: Variable) -> str:
 
 
 def users_own(function: Callable[..., Any]) -> Any:
-    """The first function that a function leads to and that is not looplib's, or the function itself."""
+    """The first function, starting from this one, that does not belong to looplib; otherwise the function itself."""
     functions = (thing.value for thing in walk(function) if isinstance(thing.value, types.FunctionType))
     return next((inner for inner in functions if not inner.__module__.startswith("looplib.")), function)
 
 
 def _remembered(name: str, value: Any) -> dict[str, Any]:
-    """A number, a text or a tensor, or those in a container."""
+    """A number, a str or a tensor, or those in a container."""
     members = {name: value}
     if isinstance(value, Mapping):
         members = {f"{name}[{key!r}]": member for key, member in value.items()}
