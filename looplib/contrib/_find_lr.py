@@ -12,7 +12,7 @@ import torch
 
 from looplib._core.checks import check_argument, check_count
 from looplib._core.kinds import checked
-from looplib.log._plots import dress, figure_of, save, smoothed
+from looplib.log._plots import dress, figure_of, plain_number, save, smoothed
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
 from looplib.steps import make_train_step
@@ -59,7 +59,7 @@ class LRCurve:
         axes.plot(self.lrs, self.losses, color="C0", alpha=0.25, linewidth=1, label="loss")
         axes.plot(self.lrs, self.smoothed, color="C0", linewidth=1.6, label="loss, smoothed")
         if self.suggestion is not None:
-            label = f"suggestion: {self.suggestion:.2g}"
+            label = f"suggestion: {plain_number(self.suggestion, digits=2)}"
             axes.axvline(self.suggestion, color="C1", linestyle="--", linewidth=1.6, label=label)
         dress(axes, "", "learning rate", [])
         axes.set_xscale("log")

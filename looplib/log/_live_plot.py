@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from looplib._core.ranks import is_first
 from looplib.log._plots import _COUNTS, Row, _draw, _figure_class, _lines, _panels, _panels_of, save
-from looplib.log._sinks import CodedSink, plain_values
+from looplib.log._sinks import CodedSink, plain_values, read_jsonl
 from looplib.types import Sink, TrainState
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def live_plot(
     smooth: float = 0.0,
     every: float = 5.0,
     path: str | os.PathLike[str] | None = None,
+    history: str | os.PathLike[str] | None = None,
 ) -> Sink:
     """Live plot: a sink that redraws its plot during training, in the notebook cell or in a file.
 
@@ -40,6 +42,9 @@ def live_plot(
         names, x, smooth: as for `plot`. A name may appear later than the first call.
         every: seconds between drawings.
         path: file to draw to. None draws in the notebook cell.
+        history: path of the run's `jsonl` log, if it has one. Its rows are drawn first, so a run that is continued, or a
+            cell that is run again, shows the whole run. Steps that the run repeats replace the earlier ones. Without
+            it, the plot shows what this sink was given, in whatever cells.
 
     The sink raises TypeError for a value that is not a number, bool or str, naming it.
 
@@ -49,6 +54,8 @@ def live_plot(
     """
     _figure_class()
     canvas = _Canvas(names, x, smooth, every, None if path is None else Path(path).absolute())
+    if history is not None and Path(history).exists() and is_first():
+        canvas.rows += read_jsonl(history)
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         canvas.add({**plain_values(values), **{name: getattr(state, name) for name in _COUNTS}})

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -265,11 +266,7 @@ def _draw_line(axes: Axes, points: list[tuple[float, float]], colour: str, style
 
 
 def dress(axes: Axes, title: str, x: str, values: list[float]) -> None:
-    from matplotlib.ticker import EngFormatter, LogFormatter, MaxNLocator
-
-    class PlainLog(LogFormatter):
-        def __call__(self, value: float, pos: int | None = None) -> str:
-            return f"{value:g}" if super().__call__(value, pos) else ""
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
     axes.set_title(title)
     axes.set_xlabel(x)
@@ -282,8 +279,20 @@ def dress(axes: Axes, title: str, x: str, values: list[float]) -> None:
     metric = _split(title)[1]
     if finite and ("loss" in metric or "perplexity" in metric) and 0 < 10 * min(finite) <= max(finite):
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(PlainLog())
-        axes.yaxis.set_minor_formatter(PlainLog(minor_thresholds=(2, 0.5)))
+        decades = math.log10(max(finite) / min(finite))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades <= 3 else (1,)))  # evenly spaced
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(lambda value, _: plain_number(value))
+
+
+def plain_number(value: float, digits: int = 6) -> str:
+    """A number without an exponent, unless it is very small or large.
+
+    >>> plain_number(9e-05), plain_number(0.00031415, digits=2), plain_number(1e-09)
+    ('0.00009', '0.00031', '1e-09')
+    """
+    text = f"{value:.{digits}g}"
+    return f"{Decimal(text):f}" if 1e-6 <= abs(value) < 1e7 else text
 
 
 def smoothed(values: Iterable[float], keep: float) -> list[float]:

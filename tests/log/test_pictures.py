@@ -2,6 +2,7 @@
 
 import builtins
 import gc
+import itertools
 import math
 import subprocess
 import sys
@@ -161,6 +162,27 @@ def test_losses_have_a_log_scale_where_it_helps(name, values, scale):
     assert axes.get_yscale() == scale
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.021, 2.3, ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"]),
+        (7e-6, 9e-5, ["0.00001", "0.00002", "0.00005", "0.0001"]),
+        (0.0021, 30.0, ["0.01", "0.1", "1", "10"]),
+        (3e-9, 2.0, ["1e-08", "0.000001", "0.0001", "0.01", "1"]),
+    ],
+)
+def test_the_ticks_of_a_log_axis_are_even_and_plain(low, high, labels):
+    figure = plot([{"step": step, "loss": value} for step, value in enumerate([high, low])])
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    bottom, top = axes.get_ylim()
+    ticks = [(at, label.get_text()) for at, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)]
+    assert [label for at, label in ticks if bottom <= at <= top] == labels
+    gaps = [math.log10(b / a) for (a, _), (b, _) in itertools.pairwise(ticks)]
+    assert max(gaps) < 1.4 * min(gaps)
+    assert len(axes.get_yticks(minor=True)) == 0
+
+
 @given(
     values=st.lists(st.floats(-1e3, 1e3) | st.just(math.nan), min_size=1, max_size=20),
     keep=st.floats(0, 0.99),
@@ -296,6 +318,21 @@ def test_a_live_picture_waits_for_a_name(tmp_path):
     del log
     gc.collect()
     assert (tmp_path / "loss.png").exists()
+
+
+def test_a_live_picture_of_a_run_that_is_continued_shows_all_of_it(monkeypatch, tmp_path):
+    made = drawings(monkeypatch)
+    for steps, drawn in ((range(1, 6), 1), (range(4, 8), 4)):  # the second run goes on from a checkpoint at step 3
+        log = ll.tee(
+            ll.jsonl(tmp_path / "log.jsonl"),
+            live_plot(path=tmp_path / "loss.png", every=3600, history=tmp_path / "log.jsonl"),
+        )
+        for step in steps:
+            log(ll.TrainState(step=step), {"train/loss": 1.0 / step})
+        assert made[-1] == drawn
+        del log
+        gc.collect()
+        assert made[-1] == steps[-1]
 
 
 @pytest.mark.slow
