@@ -319,6 +319,7 @@ def figure_of(**options: Any) -> Figure:
 @functools.cache
 def _figure_class() -> Any:
     try:
+        from matplotlib.colors import to_rgb
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install looplib[recipes]") from error
@@ -328,7 +329,9 @@ def _figure_class() -> Any:
 
         def _repr_png_(self) -> bytes:
             file = io.BytesIO()
-            self.savefig(file, format="png")
+            # Opaque whatever the settings: with a clear background, black text is lost on a dark page.
+            background = (*to_rgb(self.get_facecolor()), 1.0)
+            self.savefig(file, format="png", facecolor=background, transparent=False)
             return file.getvalue()
 
     return Picture

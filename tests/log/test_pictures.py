@@ -2,6 +2,7 @@
 
 import builtins
 import gc
+import io
 import itertools
 import math
 import subprocess
@@ -348,6 +349,13 @@ def test_the_last_picture_is_drawn_when_the_program_ends(tmp_path):
     """
     subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(code)], check=True)
     assert (tmp_path / "loss.png").exists()
+
+
+def test_a_picture_in_a_notebook_is_opaque():
+    settings = {"figure.facecolor": (1.0, 1.0, 1.0, 0.0), "savefig.transparent": True}
+    with matplotlib.rc_context(settings):
+        shown = plot(rows_of())._repr_png_()
+    assert matplotlib.image.imread(io.BytesIO(shown))[..., 3].min() == 1
 
 
 CELL = """
