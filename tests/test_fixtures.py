@@ -326,11 +326,25 @@ def files_of(folder):
     }
 
 
+def then(files, expected):
+    """Files of predictions, and of the lines of an index only what they had when the expected ones were written."""
+
+    def known(line, like):
+        return {key: known(line[key], value) if isinstance(value, dict) else line[key] for key, value in like.items()}
+
+    for name in files.keys() & expected.keys():
+        if name.endswith("index") or name.endswith("index.jsonl"):
+            lines = zip(files[name].splitlines(), expected[name].splitlines(), strict=True)
+            old = [known(json.loads(line), json.loads(like)) for line, like in lines]
+            files[name] = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in old)
+    return files
+
+
 def test_the_bytes_of_predictions(tmp_path):
     cases.write_predictions(tmp_path)
     expected = files_of(DATA / "logs")
     assert len(expected) > 4
-    assert files_of(tmp_path) == expected
+    assert then(files_of(tmp_path), expected) == expected
 
 
 def test_predictions_are_read_and_gone_on_with(tmp_path):
@@ -351,4 +365,5 @@ def test_predictions_are_read_and_gone_on_with(tmp_path):
             lines = path.read_bytes().splitlines(keepends=True)
             path.write_bytes(b"".join(lines[:-1]) + lines[-1][:5])
     cases.write_predictions(tmp_path)
-    assert files_of(tmp_path) == files_of(DATA / "logs")
+    expected = files_of(DATA / "logs")
+    assert then(files_of(tmp_path), expected) == expected

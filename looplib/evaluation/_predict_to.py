@@ -9,6 +9,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from looplib._core.checksums import checksum
 from looplib._core.collective import together
 from looplib._core.kinds import checked
 from looplib._core.ranks import any_rank, is_first
@@ -49,9 +52,10 @@ def predict_to(
     Rows may differ in width, as for generated text: from batch to batch, or from sample to sample in a nested tensor
     (`torch.nested`). Such a column is read as a list of tensors.
 
-    An index (in the directory, or next to the lines) records the complete batches. Batches that were half written, or
-    lost in a power failure, are removed at the next start and predicted again. If all batches are there, nothing is
-    done. On several ranks the first one writes, and any number of ranks may resume.
+    An index (in the directory, or next to the lines) records the complete batches, and a fingerprint of all weights
+    and buffers. At the next start the data are read once and compared with the checksums in the index. Batches that
+    were half written, or lost or damaged in a power failure, are removed and predicted again. If all batches are
+    there, nothing else is done. On several ranks the first one writes, and any number of ranks may resume.
 
     Args:
         path: a directory, or a file whose name ends in `.jsonl`.
@@ -80,12 +84,24 @@ def predict_to(
     return target
 
 
-def _fingerprint(state: TrainState) -> dict[str, int]:
-    """Fingerprint of a state: its counts, and a checksum over a part of each weight."""
-    checksum = 0
-    for name, tensor in state.params.items():
+def _fingerprint(state: TrainState) -> dict[str, Any]:
+    """Fingerprint of a state: its step, its seed, and a checksum of the bits of its weights and buffers.
+
+    `weights` is a checksum of the first 16 numbers of each weight alone, which earlier versions wrote.
+    """
+    tensors = {**state.params, **state.buffers}
+    rows, facts = [], []
+    for name, tensor in tensors.items():
         whole: Any = tensor.detach()
         whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-        some = whole.flatten()[:16].float().cpu().tolist()
-        checksum = zlib.crc32(repr((name, some)).encode(), checksum)
-    return {"step": state.step, "seed": state.seed, "weights": checksum}
+        first = whole.flatten()[: 16 if name in state.params else 0].float()
+        rows.append(torch.cat([checksum(whole).reshape(1), first.view(torch.int32).long()]))
+        facts.append((name, str(whole.dtype), tuple(whole.shape), len(first)))
+    numbers = iter(torch.cat([row.to(rows[0].device) for row in rows]).tolist() if rows else [])  # the one transfer
+    bits = weights = 0
+    for name, dtype, shape, count in facts:
+        bits = zlib.crc32(repr((name, dtype, shape, next(numbers))).encode(), bits)
+        if name in state.params:
+            some = torch.tensor([next(numbers) for _ in range(count)], dtype=torch.int32).view(torch.float32)
+            weights = zlib.crc32(repr((name, some.tolist())).encode(), weights)
+    return {"step": state.step, "seed": state.seed, "weights": weights, "bits": bits}

@@ -1,15 +1,16 @@
 """Prediction files: the data, and an index of the complete batches.
 
 The index has one line of JSON that describes the columns, and one for each batch, written after the batch's data: its
-number of samples, and its end in each file. Data after the last end are incomplete.
+number of samples, and in each file its end and the checksum of its bytes. Data after the last end are incomplete.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def resume(target: Path, run: Mapping[str, Any], batches: Any) -> Index:
         return Index(target)
     index = read_index(target)
     if index.head is not None:
-        if index.head["run"] != run:
+        if not index.head["run"].items() <= run.items():  # an earlier version knew less of the state
             raise ValueError(
                 f"{target} holds predictions of another state ({index.head['run']}, this one is {run}): delete it, "
                 "or give another path"
@@ -139,17 +140,30 @@ def _refuse_strangers(target: Path) -> None:
 
 def _drop_lost(index: Index) -> None:
     """Remove batches from the index whose data were lost in a power failure, so that they are predicted again."""
-    whole = len(index.batches)
-    lost = None
-    while whole and (file := too_short(index, index.batches[whole - 1])):
-        lost, whole = file, whole - 1
-    if lost is not None:
+    if (found := _first_lost(index)) is not None:
+        first, what = found
         warnings.warn(
-            f"{lost} is shorter than its index says, as a power cut may leave it: the batches from {whole} on are "
-            "predicted again",
-            stacklevel=2,
+            f"{what}, as a power cut may leave it: the batches from {first} on are predicted again", stacklevel=2
         )
-        del index.batches[whole:]
+        del index.batches[first:]
+
+
+def _first_lost(index: Index) -> tuple[int, str] | None:
+    """The first batch whose data are not those that were written, and what is wrong with them."""
+    begins: dict[str, int] = {}
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context(open(path, "rb")) for name in index.ends if (path := index.file(name)).exists()
+        }
+        for number, batch in enumerate(index.batches):
+            for name, end in batch["ends"].items():
+                data = files[name].read(end - begins.get(name, 0)) if name in files else b""
+                if len(data) < end - begins.get(name, 0):
+                    return number, f"{index.file(name)} is shorter than its index says"
+                if "checksums" in batch and zlib.crc32(data) != batch["checksums"][name]:
+                    return number, f"{index.file(name)} has other bytes in batch {number} than were written"
+                begins[name] = end
+    return None
 
 
 def _check_cut(index: Index, batches: Any) -> None:
@@ -252,7 +266,8 @@ class Writer:
             data = {files[name]: raw for name, raw in bytes_by_column(columns).items()}
         for name, raw in data.items():
             self._ends[name] = _write_after(self._index.file(name), self._ends.get(name, 0), raw)
-        line: dict[str, Any] = {"examples": samples, "ends": self._ends}
+        checksums = {name: zlib.crc32(raw) for name, raw in data.items()}
+        line: dict[str, Any] = {"examples": samples, "ends": self._ends, "checksums": checksums}
         if runs := special_runs(columns, self._outputs):
             line["shapes"] = runs
         self._write(line)  # the batch counts from here on

@@ -332,6 +332,45 @@ def test_data_of_another_length_skip_no_sample(tmp_path, name, loader_of, rows):
 
 
 @pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+def test_another_number_anywhere_in_a_weight_or_a_buffer_is_another_state(tmp_path, name):
+    model = nn.Sequential(nn.Linear(3, 40), nn.BatchNorm1d(40))
+    step, state = ll.make_predict_step(model, lambda model, x: model(x)), ll.init_state(model)
+    batches = [torch.randn(4, 3)]
+    path = ll.predict_to(tmp_path / name, step, state, batches)
+    ll.predict_to(path, step, ll.copy_state(state), batches)
+    for tree, key in (("params", "0.weight"), ("params", "1.bias"), ("buffers", "1.running_var")):
+        other = ll.copy_state(state)
+        with torch.no_grad():
+            getattr(other, tree)[key].view(-1)[-1] += 1e-6
+        with pytest.raises(ValueError, match="holds predictions of another state"):
+            ll.predict_to(path, step, other, batches)
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+def test_bytes_that_a_power_cut_has_changed_are_named_and_predicted_again(tmp_path, name):
+    model, _, state = parts()
+    batches = torch.randn(11, 3).split(4)
+    step = ll.make_predict_step(model, predict_fn)
+    path = ll.predict_to(tmp_path / name, step, state, batches)
+    file = path if path.is_file() else path / "half.0.bin"
+    whole = {one: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()}
+    middle = whole[file].index(b"\n") + 9 if path.is_file() else 9  # in the second batch of the column
+    file.write_bytes(whole[file][:middle] + bytes(4) + whole[file][middle + 4 :])
+    first = 0 if path.is_file() else 1
+    message = rf"{file.name} has other bytes in batch {first} than were written.* from {first} on are predicted again"
+    calls = []
+
+    def counting(state, x):
+        calls.append(x)
+        return step(state, x)
+
+    with pytest.warns(UserWarning, match=message):
+        ll.predict_to(path, counting, state, batches)
+    assert len(calls) == 3 - first
+    assert {one: one.read_bytes() for one in whole} == whole
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
 @pytest.mark.parametrize("left", [0, 7, 20, None])
 def test_data_that_a_power_cut_has_lost_are_named_and_predicted_again(tmp_path, name, left):
     """The index is on disk, and of the data the first `left` bytes, or no file at all."""
