@@ -123,8 +123,8 @@ class Reader:
 
     def _check_run(self, name: str) -> None:
         begin, length, size = self.data[name]["begin"], self.data[name]["bytes"], self.files[self._file(name)]
-        whole = type(begin) is int and type(length) is int and begin >= 0 and length >= 0
-        if not whole or begin + length > size:
+        are_counts = type(begin) is int and type(length) is int and begin >= 0 and length >= 0
+        if not are_counts or begin + length > size:
             raise ValueError(f"the bytes of {name} are {length!r} from {begin!r} on, of {size}")
 
     def _check_entry(self, leaf_path: str) -> None:
@@ -134,8 +134,8 @@ class Reader:
         offset = entry.get("offset", 0)
         stride = entry.get("stride", [math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
         numbers = [offset, *shape, *stride]
-        whole = type(shape) is list and all(type(number) is int and number >= 0 for number in numbers)
-        if not whole or max(math.prod(shape), *numbers) >= 2**48 or offset % dtype.itemsize:
+        are_counts = type(shape) is list and all(type(number) is int and number >= 0 for number in numbers)
+        if not are_counts or max(math.prod(shape), *numbers) >= 2**48 or offset % dtype.itemsize:
             raise ValueError(f"{leaf_path} has shape {shape}, stride {stride} and offset {offset}")
         if offset + extent(shape, stride) * dtype.itemsize > length:
             raise ValueError(f"{leaf_path} reaches beyond its {length} bytes: shape {shape}, stride {stride}")

@@ -91,11 +91,11 @@ class Listing:
 
     def _nothing_for(self, which: str | int, checkpoints: Checkpoints, monitor: str | None) -> ValueError:
         steps = [str(checkpoint.step) for checkpoint in checkpoints if checkpoint.path not in self.damaged]
-        whole = ", ".join(steps) or "none"
+        complete = ", ".join(steps) or "none"
         damaged = ", ".join(sorted(path.name for path in self.damaged))
         if which == "best":
             return ValueError(
-                f"no checkpoint in {self.folder} was saved with the metric {monitor!r}; steps there: {whole}"
+                f"no checkpoint in {self.folder} was saved with the metric {monitor!r}; steps there: {complete}"
             )
         if type(which) is int:
             asked = f"no checkpoint of step {which}"
@@ -104,7 +104,9 @@ class Listing:
         else:
             asked = f"no {which!r} (give 'latest', 'best' or a step)"
         kind = DamagedCheckpointError if damaged else ValueError
-        return kind(f"{self.folder} has {asked}; steps there: {whole}" + (f"; damaged: {damaged}" if damaged else ""))
+        return kind(
+            f"{self.folder} has {asked}; steps there: {complete}" + (f"; damaged: {damaged}" if damaged else "")
+        )
 
 
 def stamp_of(path: Path) -> Stamp:

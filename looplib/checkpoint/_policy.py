@@ -75,8 +75,8 @@ class Policy:
         if self.monitor is None:
             return
         if self.monitor not in scores:
-            given = ", ".join(scores) or "none"
-            raise ValueError(f"the monitored metric {self.monitor!r} is not among the metrics given: {given}")
+            names = ", ".join(scores) or "none"
+            raise ValueError(f"the monitored metric {self.monitor!r} is not among the metrics given: {names}")
         if math.isnan(scores[self.monitor]):
             raise ValueError(
                 f"the monitored metric {self.monitor!r} is NaN, which cannot be compared with other checkpoints; to "

@@ -57,8 +57,8 @@ def put(
         if not isinstance(error, CheckpointException):
             raise
         failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-        own = failures.get(ranks.rank)
-        raise_of({rank: named(rank, failure) for rank, failure in failures.items()}, ranks.rank, own)
+        of_this_rank = failures.get(ranks.rank)
+        raise_of({rank: named(rank, failure) for rank, failure in failures.items()}, ranks.rank, of_this_rank)
 
 
 class _Writer(StorageWriter):

@@ -81,10 +81,10 @@ class Sharing:
             return False
         if first.get("offset", 0) - second.get("offset", 0) != block.low - other.low:
             return False
-        saved = [first.get("stride"), second.get("stride")]
-        own = [list(block.tensor.stride()), list(other.tensor.stride())]
-        alike = saved[0] == saved[1] and own[0] == own[1] and block.tensor.shape == other.tensor.shape
-        return alike or saved == own
+        saved_strides = [first.get("stride"), second.get("stride")]
+        strides = [list(block.tensor.stride()), list(other.tensor.stride())]
+        same_layout = saved_strides[0] == saved_strides[1] and strides[0] == strides[1]
+        return saved_strides == strides or (same_layout and block.tensor.shape == other.tensor.shape)
 
     def check_weights(self, value: Callable[[str], Tensor]) -> None:
         """Raise ValueError if parameters or buffers of the module share elements that were saved with two values."""

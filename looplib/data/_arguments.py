@@ -33,7 +33,7 @@ _INSTEAD = {
     "generator": "seed=..., since the order and all draws are functions of the seed and the epoch",
     "in_order": "nothing: batches always come in the order of the epoch. (order=ll.data.in_order() does not shuffle)",
 }
-_OWN = {"self", "dataset", "batch_size", "collate_fn", "drop_last"}
+_NOT_OPTIONS = {"self", "dataset", "batch_size", "collate_fn", "drop_last"}
 
 
 def is_stream(dataset: Any) -> bool:
@@ -43,7 +43,11 @@ def is_stream(dataset: Any) -> bool:
 
 def check_dataloader_options(options: Mapping[str, Any]) -> None:
     """Raise TypeError for an option that torch's DataLoader does not have, or that has a different name here."""
-    known = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in _OWN | _INSTEAD.keys()]
+    known = [
+        name
+        for name in inspect.signature(DataLoader.__init__).parameters
+        if name not in _NOT_OPTIONS | _INSTEAD.keys()
+    ]
     for name in options:
         if name in _INSTEAD:
             raise TypeError(f"make_loader has no argument {name}; write {_INSTEAD[name]}")
@@ -57,9 +61,9 @@ def check_dataloader_options(options: Mapping[str, Any]) -> None:
             )
 
 
-def check_beside_dataloader(dataset: Any, given: Mapping[str, bool]) -> None:
+def check_beside_dataloader(dataset: Any, is_given: Mapping[str, bool]) -> None:
     """Raise ValueError for arguments that a DataLoader, passed as the dataset, already has."""
-    if names := sorted(name for name, is_given in given.items() if is_given):
+    if names := sorted(name for name in is_given if is_given[name]):
         raise ValueError(
             f"{', '.join(names)} given together with a {type(dataset).__name__}, which has its own; "
             "give them to it, or give its dataset to make_loader"

@@ -34,19 +34,19 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     return options | {"batch_size": None, "order": _order_of(loader, loader.sampler)}
 
 
-def _order_of(loader: DataLoader[Any], given: Any) -> Order:
+def _order_of(loader: DataLoader[Any], source: Any) -> Order:
     dataset: Any = loader.dataset
     count = len(dataset) if hasattr(dataset, "__len__") else None
-    if _is_torchs("SequentialSampler", given) and len(given) == count:
+    if _is_torchs("SequentialSampler", source) and len(source) == count:
         return in_order()
-    if _is_torchs("RandomSampler", given) and not given.replacement and len(given) == count:
+    if _is_torchs("RandomSampler", source) and not source.replacement and len(source) == count:
         return shuffled()
-    if _is_torchs("WeightedRandomSampler", given) and given.replacement and len(given.weights) == count:
-        return weighted(given.weights, given.num_samples)
-    return sampler(given)
+    if _is_torchs("WeightedRandomSampler", source) and source.replacement and len(source.weights) == count:
+        return weighted(source.weights, source.num_samples)
+    return sampler(source)
 
 
-def _is_torchs(name: str, given: Any) -> bool:
+def _is_torchs(name: str, source: Any) -> bool:
     """True for torch's or torchdata's own class, and not a subclass, which may use a different order."""
-    kind = type(given)
+    kind = type(source)
     return kind.__name__ == name and kind.__module__.partition(".")[0] in ("torch", "torchdata")

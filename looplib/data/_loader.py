@@ -312,14 +312,14 @@ def make_loader(
     if isinstance(dataset, Loader):
         raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
     if isinstance(dataset, DataLoader):
-        given = {
+        is_given = {
             "batch_size": batch_size is not NotGiven.BATCH_SIZE,
             "order": order is not None,
             "drop_last": drop_last,
             "collate_fn": collate_fn is not None,
             **dict.fromkeys(dataloader_options, True),
         }
-        _arguments.check_beside_dataloader(dataset, given)
+        _arguments.check_beside_dataloader(dataset, is_given)
         settings = settings_of(dataset)
         return make_loader(dataset.dataset, seed=seed, limit=limit, device=device, divide=divide, **settings)
 

@@ -256,15 +256,15 @@ class sampler(Order):
     source: Sampler
 
     def __post_init__(self) -> None:
-        kind, own = type(self).__name__, self.source
-        if isinstance(own, Iterator) or (isinstance(own, Iterable) and not hasattr(own, "__len__")):
+        kind, source = type(self).__name__, self.source
+        if isinstance(source, Iterator) or (isinstance(source, Iterable) and not hasattr(source, "__len__")):
             raise TypeError(
-                f"{kind} got a {type(own).__name__}, which has no __len__ and so may never end or be read once "
+                f"{kind} got a {type(source).__name__}, which has no __len__ and so may never end or be read once "
                 "only; give a torch Sampler, a sequence, or a function (epoch, generator) -> indices"
             )
-        if not isinstance(own, Iterable) and not callable(own):
+        if not isinstance(source, Iterable) and not callable(source):
             raise TypeError(
-                f"{kind} got a {type(own).__name__}; give a torch Sampler, a sequence, or a function "
+                f"{kind} got a {type(source).__name__}; give a torch Sampler, a sequence, or a function "
                 "(epoch, generator) -> indices"
             )
 
@@ -292,13 +292,13 @@ class sampler(Order):
         return crc32(repr((listed(first.keys), list(first.ends))).encode())
 
     def __repr__(self) -> str:
-        own = self.source
-        if not isinstance(own, Iterable):
-            text = getattr(own, "__qualname__", type(own).__name__)
-        elif isinstance(own, (list, tuple, range)):
-            text = repr(own) if len(own) <= _SHOWN else f"[{', '.join(map(repr, own[:_SHOWN]))}, ...]"
+        source = self.source
+        if not isinstance(source, Iterable):
+            text = getattr(source, "__qualname__", type(source).__name__)
+        elif isinstance(source, (list, tuple, range)):
+            text = repr(source) if len(source) <= _SHOWN else f"[{', '.join(map(repr, source[:_SHOWN]))}, ...]"
         else:
-            text = f"{type(own).__name__}(...)"
+            text = f"{type(source).__name__}(...)"
         return f"{type(self).__name__}({text})"
 
 
@@ -353,8 +353,8 @@ def _seeded(source: Sampler) -> Draw:
         try:
             return list(source)
         finally:
-            for own, state in reversed(states):  # a generator may be held twice
-                own.set_state(state)
+            for held, state in reversed(states):  # a generator may be held twice
+                held.set_state(state)
 
     return draw
 

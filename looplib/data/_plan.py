@@ -160,7 +160,7 @@ def _as_keys(drawn: Iterable[Any] | Tensor) -> Tensor | list[Any]:
 
 def _visits(keys: Tensor | list[Any]) -> Tensor:
     numbers = keys if isinstance(keys, Tensor) else torch.tensor([number_of(key) for key in keys])
-    ranked, places = numbers.sort(stable=True)
-    visits = torch.empty_like(places)
-    visits[places] = torch.arange(len(ranked)) - torch.searchsorted(ranked, ranked)
+    ranked, positions = numbers.sort(stable=True)
+    visits = torch.empty_like(positions)
+    visits[positions] = torch.arange(len(ranked)) - torch.searchsorted(ranked, ranked)
     return visits

@@ -76,7 +76,7 @@ class Samples:
         def start(engine: Any) -> Iterator[Any]:
             # Send lists: a tensor would go to the worker as a file descriptor, with its entire storage.
             engine.sampler.jobs = (
-                (epoch, k, listed(keys), listed(visits), *place) for epoch, k, keys, visits, *place in jobs
+                (epoch, k, listed(keys), listed(visits), *of_rank) for epoch, k, keys, visits, *of_rank in jobs
             )
             return iter(engine)
 
@@ -117,8 +117,8 @@ class Items(Dataset[Any]):
             items = self._items(job)
             if self.draws:
                 # The first rank draws the same as a single process. If items are batches, each rank reads them whole.
-                own = [rank] if rank and self.batched else []
-                seed_streams(mix(COLLATE, self.seed, epoch, k, *own))
+                drawn_by = [rank] if rank and self.batched else []
+                seed_streams(mix(COLLATE, self.seed, epoch, k, *drawn_by))
             try:
                 batch = self.collate(items if self.batched else items[0])
             except StopIteration as error:
@@ -161,8 +161,8 @@ def reader_of(
     dataset: Any, collate_fn: Callable[[Any], Any], seed: int, batch_size: int | None, *, batched: bool
 ) -> Items | Rows:
     """The fastest reader of a dataset whose batches are bitwise those of `collate_fn` over its items."""
-    if batch_size and collate_fn is default_collate and (found := _rows_of(dataset)):
-        return Rows(dataset, *found)
+    if batch_size and collate_fn is default_collate and (tensors_and_rows := _rows_of(dataset)):
+        return Rows(dataset, *tensors_and_rows)
     return Items(dataset, collate_fn, seed, batched=batched)
 
 
@@ -171,8 +171,8 @@ def _rows_of(dataset: Any) -> tuple[Sequence[Tensor], Tensor | None] | None:
     if type(dataset) is TensorDataset:
         plain = all(type(t) is Tensor and t.layout is torch.strided and not t.is_nested for t in dataset.tensors)
         return (dataset.tensors, None) if plain else None
-    if type(dataset) is Subset and (found := _rows_of(dataset.dataset)):
-        tensors, rows = found
+    if type(dataset) is Subset and (within := _rows_of(dataset.dataset)):
+        tensors, rows = within
         chosen = torch.as_tensor(dataset.indices)
         if chosen.dtype == torch.int64 and chosen.dim() == 1 and bool((chosen >= 0).all()):
             return tensors, chosen if rows is None else rows[chosen]

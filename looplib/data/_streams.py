@@ -59,7 +59,7 @@ class Streamed:
 
         def start(engine: Any) -> Iterator[Any]:
             nonlocal inside
-            engine.dataset.place.copy_(torch.tensor([epoch, rank, ranks]))
+            engine.dataset.position.copy_(torch.tensor([epoch, rank, ranks]))
             with kept_streams():
                 source: Iterator[Any] = iter(engine)
                 inside = save_streams()
@@ -115,11 +115,11 @@ class Stream(IterableDataset[Any]):
     def __init__(self, dataset: Iterable[Any], collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
         self.dataset, self.collate, self.seed, self.batched = dataset, collate, seed, batched
         self.draws = collate not in (default_collate, default_convert)
-        self.place: Tensor = torch.tensor([0, 0, 1]).share_memory_()  # type: ignore[no-untyped-call]
+        self.position: Tensor = torch.tensor([0, 0, 1]).share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        epoch, self.rank, self.ranks = self.place.tolist()
+        epoch, self.rank, self.ranks = self.position.tolist()
         self.here, self.taken = (self.seed, epoch, info.id if info else 0), 0
         seed_streams(mix(STREAM, *self.here))
         if hasattr(self.dataset, "set_epoch"):

@@ -51,10 +51,12 @@ def cleaner(model: nn.Module) -> Callable[[str], str]:
 def state_names(model: nn.Module) -> dict[str, str]:
     """Map each name in the module's `state_dict` to the tensor's name in a state."""
     clean = cleaner(model)
-    names = {id(own): name for slots in _modules.members(model) for name, own in _modules.tensors(slots).items()}
+    names = {
+        id(tensor): name for slots in _modules.members(model) for name, tensor in _modules.tensors(slots).items()
+    }
     with forgotten.export():
         entries = model.state_dict(keep_vars=True)
-    return {clean(key): names[id(own)] for key, own in entries.items() if id(own) in names}
+    return {clean(key): names[id(entry)] for key, entry in entries.items() if id(entry) in names}
 
 
 def some(items: Collection[Any]) -> str:

@@ -122,11 +122,11 @@ def load_state_dict(
     """
     check_type("source is", source, (Mapping, str, os.PathLike), "give a state_dict, or the path of a file of one")
     check_state(model, state)
-    given = source if isinstance(source, Mapping) else read_state_dict(source)
+    tensors = source if isinstance(source, Mapping) else read_state_dict(source)
     name_of, clean = state_names(model), cleaner(model)
     chosen = {
         key: value
-        for key, value in ((clean(str(key)), value) for key, value in given.items())
+        for key, value in ((clean(str(key)), value) for key, value in tensors.items())
         if (names is None or names(key))
         and not key.endswith("_extra_state")  # an `_extra_state` belongs to the module
     }
@@ -191,9 +191,9 @@ def _misfit(value: Any, like: Tensor) -> str:
     return ""
 
 
-def _hint(unexpected: list[str], given: Mapping[str, Any], name_of: Mapping[str, str]) -> str:
+def _hint(unexpected: list[str], chosen: Mapping[str, Any], name_of: Mapping[str, str]) -> str:
     """Advice for common mismatches."""
-    if nested := [key for key in unexpected if isinstance(given[key], Mapping)]:
+    if nested := [key for key in unexpected if isinstance(chosen[key], Mapping)]:
         return f" ({nested[0]} is a dict: if the weights are in it, give that)"
     prefix = unexpected[0].partition(".")[0] + "."
     if all(key.startswith(prefix) and key.removeprefix(prefix) in name_of for key in unexpected):
