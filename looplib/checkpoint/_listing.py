@@ -69,19 +69,14 @@ class Listing:
         """The checkpoint to restore and its stamp, or None if the latest is requested and there is none."""
         while True:
             checkpoints = self.read()
-            if which == "best":
-                best = policy.best(checkpoints)
-                candidates = [] if best is None else [best]
-            else:
-                candidates = [checkpoint for checkpoint in checkpoints if which in ("latest", checkpoint.step)]
-            if not candidates:
+            chosen = _chosen(checkpoints, which, policy)
+            if chosen is None:
                 if which == "latest" and not self.damaged:
                     return None
                 raise self._nothing_for(which, checkpoints, policy.monitor)
-            path = candidates[-1].path
             for stamp, checkpoint in self._known.items():
-                if checkpoint.path == path and not changed_since(path, stamp):
-                    return path, stamp
+                if checkpoint.path == chosen.path and not changed_since(chosen.path, stamp):
+                    return chosen.path, stamp
 
     def is_damaged(self, path: Path, stamp: Stamp) -> bool:
         """Mark an unreadable entry as damaged, unless another process has removed or replaced it."""
@@ -107,6 +102,13 @@ class Listing:
         return kind(
             f"{self.folder} has {asked}; steps there: {complete}" + (f"; damaged: {damaged}" if damaged else "")
         )
+
+
+def _chosen(checkpoints: Checkpoints, which: str | int, policy: Policy) -> Checkpoint | None:
+    if which == "best":
+        return policy.best(checkpoints)
+    matching = [checkpoint for checkpoint in checkpoints if which in ("latest", checkpoint.step)]
+    return matching[-1] if matching else None
 
 
 def stamp_of(path: Path) -> Stamp:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import ownership as _donation
-from looplib._core.made_with import known_of, other_settings, restored_into
+from looplib._core.made_with import MadeWith, known_of, other_settings, restored_into
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib.checkpoint._describe import counts_in, trees_of
@@ -74,14 +74,9 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     leaves = leaves_of(tree)
     wanted = {leaf_path: leaf for leaf_path, leaf in leaves.items() if selected(leaf_path)}
     check_fit(path, wanted, reader, selected, convert)
-    saved_with, warning, known = manifest.get("made_with"), "", known_of(template)
+    run = _Run({name: getattr(template, name) for name in COUNTS}, known_of(template))
     if selected.everything:
-        warning = _warning(path, counts, saved_with, template, settings)
-        known = restored_into(template, saved_with, str(path), counts["step"], settings.compares_loader(saved_with))
-        resume = settings.resume(saved_with, counts["epoch_length"] == template.epoch_length)
-        counts = position(path, counts, template, resume)
-    else:
-        counts = {name: getattr(template, name) for name in COUNTS}
+        run = _continued(path, counts, manifest.get("made_with"), template, settings)
     saved = _Saved(reader, wanted)
     writes: list[tuple[Tensor, Tensor]] = []
     if template.params and all(isinstance(leaf, nn.Parameter) for leaf in template.params.values()):
@@ -96,17 +91,33 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     trees = pytree.tree_map(lambda _: next(values), tree)
 
     def restored() -> TrainState:
-        state = TrainState(**{**dict.fromkeys(TREES), **trees, **counts})
-        _donation.note_made_with(state, known)
+        state = TrainState(**{**dict.fromkeys(TREES), **trees, **run.counts})
+        _donation.note_made_with(state, run.made_with)
         return state
 
     state = functools.partial(_write_over, template, writes, restored) if writes else restored
-    return Loaded(state, checksum, warning)
+    return Loaded(state, checksum, run.warning)
 
 
-def _warning(path: Path, counts: Mapping[str, Any], saved_with: Any, template: TrainState, settings: Settings) -> str:
+class _Run(NamedTuple):
+    """A restored state without its trees, and the warning about settings that differ from those saved."""
+
+    counts: dict[str, Any]
+    made_with: MadeWith
+    warning: str = ""
+
+
+def _continued(path: Path, counts: dict[str, Any], saved: Any, template: TrainState, settings: Settings) -> _Run:
+    """The run of a checkpoint, continued with the settings of `template`. `saved` are those of the checkpoint."""
+    warning = _warning(path, counts, saved, template, settings)
+    made_with = restored_into(template, saved, str(path), counts["step"], settings.compares_loader(saved))
+    resume = settings.resume(saved, counts["epoch_length"] == template.epoch_length)
+    return _Run(position(path, counts, template, resume), made_with, warning)
+
+
+def _warning(path: Path, counts: Mapping[str, Any], saved: Any, template: TrainState, settings: Settings) -> str:
     """Warning about settings that differ from those the checkpoint was saved with, or ""."""
-    changed = settings.differences(saved_with, template)
+    changed = settings.differences(saved, template)
     length, seed = counts["epoch_length"], counts["seed"]
     if length != template.epoch_length:
         changed.append(f"epoch_length was {length}, is {template.epoch_length}")

@@ -131,19 +131,17 @@ def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
 
     A chunk that is needed even in part is read completely, and its checksum compared.
     """
-    into: dict[str, Tensor] = {}
-    about: dict[str, Any] = {}
-    for leaf_path, leaf in leaves.items():
-        entry = reader.about(leaf_path)
-        assert entry is not None
-        dtype, shape = getattr(torch, entry["dtype"]), torch.Size(entry["shape"])
-        into[leaf_path] = torch.empty(local(leaf).shape if is_sharded(leaf) else shape, dtype=dtype)
-        chunks = [ChunkStorageMetadata(torch.Size(low), torch.Size(sizes)) for low, sizes in reader.chunks(leaf_path)]
-        about[leaf_path] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
+    saved = {leaf_path: _saved(reader, leaf_path) for leaf_path in leaves}
+    into = {
+        leaf_path: torch.empty(
+            local(leaf).shape if is_sharded(leaf) else saved[leaf_path].size, dtype=saved[leaf_path].properties.dtype
+        )
+        for leaf_path, leaf in leaves.items()
+    }
     planner = _LoadPlanner(into)
     planner.set_up_planner(
         {leaf_path: leaf if is_sharded(leaf) else into[leaf_path] for leaf_path, leaf in leaves.items()},
-        Metadata(about),
+        Metadata({**saved}),
     )
     plan = planner.finish_plan(planner.create_local_plan())  # each rank plans only for itself
     reader.verify((), {(item.storage_index.fqn, item.storage_index.index or 0) for item in plan.items})
@@ -153,6 +151,14 @@ def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
             chunk = chunk.narrow(axis, low, size)
         planner.resolve_tensor(item).copy_(chunk)
     return into
+
+
+def _saved(reader: Reader, leaf_path: str) -> TensorStorageMetadata:
+    """A leaf of the checkpoint as torch's planner describes it."""
+    about = reader.about(leaf_path)
+    assert about is not None
+    chunks = [ChunkStorageMetadata(torch.Size(low), torch.Size(sizes)) for low, sizes in reader.chunks(leaf_path)]
+    return TensorStorageMetadata(TensorProperties(getattr(torch, about["dtype"])), torch.Size(about["shape"]), chunks)
 
 
 class _LoadPlanner(DefaultLoadPlanner):

@@ -336,24 +336,41 @@ def make_loader(
         if divide:
             order.check_undivided()
     size = _arguments.check_batch_size(dataset, batch_size, order, drop_last)
-    whole_batches = order is not None and order.whole_batches
-    batched = size is not None or whole_batches
+    batched = size is not None or (order is not None and order.whole_batches)
     collate = collate_fn or (default_collate if batched else default_convert)
     move = _mover(device, non_blocking=dataloader_options.get("pin_memory", False))
     options = dataloader_options | {
         "worker_init_fn": functools.partial(start_worker, dataloader_options.get("worker_init_fn"))
     }
+    source: Source
     if order is None:
-        source: Source = _stream_source(dataset, size, seed, drop_last, collate, options)
+        source = _stream_source(dataset, size, seed, drop_last, collate, options)
     else:
-        draw = order.draw(dataset, size, drop_last)
-        epochs = Epochs(draw, seed, None if whole_batches else size or 1, drop_last, limit, order.distinct)
-        length = _epoch_length(epochs, order, size)
-        reader = reader_of(dataset, collate, seed, size, batched=batched)
-        engines = Engines(lambda: samples_engine(reader, options), seed)
-        in_process = not options.get("num_workers") and not options.get("pin_memory")
-        source = Samples(reader, engines, epochs, length, batched, in_process)
+        epochs = Epochs(
+            order.draw(dataset, size, drop_last),
+            seed,
+            None if order.whole_batches else size or 1,
+            drop_last,
+            limit,
+            order.distinct,
+        )
+        source = _samples_source(epochs, _epoch_length(epochs, order, size), dataset, size, collate, options)
     return Loader(dataset, size, seed, order, drop_last, limit, divide, source, move)
+
+
+def _samples_source(
+    epochs: Epochs,
+    length: int,
+    dataset: Any,
+    batch_size: int | None,
+    collate: Callable[[Any], Any],
+    options: dict[str, Any],
+) -> Samples:
+    batched = batch_size is not None or epochs.batch_size is None
+    reader = reader_of(dataset, collate, epochs.seed, batch_size, batched=batched)
+    engines = Engines(lambda: samples_engine(reader, options), epochs.seed)
+    in_process = not options.get("num_workers") and not options.get("pin_memory")
+    return Samples(reader, engines, epochs, length, batched, in_process)
 
 
 def _stream_source(

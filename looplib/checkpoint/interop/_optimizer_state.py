@@ -5,7 +5,7 @@ A torch optimizer numbers its parameters by group; a state has them under the na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -194,36 +194,42 @@ def _matched(model: nn.Module, state: TrainState, torch_optimizer: torch.optim.O
     advice = "give an instance over the module's parameters, such as torch.optim.AdamW(model.parameters(), lr=1e-3)"
     check_type("torch_optimizer is", torch_optimizer, torch.optim.Optimizer, advice)
     check_state(model, state)
-    opt_state = state.opt_state
-    while (
-        isinstance(opt_state, Mapping) and "inner_state" in opt_state
-    ):  # the state of a wrapper such as apply_if_finite
-        opt_state = opt_state["inner_state"]
-    if not isinstance(opt_state, dict) or "state" not in opt_state:
-        raise TypeError(
-            f"the state's opt_state is a {type(opt_state).__name__}, not what an ll.optimizer keeps: make the state "
-            "with ll.init_state(model, ll.optimizer(...))"
-        )
+    opt_state = _innermost(state.opt_state)
     cls, names = type(torch_optimizer).__name__, _names_by_group(model, torch_optimizer)
-    trained = {
-        name
-        for group, members in zip(torch_optimizer.param_groups, names, strict=True)
-        for param, name in zip(group["params"], members, strict=True)
-        if param.requires_grad
-    }
-    missing = opt_state["state"].keys() - {name for members in names for name in members}
-    unexpected = trained - opt_state["state"].keys()
-    if missing or unexpected:
-        raise ValueError(
-            f"this {cls} and the state's optimizer train different parameters: missing {some(sorted(missing))}, "
-            f"unexpected {some(sorted(unexpected))}; make it over the others, or the state with the same trainable="
-        )
+    _check_same_parameters(torch_optimizer, names, opt_state["state"].keys())
     if "groups" in opt_state and len(opt_state["groups"]) != len(names):
         raise ValueError(
             f"this {cls} has {len(names)} groups, and the state's optimizer {len(opt_state['groups'])}: make "
             "the groups of ll.optimizer in its order, those of the defaults last"
         )
     return _Matched(names, opt_state)
+
+
+def _innermost(opt_state: Any) -> dict[str, Any]:
+    """The state of the `ll.optimizer` inside wrappers such as apply_if_finite."""
+    while isinstance(opt_state, Mapping) and "inner_state" in opt_state:
+        opt_state = opt_state["inner_state"]
+    if not isinstance(opt_state, dict) or "state" not in opt_state:
+        raise TypeError(
+            f"the state's opt_state is a {type(opt_state).__name__}, not what an ll.optimizer keeps: make the state "
+            "with ll.init_state(model, ll.optimizer(...))"
+        )
+    return opt_state
+
+
+def _check_same_parameters(
+    torch_optimizer: torch.optim.Optimizer, names: list[list[str]], in_state: Set[str]
+) -> None:
+    params = [param for group in torch_optimizer.param_groups for param in group["params"]]
+    names_of_params = [name for members in names for name in members]
+    trained = {name for name, param in zip(names_of_params, params, strict=True) if param.requires_grad}
+    missing, unexpected = in_state - {*names_of_params}, trained - in_state
+    if missing or unexpected:
+        raise ValueError(
+            f"this {type(torch_optimizer).__name__} and the state's optimizer train different parameters: missing "
+            f"{some(sorted(missing))}, unexpected {some(sorted(unexpected))}; make it over the others, or the state "
+            "with the same trainable="
+        )
 
 
 def _names_by_group(model: nn.Module, torch_optimizer: torch.optim.Optimizer) -> list[list[str]]:
