@@ -1,1 +1,1 @@
-"""What the rooms stand on. Makes no promises: import from the rooms instead."""
+"""Internals shared by the rooms, without promises: import from the rooms instead."""

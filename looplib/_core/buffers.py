@@ -1,14 +1,14 @@
-"""What a forward pass writes in place, and the values before it: buffers, and parameters with `max_norm=`.
+"""Undo of a forward pass's in-place writes, to buffers and to parameters with `max_norm=`.
 
-A step in place that is skipped or fails has to put back what its forward pass has written. Which buffers that will be
-nobody knows beforehand: a layer may run for the first time after thousands of steps. So small buffers are copied before
-each step (statistics of normalization are small), and large ones (masks, tables of positions), which are constants as
-a rule, from the step on at which one has changed. A large one that is written for the first time in a step that is
-not made is lost, which is said by name. torch counts writes, but not those of batch norm's kernels, so the checksums of
-large buffers are compared as well, in a step that is not made.
+If an in-place step is skipped or fails, it must restore what its forward pass has written. It is not known in advance
+which buffers that will be: a layer may run for the first time after thousands of steps. So small buffers (such as
+normalization statistics) are copied before each step, and large ones (masks, position tables), which are usually
+constant, only after a step has changed them. If a step that is not made writes a large buffer for the first time, its
+old value is lost and an error names it. torch counts writes, except those of batch norm's kernels, so in a step that
+is not made the checksums of large buffers are compared as well.
 
-Parameters are copied where a module is known to write them (`nn.Embedding(max_norm=...)`), or where the first step
-wrote them. What other code writes into a parameter for the first time in a later step, which is then not made, stays.
+Parameters are copied if a module is known to write them (`nn.Embedding(max_norm=...)`) or the first step wrote them.
+If other code writes a parameter for the first time in a later step that is then not made, the change stays.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.checksums import checksum
 
-_SMALL = 1 << 16  # elements: a batch norm has three buffers of one for each channel
+_SMALL = 1 << 16  # elements; batch norm has three buffers with one element per channel
 
 
 class Saved:
-    """Tensors that one step may write, with their values before it.
+    """Tensors that a step may write, with their previous values.
 
     Attributes:
-        tensors: those whose writes are looked at.
-        copies: the values before the step, of some of them.
-        versions: how many writes torch had counted, of each.
-        sums: of tensors without a copy, the checksum before the step.
+        tensors: tensors that are checked for writes.
+        copies: values before the step, for some of them.
+        versions: number of writes counted by torch, for each.
+        sums: checksum before the step, for tensors without a copy.
     """
 
     __slots__ = ("copies", "sums", "tensors", "versions")
@@ -44,12 +44,12 @@ class Saved:
         self.sums = sums
 
     def changed(self) -> set[str]:
-        """The tensors that were written since, as far as torch counts; the kernels of batch norm do not."""
+        """Tensors that were written since, as counted by torch. Batch norm's kernels do not count."""
         pairs = zip(self.tensors.items(), self.versions, strict=True)
         return {name for (name, tensor), version in pairs if torch_private.version(tensor) != version}
 
     def restore(self) -> set[str]:
-        """Put the values back; the names of those that were written and cannot be put back."""
+        """Restore the values, and return the names of written tensors that cannot be restored."""
         uncounted = {name for name, before in self.sums.items() if before.differs(self.tensors.get(name))}
         lost = (self.changed() | uncounted) - self.copies.keys()
         with torch.no_grad():
@@ -59,7 +59,7 @@ class Saved:
 
 
 class _Sum:
-    """The checksum of a tensor, with the writes that torch had counted then."""
+    """Checksum of a tensor, with the number of writes counted by torch at that time."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = weakref.ref(tensor)
@@ -67,24 +67,24 @@ class _Sum:
         self.value = checksum(tensor)
 
     def differs(self, tensor: Tensor | None) -> bool:
-        """Whether the same tensor has other values, and torch counted no write: False for another tensor."""
+        """True if the same tensor has different values although torch counted no write. False for a different tensor."""
         same = tensor is not None and self.tensor() is tensor and torch_private.version(tensor) == self.version
         return same and not torch.equal(self.value, checksum(tensor))
 
 
-# Of a model that writes nothing, for which a step does nothing else.
+# Shared by all models that write nothing, so that their steps do no extra work.
 NOTHING = Saved({}, {}, {})
 NO_NAMES: frozenset[str] = frozenset()
 
 
 class Written:
-    """The names of the buffers and parameters that the forward pass of one step function writes.
+    """Names of the buffers and parameters that a step function's forward pass writes.
 
     Attributes:
-        buffers: names learnt from the calls; None before the first.
-        params: names known beforehand, and those that the first call wrote.
-        looks: whether a step without buffers has something to look at too.
-        sums: of large buffers that were constants so far.
+        buffers: names learned from the calls; None before the first.
+        params: names known in advance, and those that the first call wrote.
+        looks: True if there is something to check even in a step without buffers.
+        sums: checksums of large buffers that have been constant so far.
     """
 
     def __init__(self, params: Iterable[str]) -> None:
@@ -94,7 +94,7 @@ class Written:
         self.sums: dict[str, _Sum] = {}
 
     def save(self, buffers: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Saved:
-        """Before a step."""
+        """Save values before a step."""
         known = self.buffers
         copies = {
             name: tensor.clone()
@@ -108,13 +108,13 @@ class Written:
         return Saved({**buffers, **watched}, copies, self.sums)
 
     def learn(self, saved: Saved, buffers: Mapping[str, Tensor], trained: Set[str]) -> Set[str]:
-        """After a forward pass: all buffers that it or one before it has written."""
+        """Learn from a forward pass: return all buffers that it or an earlier one has written."""
         changed = saved.changed()
         if self.looks:
             self._learn_params(changed - buffers.keys(), trained)
             changed &= buffers.keys()
         if self.buffers is None or not changed <= self.buffers:
-            # Batch norm's kernels write uncounted, and its module counts: now is the time to compare the values.
+            # Batch norm's kernels write without counting, but its module counts batches, so compare the values now.
             uncounted = {
                 name for name, old in saved.copies.items() if name in buffers and not torch.equal(old, buffers[name])
             }
@@ -147,15 +147,15 @@ def explain(lost: set[str], buffers: Set[str]) -> str:
 
 
 def versions(params: Mapping[str, Tensor]) -> list[int]:
-    """How many writes torch has counted to each parameter, before a forward pass that is to write none."""
+    """Number of writes to each parameter counted by torch, before a forward pass that must not write any."""
     try:
         return [*map(torch_private.version, params.values())]
-    except RuntimeError:  # of torch.inference_mode(), where nothing is counted
+    except RuntimeError:  # tensors of torch.inference_mode(), whose writes are not counted
         return []
 
 
 def check_unwritten(params: Mapping[str, Tensor], before: list[int]) -> None:
-    """Raise if a forward pass has written to the parameters of a state that is to stay as it is."""
+    """Raise if a forward pass has written to the parameters of a state that must not change."""
     after = versions(params)
     if after != before:
         names = [name for name, old, new in zip(params, before, after, strict=True) if old != new]

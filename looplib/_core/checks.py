@@ -1,4 +1,4 @@
-"""Checks of arguments, their types and ranges, where a bool is no number; and how a message names a value."""
+"""Argument checks for types and ranges (a bool is not a number), and names of values in messages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 def is_count(value: Any, least: float = 1) -> bool:
-    """Is it an int, not a bool, of at least `least`?"""
+    """True for an int of at least `least` that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: Any) -> bool:
-    """Is it a finite int or float, not a bool?"""
+    """True for a finite int or float that is not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_argument(holds: bool, name: str, value: Any, advice: str) -> None:
-    """Raise ValueError unless what is asked of an argument holds; `advice` says what to give.
+    """Raise ValueError unless a condition on an argument holds; `advice` says what to pass.
 
     >>> rho = -1.0
     >>> check_argument(rho > 0, "rho", rho, "give a distance above 0")
@@ -33,7 +33,7 @@ def check_argument(holds: bool, name: str, value: Any, advice: str) -> None:
 
 
 def check_type(subject: str, value: Any, expected: Any, advice: str) -> None:
-    """Raise TypeError unless a value is an instance of a class, or of one of several; `advice` says what to give.
+    """Raise TypeError unless a value is an instance of one of these classes; `advice` says what to pass.
 
     >>> check_type("describe is", [], dict, "give a dict of names to settings")
     Traceback (most recent call last):
@@ -44,14 +44,14 @@ def check_type(subject: str, value: Any, expected: Any, advice: str) -> None:
 
 
 def check_batches(who: str, batches: Any, call: str) -> None:
-    """Raise TypeError unless this can be iterated over, as a loader cannot that was not given a state."""
+    """Raise TypeError unless `batches` can be iterated over; a loader without its state cannot."""
     if not isinstance(batches, Iterable):
         kind = type(batches).__name__
         raise TypeError(f"{who} takes the batches of an epoch, and a {kind} is not iterable; write {call}")
 
 
 def check_count(name: str, value: Any, least: int = 1, advice: str = "") -> None:
-    """Raise ValueError unless the argument is a whole number of at least `least`; `advice` says what to give.
+    """Raise ValueError unless the argument is an int of at least `least`; `advice` says what to pass.
 
     >>> check_count("microbatches", 0)
     Traceback (most recent call last):
@@ -61,13 +61,13 @@ def check_count(name: str, value: Any, least: int = 1, advice: str = "") -> None
 
 
 def check_optional_count(name: str, value: Any, least: int = 1, advice: str = "") -> None:
-    """The same for an argument that may be None."""
+    """Like `check_count`, for an argument that may be None."""
     if value is not None:
         check_count(name, value, least, advice)
 
 
 def named(value: Any) -> str:
-    """A value as a message names it.
+    """Name of a value in a message.
 
     >>> [named(value) for value in (1, {}, "sgd", None, int, len)]
     ['an int', 'a dict', "the text 'sgd'", 'None', 'the class int', 'the function len']
@@ -85,12 +85,12 @@ def named(value: Any) -> str:
 
 
 def is_column(value: Any) -> bool:
-    """Is it a tensor or an array with rows?"""
+    """True for a tensor or array with at least one dimension."""
     return (isinstance(value, Tensor) or type(value).__module__ == "numpy") and getattr(value, "ndim", 0) > 0
 
 
 def are_columns(values: Any) -> bool:
-    """Are these the columns of one table, such as (x, y): tensors of as many rows that differ in dtype or dimensions?
+    """True for the columns of a table, such as (x, y): tensors of equal length that differ in dtype or dimensions.
 
     >>> import torch
     >>> x, y = torch.zeros(6, 4), torch.zeros(6, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Checksums of tensors, taken on their own device."""
+"""Checksums of tensors, computed on their device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, -0x40A7B892E31B1A47, -0x6B2FB644EC
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A hash of the bits of all numbers and where they stand: a scalar int64 tensor, for which nothing waits.
+    """Hash of the bits of all numbers and their positions: a scalar int64 tensor, computed without waiting.
 
-    It is the same on each device and for all strides, and always changes with 8 bytes that change alone. It does not
-    guard against anyone who looks for two tensors that have the same.
+    It is the same on every device and for all strides, and always changes if only one 8-byte word changes. It does
+    not protect against deliberately constructed collisions.
     """
     plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     plain = plain.resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -21,20 +21,21 @@ def checksum(tensor: Tensor) -> Tensor:
     words = data[:whole].clone() if data.storage_offset() % 8 else data[:whole]
     words = words.view(torch.int64)
     total = _hash(_word_of(data[whole:]), 0)
-    chunk = 1 << (16 if words.device.type == "cpu" else 22)  # words at a time: what fits a cache, or few kernels
+    # Words at a time: as many as fit a cache, or few large kernels.
+    chunk = 1 << (16 if words.device.type == "cpu" else 22)
     for begin in range(0, words.numel(), chunk):
         total = total + _hash(words[begin : begin + chunk], begin + 1)
     return total
 
 
 def _word_of(rest: Tensor) -> Tensor:
-    """The last bytes as a word."""
+    """The last bytes, padded to a word."""
     shifts = 8 * torch.arange(rest.numel(), device=rest.device)
     return (rest.to(torch.int64) << shifts).sum().reshape(1)
 
 
 def _hash(words: Tensor, place: int) -> Tensor:
-    """Each word mixed with its place, as by splitmix64, and added up modulo 2**64."""
+    """Mix each word with its position, as in splitmix64, and add up modulo 2**64."""
     words = words + torch.arange(place, place + words.numel(), device=words.device) * _PLACE
     words = (words ^ _shifted(words, 30)) * _FIRST
     words = (words ^ _shifted(words, 27)) * _SECOND
@@ -42,5 +43,5 @@ def _hash(words: Tensor, place: int) -> Tensor:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Logical right shift."""
     return (words >> by) & ((1 << (64 - by)) - 1)

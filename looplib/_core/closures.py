@@ -1,8 +1,8 @@
 """Closure inspection: the variables that functions, modules and objects refer to.
 
-A function reads more than its arguments: what it closes over, the globals and attributes that its code names, its
-defaults. `walk` finds all of it, for those who must know: a compiled step, which would freeze a number from there, and
-the checks of purity in `looplib.testing`.
+A function reads more than its arguments: variables it closes over, globals and attributes that its code names, and
+its defaults. `walk` finds all of them. It is used by compiled steps, which would freeze a number from there, and by
+the purity checks in `looplib.testing`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 _MODULES_OWN = {"training", "call_super_init", "dump_patches"}  # attributes that torch gives to modules
 
-_MANY = 64  # a container with more entries is data rather than settings
+_MANY = 64  # a container with more entries holds data, not settings
 
-_SEARCHED = "<searched>"  # no name in any code
+_SEARCHED = "<searched>"  # not a name that occurs in code
 
-_NAMING = (nn.Module, types.FunctionType, types.MethodType)  # what they refer to depends on their own code alone
+_NAMING = (nn.Module, types.FunctionType, types.MethodType)  # their references depend only on their own code
 
 
 class Variable(NamedTuple):
@@ -41,10 +41,10 @@ class Variable(NamedTuple):
     Attributes:
         owner: the function, module, object or container that refers to it; None for a root of the walk.
         key: its name there.
-        path: its name in messages, from the nearest function or module on.
-        read: gives the value that stands there now.
-        value: the value that stood there during the walk.
-        mentioned: the attributes that code on the way names, of which an object's are looked at.
+        path: its name in messages, starting at the nearest function or module.
+        read: function that returns its current value.
+        value: its value during the walk.
+        mentioned: attributes named by code on the way; only these are searched in an object.
     """
 
     owner: Any
@@ -56,15 +56,15 @@ class Variable(NamedTuple):
 
 
 def walk(*roots: Any, in_whole: Callable[[Any], bool] = lambda thing: False) -> Iterator[Variable]:
-    """Depth-first search through what functions refer to; yields the roots first, then each variable once.
+    """Depth-first search through references: yields the roots first, then each variable once.
 
     Args:
         roots: functions, modules, objects, or containers of these.
-        in_whole: which functions and objects to search all attributes of. Of others only those are searched that code
-            on the way names, and none of the objects of looplib's and torch's classes.
+        in_whole: selects functions and objects to search completely. In others, only attributes that code on the way
+            names are searched, and none in objects of looplib's and torch's classes.
     """
     yielded: set[tuple[int, str]] = set()
-    searched: dict[int, tuple[Any, set[str]]] = {}  # by id: the thing, which so stays alive, and the names mentioned
+    searched: dict[int, tuple[Any, set[str]]] = {}  # id -> the thing (kept alive by this), and the names mentioned
     waiting = [_constant(None, f"root {index}", "it", root, frozenset()) for index, root in enumerate(roots)][::-1]
     while waiting:
         variable = waiting.pop()
@@ -76,27 +76,27 @@ def walk(*roots: Any, in_whole: Callable[[Any], bool] = lambda thing: False) -> 
             continue
         names = searched.setdefault(id(value), (value, set()))[1]
         if _SEARCHED not in names or not (mentioned <= names or isinstance(value, _NAMING)):
-            names |= {_SEARCHED, *mentioned}  # an object is searched again for what other code mentions of it
+            names |= {_SEARCHED, *mentioned}  # an object is searched again if other code mentions more of its names
             waiting += list(_referred_to(variable, in_whole))[::-1]
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether a value refers to nothing else: a tensor, a number, a string or the like."""
+    """True if a value refers to nothing else: a tensor, a number, a string or similar."""
     return isinstance(value, Tensor) or type(value) in PLAIN
 
 
 def is_library(filename: str) -> bool:
-    """Tell whether a file of code is torch's, looplib's, or nobody's."""
+    """True if a source file belongs to torch or looplib, or there is none."""
     return filename.startswith(LIBRARIES) or filename.startswith("<")
 
 
 def is_installed(function: Any) -> bool:
-    """Tell whether a function comes with Python, torch, looplib or another installed package."""
+    """True if a function comes with Python, torch, looplib or another installed package."""
     return isinstance(function, types.FunctionType) and function.__code__.co_filename.startswith(_INSTALLED)
 
 
 def _referred_to(variable: Variable, in_whole: Callable[[Any], bool]) -> Iterator[Variable]:
-    """The variables that a value refers to itself."""
+    """Variables that a value refers to directly."""
     value = variable.value
     if isinstance(value, nn.Module):
         return _of_module(value)
@@ -118,7 +118,7 @@ def _referred_to(variable: Variable, in_whole: Callable[[Any], bool]) -> Iterato
 
 
 def _constant(owner: Any, key: str, path: str, value: Any, mentioned: Set[str]) -> Variable:
-    """A variable that cannot be given another value."""
+    """A variable that cannot be reassigned."""
     return Variable(owner, key, path, partial(_itself, value), value, mentioned)
 
 
@@ -184,7 +184,7 @@ def _of_sequence(values: list[Any] | tuple[Any, ...], variable: Variable) -> Ite
 
 
 def _of_namespace(space: type | types.ModuleType, variable: Variable) -> Iterator[Variable]:
-    """Of a class or a module of the user's, what code on the way names: `settings.scale`."""
+    """Variables of a user's class or module that code on the way names: `settings.scale`."""
     for owner in space.__mro__ if isinstance(space, type) else (space,):
         module = sys.modules.get(owner.__module__) if isinstance(owner, type) else owner
         if _is_installed_module(module):
@@ -221,7 +221,7 @@ def _of_object(thing: Any, variable: Variable, whole: bool) -> Iterator[Variable
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
-    """The attributes of an object itself, those in slots included."""
+    """Attributes of an object itself, including slots."""
     slots = {
         name
         for kind in type(thing).__mro__
@@ -238,7 +238,7 @@ def _listed(names: Any) -> list[str]:
 
 
 def _methods(kind: type) -> list[types.FunctionType]:
-    """The methods of a class that was not installed."""
+    """Methods of a class that is not from an installed package."""
     functions = [
         value for cls in kind.__mro__ for value in vars(cls).values() if isinstance(value, types.FunctionType)
     ]
@@ -249,7 +249,7 @@ def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return None  # the name has no value yet
+        return None  # the variable has no value yet
 
 
 def _member(values: list[Any] | tuple[Any, ...], index: int) -> Any:
@@ -257,7 +257,7 @@ def _member(values: list[Any] | tuple[Any, ...], index: int) -> Any:
 
 
 def _names(code: types.CodeType | None) -> frozenset[str]:
-    """The globals and attributes that a function mentions, with those of the functions that it defines."""
+    """Globals and attributes that a function mentions, including those of nested functions."""
     if code is None:
         return frozenset()
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))

@@ -1,8 +1,8 @@
-"""What all processes of a run do as one, where what fails on one has failed on all.
+"""Collective work: all processes of a run act together, and an error on one is raised on all.
 
-A function whose effects are the run's and not a process's (a save, a choice among files) is done by the first rank,
-which tells the others what came of it, or by each, and each then hears whether all could. Nobody waits for one who
-has raised: the others raise the same error, with that one's rank in it.
+A function that acts for the whole run (a save, a choice among files) is executed by the first rank, which sends the
+result to the others, or by each rank, after which each learns if all succeeded. No rank waits for one that has
+raised: the others raise the same error, with that rank in the message.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from looplib._core import ranks as _ranks
 T = TypeVar("T")
 
 
-_PATIENCE = timedelta(hours=1)  # of ranks that wait for the slowest disk
+_PATIENCE = timedelta(hours=1)  # for ranks that wait for the slowest disk
 
 
 class Together:
-    """The processes that do something as one; a single one has no group, and does it as if this were not here."""
+    """Processes that act together. A single one has no group and acts as if this did not exist."""
 
     def __init__(self, group: Any = None) -> None:
         self.several = group is not None
         self.rank = distributed.get_rank(group) if self.several else 0
         self.first = self.rank == 0
-        # torch's alone to keep: one that outlives destroy_process_group has threads that the interpreter's end meets.
+        # Only torch keeps the group: if it outlived destroy_process_group, its threads would still run at exit.
         self._group = weakref.ref(group) if self.several else lambda: None
 
     @property
     def group(self) -> Any:
-        """torch's group, None for a single process."""
+        """torch's group, or None for a single process."""
         if (group := self._group()) is None and self.several:
             raise RuntimeError(
                 "torch.distributed has been shut down, and a checkpoint was not finished: wait() first"
@@ -44,7 +44,7 @@ class Together:
         return group
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """What the first rank's work gave, on all; plain values, which are pickled on the way."""
+        """Result of the first rank's work, on all ranks. It must be plain values, since it is pickled."""
         if not self.several:
             return work()
         found, failure, error = None, None, None
@@ -57,7 +57,7 @@ class Together:
         return cast(T, found)
 
     def on_each(self, work: Callable[[], T]) -> T:
-        """What this rank's own work gave, once it is known that all ranks' did."""
+        """Result of this rank's work, after all ranks have succeeded."""
         if not self.several:
             return work()
         found, failure, error = _tried(self.rank, work)
@@ -66,7 +66,7 @@ class Together:
         return cast(T, found)
 
     def gather(self, value: T) -> list[T]:
-        """Each rank's value, in the order of ranks, on each."""
+        """Values of all ranks in order, on each rank."""
         if not self.several:
             return [value]
         found: list[Any] = [None] * distributed.get_world_size(self.group)
@@ -74,20 +74,20 @@ class Together:
         return found
 
     def another(self) -> Together:
-        """The same processes with a group of their own, for a thread of each; all make it together."""
+        """The same processes with a second group, for one thread on each. All ranks must call this."""
         return Together(_new_group()) if self.several else self
 
 
 _alone = Together()
 
 
-_known: weakref.WeakKeyDictionary[Any, Together] = weakref.WeakKeyDictionary()  # by torch's group of all
+_known: weakref.WeakKeyDictionary[Any, Together] = weakref.WeakKeyDictionary()  # by torch's default group
 
 
 def together() -> Together:
-    """All processes of this moment: those that hold parts of a model too, not those alone that divide the data.
+    """All processes that currently exist, including those that hold parts of one model.
 
-    Collective where there are several, at the first call.
+    The first call is collective if there are several.
     """
     if not _ranks.running() or distributed.get_world_size() == 1:
         return _alone
@@ -101,13 +101,13 @@ _unfinished: set[Future[Any]] = set()
 
 
 def finish_first(work: Future[Any]) -> None:
-    """This is done together by threads, and torch's groups must not go before it is."""
+    """Register work that threads do together, and that must finish before torch's groups are destroyed."""
     _unfinished.add(work)
     work.add_done_callback(_unfinished.discard)
 
 
 def finish() -> None:
-    """Wait for all that is done together by threads; whoever asks for its result hears of its errors."""
+    """Wait for all work that threads do together. Errors are raised by the call that asks for the result."""
     wait(list(_unfinished))
 
 
@@ -116,7 +116,7 @@ def _new_group() -> Any:
 
 
 def _tried(rank: int, work: Callable[[], T]) -> tuple[T | None, Exception | None, BaseException | None]:
-    """What came of it, or what to tell the others and what really happened."""
+    """Result of the work, or the error to send to the others and the original one."""
     try:
         return work(), None, None
     except BaseException as error:
@@ -124,7 +124,7 @@ def _tried(rank: int, work: Callable[[], T]) -> tuple[T | None, Exception | None
 
 
 def named(rank: int, error: BaseException) -> Exception:
-    """The error with the rank in its message, of the same type if that can be made and sent."""
+    """The error with the rank in its message, of the same type if it can be created and sent."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, f"rank {rank}: {error.strerror}", error.filename)
     if isinstance(error, Exception):
@@ -132,13 +132,13 @@ def named(rank: int, error: BaseException) -> Exception:
             found = pickle.loads(pickle.dumps(type(error)(f"rank {rank}: {error}")))
             if type(found) is type(error):
                 return found
-        except Exception:  # a type that asks for more than a message
+        except Exception:  # a type that needs more than a message
             pass
     return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def raise_of(failures: Mapping[int, Exception], rank: int, own: BaseException | None = None) -> None:
-    """Raise what the first of the ranks that failed did, if any; an interrupt stays what it is where it struck."""
+    """Raise the error of the first rank that failed, if any. An interrupt stays an interrupt on its own rank."""
     if own is not None and not isinstance(own, Exception):
         raise own
     if failures:

@@ -1,7 +1,7 @@
-"""Cuts: where a loss function itself keeps the gradient from its inputs.
+"""Gradient cuts: the places where a loss function itself blocks the gradient to its inputs.
 
-The graph of a step holds its own backward pass, in which torch detaches what it likes. A step that is differentiated
-has to be cut where the loss function has cut it, and nowhere else: so the operations of those cuts are marked.
+The graph of a step contains its own backward pass, in which torch detaches tensors freely. A differentiable step must
+block gradients exactly where the loss function does, so the operations of those cuts are marked.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from looplib._core import torch_private
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import UntraceableError, current, differentiated, tracing
 
-STOPS = "looplib_stops"  # in the notes of a node: no gradient passes here
+STOPS = "looplib_stops"  # key in a node's metadata: no gradient passes here
 
 
 class _Marks(TorchFunctionMode):
-    """Marks what a loss function cuts off from the gradient itself: by `detach`, in `no_grad`, and the like.
+    """Mode that marks where a loss function blocks gradients: with `detach`, `no_grad` and similar.
 
-    Whether gradients are off is heard from `no_grad` itself: they are off as well within an `autograd.Function`,
-    which cuts nothing off.
+    It watches `no_grad` itself to know if gradients are off, because they are also off inside an `autograd.Function`,
+    which blocks nothing.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class _Marks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if current() is not self.trace:  # a step within the loss function is written down, with marks of its own
+        if current() is not self.trace:  # a step inside the loss function is traced with its own marks
             return func(*args, **kwargs)
         refuse_strangers(args, kwargs)
         if func is torch_private.set_grad_enabled:
@@ -46,7 +46,7 @@ class _Marks(TorchFunctionMode):
 
 
 def _cuts(func: Any, kwargs: Any) -> bool:
-    """Tell whether a function of torch's returns something that its inputs get no gradient through."""
+    """True if a torch function returns something through which its inputs get no gradient."""
     if func is torch.autograd.grad:
         return not kwargs.get("create_graph")
     if getattr(func, "__self__", None) is Tensor.data:
@@ -56,7 +56,7 @@ def _cuts(func: Any, kwargs: Any) -> bool:
 
 
 def refuse_strangers(args: Any, kwargs: Any) -> None:
-    """Raise for tensors of a transform of torch.func's that is not in progress here: no gradient would reach them."""
+    """Raise for tensors of a torch.func transform that is not active here: no gradient would reach them."""
     level = torch_private.functorch_level()
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and torch_private.functorch_level_of(leaf) > level:
@@ -68,7 +68,7 @@ def refuse_strangers(args: Any, kwargs: Any) -> None:
 
 
 def cuts_marked() -> AbstractContextManager[Any]:
-    """A context for the loss function of a user, in which a trace that is to be differentiated marks its cuts."""
+    """Context for a user's loss function, in which a differentiable trace marks its cuts."""
     return _Marks() if tracing() and differentiated() else _nothing
 
 

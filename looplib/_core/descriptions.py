@@ -1,4 +1,4 @@
-"""Descriptions of settings as plain values, to be stored with a run and compared with those of a later one."""
+"""Descriptions of settings as plain values, stored with a run and compared with those of a later one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST"}  # instructions of several versions of Python
+_CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST"}  # names of instructions in several Python versions
 
 
 _MANY = 100  # a longer list is described by a checksum
@@ -28,15 +28,15 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def described(value: Any) -> Any:
-    """A setting as JSON can hold it: the same in each process that makes it in the same way.
+    """Describe a setting as a JSON value that is the same in each process that creates it in the same way.
 
     >>> described({"lr": 0.1, "betas": (0.9, 0.99), "dtype": torch.float32})
     {'lr': 0.1, 'betas': [0.9, 0.99], 'dtype': 'torch.float32'}
     >>> described(lambda step: 0.1 * step)
     'lambda step (0.1)'
 
-    An object with a `description` gives that. Of a function, its name, the constants in it and the plain values that it
-    closes over are described; of other objects their repr, or only their type if the repr has an address in it.
+    If an object has a `description`, that is used. A function is described by its name, its constants and the plain
+    values it closes over; other objects by their repr, or only their type if the repr contains an address.
     """
     if value is None or isinstance(value, (bool, str, int, float, complex)):
         return _plain(value)
@@ -51,7 +51,7 @@ def described(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: a number of 64 bits, or text; and not of a type derived from Python's own."""
+    """A JSON value: a 64-bit number or text, of Python's own types and not subclasses."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -64,7 +64,7 @@ def _plain(value: Any) -> Any:
 
 
 def _members(value: Any) -> Any:
-    """The descriptions of what a container or a record holds; None for anything else."""
+    """Descriptions of the members of a container or record; None for anything else."""
     if isinstance(getattr(value, "description", None), Mapping):
         value = value.description
     elif isinstance(value, argparse.Namespace):
@@ -76,7 +76,7 @@ def _members(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         fields = {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"type": type(value).__qualname__, **fields}
-    if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # a number of NumPy
+    if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # a NumPy number
         return described(value.item())
     return None
 
@@ -111,14 +111,14 @@ def _function(function: Any) -> str:
 
 
 def closure_settings(function: Any) -> dict[str, Any]:
-    """The settings that a closure holds, and those of the local functions that it calls.
+    """Settings that a closure holds, including those of the local functions it calls.
 
     >>> def scaled(factor):
     ...     return lambda step: factor * step
     >>> closure_settings(scaled(0.1))
     {'factor': 0.1}
 
-    Settings are plain values, records, and functions that come from elsewhere.
+    Settings are plain values, records, and functions from elsewhere.
     """
     settings: dict[str, Any] = {}
     here, functions = function.__qualname__.rpartition(".")[0] + ".", [function]
@@ -138,12 +138,12 @@ def _is_setting(value: Any) -> bool:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The settings that two descriptions have different values for, each in words.
+    """Settings that differ between two descriptions, in words.
 
     >>> differences({"optimizer": {"lr": 0.1}, "loader": {}}, {"optimizer": {"lr": 0.2, "momentum": 0.9}})
     ['optimizer lr was 0.1, is 0.2', 'optimizer momentum was not given, is 0.9']
 
-    What one of them does not describe at all is not compared.
+    Settings that only one of them describes are not compared.
     """
     found = []
     for key in dict.fromkeys([*old, *new]):

@@ -1,9 +1,10 @@
-"""What DistributedDataParallel and FSDP2 add to taking gradients.
+"""Gradient engines: what DistributedDataParallel and FSDP2 add to computing gradients.
 
-A process alone runs a loss and its gradient, microbatch by microbatch. An engine that reduces gradients over ranks
-has to be told which backward pass is the last one, divides by the number of ranks, which is right only if all of them
-know what the whole batch weighs, and may need as many passes on each rank. All of this is in `Together`; `Alone` has
-the same methods and does nothing, and `Apart` is for passes that one rank may give up (see `retry_on_oom`).
+A single process runs a loss and its gradient, microbatch by microbatch. An engine that reduces gradients over ranks
+must be told which backward pass is the last one. It divides by the number of ranks, which is right only if all ranks
+know the weight of the whole batch, and it may need the same number of passes on each rank. `Together` does all of
+this; `Alone` has the same methods and does nothing, and `Apart` is for passes that one rank may abandon (see
+`retry_on_oom`).
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from looplib._core.tracing import UntraceableError, tracing
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What looplib's own functions tell each other when one calls another's `GradFn`.
+    """Internal context that looplib's functions pass to each other with a `Part`.
 
     Attributes:
-        into: gradients so far, to be added to in place.
-        samples: samples in all microbatches of the step, where that is known.
-        ranks: of how many ranks these are the average that an engine will take.
-        last: no other microbatch of this step comes after: an engine now reduces the gradients over the ranks.
-        local: the caller adds up the ranks' gradients itself.
-        retryable: the caller may give the pass up and make it again, so an engine sends nothing meanwhile. The
-            result then has a `finish`, and an error of the pass comes as a `PassFailed`.
+        into: gradients so far, to add to in place.
+        samples: samples in all microbatches of the step, if known.
+        ranks: number of ranks over which an engine is going to average.
+        last: True if no further microbatch of this step follows, so an engine now reduces the gradients.
+        local: True if the caller adds up the ranks' gradients itself.
+        retryable: True if the caller may abandon the pass and repeat it, so an engine must not send anything. The
+            result then has a `finish`, and errors of the pass are raised as `PassFailed`.
     """
 
     into: Mapping[str, Tensor] | None = None
@@ -48,7 +49,7 @@ NO_CONTEXT = Context()
 
 
 class Asked(Protocol):
-    """What an engine reads of a `Part`."""
+    """The fields of a `Part` that an engine reads."""
 
     @property
     def normalizer(self) -> Tensor | float | None: ...
@@ -61,7 +62,7 @@ class Asked(Protocol):
 
 
 class PassFailed(Exception):
-    """An error of a retryable pass that other ranks make as well, so that all have to hear of it."""
+    """An error in a retryable pass that other ranks make too, so that all must learn of it."""
 
     def __init__(self, error: Exception, finish: Callable[..., Any]) -> None:
         super().__init__(str(error))
@@ -70,7 +71,7 @@ class PassFailed(Exception):
 
 
 class Alone:
-    """The passes of a process that shares them with no other: nothing to add."""
+    """Passes of a single process: does nothing."""
 
     ranks = 1
     spare = 0
@@ -83,14 +84,14 @@ class Alone:
     def before_spare(self, left: int) -> None: ...
 
     def agree(self, weight: list[float], first: bool) -> tuple[float | None, float | None]:
-        """The normalizer and the total weight that all ranks agree on; None for each that is this rank's own."""
+        """The normalizer and total weight that all ranks agree on, or None for each if this rank's own applies."""
         return None, None
 
     def samples(self, own: int, first: bool) -> int:
         return own
 
     def failure(self, error: Exception, finish: Callable[..., Any]) -> Exception:
-        """What to raise for an error of a pass."""
+        """The exception to raise for an error in a pass."""
         return error
 
     def end(self) -> None: ...
@@ -100,14 +101,14 @@ ALONE = Alone()
 
 
 class Apart(Alone):
-    """Passes through replicas that send nothing, so that this rank alone may give one up."""
+    """Passes through replicas that send nothing, so that this rank may abandon one alone."""
 
     def __init__(self, engine: Engine, deferred: bool) -> None:
         self.engine, self.deferred = engine, deferred
 
     def begin(self) -> None:
         for replica in self.engine.replicas:
-            # What is left of a pass before, which the next forward pass would do with the other ranks.
+            # Discard what is left of an earlier pass, which the next forward pass would finish with the other ranks.
             torch_private.rebuild_buckets(replica.reducer)
             replica.require_backward_grad_sync = replica.require_forward_param_sync = False
 
@@ -120,7 +121,7 @@ class Apart(Alone):
 
 
 class Together(Alone):
-    """The passes of one step on all ranks, whose gradients an engine averages."""
+    """Passes of one step on all ranks, whose gradients an engine averages."""
 
     def __init__(
         self, engine: Engine, ranks: int, part: Asked, batches: Sequence[Any], batch_size: Callable[[Any], int]
@@ -132,9 +133,9 @@ class Together(Alone):
             known = part.context.samples
             self.own = [sum(map(batch_size, batches)) if known is None else known]
             if self.summed or not engine.weighed:
-                # On its way during the first forward pass, unless a weight is to go with it, which is known after it.
+                # Sent during the first forward pass, unless a weight, known only afterwards, must be sent too.
                 self.counted = Sums(self.own)
-        # Where a pass is one of all ranks, those with fewer microbatches take their last one again, for nothing.
+        # If a pass involves all ranks, those with fewer microbatches repeat their last one and discard the result.
         if self.summed and engine.passes_together():
             self.spare = round(largest_over_ranks([len(batches)])[0]) - len(batches)
 
@@ -153,11 +154,11 @@ class Together(Alone):
             elif weight:
                 total = Sums(weight).read()[0]
             self.engine.weighed = bool(weight)
-        # The engine's average over the ranks of sums over this is the mean over all samples.
+        # With this divisor, the engine's average over ranks is the mean over all samples.
         return self._count() / self.ranks if self._counts(first) else None, total
 
     def samples(self, own: int, first: bool) -> int:
-        """Those of all ranks, once."""
+        """Number of samples of all ranks, requested once."""
         return round(self._count()) if self._counts(first) else 0
 
     def _counts(self, first: bool) -> bool:
@@ -172,7 +173,7 @@ class Together(Alone):
 
 
 class NoEngine:
-    """A module that no engine wraps."""
+    """A module without an engine."""
 
     name: str | None = None
 
@@ -182,7 +183,7 @@ class NoEngine:
     def passes(
         self, part: Asked, batches: Sequence[Any], batch_size: Callable[[Any], int], bound: Callable[[], bool]
     ) -> Alone:
-        """How the microbatches of one call are run; `bound` says whether the state's are the module's own parameters."""
+        """Passes for the microbatches of one call. `bound` returns True if the state holds the module's own parameters."""
         if not (self.warned or part.context.local) and (ranks := world_size()) > 1:
             self.warned = True
             warnings.warn(
@@ -204,7 +205,7 @@ class NoEngine:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """Values that an engine's own parameters have taken for the time of a call."""
+    """Values written into an engine's own parameters for the duration of a call."""
 
     owners: set[int]  # ids of these parameters
     shards: list[Tensor]
@@ -217,7 +218,7 @@ class Engine(NoEngine):
     def __init__(self, model: nn.Module, name: str, params: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.name = name
-        self.weighed = False  # the loss had a weight on the host at the last call, on all ranks alike
+        self.weighed = False  # True if the last loss had a weight on the host; the same on all ranks
         modules = list(model.modules())
         self.replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self.learned: set[nn.Module] = set()
@@ -256,27 +257,27 @@ class Engine(NoEngine):
             )
 
     def passes_together(self) -> bool:
-        """Whether all ranks must make as many passes: each gathers shards, or the first reduces, to learn a graph."""
+        """True if all ranks must make the same number of passes: to gather shards, or to learn a static graph."""
         return bool(self.shards) or any(r.static_graph and r not in self.learned for r in self.replicas)
 
     def sync(self, now: bool) -> None:
-        """Whether the engines reduce the gradients over the ranks in the backward passes to come."""
+        """Turn the reduction of gradients in later backward passes on or off."""
         for replica in self.replicas:
-            # A static graph is learned in the first backward pass, which must reduce; an average stays one.
+            # A static graph is learned in the first backward pass, which must reduce; averaging again changes nothing.
             replica.require_backward_grad_sync = now or (replica.static_graph and replica not in self.learned)
             self.learned.add(replica)
         for shard in self.shards:
             shard.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
 
     def only_together(self) -> str | None:
-        """Why all ranks must make a pass, or none of them, and what to do; None where one rank may give it up."""
+        """Reason why all ranks must make a pass or none, with advice; None if one rank may abandon it."""
         hooks = [hook for replica in self.replicas for hook, _ in torch_private.comm_hooks(replica)]
         if self.shards:
             return (
                 f"{self.name} gathers its shards in each forward pass, on all ranks together. Give it batches that "
                 "fit, in pieces by ll.accumulate; if the model fits one device, DistributedDataParallel will do"
             )
-        if self.waits:  # for the statistics of all, or for the results of those that hold the rest of a layer
+        if self.waits:  # for statistics over all ranks, or results of ranks that hold the rest of a layer
             return (
                 f"{self.waits[0]} waits for other ranks in each forward pass. Give it batches that fit, in pieces by "
                 "ll.accumulate"
@@ -294,7 +295,7 @@ class Engine(NoEngine):
         return None
 
     def lend(self, params: Mapping[str, Tensor], own: Callable[[], Mapping[str, Tensor]]) -> Lent | None:
-        """FSDP2 gathers its own parameters, whatever stands in the slots: they take the values for the call."""
+        """Write values into FSDP2's own parameters for the call, since FSDP2 gathers these and ignores the slots."""
         if not self.shards:
             return None
         own_params = own()
@@ -307,27 +308,27 @@ class Engine(NoEngine):
         return Lent(set(map(id, own_params.values())), lent_to, saved)
 
     def take_back(self, lent: Lent | None) -> None:
-        for shard in self.shards:  # the outermost stays gathered after a forward pass alone
+        for shard in self.shards:  # the outermost module stays gathered after a forward pass without backward
             shard.reshard()  # type: ignore[operator]
         if lent is not None:
             with torch.no_grad():
                 torch_private.foreach_copy_(lent.shards, lent.saved)
 
     def share_buffers(self) -> None:
-        """Give all replicas the buffers of the first rank, where they are to have them."""
+        """Send the first rank's buffers to all replicas, if DDP is set to do so."""
         for replica in self.replicas:
             if replica.will_sync_module_buffers():  # type: ignore[no-untyped-call]
                 torch_private.sync_buffers(replica)
 
 
 def engine_of(model: nn.Module, params: Mapping[str, Tensor]) -> NoEngine:
-    """What runs this module's passes: the engine that it is wrapped in, if there is one."""
+    """The engine that a module is wrapped in, or NoEngine."""
     owners = [module for module in model.modules() if _owns_parameters(module)]
     return Engine(model, type(owners[0]).__name__, params) if owners else NoEngine()
 
 
 def _owns_parameters(module: nn.Module) -> bool:
-    """An engine that works on its own parameters whatever stands in the slots, without an error."""
+    """True for an engine that silently uses its own parameters, whatever is in the slots."""
     return isinstance(module, DistributedDataParallel) or _is_sharded(module)
 
 

@@ -1,7 +1,7 @@
-"""What users of a pure step forget: to keep the state that it returns, and to copy the last one into the module.
+"""Warnings for two common mistakes with pure steps: dropping the returned state, and saving an unbound module.
 
-Neither raises an error. A loop without `state =` trains the first state for ever, and the module of a pure run keeps
-its first weights, which `torch.save(model.state_dict())` then saves. Each gets one warning.
+Neither raises an error. A loop without `state =` trains the initial state forever, and the module of a pure run keeps
+its initial weights, which `torch.save(model.state_dict())` then saves. Each gets one warning.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from torch.utils.hooks import RemovableHandle
 from looplib._core import kinds
 from looplib._core.tracing import tracing
 
-_LIMIT = 10  # calls with the same state and another batch: more than forks, replays and tests make
+_LIMIT = 10  # calls with the same state and a different batch: more than branches, replays and tests make
 
 
 class Watch:
-    """What a pure step notices of its calls.
+    """Detector for a loop that drops the state returned by a pure step.
 
-    The loader cannot tell a loop without `state =` from one that trains several forks of a state, as both ask for the
-    batches of one state again and again. The step can: a fork moves on after its first batch. The same state with the
-    same batch is not counted, as benchmarks and tests repeat a step so. A batch that is freed before the next one is
-    made may look the same, as in `train_step(state, next(batches))`.
+    A loader cannot tell a loop without `state =` from one that trains several branches of a state, since both request
+    the batches of one state repeatedly. The step can: a branch advances after its first batch. Repeating the same
+    state with the same batch does not count, since benchmarks and tests do so. A batch that is freed before the next
+    one is created may look the same, as in `train_step(state, next(batches))`.
     """
 
     __slots__ = ("_batch", "_counts", "_last", "_model", "_repeats", "_warned")
 
     def __init__(self, grad_fn: Any) -> None:
         self._model = next((record.model for record in kinds.chain(grad_fn) if record.model is not None), None)
-        self._last = self._batch = 0  # ids of the last call: references would keep tensors alive
+        self._last = self._batch = 0  # ids of the last call's arguments, since references would keep tensors alive
         self._repeats = 0
         self._counts: tuple[int, ...] = ()
         self._warned = False
 
     def see(self, state: Any, batch: Any) -> None:
-        """The step is called."""
+        """Record a call of the step."""
         if id(state) == self._last:
             self._see_again(state, batch)
         else:
@@ -50,7 +50,7 @@ class Watch:
             self._last, self._batch, self._repeats = id(state), id(batch), 0
 
     def _see_again(self, state: Any, batch: Any) -> None:
-        """The step is given the state that it was given last, or another one at the same address."""
+        """Record a call with the previous state, or one at the same address."""
         counts = (state.step, state.samples)
         if self._repeats and counts != self._counts:
             self._repeats = 0
@@ -70,7 +70,7 @@ class Watch:
 
 
 class _StaleWeights:
-    """A hook of `module.state_dict()` that warns once if the module still has the weights that it has now."""
+    """Hook of `module.state_dict()` that warns once if the module's weights have not changed since now."""
 
     def __init__(self, module: nn.Module) -> None:
         self._first_elements = _first_elements(module)
@@ -108,14 +108,14 @@ def _warn_of_stale_weights(module: nn.Module) -> None:
 
 
 def bound(module: nn.Module) -> None:
-    """The module has the weights of a state: nothing to warn of."""
+    """Remove the warning: the module has a state's weights."""
     if (hook := _hooks.pop(module, None)) is not None:
         hook.remove()
 
 
 @contextmanager
 def export() -> Iterator[None]:
-    """For looplib's own calls of `module.state_dict()`, which know whose weights they take."""
+    """Context for looplib's own calls of `module.state_dict()`, which know whose weights they save."""
     _exports.count = getattr(_exports, "count", 0) + 1
     try:
         yield
@@ -124,6 +124,6 @@ def export() -> Iterator[None]:
 
 
 def _first_elements(module: nn.Module) -> list[float]:
-    """One number of each trained parameter: other numbers show other weights, however the module came by them."""
+    """One number of each trained parameter. If the numbers differ later, the weights have changed."""
     tensors = [tensor for tensor in module.parameters() if tensor.requires_grad and tensor.numel()]
     return [tensor.detach()[(0,) * tensor.dim()].item() for tensor in tensors if not tensor.is_meta]

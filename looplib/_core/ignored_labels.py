@@ -1,4 +1,4 @@
-"""Labels that a loss ignores, in a loss that does not say how many it counted."""
+"""Warning about ignored labels in a loss that does not report how many labels it counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from looplib._core.tracing import tracing
 from looplib._core.trees import leaves, named
 
-IGNORED = -100  # torch's default `ignore_index`, and that of transformers' models
+IGNORED = -100  # default `ignore_index` of torch and of transformers' models
 
 _MESSAGE = (
     "labels of -100 ({path}) and a loss that is a plain scalar, within accumulate or on several ranks: such a "
@@ -23,9 +23,9 @@ _MESSAGE = (
 
 
 class Watch:
-    """Warns once when a batch holds ignored labels and the loss is a plain scalar.
+    """Warn once if a batch contains ignored labels and the loss is a plain scalar.
 
-    To look costs a pass over the labels, and on an accelerator a wait. So it looks at the first microbatch, the
+    Checking takes a pass over the labels, and on an accelerator a wait. So it checks the first microbatch, the
     second, the fourth, the eighth and so on.
     """
 
@@ -52,7 +52,7 @@ def _holds_ignored(leaf: Any) -> bool:
 
 
 def _users_level() -> int:
-    """How far up the line is that called looplib, for a warning of the function that asks."""
+    """Stack level of the line that called looplib, for a warning."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("looplib."):
         level, frame = level + 1, frame.f_back

@@ -1,10 +1,10 @@
-"""When an interrupt is taken.
+"""Interrupt handling: signals are deferred while a step updates a state.
 
-A signal whose Python handler raises (Ctrl-C, a time-out, a SIGTERM turned into SystemExit) may strike between
-any two bytecodes: amid an update in place, or when the new state has no name yet. A guard stands before the
-handlers that were there and only chooses the moment: never within an update; a first Ctrl-C in the body of a
-loop over a looplib loader at its next batch, so that each batch is stepped, logged and saved whole; everything
-else, and a second Ctrl-C, at once. It is put up by the first donated step or batch, never at import.
+A signal whose Python handler raises (Ctrl-C, a timeout, a SIGTERM turned into SystemExit) may arrive between any two
+bytecodes: during an in-place update, or before the new state has a name. A guard in front of the existing handlers
+only chooses the moment: never during an update; for a first Ctrl-C in the body of a loop over a looplib loader, at
+its next batch, so that each batch is stepped, logged and saved completely; for everything else, and a second Ctrl-C,
+immediately. It is installed by the first donated step or batch, never on import.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HELD = tuple(
 )
 
 
-_STEPS = {"looplib.steps", "looplib.transforms._compile_step"}  # the modules whose functions take steps
+_STEPS = {"looplib.steps", "looplib.transforms._compile_step"}  # modules whose functions run steps
 
 
 _NOTICE = b"\nlooplib: stopping at the next batch; press Ctrl-C again to stop at once\n"
@@ -40,30 +40,33 @@ _NOTICE = b"\nlooplib: stopping at the next batch; press Ctrl-C again to stop at
 _main_thread = threading.main_thread().ident or 0
 
 
-_holders: list[int] = []  # the threads that hold signals up, each as often as it does
+_holders: list[int] = []  # threads that hold signals back, once for each hold
 
 
-_waiting: list[tuple[Guard, int]] = []  # signals that are held up
+_waiting: list[tuple[Guard, int]] = []  # signals that are held back
 
 
-_stopping = False  # a first Ctrl-C came, and the next batch is to take it
+_stopping = False  # a first Ctrl-C has arrived and will be raised at the next batch
 
 
-_bodies: dict[object, tuple[int, CodeType]] = {}  # loop -> the frame whose loop body has been given a batch
+_bodies: dict[object, tuple[int, CodeType]] = {}  # loop -> frame whose loop body is working on a batch
 
 
-before_raising: list[Callable[[], None]] = []  # _donation, which knows what is in flight, asks to be told
+before_raising: list[Callable[[], None]] = []  # registered by _donation, which knows the result in flight
 
 
 class Guard:
-    """Stands before handlers. Another one is made when a handler is found where this one stood: whoever put it
-    there may have kept this one, to put it back, and then it must still know its own."""
+    """Guard in front of signal handlers.
+
+    A new one is created if a handler is found in place of this one: the code that installed it may have saved this
+    guard to restore it later, and then it must still know its own handlers.
+    """
 
     def __init__(self) -> None:
         self.handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if _waiting.count((self, signum)) < 2:  # the second is a Ctrl-C that insists
+        if _waiting.count((self, signum)) < 2:  # a second Ctrl-C is immediate
             _waiting.append((self, signum))
         deliver(frame)
 
@@ -72,12 +75,12 @@ class Guard:
         running = {there.f_code for there in _stack(frame)}
         if signum == signal.SIGINT and not _stopping and _in_body(frame):
             _stopping = True
-            with suppress(OSError):  # nobody may be reading any more: Ctrl-C ends the `tee` of a pipe too
-                os.write(2, _NOTICE)  # not print: the signal may have struck amid a print
+            with suppress(OSError):  # the reader may be gone: Ctrl-C also ends the `tee` of a pipe
+                os.write(2, _NOTICE)  # not print: the signal may have arrived during a print
         elif _leave.__code__ in running:
-            _send_later(signum)  # for what a destructor raises is swallowed,
+            _send_later(signum)  # since exceptions in destructors are swallowed,
             if _close.__code__ in running:
-                self.handlers[signum](signum, frame)  # though it ends what the destructor waits for
+                self.handlers[signum](signum, frame)  # although they end what the destructor waits for
         else:
             if signum == signal.SIGINT:
                 _stopping = False
@@ -96,7 +99,10 @@ _previous = _handle.handlers
 
 
 def install() -> None:
-    """Stand before the Python handlers of this moment; cheap when already there, nothing off the main thread."""
+    """Install the guard in front of the current Python handlers.
+
+    Cheap if already installed. Does nothing off the main thread.
+    """
     global _handle, _previous
     if threading.get_ident() == _main_thread:
         for signum in _HELD:
@@ -115,9 +121,9 @@ def _uninstall() -> None:
             _signal.signal(signum, guard.handlers[signum])
 
 
-# With the thread's number: from the one to the other, signals wait. Calls nest; off the main thread, where no signals
-# come, they do nothing. Both are C functions, so that no signal fits between the call and its effect: as the first
-# thing in a `finally` they are sure to be done. After end_hold, deliver.
+# Called with the thread's ident: between the two, signals wait. Calls nest. In threads other than the main one, which
+# get no signals, they do nothing. Both are C functions, so no signal can arrive between the call and its effect: as
+# the first statement of a `finally` they always run. Call deliver after end_hold.
 begin_hold = _holders.append
 
 
@@ -125,27 +131,27 @@ end_hold = _holders.remove
 
 
 def hold() -> None:
-    """The same where a signal may come first: from here to `release`, signals wait."""
+    """Start holding signals back, where a signal may still arrive first. They wait until `release`."""
     begin_hold(threading.get_ident())
 
 
 def release() -> None:
-    """End a `hold`; at the outermost one the signals that waited are taken, each at its moment."""
+    """End a `hold`. At the outermost one, waiting signals are delivered, each at its moment."""
     end_hold(threading.get_ident())
     deliver(sys._getframe(1))
 
 
 def deliver(frame: FrameType | None = None) -> None:
-    """Let the signals that waited get to their handlers, unless something still holds them up."""
+    """Pass waiting signals to their handlers, unless they are still held back."""
     if _waiting and _main_thread not in _holders and threading.get_ident() == _main_thread:
         frame = frame or sys._getframe(1)
         try:
             guard, signum = _waiting.pop(0)
-        except IndexError:  # a signal that struck just now has taken it along
+        except IndexError:  # a signal that has just arrived has taken it along
             return
         try:
             guard.take(signum, frame)
-        finally:  # one that raises does not keep the others from their handlers
+        finally:  # an exception does not keep the other signals from their handlers
             deliver(frame)
 
 
@@ -162,7 +168,7 @@ def _in_body(frame: FrameType | None) -> bool:
 
 
 def _send_later(signum: int) -> None:
-    """Send the signal once more, when what it must not strike is over."""
+    """Send the signal again once the critical section is over."""
     send = getattr(signal, "pthread_kill", lambda thread, signum: signal.raise_signal(signum))
     timer = threading.Timer(0.01, send, (_main_thread, signum))
     timer.daemon = True
@@ -170,7 +176,7 @@ def _send_later(signum: int) -> None:
 
 
 def interruptible(iterator: Iterator[T]) -> Iterator[T]:
-    """What the iterator gives; asking for the next is where an interrupt of the loop's body is taken."""
+    """Iterate, and raise an interrupt of the loop's body when the next item is requested."""
     loop = object()
     try:
         while True:
@@ -181,7 +187,7 @@ def interruptible(iterator: Iterator[T]) -> Iterator[T]:
                 return
             if threading.get_ident() == _main_thread and (frame := _body(sys._getframe(1))):
                 _bodies[loop] = frame
-            yield batches.pop()  # nothing here may keep it alive
+            yield batches.pop()  # this frame must not keep it alive
     finally:
         _leave(loop, iterator)
 
@@ -189,16 +195,16 @@ def interruptible(iterator: Iterator[T]) -> Iterator[T]:
 def _stop_if_asked(frame: FrameType) -> None:
     global _stopping
     install()
-    # A loop in the body of another is part of that body.
+    # An inner loop is part of the outer loop's body.
     if _stopping and threading.get_ident() == _main_thread and not _in_body(frame):
         _stopping = False
-        # The handler of now: that of then may have gone with a `with` in the body.
+        # Use the current handler: the earlier one may have been removed at the end of a `with` in the body.
         if type(guard := _signal.getsignal(signal.SIGINT)) is Guard:
             guard.take(signal.SIGINT, frame)
 
 
 def _body(frame: FrameType | None) -> tuple[int, CodeType] | None:
-    """The frame of the loop: the first that stays, not one of a function of ours or of a generator between."""
+    """Frame of the loop: the first one that is not a function of looplib or a generator in between."""
     for there in _stack(frame):
         if not (there.f_code.co_flags & CO_GENERATOR or there.f_globals.get("__name__", "").startswith("looplib.")):
             return id(there), there.f_code
@@ -206,17 +212,17 @@ def _body(frame: FrameType | None) -> tuple[int, CodeType] | None:
 
 
 def _leave(loop: object, iterator: Iterator[T]) -> None:
-    """End a loop and, if no other runs, put back the handlers that were there."""
+    """End a loop and, if no others are running, restore the previous handlers."""
     global _stopping
     try:
         _close(iterator)
     finally:
         _bodies.pop(loop, None)
-        # The garbage collector may have called, at a time when the guard is needed.
+        # The garbage collector may have called this while the guard is needed.
         modules = {there.f_globals.get("__name__") for there in _stack(sys._getframe())}
         needed = _bodies or _main_thread in _holders or not _STEPS.isdisjoint(modules)
         if not needed and threading.get_ident() == _main_thread:
-            if _stopping:  # the loop was left by a break or an error, with an interrupt waiting
+            if _stopping:  # the loop was left by a break or an error while an interrupt was waiting
                 _stopping = False
                 _send_later(signal.SIGINT)
             _uninstall()

@@ -1,9 +1,9 @@
-"""What a function is for: a gradient function, a step, a predicate, a sink, ...
+"""Kinds of functions: gradient function, step, predicate, sink, and so on.
 
-To Python all of these are callables, and many take two arguments. So looplib marks the functions that it makes with a
-record, `Made`: what kind they are of, who made them, what they wrap, and what is known of the result. Those who are
-given a function read the record, through all wrappers that are marked too. Of a plain function they see its
-parameters alone, and what it does with the state and returns when it is called.
+To Python they are all callables, and many take two arguments. looplib therefore marks the functions it makes with a
+record, `Made`: their kind, the function that made them, what they wrap, and known facts about the result. Functions
+that take such a function read the record, through all wrappers that are marked too. For a plain function, they can
+only inspect its parameters, and when it is called, what it does with the state and what it returns.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What is known of a function that looplib made, or a user with `ll.grads.wrapper`.
+    """Facts about a function made by looplib, or by a user with `ll.grads.wrapper`.
 
     Attributes:
         kind: one of `KINDS`.
-        name: of the function that made it, such as "accumulate".
+        name: name of the function that made it, such as "accumulate".
         inner: the function that it wraps.
-        whole_step: it has a meaning for the gradients of a whole step alone, not for a microbatch's.
-        scaled: but for those of a scaled loss too.
-        per_sample: its gradients are those of each sample by itself.
-        max_norm: each sample's gradient had at most this norm when they were added up.
-        adds: it adds its gradients to those of earlier microbatches itself, where it is given these.
-        microbatches: the same for several microbatches at once, which takes less time.
+        whole_step: True if it makes sense only for the gradients of a whole step, not of a microbatch.
+        scaled: True if it also makes sense for the gradients of a scaled loss.
+        per_sample: True if its gradients are those of each sample.
+        max_norm: bound on the norm of each sample's gradient before they were added up.
+        adds: True if it accumulates into given gradients of earlier microbatches itself.
+        microbatches: the same function for several microbatches at once, which is faster.
         model: the module whose gradients it computes.
-        renormed: names of the trained parameters that its forward pass writes, by `max_norm=`.
+        renormed: names of the trained parameters that its forward pass writes because of `max_norm=`.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Made:
     renormed: tuple[str, ...] = ()
 
 
-# What looplib's functions take: a name for messages, the number of arguments, and where such a thing comes from.
+# Kinds of arguments: a name for messages, the number of arguments, and the function that makes them.
 KINDS = {
     "grad_fn": ("a grad_fn", 3, "a grad_fn, as ll.make_grad_fn(model, loss_fn) returns"),
     "train_step": ("a train step", 2, "a train step, as ll.make_train_step(grad_fn, optimizer) returns"),
@@ -72,7 +72,7 @@ KINDS = {
     "state": ("a state", None, "a state, as ll.init_state returns"),
 }
 
-# What the first parameter of a function of a model is called, and the second of a sink.
+# Usual names of the first parameter of a function of a model, and of the second of a sink.
 _MODELS = {"model", "module", "net", "network"}
 _VALUES = {"values"}
 
@@ -80,7 +80,7 @@ _classes: dict[type, str] = {nn.Module: "model"}
 
 
 def instances_are(kind: str) -> Callable[[type[C]], type[C]]:
-    """Say what the instances of a class are."""
+    """Class decorator: set the kind of a class's instances."""
 
     def register(cls: type[C]) -> type[C]:
         _classes[cls] = kind
@@ -90,39 +90,40 @@ def instances_are(kind: str) -> Callable[[type[C]], type[C]]:
 
 
 def mark(function: F, made: Made) -> F:
-    """The function, with what is known of it."""
-    # A weak reference tells it from a function that `functools.wraps` has given the same attributes.
+    """Attach a record to a function, and return the function."""
+    # A weak reference distinguishes it from a function that got its attributes from `functools.wraps`.
     function.__looplib__ = made, weakref.ref(function)  # type: ignore[attr-defined]
     return function
 
 
 def mark_alike(function: F, name: str, inner: Any) -> F:
-    """The function, marked as of the kind of the one that it wraps, where that is known."""
+    """Mark a function with the kind of the function it wraps, if that is known, and return it."""
     kind = kind_of(inner)
     return function if kind is None else mark(function, Made(kind, name, inner))
 
 
 def made(function: Any) -> Made | None:
-    """What is known of a function, or None."""
+    """Record of a function, or None."""
     record, owner = getattr(function, "__looplib__", None) or (None, None)
     return record if owner is not None and owner() is function else None
 
 
 def chain(function: Any) -> Iterator[Made]:
-    """What is known of a function, of the one that it wraps, and so on as far as can be seen."""
+    """Records of a function, of the function it wraps, and so on, as far as they are marked."""
     while (record := made(function)) is not None:
         yield record
         function = record.inner
 
 
 def kind_of(thing: Any) -> str | None:
-    """One of `KINDS`, or None for what might be of several."""
+    """One of `KINDS`, or None if it is not certain."""
     for cls in type(thing).__mro__:
         if cls in _classes:
             return _classes[cls]
     if (record := made(thing)) is not None:
         return record.kind
-    if (kind := getattr(getattr(thing, "parts", None), "kind", None)) is not None:  # a step says what it is made of
+    # A step made by looplib has `parts`.
+    if (kind := getattr(getattr(thing, "parts", None), "kind", None)) is not None:
         return f"{kind}_step"
     first, second, *_ = [*_positional(thing), "", ""]
     if second and first in _MODELS:
@@ -131,7 +132,7 @@ def kind_of(thing: Any) -> str | None:
 
 
 def check_kind(thing: Any, who: str, *expected: str, advice: str = "") -> None:
-    """Raise TypeError unless a thing is of one of these kinds, or a plain callable that may be."""
+    """Raise TypeError unless a value is of one of these kinds, or is a plain callable that may be."""
     kind = kind_of(thing)
     if kind in expected:
         return
@@ -143,14 +144,14 @@ def check_kind(thing: Any, who: str, *expected: str, advice: str = "") -> None:
 
 
 class WrongKindError(TypeError):
-    """A plain function showed when it was called that it is of another kind."""
+    """A call has shown that a plain function is of a different kind."""
 
 
 def checked(thing: F, who: str, *expected: str, advice: str = "") -> F:
-    """What to call: a step or grad_fn, or in the place of a plain function, one that says by name what is wrong.
+    """Check a step or gradient function, wrapping plain functions so that errors name the mistake.
 
-    A plain function of two arguments may be a function of a model. That shows when it is called: it fails on the
-    state that it takes for a module, or does not return what is expected.
+    A plain function of two arguments may be a function of a model. That shows only when it is called: it fails
+    because it takes the state for a module, or it does not return what is expected.
 
     Raises TypeError as `check_kind` does.
     """
@@ -195,7 +196,7 @@ def _are_outputs(out: Any) -> bool:
     return not of_another_step
 
 
-# What functions of these kinds return, and whether something is that.
+# Results of functions of these kinds in words, and a test for them.
 _RETURNS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "grad_fn": ("ll.types.Gradients", lambda out: kind_of(out) == "gradients"),
     "train_step": ("(state, metrics)", _is_state_and_more),
@@ -225,7 +226,7 @@ def _named(thing: Any, kind: str | None) -> str:
 
 
 def _positional(thing: Any) -> list[str]:
-    """The names of the parameters that can be given by position."""
+    """Names of the parameters that can be passed by position."""
     if isinstance(thing, type) or not callable(thing):
         return []
     try:
@@ -236,7 +237,7 @@ def _positional(thing: Any) -> list[str]:
 
 
 def _takes(thing: Any, count: int) -> bool:
-    """Whether it can be called with so many arguments, as far as can be seen."""
+    """True if it can be called with `count` arguments, as far as can be determined."""
     if isinstance(thing, type):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Checks of functions of a model and a batch, before they are called: `loss_fn`, `metric_fn`, `predict_fn`."""
+"""Checks of functions of a model and a batch before they are called: `loss_fn`, `metric_fn`, `predict_fn`."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def check_function_of_model(model: Any, function: Any, who: str, name: str) -> N
 
 
 def _of_torch(function: Any) -> bool:
-    """Whether it is a loss or another function of torch's: a module, a class of modules, or a plain function."""
+    """True for torch's own losses and functions: a module, a class of modules, or a plain function."""
     if isinstance(function, nn.Module) or (isinstance(function, type) and issubclass(function, nn.Module)):
         return True
     return inspect.isroutine(function) and str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
 
 
 def _required(function: Any) -> list[str]:
-    """The names of the parameters that must be given by position."""
+    """Names of the parameters that must be passed by position."""
     if not inspect.isroutine(function):
         return []
     try:
@@ -64,7 +64,7 @@ def _required(function: Any) -> list[str]:
 
 
 def note_batch(error: Exception, batch: Any) -> None:
-    """Add what the batch was to an error of the user's function or of torch, where Python has notes (3.11)."""
+    """Add a description of the batch to an error from the user's function or torch, if Python has notes (3.11)."""
     if sys.version_info >= (3, 11) and not _raised_here(error.__traceback__) and not out_of_memory(error):
         note = f"The batch was {described_batch(batch)}."
         if note not in getattr(error, "__notes__", ()):
@@ -72,7 +72,7 @@ def note_batch(error: Exception, batch: Any) -> None:
 
 
 def _raised_here(traceback: TracebackType | None) -> bool:
-    """Whether looplib itself has raised it."""
+    """True if looplib itself raised the error."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     name: str = "" if traceback is None else traceback.tb_frame.f_globals.get("__name__", "")
@@ -80,7 +80,7 @@ def _raised_here(traceback: TracebackType | None) -> bool:
 
 
 def described_batch(batch: Any) -> str:
-    """A batch in words.
+    """Description of a batch in words.
 
     >>> import torch
     >>> described_batch((torch.zeros(6, 4), {"label": torch.zeros(6, dtype=torch.int64)}))

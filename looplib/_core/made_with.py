@@ -1,7 +1,7 @@
-"""What a run is made with: noted on the marks of its states, for checkpoints to hold and later runs to compare.
+"""Provenance of a run: recorded on the marks of its states, stored in checkpoints, and compared by later runs.
 
-`init_state` notes the optimizer, a loader notes itself on the state that it gives batches for, and a restore notes what
-the checkpoint says. Steps and `replace` hand one reference on, so the notes cost a step nothing.
+`init_state` records the optimizer, a loader records itself on the state for which it yields batches, and a restore
+records what the checkpoint contains. Steps and `replace` pass on one reference, so a step costs nothing extra.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from looplib._core.descriptions import differences
 from looplib._core.ownership import Marked
 from looplib._core.ranks import rank
 
-_KEPT = 8  # so that a run that makes a loader for each of many shards does not make its checkpoints grow
+_KEPT = 8  # limits the size of checkpoints of runs that make a loader for each of many shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,10 @@ class MadeWith:
 
     Attributes:
         optimizer: that of `init_state`, or None.
-        loaders: those that have given batches for the run, the latest last.
-        restored: the checkpoint that the state, or one before it, was restored from, if it knows its loaders; else "".
-        at_step: the step of that restored state.
+        loaders: those that have yielded batches for the run, latest last.
+        restored: path of the checkpoint from which the state or an earlier one was restored, if its loaders are
+            known; otherwise "".
+        at_step: step of that restored state.
     """
 
     optimizer: Mapping[str, Any] | None = None
@@ -37,16 +38,16 @@ class MadeWith:
 
 
 def known_of(state: Marked) -> MadeWith:
-    """What is known of how a state was made: nothing of one that was made from its fields, by hand."""
+    """Provenance of a state. Nothing is known of one created directly from its fields."""
     known: MadeWith | None = ownership.made_with(state)
     return known or MadeWith()
 
 
 def note_loader(state: Any, description: Mapping[str, Any]) -> None:
-    """Note the loader that gives batches for a state.
+    """Record the loader that yields batches for a state.
 
-    Warn of one that is different from those that a checkpoint was saved with, where the state has been restored from
-    it. A later state may take another loader, as the same run would have without the restore.
+    If the state was restored from a checkpoint, warn about a loader that differs from those of the saved run. Later
+    states may use different loaders, as they could have without the restore.
     """
     known = known_of(state)
     if description in known.loaders:
@@ -66,14 +67,14 @@ def _of_same_data(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _comparable(before: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that several loaders share, and those of another: what they vary is no setting of the run."""
+    """Settings shared by several loaders, and those of one more. Settings that vary between them are not compared."""
     first, *others = before
     shared = {key: value for key, value in first.items() if key in now and all(o.get(key) == value for o in others)}
     return {"loader": shared}, {"loader": {key: now[key] for key in shared}}
 
 
 def restored_into(template: Marked, saved: Any, path: str, step: int, loader_is_compared: bool) -> MadeWith:
-    """What a state is made with that a checkpoint is restored into: `saved` is what its manifest holds of that."""
+    """Provenance of a restored state; `saved` is the manifest's entry."""
     known, before = known_of(template), saved if isinstance(saved, Mapping) else {}
     optimizer, loaders = before.get("optimizer"), before.get("loaders")
     if known.optimizer is None and isinstance(optimizer, Mapping):
@@ -85,12 +86,12 @@ def restored_into(template: Marked, saved: Any, path: str, step: int, loader_is_
 
 
 def other_settings(path: Any, changed: Sequence[str], seed: str = "") -> str:
-    """The warning of settings that are different from those that a checkpoint was saved with.
+    """Warning about settings that differ from those of the saved run.
 
     Args:
-        path: the checkpoint.
-        changed: the settings that the run continues with, each in words.
-        seed: the seed, in words, which the restored state keeps from the checkpoint.
+        path: path of the checkpoint.
+        changed: settings with which the run continues, each in words.
+        seed: the seed in words, which the restored state takes from the checkpoint.
     """
     more = f"; and {len(changed) - 10} more" if len(changed) > 10 else ""
     named = [*changed[:10], seed] if seed else changed[:10]

@@ -1,4 +1,4 @@
-"""Running out of memory: how it is told from other errors, and the next size to try."""
+"""Out-of-memory errors: how to recognize them, and the next size to try."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 _SIGNS = (
     "out of memory",
-    "can't allocate memory",  # torch's allocator for the CPU
+    "can't allocate memory",  # torch's CPU allocator
     "not enough memory",
     "CUDNN_STATUS_NOT_SUPPORTED",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -17,8 +17,8 @@ _SIGNS = (
 
 
 def half(pieces: int, count: int) -> int:
-    """The next size to try, when an attempt has failed."""
-    # Only now, out of the handler, has the traceback let go of what the attempt had allocated.
+    """The next size to try after a failed attempt."""
+    # Only here, outside the handler, has the traceback released the attempt's memory.
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()

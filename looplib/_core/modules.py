@@ -1,8 +1,8 @@
-"""Where a module keeps its parameters and buffers.
+"""Parameters and buffers of modules: names, slots, and running a module on a state's tensors.
 
-A state names tensors as the innermost module does; a slot is a place in one of the module's own dictionaries
-where such a tensor stands. Reading slots tells whether a state is bound; writing them for the time of a call
-runs the module on another state's tensors, as `torch.func.functional_call` does, at a tenth of its cost.
+A state names tensors as the innermost module does. A slot is an entry of one of the module's dictionaries that holds
+such a tensor. Reading slots shows if a state is bound. Writing them for the duration of a call runs the module on a
+different state's tensors, like `torch.func.functional_call` at a tenth of its cost.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ R = TypeVar("R")
 Slot = tuple[dict[str, Any], str]
 
 
-Swap = tuple[dict[str, Any], str, Any, Any]  # a slot, what stands there and what is to stand there
+Swap = tuple[dict[str, Any], str, Any, Any]  # a slot, its current value, and its new value
 
 
-# Children by which torch's wrappers hold the module they wrap: not part of a name.
+# Names under which torch's wrappers hold the wrapped module; they are not part of parameter names.
 TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 class Members(NamedTuple):
-    """The slots of each name; tied ones share a name, the first, as in `named_parameters`."""
+    """Slots of each name. Tied tensors share the first of their names, as in `named_parameters`."""
 
     params: dict[str, list[Slot]]
     buffers: dict[str, list[Slot]]
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`model.named_modules()` without what wrappers add to the names."""
+    """`model.named_modules()` without the prefixes of wrappers."""
     seen: set[int] = set()
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -86,7 +86,7 @@ def tensors(slots: dict[str, list[Slot]]) -> dict[str, Tensor]:
 
 
 def check_names(what: str, given: Mapping[str, Tensor], slots: dict[str, list[Slot]], model: nn.Module) -> None:
-    """Raise unless `given` fits the model in names, shapes and dtypes."""
+    """Raise unless `given` matches the model in names, shapes and dtypes."""
     own = tensors(slots)
     title = f"the state's {what} are not those of this {type(model).__name__}"
     if given.keys() != own.keys():
@@ -104,7 +104,7 @@ def check_names(what: str, given: Mapping[str, Tensor], slots: dict[str, list[Sl
 
 
 def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] | None) -> list[str]:
-    """The names that are trained: those of `predicate`, or those whose parameter requires a gradient."""
+    """Names of the trained parameters: those selected by `predicate`, or those that require a gradient."""
     own = tensors(members(model).params)
     chosen = [
         name
@@ -118,16 +118,16 @@ def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] |
 
 
 class Host:
-    """A module that runs on any state's tensors, in modes of its own, and is left as it was."""
+    """A module that can run on any state's tensors, in its own modes, and is left unchanged."""
 
     def __init__(self, model: nn.Module, training: bool) -> None:
         self.model = model
         self.slots = members(model)
         self.device, self.generators = _CPU, _generators(_CPU)
-        # A module whose root is in training mode keeps the submodules that were put into eval mode: they were
-        # chosen. One whose root is not (as pretrained ones are handed out) is trained whole.
+        # If the root is in training mode, submodules in eval mode stay so, since they were chosen. If it is not,
+        # as with pretrained models, the whole module is trained.
         self.modes = [(module, training and (module.training or not model.training)) for module in model.modules()]
-        # The same in one flat list, which each call runs through.
+        # The same as one flat list, which each call loops over.
         self.places = [
             [(owner, key, name) for name, slots in group.items() for owner, key in slots] for group in self.slots
         ]
@@ -139,11 +139,13 @@ class Host:
         ]
         names = {id(tensor): name for name, tensor in tensors(self.slots.params).items()}
         weights = [id(module.weight) for module in model.modules() if _writes_its_weight(module)]
-        self.renormed = [names[weight] for weight in weights if weight in names]  # a parametrized weight has no name
+        self.renormed = [
+            names[weight] for weight in weights if weight in names
+        ]  # a parametrized weight has no name here
         self.engine = engine_of(model, tensors(self.slots.params))
 
     def left_in_eval(self, names: Sequence[str]) -> str | None:
-        """The outermost part in eval mode, of a module that is not, with dropout and some of these parameters."""
+        """The outermost submodule in eval mode that has dropout and some of these parameters, in a module that is not."""
         for prefix, module in named_modules(self.model) if self.model.training else ():
             drops = [part for part in module.modules() if isinstance(part, torch_private.Dropout) and part.p > 0]
             off = not module.training and not all(part.training for part in drops)
@@ -152,7 +154,7 @@ class Host:
         return None
 
     def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
-        """`body()` with these tensors in the module and the random streams at `seed`."""
+        """Run `body()` with these tensors in the module and the random streams seeded with `seed`."""
         swaps = self._swaps(params, buffers)
         engine = self.engine if self.engine.name else None
         if lent := engine.lend(params, self.params) if engine else None:
@@ -189,7 +191,7 @@ class Host:
                 _interrupts.deliver()
 
     def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[Swap]:
-        """What stands in the slots and what is to stand there: where these differ, and where nothing may stand after."""
+        """Slots whose tensor differs from the given one, and slots that must be empty afterwards."""
         swaps: list[Swap] = []
         if self.unfilled:
             self._refuse_filled()
@@ -199,13 +201,13 @@ class Host:
                 swaps.append((owner, key, own, tensor))
                 if own.shape != tensor.shape:
                     self.explain(params, buffers, None)
-        for owner, key, name in self.places[1]:  # of any shape: a forward pass may put a longer one there
+        for owner, key, name in self.places[1]:  # of any shape, since a forward pass may assign a longer one
             if (own := owner[key]) is not (tensor := buffers[name]):
                 swaps.append((owner, key, own, tensor))
         return swaps
 
     def start(self, seed: int) -> None:
-        """Before each microbatch, within `run`: its random streams, and the modes that the module runs in."""
+        """Start a microbatch inside `run`: seed its random streams and set the module's modes."""
         for module, mode in self.modes:
             if module.training is not mode:
                 module.training = mode
@@ -223,7 +225,7 @@ class Host:
             )
 
     def unshared(self, params: dict[str, Tensor], keep: Collection[str] = ()) -> dict[str, Tensor]:
-        """The parameters, with copies of those that the forward pass itself writes, but for these names."""
+        """The parameters, with copies of those that the forward pass itself writes, except for these names."""
         copies = {}
         for name in self.renormed:
             if name not in keep:
@@ -235,15 +237,15 @@ class Host:
         return tensors(self.slots.params)
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers that stand in the module now: some modules put new ones there, rather than write."""
+        """The module's current buffers: some modules assign new ones instead of writing to them."""
         return tensors(self.slots.buffers)
 
     def holds(self, params: Mapping[str, Tensor]) -> bool:
-        """Whether these are the module's own parameters."""
+        """True if these are the module's own parameters."""
         return all(owner[key] is params[name] for owner, key, name in self.places[0])
 
     def explain(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
-        """Raise what an error of torch's is due to, if it is the state's or the batch's fault."""
+        """Raise the cause of a torch error, if the state or the batch is at fault."""
         check_names("parameters", params, self.slots.params, self.model)
         check_names("buffers", buffers, self.slots.buffers, self.model)
         devices = {tensor.device for tensor in params.values()}
@@ -262,7 +264,7 @@ class Host:
     def explained(
         self, error: Exception, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
     ) -> Exception:
-        """The error, or a better one where it is torch's and the state or the batch explains it."""
+        """The error, or a better one if it is torch's and the state or the batch explains it."""
         if isinstance(error, RuntimeError):
             if "backward through the graph a second time" in str(error):
                 return RuntimeError(

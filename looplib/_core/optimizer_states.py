@@ -1,4 +1,4 @@
-"""Names of the optimizers that made an `opt_state`, as far as its keys say, for messages."""
+"""Names of the optimizers that created an `opt_state`, judging by its keys, for messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 _MOMENTS = "step exp_avg exp_avg_sq"
 
-# What each class of torch.optim keeps for a parameter; several sets where its options decide.
+# Keys that each class of torch.optim keeps for a parameter; several sets if they depend on its options.
 _KEPT = {
     "SGD": ["", "momentum_buffer"],
     "Adam": [_MOMENTS, f"{_MOMENTS} max_exp_avg_sq"],
@@ -16,7 +16,7 @@ _KEPT = {
         f"step square_avg {more}" for more in ("", "momentum_buffer", "grad_avg", "momentum_buffer grad_avg")
     ],
     "Adadelta": ["step square_avg acc_delta"],
-    "Adafactor": ["step row_var col_var", "step variance"],  # of matrices, and of vectors
+    "Adafactor": ["step row_var col_var", "step variance"],  # for matrices, and for vectors
     "Adagrad": ["step sum"],
     "Adamax": ["step exp_avg exp_inf"],
     "ASGD": ["step eta mu ax"],
@@ -36,7 +36,7 @@ def makers_of(keys: frozenset[str]) -> list[str]:
 
 
 def in_words(opt_state: Any) -> str:
-    """An `opt_state` by the optimizer that made it, for a message: `opt_state is ...`.
+    """Name of the optimizer that created an `opt_state`, for a message: `opt_state is ...`.
 
     >>> in_words({"inner_state": {"state": {"weight": {"step": 0, "sum": 0}}}, "updates": 0})
     'that of Adagrad in a wrapper that keeps updates'
@@ -63,7 +63,7 @@ def _listed(keys: Any) -> str:
 
 
 def kept_in(opt_state: Any) -> dict[str, None]:
-    """The entries of a wrapper's `opt_state`, with the labels of a partition; none for one of a bare class."""
+    """Entries of a wrapper's `opt_state`, with the labels of a partition; none for a class without wrappers."""
     if not isinstance(opt_state, Mapping) or not {"inner_state", "inner_states"} & opt_state.keys():
         return {}
     members = opt_state.get("inner_states")
@@ -72,7 +72,7 @@ def kept_in(opt_state: Any) -> dict[str, None]:
 
 
 def name_of(description: Mapping[str, Any], wrapper: str = "") -> str:
-    """An optimizer by its description: the class or classes, and the outermost wrapper.
+    """Name of an optimizer from its description: the class or classes, and the outermost wrapper.
 
     >>> name_of({"class": "torch.optim.sgd.SGD", "lr": 0.1, "ema": {"wraps": True}})
     'ema around SGD'

@@ -1,4 +1,4 @@
-"""Tensors that share memory without being one tensor."""
+"""Overlapping tensors: those that share memory without being the same tensor."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def overlapping(tensors: Mapping[str, Tensor], written: Set[str]) -> tuple[str, str] | None:
-    """The names of two tensors with an element in common, of which the first is written; None where there are none.
+    """Names of two tensors that share an element and of which the first is written; None if there are none.
 
-    Tensors that share a storage and no element, such as the columns of one matrix or the weights of an LSTM on a GPU,
+    Tensors that share a storage but no element, such as the columns of a matrix or the weights of an LSTM on a GPU,
     do not overlap.
     """
     by_storage: dict[tuple[torch.device, int], list[str]] = defaultdict(list)
@@ -29,15 +29,15 @@ def overlapping(tensors: Mapping[str, Tensor], written: Set[str]) -> tuple[str, 
 
 
 def share_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common; True where that cannot be known."""
+    """True if two tensors of one storage share an element, or if that is unknown."""
     plain = all(t.layout is torch.strided and type(t) in (Tensor, torch.nn.Parameter) for t in (one, other))
     return not plain or _share(one, other)
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """True if two tensors of one storage share an element."""
     if one.dtype != other.dtype:
-        return True  # a view of other numbers: no telling where they are
+        return True  # a view of computed numbers, whose positions are unknown
     (begin, end), (other_begin, other_end) = map(_extent, (one, other))
     if end <= other_begin or other_end <= begin:
         return False
@@ -47,7 +47,7 @@ def _share(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The first element in the storage, and one after the last."""
+    """Index of the first element in the storage, and one past the last."""
     begin = int(tensor.storage_offset())
     if not tensor.numel():
         return begin, begin
@@ -55,6 +55,6 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _on(elements: Tensor, tensor: Tensor) -> Tensor:
-    """The places of a tensor's elements; once each, where it is expanded."""
+    """Storage indices of a tensor's elements, once each if it is expanded."""
     size = [n if s else min(n, 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
     return elements.as_strided(size, tensor.stride(), tensor.storage_offset())

@@ -1,9 +1,9 @@
-"""Who may still read a tensor that a step writes in place.
+"""Ownership of tensors that steps write in place: which states may still read them.
 
-A run whose steps are donated is a chain: one object with a generation, counted up at each write. A table leads
-from each storage that is written to its chain, and each state remembers the generations it was made at, in its mark.
-A state is spent when a chain of its tensors has moved on since. So a donated step costs one addition, however
-many tensors there are, and every record that shares them, by whatever way, finds out when it looks.
+A run with donated steps is a chain: an object with a generation that increases at each write. A table maps each
+written storage to its chain, and each state's mark records the generations at which it was made. A state is spent if
+a chain of its tensors has advanced since. A donated step therefore costs one addition for any number of tensors, and
+every record that shares them notices when it is read.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ S = TypeVar("S")
 
 
 class Chain:
-    """The states of one run that write the same tensors."""
+    """States of one run that write the same tensors."""
 
     __slots__ = ("buffers", "generation", "params", "readers", "step", "storages", "writer")
 
     def __init__(self, writer: str) -> None:
         self.generation = 0
         self.writer = writer
-        self.step: int | None = None  # where the run stands, for the error
-        self.params: set[str] = set()  # the names of those it owns
+        self.step: int | None = None  # position of the run, for the error
+        self.params: set[str] = set()  # names of the tensors it owns
         self.buffers: set[str] = set()
-        self.storages: set[int] = set()  # what it owns; nothing any more where another chain has taken over
-        self.readers = 0  # how many of those that ever read were made sure not to read its tensors
+        self.storages: set[int] = set()  # the storages it owns; none after another chain has taken over
+        self.readers = 0  # number of readers known not to read its tensors
 
     def wrote(self) -> None:
-        """Spend all states that have seen less."""
+        """Mark all states of earlier generations as spent."""
         self.generation += 1
 
 
 class Mark:
-    """What a state knows of the chains of its tensors.
+    """A state's knowledge of the chains of its tensors.
 
     Attributes:
-        born: chains there were when the state was made: of those it knows all that concern it.
-        seen: the chains of its tensors, and the generation of each then.
-        lane: the chain that owns all its step writes, if that is known.
-        heir: the mark that stands for this moment of the run, where it is not this one.
-        successor: the next state, if an interrupt took it from its caller.
-        made_with: what the run is made with, which each state hands on to the next (`_core.made_with`); None if unknown.
+        born: number of chains when the state was made. Of those, it knows all that concern it.
+        seen: chains of its tensors, with their generations at that time.
+        lane: the chain that owns everything its step writes, if known.
+        heir: the mark that stands for this moment of the run, if it is not this one.
+        successor: the next state, if an interrupt took it away from its caller.
+        made_with: what the run is made with, passed on from state to state (`_core.made_with`); None if unknown.
 
-    When an interrupt strikes before a step's result has a name, the argument, which is spent, takes its place, so that
-    the caller's variable holds the run. Who lets go of the spent record lets go of the next one too.
+    If an interrupt arrives before a step's result has a name, the argument, which is spent, takes its place, so that
+    the caller's variable holds the run. Deleting the spent record then deletes the next one too.
     """
 
     __slots__ = ("__weakref__", "born", "heir", "lane", "made_with", "seen", "successor")
@@ -80,24 +80,24 @@ class Marked:
 
 
 def made_with(state: Marked) -> Any:
-    """What a run is made with, as far as this state knows, or None."""
+    """Provenance of a run, as far as this state knows it, or None."""
     return state._mark.made_with
 
 
 def note_made_with(state: Marked, made_with: Any) -> None:
-    """Note what a run is made with, on this state and all that are made of it from now on."""
+    """Record what a run is made with, for this state and all that follow from it."""
     state._mark.made_with = made_with
 
 
 class _Process:
-    """What is true of this process.
+    """Process-wide facts.
 
     Attributes:
-        chains: chains made so far: a state made at an earlier count may share tensors with one it does not know.
+        chains: number of chains so far. A state made at an earlier count may share tensors with an unknown chain.
         in_flight: the last donated step, from its argument's mark to its result.
-        rescued: whether a state has ever taken the place of the one before it.
-        reading: storages that something reads in the background, and when it has finished.
-        readers: how many of these there have been.
+        rescued: True if a state has ever taken the place of its predecessor.
+        reading: storages that are read in the background, with the future of each reader.
+        readers: number of readers so far.
     """
 
     __slots__ = ("chains", "in_flight", "readers", "reading", "rescued")
@@ -117,7 +117,7 @@ _owners: dict[int, tuple[Chain, weakref.ref[Tensor]]] = {}
 
 
 class _Writes(threading.local):
-    """Updates of this thread that wrote over parameters; torch's fused kernels do so without counting `_version`."""
+    """Counter of this thread's updates that overwrote parameters; torch's fused kernels do not increase `_version`."""
 
     count = 0
 
@@ -126,10 +126,10 @@ writes = _Writes()
 
 
 def _storage(tensor: Tensor) -> int:
-    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has its memory there
+    tensor = getattr(tensor, "_local_tensor", tensor)  # the local tensor holds a DTensor's memory
     try:
         return tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # sparse, or a tensor of a torch.func transform: it has no storage to write in place
+    except RuntimeError:  # sparse tensors and tensors of torch.func transforms have no storage to write in place
         return 0
 
 
@@ -138,7 +138,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def generations(trees: Iterable[Any]) -> dict[Chain, int]:
-    """The chains of these tensors and where each stands now."""
+    """Chains of these tensors, with their current generations."""
     found = {}
     if _owners:
         for tensor in tensors_in(tuple(trees)):
@@ -160,7 +160,7 @@ def _stale_chain(tree: Any, seen: dict[Chain, int]) -> Chain | None:
 
 
 def own(chain: Chain, tensors: Iterable[Tensor]) -> None:
-    """From now on these tensors are written by `chain`."""
+    """Make `chain` the writer of these tensors from now on."""
     _process.chains += 1
     tensors = list(tensors)
     wait_for_readers(tensors)
@@ -182,14 +182,14 @@ def _forgetting(key: int) -> Any:
 
 
 def claim(writer: str, tensors: Iterable[Tensor]) -> Chain:
-    """Own tensors that are to be written outside of steps: `wrote()` of the chain spends all states that share one."""
+    """Own tensors that are written outside steps: `wrote()` of the chain marks all states that share one as spent."""
     chain = Chain(writer)
     own(chain, tensors)
     return chain
 
 
 def owner(state: Any, params: Set[str], buffers: Set[str]) -> Chain:
-    """The chain of this run, as the owner of all that its step has written."""
+    """Chain of this run, as the owner of everything its step has written."""
     mark: Mark = state._mark
     chain = mark.lane
     if chain is None or chain.generation != mark.seen.get(chain):
@@ -203,18 +203,18 @@ def owner(state: Any, params: Set[str], buffers: Set[str]) -> Chain:
 
 
 def before_writing(state: Any, params: Set[str], buffers: Set[str]) -> Chain:
-    """The chain of this run, whose step is about to write these tensors; `extra` is checked when it has not yet."""
+    """Chain of this run, whose step is about to write these tensors. Checks `extra` if it has not been checked yet."""
     mark: Mark = state._mark
     chain = mark.lane
     current = chain is not None and chain.generation == mark.seen.get(chain)
     if chain is not None and current and params <= chain.params and buffers <= chain.buffers:
-        return chain  # all that later steps do
+        return chain  # later steps only do this
     _check_extra(state, params, buffers)
     return owner(state, params, buffers)
 
 
 def _check_extra(state: Any, params: Set[str], buffers: Set[str]) -> None:
-    """What the user keeps in `extra` would change with the tensors that a step in place writes."""
+    """Raise if `extra` holds tensors that an in-place step would overwrite."""
     if not any(True for _ in tensors_in(state.extra)):
         return
     written: dict[int, list[tuple[str, Tensor]]] = {}
@@ -240,12 +240,12 @@ def _named_tensors(root: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def spoil(state: Any, params: Set[str], buffers: Set[str] = frozenset()) -> None:
-    """A step has written some of these tensors and failed: the state is spent, and nothing follows it."""
+    """Mark a state as spent without a successor: a step has written some of these tensors and failed."""
     owner(state, params, buffers).wrote()
 
 
 def in_flight(old: Any, new: Any) -> None:
-    """A step has made `new` of `old`, and its caller does not hold it yet."""
+    """Record that a step has made `new` from `old`, and that its caller does not hold it yet."""
     mark: Mark = old._mark
     _process.in_flight = weakref.ref(mark.heir or mark), weakref.ref(new)
 
@@ -263,29 +263,29 @@ _interrupts.before_raising.append(_rescue)
 
 
 def written_in_place(state: Any) -> bool:
-    """Whether the next step may write over these tensors: they belong to a donated run, or to a module."""
+    """True if the next step may overwrite these tensors: they belong to a donated run or to a module."""
     return bool(state._mark.seen) or any(isinstance(leaf, torch.nn.Parameter) for leaf in state.params.values())
 
 
 def let_finish(storages: set[int], reading: Any) -> None:
-    """Make the first write in place to these storages wait until this future is done."""
+    """Make the first in-place write to these storages wait until this future is done."""
     _process.reading.append((storages, reading))
     _process.readers += 1
 
 
 def wait_for_readers(tree: Any) -> None:
-    """Before these tensors are written in place."""
+    """Wait for background readers of these tensors, before they are written in place."""
     reading = _process.reading
     reading[:] = [(keys, future) for keys, future in reading if not future.done()]
     if reading:
         written = {_storage(tensor) for tensor in tensors_in(tree)}
         for keys, future in reading:
             if not keys.isdisjoint(written):
-                future.exception()  # waits; the error is raised where the result is asked for
+                future.exception()  # waits; the error is raised where the result is requested
 
 
 def before_a_step(state: Any, trees: tuple[Any, ...]) -> int:
-    """Wait for readers of the tensors that a step is about to write; returns the number of readers so far."""
+    """Wait for readers of the tensors that a step is about to write, and return the number of readers so far."""
     readers = _process.readers
     if _process.reading:
         lane = state._mark.lane
@@ -298,15 +298,15 @@ def before_a_step(state: Any, trees: tuple[Any, ...]) -> int:
 
 
 class Guarded(Generic[S]):
-    """The fields of a record, whose trees cannot be read once their tensors have been written over.
+    """Fields of a record whose trees cannot be read after their tensors have been overwritten.
 
-    Each field of the class becomes a property over its slot: that of a tree looks at the mark first, that of a count
-    at whether an interrupt took a successor away. What is made here is known to be good, and goes by the slots.
+    Each field of the class becomes a property over its slot: a tree checks the mark first, and a count checks if an
+    interrupt took a successor away. Records made here are known to be valid and are written through the slots.
 
     Args:
-        cls: a dataclass with slots, and a `Marked`.
-        trees: the names of its fields that hold tensors; the last is the user's, which no step writes.
-        error: what is raised for a record that is spent.
+        cls: a dataclass with slots that is a `Marked`.
+        trees: names of its fields that hold tensors; the last is the user's, which no step writes.
+        error: exception class for a record that is spent.
     """
 
     def __init__(self, cls: type[S], trees: tuple[str, ...], error: type[Exception]) -> None:
@@ -367,12 +367,12 @@ class Guarded(Generic[S]):
             )
 
     def is_spent(self, state: Any) -> bool:
-        """Whether a tree of it cannot be read."""
+        """True if one of its trees cannot be read."""
         self._heal(state)
         return _stale_chain([self._read[name](state) for name in self.trees], state._mark.seen) is not None
 
     def mark(self, state: Any) -> None:
-        """Give a state that has all its fields its mark."""
+        """Attach a mark to a state whose fields are all set."""
         self._set_mark(state, Mark(generations([self._read[name](state) for name in self.trees])))
 
     def make(
@@ -383,7 +383,7 @@ class Guarded(Generic[S]):
         lane: Chain | None = None,
         heir: Mark | None = None,
     ) -> S:
-        """A state of all its fields, whose marks are known: without the walk over its tensors."""
+        """Make a state from all its fields and known marks, without walking over its tensors."""
         state = object.__new__(self.cls)
         for name, write in self._write:
             write(state, values[name])
@@ -391,7 +391,7 @@ class Guarded(Generic[S]):
         return state
 
     def counts_of(self, state: S) -> dict[str, Any]:
-        """All but the trees, of a state that is known to be good."""
+        """All fields except the trees, of a state known to be valid."""
         return {name: read(state) for name, read in self._read_counts}
 
     def replaced(self, state: Any, changes: dict[str, Any]) -> S:
@@ -399,26 +399,26 @@ class Guarded(Generic[S]):
         values = {name: changes[name] if name in changes else getattr(state, name) for name in self.fields}
         mark: Mark = state._mark
         new_trees = [name for name in self.trees if name in changes]
-        # What is kept was read just now, so its marks hold; only new trees must be looked through. A chain that owns
-        # nothing any more will write nothing.
+        # Kept trees were just read, so their marks are valid; only new trees must be searched. A chain that owns
+        # nothing will not write anything.
         kept = mark.seen.items() if len(new_trees) < len(self.trees) else ()
         seen = {chain: at for chain, at in kept if chain.generation == at and chain.storages}
         found = generations([changes[name] for name in new_trees])
         seen |= found
-        # What the run writes, put into `extra`, is a new beginning, at which a step in place looks through `extra`.
+        # Tensors that the run writes may have been put into `extra`, so the next in-place step must search it.
         lane = mark.lane if set(new_trees) <= {self.trees[-1]} and mark.lane not in found else None
-        # A step wrapped by one that changes `extra` is given such a copy. A copy with another seed, or at another
-        # place, is not what the run goes on from.
+        # A wrapper that changes `extra` passes such a copy to its step. A copy with a different seed or position
+        # does not continue the run.
         heir = (mark.heir or mark) if changes.keys() <= {self.trees[-1]} else None
         return self.make(values, seen, mark.made_with, lane, heir)
 
     def made(self, state: Any, values: dict[str, Any]) -> S:
-        """What a pure step has made of a state."""
+        """Result of a pure step."""
         mark: Mark = state._mark
         return self.make(values, mark.seen and generations([values]), mark.made_with)
 
     def written(self, state: Any, values: dict[str, Any], chain: Chain, readers: int) -> S:
-        """What a step has made of a state by writing the tensors of its chain: from now on that state is spent."""
+        """Result of a step that wrote the tensors of its chain. The old state is spent from now on."""
         chain.generation, chain.step, chain.readers = chain.generation + 1, values["step"], readers
         mark: Mark = state._mark
         seen = mark.seen
@@ -429,6 +429,6 @@ class Guarded(Generic[S]):
         return new
 
     def unwritten(self, state: Any, values: dict[str, Any]) -> S:
-        """What a step in place has made of a state without writing a tensor."""
+        """Result of an in-place step that wrote no tensor."""
         mark: Mark = state._mark
         return self.make(values, mark.seen, mark.made_with, mark.lane)

@@ -1,7 +1,7 @@
 """Seeds as a function of counts.
 
-Randomness in looplib is never a stream that somebody advances: each draw belongs to a place (a step, an
-epoch, a sample), and the place is hashed into a seed.
+Randomness in looplib never comes from a shared stream that advances: each draw belongs to a position (a step, an
+epoch, a sample), and the position is hashed into a seed.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*values: int) -> int:
-    """One well-mixed 63-bit seed from any integers: equal for equal ones, unrelated for others.
+    """Hash any integers into a well-mixed 63-bit seed: equal for equal ones, unrelated for others.
 
-    A polynomial in the values, so that their places count, and the finaliser of splitmix64 (Steele, Lea and
-    Flood, "Fast splittable pseudorandom number generators", 2014), so that neighbours share nothing, in their
-    low 32 bits either.
+    It is a polynomial in the values, so that their order matters, followed by the finalizer of splitmix64 (Steele,
+    Lea and Flood, "Fast splittable pseudorandom number generators", 2014), so that neighboring inputs share nothing,
+    in their low 32 bits either.
 
     >>> mix(0, 1) == mix(0, 1), mix(0, 1) == mix(1, 0)
     (True, False)

@@ -1,7 +1,7 @@
-"""What the processes of one run must know of each other, and nothing where there is one.
+"""Ranks: communication between the processes of one run, and nothing if there is only one.
 
-The ranks here are those that divide the data: all of torch.distributed's, or those of the group that
-`distributed.setup` was told of, where some processes hold parts of one model and see the same batches.
+The ranks here are those that divide the data: all processes of torch.distributed, or those of the group passed to
+`set_data_parallel_group`, if some processes hold parts of one model and see the same batches.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor, distributed
 
 from looplib._core import torch_private
 
-_group: Any = None  # of those that divide the data; None for all
+_group: Any = None  # group of the processes that divide the data; None for all
 
 
-_on_host: dict[Any, Any] = {}  # a group that reduces tensors of the CPU, for each group that does not
+_on_host: dict[Any, Any] = {}  # group -> a group that reduces CPU tensors, if it does not itself
 
 
 def use(group: Any) -> None:
-    """From now on the data is divided among the processes of this group; None for all."""
+    """Divide the data among the processes of this group from now on; None for all."""
     global _group
     _group = group
     _on_host.clear()
@@ -40,29 +40,29 @@ def group() -> Any:
 
 
 def rank() -> int:
-    """This process's rank, 0 without torch.distributed."""
+    """This process's rank; 0 without torch.distributed."""
     return distributed.get_rank(_group) if running() else 0
 
 
 def world_size() -> int:
-    """How many ranks there are, 1 without torch.distributed."""
+    """Number of ranks; 1 without torch.distributed."""
     return distributed.get_world_size(_group) if running() else 1
 
 
 def several() -> bool:
-    """Whether there are other processes to agree with."""
+    """True if there are other processes to agree with."""
     return running() and distributed.get_world_size(_group) > 1
 
 
 def is_first() -> bool:
-    """Whether this is the first of all processes, whichever group divides the data."""
+    """True on the first of all processes, whichever group divides the data."""
     return not running() or distributed.get_rank() == 0
 
 
 def host_group(own: Any = None) -> Any:
-    """A group that reduces tensors of the CPU, which no device waits for; of these ranks, or those of another group.
+    """A group that reduces CPU tensors, without waiting for a device; of these ranks, or of another group's.
 
-    Made at the first call, which all ranks must make.
+    It is created at the first call, which all ranks must make.
     """
     own = own or group()
     if own not in _on_host:
@@ -75,7 +75,7 @@ def host_group(own: Any = None) -> Any:
 
 
 def any_rank(flag: Tensor | bool) -> bool:
-    """Whether the flag is set on one of all processes at least: the same answer on each, and a wait for all."""
+    """True if the flag is set on at least one process. All get the same answer, and all wait for it."""
     if running() and distributed.get_world_size() > 1:
         flag = torch.tensor([float(flag)])
         distributed.all_reduce(flag, distributed.ReduceOp.MAX, host_group(distributed.group.WORLD))
@@ -83,7 +83,7 @@ def any_rank(flag: Tensor | bool) -> bool:
 
 
 def all_ranks(flag: Tensor) -> Tensor:
-    """Whether the flag is set on every process, as a tensor on its device, which the host does not wait for."""
+    """True if the flag is set on every process, as a tensor on its device, without waiting on the host."""
     if not (running() and distributed.get_world_size() > 1):
         return flag
     votes = flag.float().reshape(1)
@@ -93,17 +93,17 @@ def all_ranks(flag: Tensor) -> Tensor:
 
 
 def largest_over_ranks(values: Sequence[float]) -> list[float]:
-    """Of each of a few numbers the largest of all ranks', the same answer on each."""
+    """Elementwise maximum of a few numbers over all ranks, the same on each."""
     largest = torch.tensor(values, dtype=torch.float64)
     distributed.all_reduce(largest, distributed.ReduceOp.MAX, host_group())
     return cast(list[float], largest.tolist())
 
 
-_BUCKET = 25 << 20  # bytes, as DistributedDataParallel's
+_BUCKET = 25 << 20  # bytes, as in DistributedDataParallel
 
 
 def add_up_over_ranks(tensors: Iterable[Tensor], factor: Tensor | float) -> None:
-    """Each times this rank's factor, and the sums over all ranks, in place and in buckets."""
+    """Multiply each tensor by this rank's factor and sum over all ranks, in place and in buckets."""
     for bucket in _buckets(tensors):
         flat = torch.cat([tensor.flatten() for tensor in bucket])
         flat *= factor.to(flat.device) if isinstance(factor, Tensor) else factor
@@ -115,7 +115,7 @@ def add_up_over_ranks(tensors: Iterable[Tensor], factor: Tensor | float) -> None
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one device and dtype each, of some bytes together."""
+    """Tensors of one device and dtype each, up to a number of bytes together."""
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -130,14 +130,14 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The elementwise sum of all ranks' tensors, in place; they are alike in shape and dtype."""
+    """Elementwise sum over all ranks, in place. All ranks pass the same shape and dtype."""
     if several():
         distributed.all_reduce(values, group=group())
     return values
 
 
 def total_over_ranks(value: Tensor | float) -> Tensor | float:
-    """One number's sum over all ranks, in float64 where it can be: on its own device, or a number if it is one."""
+    """Sum of one number over all ranks, in float64 if possible: on its own device, or a number if it is one."""
     if not several():
         return value
     if not isinstance(value, Tensor):
@@ -147,7 +147,7 @@ def total_over_ranks(value: Tensor | float) -> Tensor | float:
 
 
 class Sums:
-    """The sums of a few numbers over all ranks, asked for now and waited for when they are read."""
+    """Sums of a few numbers over all ranks, requested at once and waited for when they are read."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
@@ -163,7 +163,7 @@ class Sums:
 
 
 def gather(value: Any) -> list[Any]:
-    """Each rank's value, in the order of ranks, on each; pickled on the way, so of plain values and tensors."""
+    """Values of all ranks in order, on each rank. They are pickled, so pass plain values and tensors."""
     if not several():
         return [value]
     found: list[Any] = [None] * world_size()
@@ -171,14 +171,15 @@ def gather(value: Any) -> list[Any]:
     return found
 
 
-_PLAIN = {Tensor, torch.nn.Parameter}  # asked first: to ask a tensor for what it lacks takes ten times as long
+# Checked first, since looking up a missing attribute of a tensor takes ten times as long.
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def is_sharded(leaf: Any) -> TypeGuard[Any]:
-    """Whether it is a DTensor, of which this process may hold a part only; without importing DTensor."""
+    """True for a DTensor, of which this process may hold only a part. Does not import DTensor."""
     return type(leaf) not in _PLAIN and isinstance(leaf, Tensor) and hasattr(leaf, "to_local")
 
 
 def shards(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's part of each DTensor, with its memory, and other tensors as they are; called without grad mode."""
+    """This rank's part of each DTensor, sharing its memory, and other tensors unchanged. Call it without grad mode."""
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]

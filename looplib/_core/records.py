@@ -1,4 +1,4 @@
-"""A record of trees and counts, as torch's pytrees and looplib's own see it."""
+"""Registration of records of trees and counts with torch's pytrees and looplib's."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from looplib._core.torch_private import pytree
 
 
 def register(cls: Any, fields: tuple[str, ...], trees: tuple[str, ...]) -> None:
-    """Make a record a node of trees: to torch its trees are leaves and its counts structure, to looplib all is a leaf.
+    """Register a record as a pytree node.
 
-    So `torch.func` and `tree_map` see tensors alone, and a comparison sees every field.
+    For torch, its trees are leaves and its counts are structure; for looplib, all fields are leaves. `torch.func` and
+    `tree_map` therefore see only tensors, and a comparison sees every field.
     """
     counts = tuple(name for name in fields if name not in trees)
 
     def flatten(record: Any) -> tuple[list[Any], Any]:
-        # None is a leaf to torch's pytrees, so a tree that is not there belongs to the structure.
+        # None is a leaf in torch's pytrees, so a missing tree belongs to the structure.
         present = {name: tree for name in trees if (tree := getattr(record, name)) is not None}
         return list(present.values()), (tuple(present), {name: getattr(record, name) for name in counts})
 
@@ -43,7 +44,7 @@ def register(cls: Any, fields: tuple[str, ...], trees: tuple[str, ...]) -> None:
 
 
 def summary(state: Any, spent: bool) -> str:
-    """A state in one line: where it stands, and how much it holds."""
+    """A state in one line: its position and its size."""
     position = state.batch if state.epoch_length is None else f"{state.batch}/{state.epoch_length}"
     parts = [f"step={state.step}", f"epoch={state.epoch}", f"batch={position}", f"samples={state.samples}"]
     if spent:

@@ -1,8 +1,7 @@
-"""The private names of torch that eager code uses, in one place.
+"""Private names of torch used by eager code, in one place.
 
-When a version of torch moves one of them, this file changes and nothing else does. Private names that concern graphs
-are used in `looplib/transforms` alone. Everything here is torch's own object under another name, so that a call costs
-what it costs there.
+If a version of torch moves one of them, only this file changes. Private names that concern graphs are used only in
+`looplib/transforms`. Everything here is torch's own object under a different name, so calls cost the same.
 """
 
 from __future__ import annotations
@@ -18,21 +17,20 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 __all__ = ["disable_current_modes", "pytree"]
 
-# Sets whether gradients are recorded, without the object that `torch.set_grad_enabled` makes: 0.1 against 1 µs.
+# Turns gradients on or off without the object that `torch.set_grad_enabled` creates: 0.1 instead of 1 µs.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-# What `Tensor.backward` ends in, without its checks.
+# The function behind `Tensor.backward`, without its checks.
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
-# How many writes torch has counted. The kernels of batch norm and fused optimizers write without counting.
+# Number of writes counted by torch. The kernels of batch norm and fused optimizers write without counting.
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
-# What a module itself has, not those within it: name -> tensor or module, or None where a name is not filled.
+# A module's own entries, without those of submodules: name -> tensor or module, or None for an empty name.
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
 own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
-BatchNorm: type[nn.modules.batchnorm._BatchNorm] = (
-    nn.modules.batchnorm._BatchNorm
-)  # of all dimensions, and SyncBatchNorm
-Dropout: type[nn.modules.dropout._DropoutNd] = nn.modules.dropout._DropoutNd  # of all dimensions, and alpha dropout
+# Base classes: of BatchNorm1d to 3d and SyncBatchNorm, and of all dropout layers.
+BatchNorm: type[nn.modules.batchnorm._BatchNorm] = nn.modules.batchnorm._BatchNorm
+Dropout: type[nn.modules.dropout._DropoutNd] = nn.modules.dropout._DropoutNd
 
 # Of DistributedDataParallel, of its reducer, of an iterator of a DataLoader, and of an optimizer.
 comm_hooks: Callable[[Any], list[tuple[Any, Any]]] = operator.attrgetter("_comm_hooks")
@@ -57,12 +55,12 @@ amp_update_scale_ = torch._amp_update_scale_
 
 
 def thread_value(key: str) -> Any:
-    """What this thread has kept under a key, or None; autograd's threads see what the thread has that called them."""
+    """Value that this thread has stored under a key, or None. autograd's threads see those of the calling thread."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
 def set_thread_value(key: str, value: Any) -> None:
-    """Keep an object for this thread, or with None, none any more."""
+    """Store an object for this thread, or delete it with None."""
     if value is not None:
         torch._C._stash_obj_in_tls(key, value)
     elif torch._C._is_key_in_tls(key):
@@ -70,20 +68,20 @@ def set_thread_value(key: str, value: Any) -> None:
 
 
 def functorch_level() -> int:
-    """How many transforms of torch.func are in progress."""
+    """Number of active torch.func transforms."""
     return torch._C._functorch.maybe_current_level() or 0
 
 
 def functorch_level_of(tensor: Tensor) -> int:
-    """The transform of torch.func that a tensor belongs to, or a number below 1 for none."""
+    """Level of the torch.func transform that a tensor belongs to, or a number below 1 for none."""
     return torch._C._functorch.maybe_get_level(tensor)
 
 
-# The CPU's kernels of attention, of which torch's counter of operations knows no formula.
+# CPU attention kernels, for which torch's FLOP counter has no formula.
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def mps_generator() -> torch.Generator:
-    """The generator of random numbers on an Apple GPU."""
+    """Random number generator of an Apple GPU."""
     return torch.mps._get_default_mps_generator()

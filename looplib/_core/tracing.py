@@ -1,9 +1,9 @@
-"""Tracing: what the code of a step asks and says while the step is written down as a graph.
+"""Tracing primitives: communication between a step's code and the graph it is traced into.
 
-A graph has no branches and knows no numbers but constants. So what the host decides before an update (the value of
-a schedule, whether an average moves now) is asked for by `on_host`, and given to the graph at each step; what the
-tensors decide (whether to skip) is chosen by `where`, and an error that depends on them is raised `afterwards`.
-Outside of a trace each of these is the plain thing.
+A graph has no branches and no numbers except constants. Values that the host decides before an update (a schedule,
+whether an average is due) are requested by `on_host` and passed to the graph at each step. Decisions that depend on
+tensors (whether to skip) are made with `where`, and errors that depend on them are raised with `afterwards`. Outside
+a trace, each of these is the plain operation.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ R = TypeVar("R")
 
 
 class UntraceableError(RuntimeError):
-    """A step does something that a graph of tensor operations cannot hold."""
+    """A step does something that a graph of tensor operations cannot represent."""
 
 
 class Count:
-    """Stands for a field of the state that is no tensor, whose value a trace would freeze if it were read."""
+    """Placeholder for a state's field that is not a tensor, whose value a trace would freeze if it were read."""
 
     __slots__ = ("name",)
 
@@ -53,14 +53,14 @@ class Count:
 
 
 class Trace:
-    """One tracing of a step.
+    """One trace of a step.
 
     Attributes:
         inputs: id of a traced tensor -> its index among the inputs.
-        answer: gives the host's answer to a question.
-        differentiable: whether the graph is to be differentiated itself.
-        stream: the microbatch that random numbers are drawn for.
-        afterwards: what is to be looked at when the graph has run.
+        answer: function that returns the host's answer to a question.
+        differentiable: True if the graph itself is to be differentiated.
+        stream: index of the microbatch for which random numbers are drawn.
+        afterwards: checks to make after the graph has run.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Trace:
 
 
 class within:
-    """For the time of a trace; or, with None, for what the host does meanwhile.
+    """Activate a trace for the duration of a block, or with None, deactivate it for work on the host.
 
-    It holds for this thread, and for the threads in which autograd runs the backward pass of what this one computes.
-    Another thread may take plain steps meanwhile.
+    It applies to this thread, and to the threads in which autograd runs its backward pass. Other threads may run
+    plain steps at the same time.
     """
 
     def __init__(self, trace: Trace | None, differentiable: bool = False) -> None:
@@ -115,8 +115,8 @@ class within:
 
 _KEY = "looplib.tracing"
 
-# In any thread: where there is none, which is nearly always, nothing else is looked at. What each step passes looks here
-# before it asks `tracing()`.
+# Number of traces in all threads. It is nearly always 0, and then nothing else is checked. Code that runs in each step
+# checks this before it calls `tracing()`.
 entered: list[within] = []
 
 
@@ -126,32 +126,32 @@ def _here() -> within | None:
 
 
 def current() -> Trace | None:
-    """The trace of the step that is being written down now."""
+    """The current trace, or None."""
     here = _here() if entered else None
     return None if here is None else here.trace
 
 
 def tracing() -> bool:
-    """Tell whether a step is being written down now, rather than taken."""
+    """True while a step is being traced instead of run."""
     return current() is not None if entered else False
 
 
 def differentiated() -> bool:
-    """Tell whether a step is being written down to be differentiated itself."""
+    """True while a step is being traced to be differentiated itself."""
     here = _here() if entered else None
     return here is not None and here.differentiable
 
 
 def draws_for(microbatch: int) -> None:
-    """Say which microbatch a trace's random numbers are drawn for from now on."""
+    """Set the microbatch for which a trace draws random numbers from now on."""
     if entered and (trace := current()) is not None:
         trace.stream = microbatch
 
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold for the making of a graph: torch's compilers, and the marks that they leave, are the whole process's."""
-    if _here() is not None:  # within another trace, which holds
+    """Lock for making graphs: torch's compilers and their flags are shared by the whole process."""
+    if _here() is not None:  # inside another trace, which holds the lock
         yield
         return
     with _lock:
@@ -162,27 +162,27 @@ _lock = threading.RLock()
 
 
 def on_host(function: Callable[..., R], *values: Any) -> R:
-    """`function(*values)`, called on the host at each step, also where the step itself is compiled.
+    """Call `function(*values)` on the host at each step, even if the step itself is compiled.
 
     >>> import looplib as ll
     >>> ll.transforms.on_host(lambda step: 0.5 if step < 100 else 1.0, 7)
     0.5
 
-    For gradient functions and optimizers of one's own that depend on a number of the state: in a compiled step,
-    which is a graph without such numbers, it says what is to be computed before each run of the graph. Floats and
-    tensors that it returns are inputs of the graph; anything else (bool, int, str, None, and how they stand in
-    tuples, lists and dicts) chooses the graph, and each new value compiles one.
+    Use it in your own gradient functions and optimizers that depend on a number of the state. A compiled step is a
+    graph without such numbers, so this declares what to compute before each run of the graph. Floats and tensors in
+    the result are inputs of the graph. Everything else (bool, int, str, None, and the structure of tuples, lists and
+    dicts) selects the graph, and each new value compiles one.
 
     Args:
-        function: of plain numbers and tensors of the host.
-        values: numbers of the state (`state.step`), or tensors of its `opt_state` as they were given to the step.
+        function: function of plain numbers and CPU tensors.
+        values: numbers of the state (`state.step`), or tensors of its `opt_state` as passed to the step.
     """
     trace = current()
     return function(*values) if trace is None else trace.ask(function, values)
 
 
 def afterwards(function: Callable[..., None], *values: Any) -> None:
-    """`function(*values)`, which may raise: in a compiled step, with the tensors' values when it has run."""
+    """Call `function(*values)`, which may raise: in a compiled step, with the tensors' values after it has run."""
     if (trace := current()) is None:
         function(*values)
     else:
@@ -190,20 +190,20 @@ def afterwards(function: Callable[..., None], *values: Any) -> None:
 
 
 def where(flag: bool | Tensor, new: Any, old: Any) -> Any:
-    """`torch.where` over trees: `new` where the flag is set, else `old`.
+    """`torch.where` for trees: `new` if the flag is set, otherwise `old`.
 
     >>> import looplib as ll, torch
     >>> ll.optim.where(torch.tensor(False), {"count": torch.tensor(1)}, {"count": torch.tensor(0)})
     {'count': tensor(0)}
 
-    For optimizers of your own that decide by a tensor what becomes of their state. The flag stays on its device, so
-    nothing waits for it. In an update that is donated, `old` may have been written over: there, decide beforehand, by
-    `when=` (see `ll.types.Update`).
+    Use it in your own optimizers if a tensor decides about their state. The flag stays on its device, so nothing
+    waits for it. In a donated update `old` may already be overwritten, so decide in advance with `when=` there (see
+    `ll.types.Update`).
 
     Args:
-        flag: a bool, which chooses a whole tree, or a 0-dim bool tensor.
-        new, old: pytrees of one structure, with tensors of the same shapes and dtypes. Other leaves have to be equal
-            where a compiled step chooses between them.
+        flag: a bool, which selects a whole tree, or a 0-dim bool tensor.
+        new, old: pytrees of the same structure, with tensors of the same shapes and dtypes. Other leaves must be
+            equal if a compiled step chooses between them.
     """
     if isinstance(flag, bool):
         return new if flag else old

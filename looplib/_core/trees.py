@@ -1,23 +1,27 @@
-"""Trees of tensors and plain values: what a batch, an output or a state may be made of.
+"""Pytrees: the structure of batches, outputs and states.
 
-One rule holds in training, evaluation, prediction, replay, microbatching, per-sample gradients and tests.
+The same rules apply in training, evaluation, prediction, replay, microbatching, per-sample gradients and tests.
 
 A **tree** is a leaf, or a container of trees. Containers are, in this order:
 
-1. a type given to `register` (a `TrainState`);
-2. a mapping: dict, OrderedDict, UserDict, a tokenizer's BatchEncoding. One that can be written is copied and its
-   values replaced, so that it keeps its type and attributes; one that cannot becomes a dict;
+1. a type passed to `register` (a `TrainState`);
+
+2. a mapping: dict, OrderedDict, UserDict, a tokenizer's BatchEncoding. A mutable one is copied and its values
+replaced, so that it keeps its type and attributes; an immutable one becomes a dict;
+
 3. a namedtuple, by its fields; a list or a tuple, by its items;
+
 4. a dataclass, by its fields. It is copied and its fields replaced: `__post_init__` does not run a second time;
+
 5. a type registered with torch's pytrees, by its registration.
 
-Everything else is a **leaf**: a tensor, an array, None, a number, a string, an object that nothing is known about.
+Everything else is a **leaf**: a tensor, an array, None, a number, a string, or an unknown object.
 
-The **samples** of a batch lie along the first dimension of every tensor and array of one dimension or more, and along
-every list or tuple that is as long as the batch and is not made of such tensors itself (one string or one image for
-each sample). Leaves without samples (a scalar, a name) belong to the batch as a whole: each part of it has them too.
-An object that holds samples where looplib cannot see them is refused, since each part would have all of them. Where
-both readings of a list are possible (two tensors of two rows each, in a batch of two), its items are fields.
+The **samples** of a batch lie along the first dimension of every tensor and array with at least one dimension, and
+along every list or tuple that is as long as the batch and does not itself consist of such tensors (one string or one
+image per sample). Leaves without samples (a scalar, a name) belong to the whole batch, so each part of it has them
+too. An object that holds samples where looplib cannot see them is refused, since each part would contain all of them.
+If both readings of a list are possible (two tensors with two rows each, in a batch of two), its items are fields.
 """
 
 from __future__ import annotations
@@ -46,13 +50,13 @@ Path = tuple[Key, ...]
 
 
 class Node(NamedTuple):
-    """A container taken apart.
+    """A container split into its children.
 
     Attributes:
-        names: of each child: its key, index or attribute.
+        names: key, index or attribute of each child.
         children: trees.
-        rebuild: makes a container like this one of a list of other children.
-        attributes: the names are attributes.
+        rebuild: makes a container like this one from a list of new children.
+        attributes: True if the names are attributes.
     """
 
     names: Sequence[Any]
@@ -64,7 +68,7 @@ class Node(NamedTuple):
         return [Key(name, self.attributes) for name in self.names]
 
 
-# ---- containers: one function for each kind takes a container apart ----
+# ---- containers: one function for each kind ----
 
 
 def _dict(node: dict[Any, Any]) -> Node:
@@ -100,7 +104,7 @@ def _dataclass(node: Any) -> Node:
     def rebuild(children: list[Any]) -> Any:
         new = copy.copy(node)
         for name, child in zip(names, children, strict=True):
-            object.__setattr__(new, name, child)  # frozen ones too
+            object.__setattr__(new, name, child)  # also if frozen
         return new
 
     return Node(names, [getattr(node, name) for name in names], rebuild, True)
@@ -113,7 +117,7 @@ def _registered(node: Any) -> Node:
     children, structure = pytree.tree_flatten(node, is_leaf=below)
     try:
         keys: list[Any] = [path[0] for path, _ in pytree.tree_flatten_with_path(node, is_leaf=below)[0]]
-    except ValueError:  # registered without names
+    except ValueError:  # registered without key names
         keys = list(range(len(children)))
     attributes = bool(keys) and isinstance(keys[0], pytree.GetAttrKey)
     names = [_name_of(key) for key in keys]
@@ -139,12 +143,12 @@ _PLAIN = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.Size,
 
 
 def register(kind: type, take_apart: Callable[[Any], Node]) -> None:
-    """A container of looplib's own, and how it is taken apart."""
+    """Register one of looplib's containers with the function that splits it."""
     _OWN[kind] = take_apart
 
 
 def node_of(tree: Any) -> Node | None:
-    """The container taken apart by one level, or None for a leaf."""
+    """Split a container by one level, or return None for a leaf."""
     if (take_apart := _OWN.get(type(tree))) is not None:
         return take_apart(tree)
     if isinstance(tree, _PLAIN):
@@ -156,7 +160,7 @@ def node_of(tree: Any) -> Node | None:
 
 
 def named(path: Path, root: str = "") -> str:
-    """A path as Python writes it: `batch['x'][0].mask` with the root "batch"."""
+    """A path in Python syntax: `batch['x'][0].mask` with the root "batch"."""
     text = root + "".join(f".{key.name}" if key.attribute else f"[{key.name!r}]" for key in path)
     return text if root else text.removeprefix(".")
 
@@ -170,7 +174,7 @@ def pointer(path: Path) -> str:
 
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The leaves of a tree in order, each with its path. `is_leaf` stops at containers for which it is true."""
+    """Leaves of a tree in order, each with its path. `is_leaf` makes containers for which it is true leaves."""
     node = None if is_leaf is not None and is_leaf(tree) else node_of(tree)
     if node is None:
         yield path, tree
@@ -180,9 +184,9 @@ def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None, path: Path =
 
 
 def map_leaves(function: Callable[..., Any], tree: Any, *others: Any, is_leaf: Any = None) -> Any:
-    """A tree like this one with `function(leaf)` for each leaf; with others, `function(leaf, leaf of other, ...)`.
+    """Map `function(leaf)` over a tree, or with other trees, `function(leaf, leaf of other, ...)`.
 
-    The others need the same structure: the same keys at each container. Raises ValueError where one has not.
+    The others must have the same keys in each container. Raises ValueError if they do not.
     """
     node = None if is_leaf is not None and is_leaf(tree) else node_of(tree)
     if node is None:
@@ -194,7 +198,7 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any, is_leaf: A
 
 
 def _children_like(node: Node, other: Any) -> Sequence[Any]:
-    """The children of another container with the same names, in the order of this one."""
+    """Children of another container with the same names, in the order of this one."""
     there = node_of(other)
     if there is not None and there.names == node.names:
         return there.children
@@ -210,14 +214,14 @@ class _Missing:
         return "nothing"
 
 
-MISSING = _Missing()  # stands for the leaf that one of two trees has not
+MISSING = _Missing()  # marks a leaf that one of two trees does not have
 
 
 def paired(one: Iterable[tuple[Any, Any]], other: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any, Any]]:
-    """The leaves of two trees side by side: path, leaf of one, leaf of the other, in the order of the first.
+    """Leaves of two trees side by side: path, leaf of one, leaf of the other, in the order of the first.
 
-    Takes pairs of a path (or a name) and a leaf, as `leaves` gives them. A leaf that one of them does not have is
-    `MISSING` there.
+    Takes pairs of a path (or a name) and a leaf, as from `leaves`. A leaf that one of them does not have is
+    `MISSING`.
     """
     first, second = dict(one), dict(other)
     for path in {**first, **second}:
@@ -228,7 +232,7 @@ def paired(one: Iterable[tuple[Any, Any]], other: Iterable[tuple[Any, Any]]) -> 
 
 
 class UnevenBatchError(ValueError):
-    """A tensor or array in a batch that has not one row for each sample, `leaf` at `path`."""
+    """A tensor or array in a batch, `leaf` at `path`, does not have one row per sample."""
 
     def __init__(self, leaf: Any, path: Path, count: int) -> None:
         self.leaf, self.path = leaf, path
@@ -241,7 +245,7 @@ class UnevenBatchError(ValueError):
 
 
 def _dimensions(leaf: Any) -> bool:
-    """Is it a tensor, a NumPy array or what has its interface, of one dimension or more?"""
+    """True for a tensor, a NumPy array or a similar object with at least one dimension."""
     if isinstance(leaf, Tensor):
         return bool(leaf.dim())
     if type(leaf) in _OWN:
@@ -250,21 +254,24 @@ def _dimensions(leaf: Any) -> bool:
 
 
 def batch_size(batch: Any) -> int:
-    """The number of samples in a batch: the length of the first dimension of its first tensor or array.
+    """Number of samples in a batch: the length of the first dimension of its first tensor or array.
 
     >>> batch_size({"x": torch.zeros(16, 3), "y": torch.zeros(16)}), batch_size(["a", "b"])
     (16, 2)
     >>> batch_size({"text": ["to", "be", "or"], "language": "en"})
     3
 
-    Args:
-        batch: a tensor, an array, or any container of these: a mapping, list, tuple, namedtuple, dataclass, or a
-            type registered with torch's pytrees.
+    A batch without a tensor or array of at least one dimension has the length of its first list of plain values, or
+    without such lists, `len(batch)`.
 
-    A batch without a tensor or array of at least one dimension has as many samples as its first list of plain values
-    is long, and without one of these as many as `len(batch)`. Raises TypeError if it has no length either.
+    Args:
+        batch: a tensor, an array, or any container of these: a mapping, list, tuple, namedtuple, dataclass, or a type
+            registered with torch's pytrees.
+
+    Raises:
+        TypeError: the batch has none of these lengths.
     """
-    # Each step passes here: the common cases first.
+    # Each step calls this, so the common cases come first.
     kind, first = type(batch), batch
     if (kind is tuple or kind is list) and batch:
         first = batch[0]
@@ -287,7 +294,7 @@ def batch_size(batch: Any) -> int:
 
 
 def _first_length(tree: Any) -> int | None:
-    """The length of the first tensor or array."""
+    """Length of the first tensor or array."""
     if _dimensions(tree):
         return len(tree)
     node = node_of(tree)
@@ -296,7 +303,7 @@ def _first_length(tree: Any) -> int | None:
 
 
 def _lists(tree: Any) -> Iterator[Sequence[Any]]:
-    """The lists and tuples of leaves alone."""
+    """Lists and tuples that contain only leaves."""
     node = node_of(tree)
     if node is None:
         return
@@ -312,17 +319,17 @@ def _is_list(node: Any) -> bool:
 
 
 def one_for_each(node: Any, count: int) -> bool:
-    """Is this a list or tuple with one item for each sample, rather than one that holds fields of the batch?"""
+    """True for a list or tuple with one item per sample, as opposed to one with fields of the batch."""
     return _is_list(node) and len(node) == count and not _holds_fields(node, count)
 
 
 def _holds_fields(node: Any, count: int) -> bool:
-    """Are the items of a list as long as the batch its fields? They are where every tensor has a row per sample."""
+    """True if the items of a list as long as the batch are fields, because every tensor has one row per sample."""
     return set(_lengths(node, count)) == {count}
 
 
 def _lengths(node: Any, count: int) -> Iterator[int]:
-    """The lengths of the tensors and arrays below a container, but for those in lists with one item per sample."""
+    """Lengths of the tensors and arrays in a container, except those in lists with one item per sample."""
     inner = node_of(node)
     for child in () if inner is None else inner.children:
         if _dimensions(child):
@@ -334,7 +341,7 @@ def _lengths(node: Any, count: int) -> Iterator[int]:
 def split(
     batch: Any, count: int, sizes: int | list[int], batch_size: Callable[[Any], int] = batch_size
 ) -> Sequence[Any]:
-    """A batch of `count` samples in parts of these sizes, or of one size, the last one smaller."""
+    """Split a batch of `count` samples into parts of these sizes, or of one size, with a smaller last part."""
     if isinstance(sizes, int):
         sizes = [min(sizes, count - low) for low in range(0, count, sizes)]
     if len(sizes) <= 1:
@@ -344,7 +351,7 @@ def split(
     def cut(rows: Any) -> list[Any]:
         if isinstance(rows, Tensor):
             return list(torch.split(rows, sizes))
-        indexed = getattr(rows, "iloc", rows)  # pandas' by position
+        indexed = getattr(rows, "iloc", rows)  # pandas objects are indexed by position
         return [indexed[low:high] for low, high in pairwise(bounds)]
 
     parts = _cut(batch, count, cut, len(sizes), None)
@@ -359,7 +366,7 @@ def split(
 
 
 def take(batch: Any, count: int, index: Sequence[int]) -> Any:
-    """The samples of a batch of `count` at these indices, in this order."""
+    """Samples of a batch of `count` at these indices, in this order."""
     index = list(index)
 
     def chosen(rows: Any) -> list[Any]:
@@ -372,9 +379,9 @@ def take(batch: Any, count: int, index: Sequence[int]) -> Any:
 
 
 def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, above: Any) -> list[Any]:
-    """The tree so many times, with the parts that `cut` makes of each leaf or list that holds samples.
+    """Copies of the tree, with the parts that `cut` makes of each leaf or list that holds samples.
 
-    `above` is the way here, as (the same of the container, key), which becomes a path for messages alone.
+    `above` is the path so far, as (the same for the container, key), which is only converted to a path for messages.
     """
     if _dimensions(node):
         if len(node) != count:
@@ -405,7 +412,7 @@ def _path(above: Any) -> Path:
 
 
 def _hides_samples(leaf: Any, count: int) -> bool:
-    """Does an object of which nothing is known hold tensors, or as many items as there are samples?"""
+    """True if an unknown object contains tensors, or as many items as there are samples."""
     if isinstance(leaf, (*_PLAIN, torch.nn.Module)):
         return False
     if any(isinstance(value, Tensor) and value.dim() for value in getattr(leaf, "__dict__", {}).values()):
@@ -417,10 +424,10 @@ def _hides_samples(leaf: Any, count: int) -> bool:
 
 
 def concat(parts: Sequence[Any], counts: Sequence[int], root: str = "batch") -> Any:
-    """One batch of several, the inverse of `split`: `counts` are the numbers of samples of the parts.
+    """Concatenate several batches, the inverse of `split`. `counts` are the numbers of samples of the parts.
 
-    Leaves without samples must be the same in all parts. Raises ValueError where the parts differ in their structure
-    or in such a leaf, and TypeError for arrays that NumPy cannot join.
+    Leaves without samples must be the same in all parts. Raises ValueError if the parts differ in structure or in
+    such a leaf, and TypeError for arrays that NumPy cannot join.
     """
     return _joined(list(parts), list(counts), (), root)
 
@@ -443,14 +450,14 @@ def _joined(parts: list[Any], counts: list[int], path: Path, root: str) -> Any:
 
 
 def _are_lists_of_samples(parts: list[Any], counts: list[int]) -> bool:
-    """Are these lists with one item for each sample, of which some part, if not each, can be nothing else?"""
+    """True for lists with one item per sample, of which at least one cannot be anything else."""
     pairs = list(zip(parts, counts, strict=True))
     lists = all(_is_list(part) and len(part) == count for part, count in pairs)
     return lists and not all(_holds_fields(part, count) for part, count in pairs)
 
 
 def _in_all(parts: list[Any], name: str) -> Any:
-    """The leaf without samples that all parts have."""
+    """The leaf without samples that all parts share."""
     if not all(same(parts[0], part) for part in parts):
         raise ValueError(
             f"{name} has no samples and differs between the parts: {', '.join(map(_short, parts[:3]))}; give the "
@@ -479,7 +486,7 @@ def _short(leaf: Any) -> str:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Are two leaves equal? NaN equals NaN, and tensors and arrays need the same dtype, shape and device."""
+    """True if two leaves are equal. NaN equals NaN, and tensors and arrays need the same dtype, shape and device."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -488,11 +495,11 @@ def same(one: Any, other: Any) -> bool:
         if not same_kind(one, other):
             return False
         return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
-    if hasattr(one, "tobytes") and hasattr(one, "shape"):  # NumPy's
+    if hasattr(one, "tobytes") and hasattr(one, "shape"):  # NumPy values
         return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
     return bool(one == other or (one != one and other != other))
 
 
 def same_kind(one: Tensor, other: Tensor) -> bool:
-    """Do two tensors have the same shape, dtype and device?"""
+    """True if two tensors have the same shape, dtype and device."""
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device

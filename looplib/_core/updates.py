@@ -1,8 +1,8 @@
-"""What the functions of an optimizer may leave out: keyword arguments, and making an update or not.
+"""Optimizer functions with optional arguments: keyword arguments, and conditional updates.
 
-`update(..., when=flag)` makes the update where the flag is set. Those that pass the flag on, or combine it with one of
-their own, take `when` by name; for all others it is looked at here. So conditional updates may stand in each other,
-and the host reads one flag for all of them, before anything is written over.
+`update(..., when=flag)` makes the update if the flag is set. Wrappers that pass the flag on, or combine it with their
+own, take `when` by name; for all others it is handled here. Conditional updates can therefore be nested, and the host
+reads one flag for all of them, before anything is overwritten.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from looplib._core.tracing import tracing, where
 
 
 def with_known_arguments(function: Any) -> Any:
-    """The function, deaf to keyword arguments that it does not take."""
+    """Wrap a function so that it ignores keyword arguments that it does not take."""
     accepted = _keywords(function)
     if accepted is None:
         return function
@@ -31,9 +31,9 @@ def with_known_arguments(function: Any) -> Any:
 
 
 def conditional(update: Any, init: Any, description: Mapping[str, Any]) -> Callable[..., tuple[Any, Any, Any]]:
-    """An `update` that takes `when`, made of one that may not, and says whether it was applied.
+    """Make an `update` that accepts `when` and reports if it was applied from one that may not.
 
-    `init` and `description` are those of its optimizer, which name it to one whose state is another's.
+    `init` and `description` belong to its optimizer, and are used in errors about a different optimizer's state.
     """
     known = with_known_arguments(update)
     if "when" in _parameters(update):
@@ -52,7 +52,7 @@ def conditional(update: Any, init: Any, description: Mapping[str, Any]) -> Calla
         grads: Any, opt_state: Any, params: Any, step: int, *, when: bool | Tensor = True, **extra: Any
     ) -> tuple[Any, Any, Any]:
         chooses = when is not True and tracing()
-        if when is not True and not chooses and not when:  # the one time that the host reads it
+        if when is not True and not chooses and not when:  # the only time that the host reads it
             return params, opt_state, False
         try:
             out = known(grads, opt_state, params, step, **extra)
@@ -77,7 +77,7 @@ def _parameters(function: Any) -> Any:
 
 
 def _keywords(function: Any) -> set[str] | None:
-    """The names of the arguments that a function takes; None for any."""
+    """Names of the keyword arguments that a function accepts; None for any."""
     parameters = _parameters(function)
     if not parameters or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
@@ -103,10 +103,10 @@ def _check_state(
     params: Any = None,
     *args: Any,
 ) -> None:
-    """Say of a failed update of a wrapper that the state is not its own, where that is why it failed."""
+    """Raise a clearer error for a failed update of a wrapper if the cause is a different optimizer's state."""
     try:
         needed = kept_in(init(params))
-    except Exception:  # of parameters that it cannot begin with; then the first error says more
+    except Exception:  # it cannot initialize these parameters, so the first error is more informative
         return
     if not needed or kept_in(opt_state) == needed:
         return
@@ -124,12 +124,12 @@ def _check_state(
 
 
 def read(applied: Any) -> bool:
-    """Whether an update was made, as a bool: here the host waits for a tensor that says so."""
+    """True if an update was made. If a tensor says so, the host waits for it here."""
     return bool(checked(applied))
 
 
 def checked(applied: Any) -> bool | Tensor:
-    """The third value of an update, if it is of the right kind."""
+    """The third value of an update, after checking its type."""
     if isinstance(applied, bool):
         return applied
     if isinstance(applied, Tensor) and applied.dtype is torch.bool and applied.dim() == 0:
