@@ -20,6 +20,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import kinds, torch_private
 from looplib._core import modules as _modules
 from looplib._core.buffers import check_unwritten, versions
+from looplib._core.calls import remember
 from looplib._core.cuts import cuts_marked
 from looplib._core.engines import ALONE, Alone
 from looplib._core.ignored_labels import Watch
@@ -155,7 +156,8 @@ def make_grad_fn(
         return out
 
     facts = Made("grad_fn", "make_grad_fn", adds=True, microbatches=microbatches, model=model, renormed=renormed)
-    return kinds.mark(grad_fn, facts)
+    settings = {"trainable": trainable, "allow_unused": allow_unused, "batch_size": batch_size}
+    return remember(kinds.mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
 
 
 def _microbatch_of(

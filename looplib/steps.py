@@ -20,6 +20,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import ownership, torch_private
 from looplib._core.buffers import NO_NAMES, NOTHING, Written, check_unwritten, explain, versions
+from looplib._core.calls import remember
 from looplib._core.checks import check_type, named
 from looplib._core.forgotten import Watch
 from looplib._core.kinds import chain
@@ -166,7 +167,8 @@ def make_train_step(
     check_type("optimizer is", optimizer, Optimizer, advice)
     step_of = _donated_step if donate else _pure_step
     parts = Parts("train", _core(grad_fn, optimizer), (given, optimizer.update), donate, same_batch)
-    return with_parts(step_of(grad_fn, optimizer, same_batch), parts)
+    step = with_parts(step_of(grad_fn, optimizer, same_batch), parts)
+    return remember(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
 
 
 def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> TrainStep:
@@ -380,7 +382,8 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
         samples = batch_size(batch) if any(not isinstance(value, Mean) for value in values.values()) else 0
         return {name: record(name, value, samples) for name, value in values.items()}
 
-    return with_parts(eval_step, Parts("eval", _unchanging(eval_step), (model, metric_fn)))
+    made = with_parts(eval_step, Parts("eval", _unchanging(eval_step), (model, metric_fn)))
+    return remember(made, make_eval_step, model, metric_fn)
 
 
 def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -> PredictStep:
@@ -404,7 +407,8 @@ def make_predict_step(model: nn.Module, predict_fn: Callable[[Any, Any], Any]) -
     """
     check_function_of_model(model, predict_fn, "make_predict_step", "predict_fn")
     predict_step = _without_training(model, predict_fn)
-    return with_parts(predict_step, Parts("predict", _unchanging(predict_step), (model, predict_fn)))
+    made = with_parts(predict_step, Parts("predict", _unchanging(predict_step), (model, predict_fn)))
+    return remember(made, make_predict_step, model, predict_fn)
 
 
 def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState, Any], Outcome]:

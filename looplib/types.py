@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 from torch import Tensor
 
 from looplib._core import absent, ownership, records, updates
+from looplib._core.calls import Call
 from looplib._core.checks import named
 from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.kinds import instances_are
@@ -392,6 +393,7 @@ class Optimizer:
             `ll.optim.hyperparameters`.
         description: the optimizer class and its settings as plain values, which checkpoints store.
         kernel: function that returns the name of torch's kernel used by the updates, for `repr`.
+        call: the call that made it, for `repr`.
     """
 
     init: Init
@@ -400,13 +402,16 @@ class Optimizer:
     hyperparameters: Numbers = _none_known
     description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kernel: Callable[[], str] | None = None
+    call: Call | None = dataclasses.field(default=None, init=False, compare=False)
 
     if not TYPE_CHECKING:
         __getattr__ = absent.explained("what ll.optimizer returns", absent.OF_AN_OPTIMIZER)
 
     def __repr__(self) -> str:
-        settings = [f"{name}={value!r}" for name, value in self.description.items()]
         kernel = [] if self.kernel is None else [f"kernel: {self.kernel()}"]
+        if self.call is not None:
+            return "  # ".join([str(self.call), *kernel])
+        settings = [f"{name}={value!r}" for name, value in self.description.items()]
         return f"Optimizer({', '.join([*settings, *kernel])})"
 
     def __post_init__(self) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.calls import Function
+
 _CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST"}  # names of instructions in several Python versions
 
 
@@ -92,6 +94,8 @@ def _text(value: Any) -> str:
 
 
 def _function(function: Any) -> str:
+    if isinstance(function, Function):
+        function = function.func
     if isinstance(function, functools.partial):
         arguments = [*map(described, function.args), *(f"{k}={described(v)}" for k, v in function.keywords.items())]
         return f"{_function(function.func)} with {', '.join(map(str, arguments))}"
@@ -132,7 +136,7 @@ def closure_settings(function: Any) -> dict[str, Any]:
 
 
 def _is_setting(value: Any) -> bool:
-    if isinstance(value, (bool, int, float, str, tuple, types.FunctionType)):
+    if isinstance(value, (bool, int, float, str, tuple, types.FunctionType, Function)):
         return True
     return dataclasses.is_dataclass(value) and not hasattr(value, "description")
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.calls import remember
 from looplib.gradients import check_whole, of_whole_step
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
@@ -58,7 +59,8 @@ def adaptive_grad_clip(
                     grad.mul_((most / _unit_norm(grad).clamp(min=1e-6)).clamp(max=1.0))
         return out
 
-    return of_whole_step("adaptive_grad_clip", clipped, grad_fn)
+    made = of_whole_step("adaptive_grad_clip", clipped, grad_fn)
+    return remember(made, adaptive_grad_clip, grad_fn, clipping, eps=eps, applies=applies)
 
 
 def _unit_norm(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from looplib._core import modules as _modules
 from looplib._core import trees
+from looplib._core.calls import remember
 from looplib._core.checks import check_count
 from looplib._core.kinds import Made, check_kind, mark
 from looplib._core.random import mix
@@ -145,7 +146,8 @@ def make_contrastive_grad_fn(
         metrics = {name: record(name, value, count) for name, value in {"loss": loss, **aux}.items()}
         return out._replace(metrics=metrics)
 
-    return mark(contrastive, Made("grad_fn", "make_contrastive_grad_fn", whole_step=True, scaled=True, model=model))
+    made = mark(contrastive, Made("grad_fn", "make_contrastive_grad_fn", whole_step=True, scaled=True, model=model))
+    return remember(made, make_contrastive_grad_fn, model, embed_fn, embedding_loss, microbatches=microbatches)
 
 
 def _floating(embeddings: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.calls import remember
 from looplib._core.checks import is_count
 from looplib._core.ranks import shards
 from looplib.optim._averaging import Tensors
@@ -73,4 +74,5 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
     def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
         return {**params, **opt_state["slow"]}, buffers
 
-    return act_after_updates(optimizer, init, moment, act, evaluation)
+    made = act_after_updates(optimizer, init, moment, act, evaluation)
+    return remember(made, lookahead, optimizer, sync_period=sync_period, slow_step_size=slow_step_size)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from looplib._core.calls import remember
 from looplib._core.kinds import Made, mark
 from looplib.contrib._per_sample import _examples, _together
 from looplib.gradients import check_grad_fn
@@ -54,4 +55,5 @@ def gradient_noise_scale(grad_fn: GradFn) -> GradFn:
             scale = Mean(trace, squared - trace / count)
         return _together(out, sums, part, {"gradient_noise_scale": scale})
 
-    return mark(measured, Made("grad_fn", "gradient_noise_scale", grad_fn, adds=True))
+    made = mark(measured, Made("grad_fn", "gradient_noise_scale", grad_fn, adds=True))
+    return remember(made, gradient_noise_scale, grad_fn)

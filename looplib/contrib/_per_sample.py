@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from looplib._core import modules as _modules
 from looplib._core import torch_private, trees
+from looplib._core.calls import remember
 from looplib._core.cuts import cuts_marked
 from looplib._core.kinds import Made, check_kind, mark
 from looplib._core.random import mix
@@ -121,7 +122,8 @@ def make_per_sample_grad_fn(
         }
         return Gradients(grads, metrics, buffers, samples)
 
-    return mark(per_sample_grad_fn, Made("grad_fn", "make_per_sample_grad_fn", per_sample=True, model=model))
+    made = mark(per_sample_grad_fn, Made("grad_fn", "make_per_sample_grad_fn", per_sample=True, model=model))
+    return remember(made, make_per_sample_grad_fn, model, loss_fn, trainable=trainable)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.calls import remember
 from looplib._core.checks import check_argument
 from looplib._core.kinds import Made, mark
 from looplib._core.random import mix
@@ -64,7 +65,8 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
         }
         return _together(out, sums, part, metrics)
 
-    return mark(clipped, Made("grad_fn", "clip_per_sample", grad_fn, max_norm=max_norm, adds=True))
+    made = mark(clipped, Made("grad_fn", "clip_per_sample", grad_fn, max_norm=max_norm, adds=True))
+    return remember(made, clip_per_sample, grad_fn, max_norm)
 
 
 def _norms(grads: Grads) -> Tensor:
@@ -147,7 +149,8 @@ def add_noise(
             grad.add_(noise, alpha=noise_multiplier * max_norm / size)
         return Gradients(out.grads, out.metrics, out.buffers, out.samples)
 
-    return of_whole_step("add_noise", noisy, grad_fn)
+    made = of_whole_step("add_noise", noisy, grad_fn)
+    return remember(made, add_noise, grad_fn, max_norm, noise_multiplier, expected_batch_size=expected_batch_size)
 
 
 def _check_norm(grad_fn: GradFn, max_norm: float) -> None:

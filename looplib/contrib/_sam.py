@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from looplib._core.calls import remember
 from looplib._core.checks import check_argument
 from looplib.gradients import check_whole, of_whole_step
 from looplib.grads._clipping import global_norm
@@ -53,4 +54,5 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
         second = grad_fn(there, batch, dataclasses.replace(part, donate=False))
         return first._replace(grads=second.grads)
 
-    return of_whole_step("sam", sharp, grad_fn, scaled=True)
+    made = of_whole_step("sam", sharp, grad_fn, scaled=True)
+    return remember(made, sam, grad_fn, rho, adaptive=adaptive)

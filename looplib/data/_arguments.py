@@ -20,6 +20,9 @@ class NotGiven(Enum):
 
     BATCH_SIZE = "no batch_size"
 
+    def __repr__(self) -> str:  # in signatures that editors show
+        return "required"
+
 
 _SAMPLES_ARE_SHUFFLED = "order=ll.data.in_order() for shuffle=False; samples are shuffled by default"
 _INSTEAD = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from looplib._core import trees
+from looplib._core.calls import Call, Code, remember
 from looplib._core.checks import check_optional_count
 from looplib._core.interrupts import interruptible
 from looplib._core.kinds import instances_are
@@ -77,6 +78,7 @@ class Loader:
     source: Source
     _move: Callable[[Any], Any]
     left_out: frozenset[Any] = frozenset()
+    call: Call | None = field(default=None, init=False)
 
     def __call__(self, state: TrainState) -> Iterator[Any]:
         check_state(state, "for batch in loader(state)")
@@ -216,7 +218,7 @@ class Loader:
 
     def __repr__(self) -> str:
         batches = f"{self.source.length} batches" if isinstance(self.source, Samples) else "a stream"
-        return f"Loader({type(self.dataset).__name__}, {batches}, batch_size={self.batch_size}, seed={self.seed})"
+        return f"{self.call}  # {batches}"
 
 
 def make_loader(
@@ -355,7 +357,12 @@ def make_loader(
             order.distinct,
         )
         source = _samples_source(epochs, _epoch_length(epochs, order, size), dataset, size, collate, options)
-    return Loader(dataset, size, seed, order, drop_last, limit, divide, source, move)
+    settings = {"order": order, "seed": seed, "drop_last": drop_last, "limit": limit, "divide": divide}
+    settings |= {"collate_fn": collate_fn, "device": device, **dataloader_options}
+    if isinstance(order, shuffled):  # the default
+        del settings["order"]
+    made = Loader(dataset, size, seed, order, drop_last, limit, divide, source, move)
+    return remember(made, make_loader, Code(type(dataset).__name__), batch_size=batch_size, **settings)
 
 
 def _samples_source(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from looplib._core.calls import remember
 from looplib.data._loader import Loader
 from looplib.data._plan import Plan, listed
 from looplib.data._samples import Samples
@@ -62,6 +63,6 @@ def without_samples(loader: Loader, rows: Iterable[Any] | Tensor) -> Loader:
             )
         return plan
 
-    return dataclasses.replace(
-        loader, source=dataclasses.replace(source, plan=plan_of), left_out=loader.left_out | gone
-    )
+    planned_without = dataclasses.replace(source, plan=plan_of)
+    without = dataclasses.replace(loader, source=planned_without, left_out=loader.left_out | gone)
+    return remember(without, without_samples, loader, sorted(gone, key=repr))

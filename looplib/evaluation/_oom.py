@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
+from looplib._core.calls import remember
 from looplib._core.checks import check_optional_count
 from looplib._core.kinds import checked, mark_alike
 from looplib._core.memory import half, out_of_memory
@@ -77,7 +78,9 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
             return found[0][1]
         return _together([batch_size(piece) for piece, _ in found], [out for _, out in found])
 
-    return mark_alike(cast(Step, splitting), "split_on_oom", step)
+    made = mark_alike(cast(Step, splitting), "split_on_oom", step)
+    remembered: Step = remember(made, split_on_oom, step, size=size, batch_size=batch_size)
+    return remembered
 
 
 def _check_split(step: Any, size: Any) -> None:

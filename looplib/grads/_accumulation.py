@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.calls import remember
 from looplib._core.checks import check_optional_count
 from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.kinds import made
@@ -89,7 +90,10 @@ def accumulate(
             pieces = split(batch, count, sizes, batch_size)
         return over(grad_fn, state, pieces, count, part, dtype)
 
-    return kept(accumulated, "accumulate", grad_fn)
+    made = kept(accumulated, "accumulate", grad_fn)
+    return remember(
+        made, accumulate, grad_fn, microbatches=microbatches, size=size, dtype=dtype, batch_size=batch_size
+    )
 
 
 def over(

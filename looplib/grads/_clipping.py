@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.calls import remember
 from looplib._core.checks import check_argument
 from looplib._core.ranks import is_sharded
 from looplib._objective import multiply
@@ -58,7 +59,8 @@ def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0
             multiply(out.grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return out._replace(metrics={**out.metrics, "grad_norm": Mean(norm)})
 
-    return of_whole_step("clip_by_global_norm", clipped, grad_fn)
+    made = of_whole_step("clip_by_global_norm", clipped, grad_fn)
+    return remember(made, clip_by_global_norm, grad_fn, max_norm, norm_type=norm_type)
 
 
 def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -121,4 +123,5 @@ def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
         torch_private.foreach_clamp_max_(grads, max_value)
         return out
 
-    return of_whole_step("clip_by_value", clipped, grad_fn)
+    made = of_whole_step("clip_by_value", clipped, grad_fn)
+    return remember(made, clip_by_value, grad_fn, max_value)

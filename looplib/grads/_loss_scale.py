@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from looplib._core.calls import remember
 from looplib._objective import multiply
 from looplib.gradients import check_scalable, of_whole_step
 from looplib.metrics._mean import Mean
@@ -66,4 +67,5 @@ def scale_loss(grad_fn: GradFn) -> GradFn:
         multiply(out.grads, torch.where(_finite(out.grads.values()).to(factor.device), factor, torch.nan))
         return out._replace(metrics={**out.metrics, "loss_scale": Mean(scale)}, scale=None)
 
-    return of_whole_step("scale_loss", scaled, grad_fn, scaled=True)
+    made = of_whole_step("scale_loss", scaled, grad_fn, scaled=True)
+    return remember(made, scale_loss, grad_fn)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from looplib._core.calls import remember
 from looplib._core.checks import check_optional_count
 from looplib._core.collective import named, raise_of
 from looplib._core.engines import PassFailed
@@ -109,7 +110,8 @@ def retry_on_oom(
             out = _finished(out, finish, state, part)
         return out._replace(metrics={**out.metrics, "microbatch_size": Mean(round(size))})
 
-    return kept(retrying, "retry_on_oom", grad_fn, whole_step=True)
+    made = kept(retrying, "retry_on_oom", grad_fn, whole_step=True)
+    return remember(made, retry_on_oom, grad_fn, size=size, batch_size=batch_size)
 
 
 class _Outcome(NamedTuple):

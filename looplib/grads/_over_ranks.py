@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from looplib._core import ranks as _ranks
+from looplib._core.calls import remember
 from looplib._objective import mean_over_ranks
 from looplib.gradients import check_parts
 from looplib.grads._wrapper import kept
@@ -60,4 +61,5 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
             )
         return mean_over_ranks(out, state.params)
 
-    return kept(reduced, "reduce_gradients", grad_fn)
+    made = kept(reduced, "reduce_gradients", grad_fn)
+    return remember(made, reduce_gradients, grad_fn)

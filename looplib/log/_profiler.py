@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from looplib._core.calls import remember
 from looplib._core.kinds import check_kind, checked, mark_alike
 from looplib._core.ranks import rank
 from looplib.predicates._predicate import Predicate
@@ -88,7 +89,8 @@ def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLik
             write, finish = finish, None
             write()
 
-    return mark_alike(step, "profiled", train_step)
+    made = mark_alike(step, "profiled", train_step)
+    return remember(made, profiled, train_step, when, directory, **options)
 
 
 def _state_after(out: Any, before: TrainState) -> TrainState:

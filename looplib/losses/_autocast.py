@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from looplib._core.calls import remember
 from looplib._core.kinds import check_kind
 
 R = TypeVar("R")
@@ -53,4 +54,4 @@ def autocast(
         with torch.autocast(device, dtype=dtype, enabled=enabled):
             return function(model, batch)
 
-    return casted
+    return remember(casted, autocast, function, dtype, enabled=enabled)

@@ -20,6 +20,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
+from looplib._core.calls import remember
 from looplib._core.kinds import check_kind
 
 R = TypeVar("R")
@@ -90,7 +91,7 @@ def recompute(
                 _interrupts.end_hold(thread)
                 _interrupts.deliver()
 
-    return recomputing
+    return remember(recomputing, recompute, loss_fn, modules)
 
 
 def choice(modules: Any) -> Callable[[str, nn.Module], bool]:

@@ -18,6 +18,9 @@ class NotGiven(Enum):
 
     LR = "no lr"
 
+    def __repr__(self) -> str:  # in signatures that editors show
+        return "required"
+
 
 _NO_RATES = bool, str, list, tuple, Mapping
 

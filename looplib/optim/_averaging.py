@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.calls import remember
 from looplib._core.checks import check_argument, is_count
 from looplib._core.kinds import check_kind
 from looplib._core.ranks import shards
@@ -67,7 +68,8 @@ def ema(
     def weight(count: int) -> float:
         return 1 - (decay(count) if callable(decay) else decay)
 
-    return _averaging(optimizer, weight, start, every, buffers)
+    averaged = _averaging(optimizer, weight, start, every, buffers)
+    return remember(averaged, ema, optimizer, decay=decay, start=start, every=every, buffers=buffers)
 
 
 def ema_warmup(decay: float) -> Callable[[int], float]:
@@ -110,7 +112,8 @@ def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = Fal
     bitwise that of `torch.optim.swa_utils.AveragedModel` with `get_swa_multi_avg_fn()`, except for float64 weights,
     where torch rounds each contribution to float32.
     """
-    return _averaging(optimizer, lambda count: 1 / (count + 1), start, every, buffers)
+    averaged = _averaging(optimizer, lambda count: 1 / (count + 1), start, every, buffers)
+    return remember(averaged, swa, optimizer, start=start, every=every, buffers=buffers)
 
 
 def _averaging(

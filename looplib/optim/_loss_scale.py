@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.calls import remember
 from looplib._core.tracing import afterwards, where
 from looplib.optim._skipping import NonFiniteGradientsError, all_finite
 from looplib.optim._wrap import Flag, Updated, kept_by_wrappers, wrap
@@ -99,4 +100,11 @@ def dynamic_loss_scale(
                 "lower the learning rate, clip the gradients, or look at the batch"
             )
 
-    return wrap(optimizer, init, update)
+    settings = {
+        "init_scale": init_scale,
+        "growth_factor": growth_factor,
+        "backoff_factor": backoff_factor,
+        "growth_interval": growth_interval,
+        "min_scale": min_scale,
+    }
+    return remember(wrap(optimizer, init, update), dynamic_loss_scale, optimizer, **settings)

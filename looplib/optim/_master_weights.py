@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.calls import remember
 from looplib._core.tracing import where
 from looplib.optim._wrap import Flag, Updated, wrap
 from looplib.types import Grads, Optimizer, Params
@@ -87,4 +88,4 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
             return params, buffers
         return {name: tensor.to(params[name].dtype) for name, tensor in chosen.items()}, buffers
 
-    return wrap(optimizer, init, update, evaluation)
+    return remember(wrap(optimizer, init, update, evaluation), master_weights, optimizer, dtype=dtype)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from looplib._core.calls import remember
 from looplib._core.tracing import entered, tracing
 from looplib.optim._arguments import NotGiven, check_class, check_groups, check_lr
 from looplib.optim._closure import lbfgs_update
@@ -114,9 +115,9 @@ def optimizer(
     def kernel() -> str:
         return told(recipe, plans)
 
-    return Optimizer(
-        init, update, evaluation, hyperparameters_at, description_of(cls, recipe.defaults, groups), kernel
-    )
+    description = description_of(cls, recipe.defaults, groups)
+    made = Optimizer(init, update, evaluation, hyperparameters_at, description, kernel)
+    return remember(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)
 
 
 def evaluated(recipe: Recipe, params: Params, opt_state: Any) -> Params:

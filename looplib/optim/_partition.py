@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from looplib._core.calls import remember
 from looplib._core.tracing import on_host
 from looplib.optim._wrap import Flag, Updated, wrap
 from looplib.types import Grads, Optimizer, Params
@@ -89,7 +90,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         }
 
     description = {label: member.description for label, member in optimizers.items()}
-    return Optimizer(init, update, evaluation, numbers, description)
+    return remember(Optimizer(init, update, evaluation, numbers, description), partition, optimizers, label)
 
 
 def _name_within(key: str, name: str) -> str:
@@ -195,4 +196,4 @@ def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimize
         new, inner, applied = optimizer.update(active, opt_state["inner_state"], params, step, when=when, **extra)
         return new, {"inner_state": inner}, applied
 
-    return wrap(optimizer, init, update)
+    return remember(wrap(optimizer, init, update), freeze, optimizer, frozen)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.calls import remember
 from looplib._core.checks import check_argument, check_count
 from looplib._core.ranks import all_ranks, shards, sum_over_ranks
 from looplib._core.tracing import afterwards, tracing, where
@@ -98,7 +99,7 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
             "gradients, or look at the batch; the state is as it was before it"
         )
 
-    return wrap(optimizer, init, update)
+    return remember(wrap(optimizer, init, update), apply_if_finite, optimizer, max_consecutive=max_consecutive)
 
 
 def all_finite(grads: Grads) -> Tensor:
@@ -200,7 +201,13 @@ def skip_spikes(
                 "was before it"
             )
 
-    return wrap(optimizer, init, update)
+    settings: dict[str, Any] = {
+        "window": window,
+        "sigmas": sigmas,
+        "monitor": monitor,
+        "max_consecutive": max_consecutive,
+    }
+    return remember(wrap(optimizer, init, update), skip_spikes, optimizer, **settings)
 
 
 def _value(metrics: Any, name: str) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import ownership
+from looplib._core.calls import remember
 from looplib._core.forgotten import Watch
 from looplib._core.updates import read
 from looplib.gradients import check_history
@@ -63,8 +64,11 @@ def compile_step(
     parts = parts_of(step, "compile_step")
     chosen = {"mode": mode, "options": options, "backend": backend}
     if isinstance(parts, GraphParts):
-        return step_of_graphs(step, parts, parts.compiler.compiled(chosen))
-    return step_of_graphs(step, parts, Compiler(parts.core, parts.donate, chosen, parts.watched))
+        made = step_of_graphs(step, parts, parts.compiler.compiled(chosen))
+    else:
+        made = step_of_graphs(step, parts, Compiler(parts.core, parts.donate, chosen, parts.watched))
+    remembered: S = remember(made, compile_step, step, mode=mode, options=options, backend=backend)
+    return remembered
 
 
 @dataclass(frozen=True, kw_only=True)

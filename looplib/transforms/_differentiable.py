@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from looplib._core import tracing
+from looplib._core.calls import remember
 from looplib._core.cuts import STOPS
 from looplib._core.tracing import UntraceableError
 from looplib.steps import Outcome, parts_of
@@ -106,7 +107,8 @@ def differentiable(train_step: TrainStep) -> TrainStep:
         raise TypeError(f"differentiable got a step of kind {parts.kind!r}: give what ll.make_train_step returned")
     if isinstance(parts, GraphParts):
         parts.compiler.options_for("differentiable")  # compile options make no difference here
-    return step_of_graphs(train_step, parts, _Differentiable(parts.core, parts.watched))
+    made = step_of_graphs(train_step, parts, _Differentiable(parts.core, parts.watched))
+    return remember(made, differentiable, train_step)
 
 
 class _Differentiable(Compiler):

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from looplib._core.calls import remember
 from looplib._core.tracing import Count, UntraceableError
 from looplib.metrics._mean import Mean
 from looplib.steps import Outcome, parts_of
@@ -91,7 +92,8 @@ def vmap_step(step: S, *, own_batches: bool = False) -> S:
     if isinstance(parts, GraphParts):
         options = parts.compiler.options_for("vmap_step")
     compiler = _Stacked(parts.core, parts.donate, options, parts.watched, own_batches)
-    return step_of_graphs(step, parts, compiler)
+    remembered: S = remember(step_of_graphs(step, parts, compiler), vmap_step, step, own_batches=own_batches)
+    return remembered
 
 
 class _Stacked(Compiler):

@@ -1006,11 +1006,9 @@ def test_states_that_are_not_this_loaders():
 
 
 def test_repr():
-    assert repr(make_loader([1, 2, 3], batch_size=2)) == "Loader(list, 2 batches, batch_size=2, seed=0)"
-    assert (
-        repr(make_loader(Counting(), batch_size=None, seed=4))
-        == "Loader(Counting, a stream, batch_size=None, seed=4)"
-    )
+    assert repr(make_loader([1, 2, 3], batch_size=2)) == "ll.make_loader(list, batch_size=2)  # 2 batches"
+    stream = make_loader(Counting(), batch_size=None, seed=4)
+    assert repr(stream) == "ll.make_loader(Counting, batch_size=None, seed=4)  # a stream"
     assert isinstance(make_loader([1], batch_size=None), Loader)
 
 

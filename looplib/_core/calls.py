@@ -1,0 +1,120 @@
+"""Reprs that read as the code that made a thing: `ll.make_train_step(ll.make_grad_fn(Linear, loss_fn), ...)`.
+
+A function that makes another returns `remember(result, itself, *its_arguments)`. What has no short code of its own is
+shown by its name: a module and a dataset by their class, a function by its name, a lambda by its parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from looplib._core import kinds
+
+T = TypeVar("T")
+
+_MANY = 8  # entries of a container that are shown
+_LONG = 200  # characters of a repr, such as a tensor's
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+class Call(NamedTuple):
+    """A call of a factory: the factory, and what it was given."""
+
+    factory: Callable[..., Any]
+    args: tuple[Any, ...]
+    settings: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        defaults = inspect.signature(self.factory).parameters
+        named = [
+            f"{name}={shown(value)}"
+            for name, value in self.settings.items()
+            if name not in defaults or value is not defaults[name].default
+        ]
+        return f"{_public_name(self.factory)}({', '.join([*map(shown, self.args), *named])})"
+
+
+class Code(str):
+    """A text that is code already, such as the name of a class for one of its instances."""
+
+    __slots__ = ()
+
+
+class Function(functools.partial[Any]):
+    """A function whose repr is the call that made it. Python calls it without a line of Python in between."""
+
+    call: Call
+
+    def __repr__(self) -> str:
+        return str(self.call)
+
+
+def remember(made: T, factory: Callable[..., Any], *args: Any, **settings: Any) -> T:
+    """The thing that a factory made, with a repr that is the call. Settings that are the defaults are left out."""
+    call = Call(factory, args, settings)
+    if hasattr(type(made), "call"):
+        object.__setattr__(made, "call", call)  # of a frozen record
+        return made
+    function: Any = Function(made)  # type: ignore[arg-type]
+    vars(function).update(vars(made), call=call)
+    if (record := kinds.made(made)) is not None:
+        kinds.mark(function, record)
+    return function  # type: ignore[no-any-return]
+
+
+def shown(value: Any) -> str:
+    """A value as code would give it.
+
+    >>> shown({"lr": 0.1, "dtype": float, "key": lambda name: name})
+    "{'lr': 0.1, 'dtype': float, 'key': lambda name: ...}"
+    """
+    if inspect.isroutine(value):
+        return _function(value)
+    if isinstance(call := getattr(value, "call", None), Call):
+        return str(call)
+    if isinstance(value, Code):
+        return value
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, (list, tuple, dict)):
+        return _container(value)
+    text = repr(value)
+    if type(value).__module__.startswith("looplib.") and text.startswith(f"{type(value).__name__}("):
+        return text.replace(type(value).__name__, _public_name(type(value)), 1)
+    return f"{type(value).__name__}(...)" if _ADDRESS.search(text) or len(text) > _LONG else text
+
+
+def _function(function: Any) -> str:
+    name: str = getattr(function, "__name__", type(function).__name__)
+    if name != "<lambda>":
+        return name
+    return f"lambda {', '.join(inspect.signature(function).parameters)}: ..."
+
+
+def _container(values: Any) -> str:
+    if len(values) > _MANY:
+        return f"{type(values).__name__} of {len(values)}"
+    if isinstance(values, dict):
+        return f"{{{', '.join(f'{key!r}: {shown(value)}' for key, value in values.items())}}}"
+    inside = ", ".join(map(shown, values))
+    if isinstance(values, list):
+        return f"[{inside}]"
+    return f"({inside},)" if len(values) == 1 else f"({inside})"
+
+
+def _public_name(thing: Any) -> str:
+    """Where users find it: `ll.ema`, `ll.optim.swa`."""
+    looplib, name = sys.modules["looplib"], thing.__name__
+    if getattr(looplib, name, None) is thing:
+        return f"ll.{name}"
+    room = thing.__module__.split(".")[1]
+    return f"ll.{room}.{name}" if getattr(getattr(looplib, room, None), name, None) is thing else name

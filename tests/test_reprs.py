@@ -1,0 +1,155 @@
+"""The repr of what looplib makes is the code that made it; signatures show no sentinels."""
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+import torch
+from public import public_names
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.utils.data import TensorDataset
+
+import looplib as ll
+from looplib._core.calls import shown
+
+MODEL = nn.Linear(2, 1)
+DATA = TensorDataset(torch.ones(8, 2))
+
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+
+def metric_fn(model, batch):
+    return {"loss": loss_fn(model, batch)}
+
+
+def chosen(name, tensor):
+    return tensor.ndim < 2
+
+
+def days(epoch, generator):
+    return [epoch % 3, 5, 6, 7]
+
+
+def frozen(name, step):
+    return step < 10
+
+
+# In a repr a module and a dataset are the name of their class.
+NAMES = {name: value for name, value in globals().items() if name in ("SGD", "AdamW", "torch", "ll")}
+NAMES |= {function.__name__: function for function in (loss_fn, metric_fn, chosen, days, frozen)}
+NAMES |= {"Linear": MODEL, "ReLU": nn.ReLU, "TensorDataset": DATA, "range": range(8)}
+
+OPTIMIZERS = [
+    "ll.optimizer(AdamW, lr=0.001)",
+    "ll.optimizer(AdamW, lr=0.001, betas=(0.9, 0.95), fused=False)",
+    "ll.optimizer(AdamW, lr=0.001, groups=[(chosen, {'weight_decay': 0.0})])",
+    "ll.optimizer(SGD, lr=ll.warmup_cosine(peak=0.001, warmup=10, total=100, final=0.0))",
+    "ll.ema(ll.optimizer(AdamW, lr=0.001), decay=0.9)",
+    "ll.ema(ll.optimizer(AdamW, lr=0.001))",
+    "ll.optim.swa(ll.optim.skip_spikes(ll.optimizer(AdamW, lr=0.001), sigmas=4.0), start=10)",
+    "ll.optim.freeze(ll.optim.apply_if_finite(ll.optimizer(SGD, lr=0.1), max_consecutive=3), frozen)",
+    "ll.optim.master_weights(ll.optim.dynamic_loss_scale(ll.optimizer(AdamW, lr=0.001), growth_interval=100))",
+    "ll.contrib.lookahead(ll.optimizer(AdamW, lr=0.001), sync_period=5)",
+    "ll.optim.partition({'a': ll.optimizer(AdamW, lr=0.001)}, chosen)",
+]
+GRAD_FN = "ll.make_grad_fn(Linear, loss_fn)"
+GRAD_FNS = [
+    GRAD_FN,
+    "ll.make_grad_fn(Linear, ll.autocast(ll.losses.recompute(loss_fn, ReLU), torch.float16))",
+    "ll.make_grad_fn(Linear, loss_fn, trainable=chosen, allow_unused=True)",
+    f"ll.clip_by_global_norm(ll.accumulate({GRAD_FN}, microbatches=4), 1.0)",
+    f"ll.grads.clip_by_value(ll.grads.retry_on_oom({GRAD_FN}, size=4), 0.5)",
+    f"ll.grads.scale_loss(ll.grads.reduce_gradients({GRAD_FN}))",
+    f"ll.contrib.sam({GRAD_FN}, 0.1, adaptive=True)",
+    f"ll.contrib.adaptive_grad_clip({GRAD_FN}, 0.02, applies=chosen)",
+    "ll.contrib.add_noise(ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(Linear, loss_fn), 1.0), 1.0, 1.1)",
+    "ll.contrib.gradient_noise_scale(ll.contrib.make_per_sample_grad_fn(Linear, loss_fn))",
+    "ll.contrib.make_contrastive_grad_fn(Linear, loss_fn, loss_fn, microbatches=2)",
+]
+STEP = f"ll.make_train_step({GRAD_FN}, ll.optimizer(AdamW, lr=0.001))"
+STEPS = [
+    STEP,
+    f"ll.make_train_step({GRAD_FN}, ll.ema(ll.optimizer(AdamW, lr=0.001)), donate=True)",
+    f"ll.compile_step({STEP}, backend='eager')",
+    f"ll.vmap_step({STEP}, own_batches=True)",
+    f"ll.transforms.differentiable({STEP})",
+    f"ll.log.profiled({STEP}, ll.at_step(10), 'runs')",
+    "ll.make_eval_step(Linear, metric_fn)",
+    "ll.evaluation.split_on_oom(ll.make_predict_step(Linear, loss_fn), size=4)",
+]
+LOADERS = [
+    "ll.make_loader(TensorDataset, batch_size=4)",
+    "ll.make_loader(TensorDataset, batch_size=4, seed=3, drop_last=True, limit=1)",
+    "ll.make_loader(TensorDataset, batch_size=4, order=ll.data.in_order())",
+    "ll.make_loader(range, batch_size=2, order=ll.data.sampler(days))",
+    "ll.data.without_samples(ll.make_loader(TensorDataset, batch_size=4), [1, 5])",
+]
+SCHEDULES = [
+    "warmup_cosine(peak=0.001, warmup=10, total=100, final=0.0)",
+    "step_decay(start=0.1, every=3, factor=0.5)",
+]
+PREDICATES = ["((every_n_steps(500) & ~at_epoch_end()) | at_step(1))", "every_n_steps(5).between(8, 25)"]
+
+
+def code_of(thing):
+    """The repr without what a comment adds: the kernel, the number of batches."""
+    return repr(thing).partition("  # ")[0]
+
+
+@pytest.mark.parametrize("kind", ["optimizers", "grad_fns", "steps", "loaders"])
+def test_the_repr_is_the_code_that_made_it(kind):
+    for code in globals()[kind.upper()]:
+        assert code_of(eval(code, NAMES)) == code
+
+
+def test_schedules_and_predicates_read_as_code():
+    names = {**vars(ll.schedules), **vars(ll.predicates)}
+    for code in [*SCHEDULES, *PREDICATES]:
+        assert repr(eval(code, names)) == code
+
+
+def test_comments_say_what_code_does_not():
+    assert repr(ll.make_loader(DATA, batch_size=3)).endswith("  # 3 batches")
+    assert "  # kernel: fused" in repr(ll.optimizer(AdamW, lr=0.1))
+
+
+def test_what_has_no_code_is_shown_by_its_name(tmp_path):
+    optimizer = ll.optimizer(SGD, lr=lambda step: 0.1)
+    assert code_of(optimizer) == "ll.optimizer(SGD, lr=lambda step: ...)"
+    assert shown(list(range(20))) == "list of 20"
+    assert shown(torch.zeros(1000)) == "Tensor(...)"
+    assert shown(object()) == "object(...)"
+
+
+def test_an_optimizer_with_an_update_of_ones_own_does_not_claim_to_be_the_inner_one():
+    inner = ll.optimizer(SGD, lr=0.1)
+    own = dataclasses.replace(inner, update=lambda grads, opt_state, params, step: (params, opt_state, True))
+    assert repr(own).startswith("Optimizer(class='torch.optim.sgd.SGD', lr=0.1")
+
+
+def test_a_wrapper_of_ones_own_within_a_step_is_shown_by_its_name():
+    inner = ll.make_grad_fn(MODEL, loss_fn)
+
+    def halved(state, batch, part=ll.types.Part()):  # noqa: B008
+        return inner(state, batch, part)
+
+    step = ll.make_train_step(halved, ll.optimizer(SGD, lr=0.1))
+    assert repr(step) == "ll.make_train_step(halved, ll.optimizer(SGD, lr=0.1))"
+
+
+def test_a_remembered_function_is_called_as_before():
+    step = ll.make_train_step(ll.make_grad_fn(MODEL, loss_fn), ll.optimizer(SGD, lr=0.1))
+    assert list(inspect.signature(step).parameters) == ["state", "batch"]
+    state, metrics = step(ll.init_state(MODEL, ll.optimizer(SGD, lr=0.1)), batch=torch.ones(4, 2))
+    assert state.step == 1
+    assert list(metrics) == ["loss"]
+
+
+def test_signatures_show_no_sentinels():
+    for name, value in public_names().items():
+        if inspect.isfunction(value):
+            assert not re.search(r"inspect\._empty|object at 0x|<class|<\w+\.", str(inspect.signature(value))), name
