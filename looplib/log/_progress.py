@@ -63,8 +63,8 @@ class progress(Generic[T]):
     `len()` of the bar of an epoch is the number of batches from the state's position to its end.
 
     Raises:
-        TypeError: `batches` is neither a function of the state nor, with a state, iterable; `step` is no step; `len()` of
-            a run or of a stream.
+        TypeError: `batches` is neither a function of the state nor, with a state, iterable; `step` is not callable; or
+            `len()` is called for a run or a stream.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class progress(Generic[T]):
             )
 
     def _begin(self, batches: Iterable[T], state: TrainState) -> None:
-        """Begin an epoch: of a run, in the bar that is there."""
+        """Start an epoch. In a run, the existing bar continues."""
         length, run = state.epoch_length, self._loader is not None
         self._left = None if length is None else length - state.batch
         done = state.epoch * length + state.batch if run and length else state.batch
@@ -125,7 +125,7 @@ class progress(Generic[T]):
         return bar
 
     def __call__(self, state: TrainState) -> Iterator[T]:
-        """The batches of the state's epoch, shown in the bar of the run."""
+        """Return the batches of the state's epoch, shown in the run's bar."""
         if self._loader is None:
             raise TypeError(
                 "a bar of one epoch is iterated over; for one bar for a run, write ll.progress(loader, epochs=10)"
@@ -166,18 +166,19 @@ class progress(Generic[T]):
         return batch
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show these metrics from the next redraw on, beside those of other names that were shown before.
+        """Show these metrics from the next redraw on, together with earlier ones of different names.
 
         >>> import looplib as ll
         >>> bar = ll.progress([1], ll.TrainState(epoch_length=1))
         >>> for batch in bar:
         ...     bar.show({"loss": ll.Mean(0.5)})
 
-        Numbers are shown: of the metrics that a train step or `ll.evaluate` returned, those whose value is a single
-        one. They stay on their device until the bar is redrawn, so a call costs less than a microsecond. Of a stack
-        (`vmap_step`), the mean over the members whose value is finite is shown.
+        Pass the metrics returned by a train step or `ll.evaluate`. Those whose value is a single number are shown.
+        They stay on their device until the bar is redrawn, so a call takes less than a microsecond. For a stack
+        (`vmap_step`), the bar shows the mean over the members whose value is finite.
 
-        Raises TypeError if `metrics` is no mapping.
+        Raises:
+            TypeError: `metrics` is not a mapping.
         """
         check_type("bar.show got", metrics, Mapping, "give the metrics that the train step returned")
         self._text.metrics.update(metrics)
@@ -205,7 +206,7 @@ class _Loop(Generic[T]):
         try:
             return next(self._progress)
         except StopIteration:
-            self._begun = False  # the bar of a run waits for the next epoch
+            self._begun = False  # a run's bar waits for the next epoch
             raise
 
     def __del__(self) -> None:
@@ -214,7 +215,7 @@ class _Loop(Generic[T]):
 
 
 class _Text:
-    """The text behind the bar: the metrics, and the seconds that the step took to compile meanwhile."""
+    """Text behind the bar: the metrics, and the seconds that the step spent compiling."""
 
     def __init__(self, step: Any) -> None:
         self.metrics: dict[str, Any] = {}  # not read yet
@@ -228,13 +229,13 @@ class _Text:
         return seconds
 
     def read(self) -> None:
-        """Bring the metrics to the host.
+        """Copy the metrics to the CPU.
 
         This must not happen on another thread (tqdm.write redraws in its caller's), which has a different current
         stream and would read a tensor that is not written yet.
         """
         if self.metrics and threading.get_ident() == self._thread:
-            metrics, self.metrics = self.metrics, {}  # once, also if it fails: closing the bar reads again
+            metrics, self.metrics = self.metrics, {}  # only once, even if it fails: closing the bar reads again
             for name, metric in metrics.items():
                 if (value := _number(metric)) is not None:
                     self._shown[name] = f"{name}={value:.4g}"
@@ -246,7 +247,7 @@ class _Text:
 
 
 def _number(metric: Any) -> float | None:
-    """The value of a metric if it is one number; of a stack, the mean over the members whose value is finite."""
+    """Value of a metric with a single number, or for a stack, the mean over the members whose value is finite."""
     value = metric.compute() if hasattr(metric, "compute") else metric
     if isinstance(value, Tensor) and value.numel() > 1 and value.dim() == 1:
         value = value.double() if not value.is_floating_point() else value
@@ -278,7 +279,7 @@ class _Output:
             display(self._box)  # type: ignore[no-untyped-call, unused-ignore]
 
     def at_the_end(self, close: Callable[[], None]) -> None:
-        """Call `close` when the cell is done."""
+        """Call `close` when the cell has finished."""
         events = self._place[0].events  # type: ignore[index]
 
         def end() -> None:
@@ -323,16 +324,16 @@ def _bar_class() -> Any:
             return super().refresh(nolock=nolock, lock_args=lock_args)
 
         def close_with_the_cell(self, close: Callable[[], None]) -> None:
-            """In a notebook, call `close` when the cell is done."""
+            """In a notebook, call `close` when the cell has finished."""
             if self._shared:
                 output.at_the_end(close)
 
         def close(self, finished: bool = False) -> None:
-            # A device that failed has raised where it was used; the bar then keeps the metrics that it had.
+            # A failed device has already raised elsewhere; the bar keeps its last metrics.
             with suppress(RuntimeError):
                 self._read()
             super().close()
-            shared = getattr(self, "_shared", False)  # it has none if tqdm refused its options
+            shared = getattr(self, "_shared", False)  # missing if tqdm refused its options
             if shared and not self.leave and (finished or not (self.total and self.n < self.total)):
                 output.remove(self.container)
 

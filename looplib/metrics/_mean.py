@@ -55,7 +55,7 @@ class Mean(NamedTuple):
         return torch.tensor(float(self.total), dtype=torch.float32 if narrow else torch.float64) / self.weight
 
     def item(self) -> float:
-        """The value as a Python float, as of a tensor; a device is waited for."""
+        """Return the value as a Python float, like `Tensor.item`. Waits for the device."""
         return float(self)
 
     def __float__(self) -> float:
@@ -65,7 +65,7 @@ class Mean(NamedTuple):
         return format(float(self), spec) if spec else str(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        import numpy as np  # which has called this: to it, a list of tuples would be a matrix
+        import numpy as np  # NumPy has called this; it would take a list of tuples for a matrix
 
         return np.array(float(self), dtype=dtype)
 
@@ -77,13 +77,13 @@ def _not_a_number(self: Mean, *others: Any) -> NoReturn:
     )
 
 
-# A tuple would compare and join them field by field.
+# As a tuple, it would be compared and concatenated field by field.
 for _name in ("add", "radd", "mul", "rmul", "sub", "rsub", "truediv", "rtruediv", "lt", "le", "gt", "ge"):
     setattr(Mean, f"__{_name}__", _not_a_number)
 
 
 def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
-    """Sum of the values, each counted so many times as `times` says, in few operations."""
+    """Sum of the values, each multiplied by its entry of `times`, in few operations."""
     pairs = list(zip(values, times, strict=True))
     number = sum([value * n for value, n in pairs if not isinstance(value, Tensor)])
     tensors = [value for value in values if isinstance(value, Tensor)]
