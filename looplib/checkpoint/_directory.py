@@ -51,12 +51,12 @@ def new_entry(folder: Path, step: int) -> Entry:
     return Entry(folder / f"{_WRITING}{target.name}-{uuid.uuid4().hex[:6]}", target)
 
 
-def put(entry: Entry, parts: Parts, about: Mapping[str, Any], helped: bool = True) -> None:
+def put(entry: Entry, parts: Parts, about: Mapping[str, Any], in_thread: bool = True) -> None:
     """Write a new entry. If it cannot be completed, nothing is left behind."""
     try:
-        with told(entry.target, parts.size()):
+        with naming_the_checkpoint(entry.target, parts.size()):
             entry.writing.mkdir()
-            write(entry.writing, parts, about, helped)
+            write(entry.writing, parts, about, in_thread)
             take_place(entry)
     except BaseException:
         clear(entry.writing)
@@ -127,7 +127,7 @@ def clear(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def told(target: Path, size: int) -> Iterator[None]:
+def naming_the_checkpoint(target: Path, size: int) -> Iterator[None]:
     """Re-raise an OSError with the name of what could not be saved and the free space on the disk."""
     try:
         yield

@@ -201,9 +201,9 @@ def _span(leaf_path: str, tensor: Tensor) -> _Span:
     return _Span(leaf_path, tensor, str(tensor.dtype).removeprefix("torch."), low, high)
 
 
-def write(directory: Path, parts: Parts, about: Mapping[str, Any], helped: bool = True) -> None:
-    """Write and sync both files into an empty directory. If `helped`, a thread computes the checksums."""
-    data, size = write_data(directory / DATA, parts.runs, parts.ready, helped)
+def write(directory: Path, parts: Parts, about: Mapping[str, Any], in_thread: bool = True) -> None:
+    """Write and sync both files into an empty directory. If `in_thread`, another thread computes the checksums."""
+    data, size = write_data(directory / DATA, parts.runs, parts.ready, in_thread)
     write_manifest(directory, parts, {"format": WHOLE, **about, "bytes": size, "data": data})
 
 
@@ -223,7 +223,7 @@ def write_document(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def write_data(
-    path: Path, runs: Sequence[_Run], ready: Sequence[torch.Event], helped: bool
+    path: Path, runs: Sequence[_Run], ready: Sequence[torch.Event], in_thread: bool
 ) -> tuple[dict[str, dict[str, int]], int]:
     """Write the runs of bytes, and return each run's offset and checksum and the file's size."""
     head, offsets = _header(runs)
@@ -239,7 +239,7 @@ def write_data(
                 position = start + offset
                 source = run.source().cpu()
                 view = bytes_of(source)
-                checksum = _checksum_beside(pool, view) if helped else partial(zlib.crc32, view)
+                checksum = _checksum_beside(pool, view) if in_thread else partial(zlib.crc32, view)
                 for low in range(0, len(view), _CHUNK):
                     _write_all(descriptor, view[low : low + _CHUNK])
                     _start_writeback(descriptor, position + low, _CHUNK)

@@ -91,7 +91,8 @@ def checkpoint_io(
         describe: further settings of the run by name, stored in each checkpoint, such as `{"augment": True}` or
             `{"loader": loader, **vars(args)}`. Optimizer, loader and seed are known without it (see
             `CheckpointIO`). If the loader is included, `restore` compares it at once, and can also continue within an
-            epoch with a different batch size.
+            epoch with a different batch size. Leave out what may change from run to run, such as the number of
+            epochs.
 
     Raises:
         ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.
@@ -309,13 +310,13 @@ class CheckpointIO:
 
     def _write(self, entry: Entry, parts: Parts, about: Mapping[str, Any], ranks: Together) -> None:
         # In the background, this method keeps the CheckpointIO, and therefore its lock, alive until it is done.
-        helped = not self._asynchronous
+        in_thread = not self._asynchronous
         if parts.sharded:
             from looplib.checkpoint import _shards  # takes a second or two to import, so only for sharded states
 
-            _shards.put(ranks, entry, parts, about, helped)
+            _shards.put(ranks, entry, parts, about, in_thread)
         else:
-            ranks.on_first(lambda: put(entry, parts, about, helped))
+            ranks.on_first(lambda: put(entry, parts, about, in_thread))
         ranks.on_first(self._rotate)
 
     def _rotate(self) -> None:

@@ -41,13 +41,13 @@ def put(
     entry: Entry,
     parts: Parts,
     about: Mapping[str, Any],
-    helped: bool,
+    in_thread: bool,
 ) -> None:
     """Write a new entry on all ranks together. If one of them fails, nothing is left behind."""
     try:
         save(
             parts.sharded,
-            storage_writer=_Writer(entry, parts, about, helped),
+            storage_writer=_Writer(entry, parts, about, in_thread),
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=ranks.group,
         )
@@ -62,8 +62,8 @@ def put(
 
 
 class _Writer(StorageWriter):
-    def __init__(self, entry: Entry, parts: Parts, about: Mapping[str, Any], helped: bool) -> None:
-        self.entry, self.parts, self.about, self.helped = entry, parts, about, helped
+    def __init__(self, entry: Entry, parts: Parts, about: Mapping[str, Any], in_thread: bool) -> None:
+        self.entry, self.parts, self.about, self.in_thread = entry, parts, about, in_thread
         self.rank = distributed.get_rank()
         self.first = False
         self.data: dict[str, Any] = {}  # facts about the first rank's file of unsharded tensors
@@ -79,22 +79,22 @@ class _Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with _directory.told(self.entry.target, self.parts.size()):
+        with _directory.naming_the_checkpoint(self.entry.target, self.parts.size()):
             self.entry.writing.mkdir()
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
-        with _directory.told(self.entry.target, self.parts.size()):
+        with _directory.naming_the_checkpoint(self.entry.target, self.parts.size()):
             if self.first:
                 self.data, self.size = write_data(
-                    self.entry.writing / DATA, self.parts.runs, self.parts.ready, self.helped
+                    self.entry.writing / DATA, self.parts.runs, self.parts.ready, self.in_thread
                 )
             parts = {item.index.fqn: self.parts.locals[item.index.fqn] for item in plan.items}
             runs = runs_of({leaf_path: part for leaf_path, part in parts.items() if part.numel()})
             if runs:
                 name = f"tensors-{self.rank:05d}.safetensors"
-                data, size = write_data(self.entry.writing / name, runs, self.parts.ready, self.helped)
+                data, size = write_data(self.entry.writing / name, runs, self.parts.ready, self.in_thread)
                 for item in plan.items:
                     if (run := data.get(item.index.fqn)) is not None:
                         stored = {**run, "file": name}, list(parts[item.index.fqn].shape), size
@@ -116,7 +116,7 @@ class _Writer(StorageWriter):
             self.data[name], files[run["file"]] = run, size
             offsets = list(result.index.offset or ())
             shards[result.index.fqn]["chunks"].append({"offsets": offsets, "sizes": sizes, "data": name})
-        with _directory.told(self.entry.target, self.parts.size()):
+        with _directory.naming_the_checkpoint(self.entry.target, self.parts.size()):
             described = {"bytes": self.size, "data": self.data, "files": files, "shards": shards}
             write_manifest(self.entry.writing, self.parts, {"format": SHARDED, **self.about, **described})
             _directory.take_place(self.entry)

@@ -55,22 +55,22 @@ class Streamed:
 
     def _pass(self, epoch: int, rank: int, ranks: int, length: int | None) -> Generator[Any, None, None]:
         """The first `length` batches of a pass, or all, with global random streams that persist between batches."""
-        inside, end, count = save_streams(), object(), 0
+        streams_within, end, count = save_streams(), object(), 0
 
         def start(engine: Any) -> Iterator[Any]:
-            nonlocal inside
+            nonlocal streams_within
             engine.dataset.position.copy_(torch.tensor([epoch, rank, ranks]))
             with kept_streams():
                 source: Iterator[Any] = iter(engine)
-                inside = save_streams()
+                streams_within = save_streams()
             return source
 
         with self.engines.run(epoch, start) as source:
             while length is None or count < length:
                 with kept_streams():
-                    restore_streams(inside)
+                    restore_streams(streams_within)
                     batch = next(source, end)
-                    inside = save_streams()
+                    streams_within = save_streams()
                 if batch is end:
                     break
                 count += 1
@@ -120,8 +120,8 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         epoch, self.rank, self.ranks = self.position.tolist()
-        self.here, self.taken = (self.seed, epoch, info.id if info else 0), 0
-        seed_streams(mix(STREAM, *self.here))
+        self.pass_seeds, self.collated_batches = (self.seed, epoch, info.id if info else 0), 0
+        seed_streams(mix(STREAM, *self.pass_seeds))
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         return iter(self.dataset)
@@ -136,12 +136,12 @@ class Stream(IterableDataset[Any]):
         # Draws in collate depend on the rank, so they must not affect the stream, which is the same on all ranks.
         with kept_streams() if self.draws else nullcontext():
             if self.draws:
-                seed_streams(mix(COLLATE, *self.here, self.taken, self.rank))
-                self.taken += 1
+                seed_streams(mix(COLLATE, *self.pass_seeds, self.collated_batches, self.rank))
+                self.collated_batches += 1
             return self._collated(items[low:high]), len(items)
 
     def _collated(self, items: Any) -> Any:
         try:
             return self.collate(items)
         except StopIteration as error:
-            raise ended_early(f"collate_fn, in epoch {self.here[1]} of the stream,") from error
+            raise ended_early(f"collate_fn, in epoch {self.pass_seeds[1]} of the stream,") from error

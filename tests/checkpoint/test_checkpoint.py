@@ -710,11 +710,11 @@ class Gate:
         self.open, self.began, self.parts = threading.Event(), threading.Event(), []
         monkeypatch.setattr(_directory, "write", self.write)
 
-    def write(self, directory, parts, about, helped):
+    def write(self, directory, parts, about, in_thread):
         self.parts.append(parts)
         self.began.set()
         assert self.open.wait(300)
-        write(directory, parts, about, helped)
+        write(directory, parts, about, in_thread)
 
 
 def storages(tree):

@@ -149,17 +149,16 @@ def _unmatched(
     name_of: Mapping[str, str], chosen: Mapping[str, Any], strict: bool, names: Callable[[str], bool] | None
 ) -> list[str]:
     """Missing and unexpected names, in words."""
-    ours = [key for key in name_of if names is None or names(key)]
+    expected = [key for key in name_of if names is None or names(key)]
+    if name_of and not (expected or chosen):
+        return ["names= chose none"]
+    loaded = {name_of.get(key) for key in chosen} - {None}
+    if loaded and not strict:
+        return []
+    missing = [key for key in expected if name_of[key] not in loaded]
     unexpected = [key for key in chosen if key not in name_of]
-    covered = {name_of[key] for key in chosen if key in name_of}
-    missing = [key for key in ours if name_of[key] not in covered]
-    problems = []
-    if strict or not covered:
-        problems += [f"missing {some(missing)}"] if missing else []
-        problems += [f"unexpected {some(unexpected)}{_hint(unexpected, chosen, name_of)}"] if unexpected else []
-    if name_of and not (ours or chosen):
-        problems.append("names= chose none")
-    return problems
+    problems = [f"missing {some(missing)}"] if missing else []
+    return problems + ([f"unexpected {some(unexpected)}{_hint(unexpected, chosen, name_of)}"] if unexpected else [])
 
 
 def _fitted(
