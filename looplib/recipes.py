@@ -47,12 +47,12 @@ def copy(name: str, folder: str | Path = ".") -> Path:
         ValueError: there is no recipe of this name.
         FileExistsError: the folder already holds a file or folder of this name. It is left unchanged.
     """
-    found = _found()
-    if name not in found:
-        near = difflib.get_close_matches(name, found, cutoff=0.7)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(found))}"
+    available = _found()
+    if name not in available:
+        near = difflib.get_close_matches(name, available, cutoff=0.7)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(available))}"
         raise ValueError(f"there is no recipe {name!r}; {hint}")
-    source = found[name]
+    source = available[name]
     target = Path(folder) / source.name
     if target.exists():
         raise FileExistsError(f"{target} is there already, and is left as it is; give another folder, or move it")
@@ -67,10 +67,10 @@ def copy(name: str, folder: str | Path = ".") -> Path:
 
 def _found() -> dict[str, Path]:
     """Map each recipe's name to its path: scripts, folders with a script, and pages."""
-    here = Path(__file__).parent
-    folder = here / "_recipes"  # in an installed wheel
+    package = Path(__file__).parent
+    folder = package / "_recipes"  # in an installed wheel
     if not folder.is_dir():
-        folder = here.parent / "recipes"  # in a checkout
+        folder = package.parent / "recipes"  # in a checkout
     scripts = list(folder.glob("*.py")) + [path.parent for path in folder.glob("*/*.py")]
     pages = [path for path in folder.glob("*.md") if path.name != "README.md"]  # the index page
     return {path.stem: path for path in scripts} | {path.name: path for path in pages}
@@ -111,15 +111,15 @@ def _main() -> None:
     copying = commands.add_parser("copy", help="copy one into a folder, which is never overwritten")
     copying.add_argument("name", help="as `list` gives it")
     copying.add_argument("folder", nargs="?", default=".", help="this one, unless given")
-    given = parser.parse_args()
-    if given.command == "list":
-        found = _found()
-        width = max(map(len, found), default=0)
-        for name in sorted(found):
-            print(f"{name:{width}}  {next(iter(_opening(found[name])), '')}".rstrip())
+    arguments = parser.parse_args()
+    if arguments.command == "list":
+        available = _found()
+        width = max(map(len, available), default=0)
+        for name in sorted(available):
+            print(f"{name:{width}}  {next(iter(_opening(available[name])), '')}".rstrip())
         return
     try:
-        recipe = copy(given.name, given.folder)
+        recipe = copy(arguments.name, arguments.folder)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     lines = _commands(recipe)

@@ -93,8 +93,8 @@ def _whole(seed: Any) -> int:
         raise TypeError(f"seed is {named(seed)}; give a whole number") from None
 
 
-def _describe(thing: Any) -> str:
-    return f"the class {thing.__name__}" if isinstance(thing, type) else f"an instance of {type(thing).__name__}"
+def _describe(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"an instance of {type(value).__name__}"
 
 
 def copy_state(state: TrainState) -> TrainState:
@@ -159,17 +159,17 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
     slots = _modules.members(model)
     _modules.check_names("parameters", state.params, slots.params, model)
     _modules.check_names("buffers", state.buffers, slots.buffers, model)
-    own = {"params": _modules.tensors(slots.params), "buffers": _modules.tensors(slots.buffers)}
-    if all(getattr(state, tree)[name] is own[tree][name] for tree in own for name in own[tree]):
+    targets = {"params": _modules.tensors(slots.params), "buffers": _modules.tensors(slots.buffers)}
+    if all(getattr(state, tree)[name] is targets[tree][name] for tree in targets for name in targets[tree]):
         return state
     forgotten.bound(model)
     bound = copy_state(state)
-    ownership.claim("ll.bind(model, state)", ownership.tensors_in(own)).wrote()
+    ownership.claim("ll.bind(model, state)", ownership.tensors_in(targets)).wrote()
     with torch.no_grad():
-        for tree, values in own.items():
+        for tree, values in targets.items():
             for name, tensor in values.items():
                 tensor.copy_(getattr(bound, tree)[name])
-    return bound.replace(**own)
+    return bound.replace(**targets)
 
 
 def end_epoch(state: TrainState) -> TrainState:
@@ -240,8 +240,8 @@ def cast(state: TrainState, dtype: torch.dtype) -> TrainState:
         raise ValueError(f"cast to {dtype}: give a floating-point dtype, such as torch.bfloat16")
 
     def converted(tensor: Tensor) -> Tensor:
-        own = dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.detach().to(own, copy=True).requires_grad_(tensor.requires_grad)
+        to = dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to(to, copy=True).requires_grad_(tensor.requires_grad)
 
     return state.replace(
         params={name: converted(tensor) for name, tensor in state.params.items()},

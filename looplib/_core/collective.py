@@ -47,31 +47,31 @@ class Together:
         """Result of the first rank's work, on all ranks. It must be plain values, since it is pickled."""
         if not self.several:
             return work()
-        found, failure, error = None, None, None
+        result, failure, error = None, None, None
         if self.first:
-            found, failure, error = _tried(0, work)
-        told: list[Any] = [(found, failure)]
-        distributed.broadcast_object_list(told, group=self.group, group_src=0)
-        found, failure = told[0]
+            result, failure, error = _tried(0, work)
+        answers: list[Any] = [(result, failure)]
+        distributed.broadcast_object_list(answers, group=self.group, group_src=0)
+        result, failure = answers[0]
         raise_of({} if failure is None else {0: failure}, self.rank, error)
-        return cast(T, found)
+        return cast(T, result)
 
     def on_each(self, work: Callable[[], T]) -> T:
         """Result of this rank's work, after all ranks have succeeded."""
         if not self.several:
             return work()
-        found, failure, error = _tried(self.rank, work)
+        result, failure, error = _tried(self.rank, work)
         failures = {rank: one for rank, one in enumerate(self.gather(failure)) if one is not None}
         raise_of(failures, self.rank, error)
-        return cast(T, found)
+        return cast(T, result)
 
     def gather(self, value: T) -> list[T]:
         """Values of all ranks in order, on each rank."""
         if not self.several:
             return [value]
-        found: list[Any] = [None] * distributed.get_world_size(self.group)
-        distributed.all_gather_object(found, value, self.group)
-        return found
+        gathered: list[Any] = [None] * distributed.get_world_size(self.group)
+        distributed.all_gather_object(gathered, value, self.group)
+        return gathered
 
     def another(self) -> Together:
         """The same processes with a second group, for one thread on each. All ranks must call this."""
@@ -129,17 +129,17 @@ def named(rank: int, error: BaseException) -> Exception:
         return OSError(error.errno, f"rank {rank}: {error.strerror}", error.filename)
     if isinstance(error, Exception):
         try:
-            found = pickle.loads(pickle.dumps(type(error)(f"rank {rank}: {error}")))
-            if type(found) is type(error):
-                return found
+            copy = pickle.loads(pickle.dumps(type(error)(f"rank {rank}: {error}")))
+            if type(copy) is type(error):
+                return copy
         except Exception:  # a type that needs more than a message
             pass
     return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
-def raise_of(failures: Mapping[int, Exception], rank: int, own: BaseException | None = None) -> None:
+def raise_of(failures: Mapping[int, Exception], rank: int, own_error: BaseException | None = None) -> None:
     """Raise the error of the first rank that failed, if any. An interrupt stays an interrupt on its own rank."""
-    if own is not None and not isinstance(own, Exception):
-        raise own
+    if own_error is not None and not isinstance(own_error, Exception):
+        raise own_error
     if failures:
-        raise failures[min(failures)] from (own if rank == min(failures) else None)
+        raise failures[min(failures)] from (own_error if rank == min(failures) else None)

@@ -125,10 +125,10 @@ def closure_settings(function: Any) -> dict[str, Any]:
     Settings are plain values, records, and functions from elsewhere.
     """
     settings: dict[str, Any] = {}
-    here, functions = function.__qualname__.rpartition(".")[0] + ".", [function]
+    prefix, functions = function.__qualname__.rpartition(".")[0] + ".", [function]
     for inner in functions:
         for name, value in inspect.getclosurevars(inner).nonlocals.items():
-            if isinstance(value, types.FunctionType) and value.__qualname__.startswith(here):
+            if isinstance(value, types.FunctionType) and value.__qualname__.startswith(prefix):
                 functions += [value] if value not in functions else []
             elif _is_setting(value):
                 settings[name] = described(value)
@@ -149,13 +149,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
     Settings that only one of them describes are not compared.
     """
-    found = []
+    changes = []
     for key in dict.fromkeys([*old, *new]):
         if key in old and key in new and old[key] == new[key]:
             continue
         if isinstance(old.get(key), Mapping) and isinstance(new.get(key), Mapping):
-            found += differences(old[key], new[key], f"{prefix}{key} ")
+            changes += differences(old[key], new[key], f"{prefix}{key} ")
         elif prefix or (key in old and key in new):
             values = [str(each[key]) if key in each else "not given" for each in (old, new)]
-            found.append(f"{prefix}{key} was {values[0]}, is {values[1]}")
-    return found
+            changes.append(f"{prefix}{key} was {values[0]}, is {values[1]}")
+    return changes

@@ -87,8 +87,8 @@ class Alone:
         """The normalizer and total weight that all ranks agree on, or None for each if this rank's own applies."""
         return None, None
 
-    def samples(self, own: int, first: bool) -> int:
-        return own
+    def samples(self, count: int, first: bool) -> int:
+        return count
 
     def failure(self, error: Exception, finish: Callable[..., Any]) -> Exception:
         """The exception to raise for an error in a pass."""
@@ -157,7 +157,7 @@ class Together(Alone):
         # With this divisor, the engine's average over ranks is the mean over all samples.
         return self._count() / self.ranks if self._counts(first) else None, total
 
-    def samples(self, own: int, first: bool) -> int:
+    def samples(self, count: int, first: bool) -> int:
         """Number of samples of all ranks, requested once."""
         return round(self._count()) if self._counts(first) else 0
 
@@ -195,7 +195,7 @@ class NoEngine:
             )
         return ALONE
 
-    def lend(self, params: Mapping[str, Tensor], own: Callable[[], Mapping[str, Tensor]]) -> Lent | None:
+    def lend(self, params: Mapping[str, Tensor], module_params: Callable[[], Mapping[str, Tensor]]) -> Lent | None:
         return None
 
     def take_back(self, lent: Lent | None) -> None: ...
@@ -294,11 +294,11 @@ class Engine(NoEngine):
             )
         return None
 
-    def lend(self, params: Mapping[str, Tensor], own: Callable[[], Mapping[str, Tensor]]) -> Lent | None:
+    def lend(self, params: Mapping[str, Tensor], module_params: Callable[[], Mapping[str, Tensor]]) -> Lent | None:
         """Write values into FSDP2's own parameters for the call, since FSDP2 gathers these and ignores the slots."""
         if not self.shards:
             return None
-        own_params = own()
+        own_params = module_params()
         if all(tensor is params[name] for name, tensor in own_params.items()):
             return None
         with torch.no_grad():

@@ -72,7 +72,7 @@ class Guard:
 
     def take(self, signum: int, frame: FrameType | None) -> None:
         global _stopping
-        running = {there.f_code for there in _stack(frame)}
+        running = {inner.f_code for inner in _stack(frame)}
         if signum == signal.SIGINT and not _stopping and _in_body(frame):
             _stopping = True
             with suppress(OSError):  # the reader may be gone: Ctrl-C also ends the `tee` of a pipe
@@ -164,7 +164,7 @@ def _stack(frame: FrameType | None) -> list[FrameType]:
 
 
 def _in_body(frame: FrameType | None) -> bool:
-    return not {(id(there), there.f_code) for there in _stack(frame)}.isdisjoint(_bodies.values())
+    return not {(id(outer), outer.f_code) for outer in _stack(frame)}.isdisjoint(_bodies.values())
 
 
 def _send_later(signum: int) -> None:
@@ -205,9 +205,9 @@ def _stop_if_asked(frame: FrameType) -> None:
 
 def _body(frame: FrameType | None) -> tuple[int, CodeType] | None:
     """Frame of the loop: the first one that is not a function of looplib or a generator in between."""
-    for there in _stack(frame):
-        if not (there.f_code.co_flags & CO_GENERATOR or there.f_globals.get("__name__", "").startswith("looplib.")):
-            return id(there), there.f_code
+    for outer in _stack(frame):
+        if not (outer.f_code.co_flags & CO_GENERATOR or outer.f_globals.get("__name__", "").startswith("looplib.")):
+            return id(outer), outer.f_code
     return None
 
 
@@ -219,7 +219,7 @@ def _leave(loop: object, iterator: Iterator[T]) -> None:
     finally:
         _bodies.pop(loop, None)
         # The garbage collector may have called this while the guard is needed.
-        modules = {there.f_globals.get("__name__") for there in _stack(sys._getframe())}
+        modules = {outer.f_globals.get("__name__") for outer in _stack(sys._getframe())}
         needed = _bodies or _main_thread in _holders or not _STEPS.isdisjoint(modules)
         if not needed and threading.get_ident() == _main_thread:
             if _stopping:  # the loop was left by a break or an error while an interrupt was waiting

@@ -115,39 +115,39 @@ def chain(function: Any) -> Iterator[Made]:
         function = record.inner
 
 
-def kind_of(thing: Any) -> str | None:
+def kind_of(value: Any) -> str | None:
     """One of `KINDS`, or None if it is not certain."""
-    for cls in type(thing).__mro__:
+    for cls in type(value).__mro__:
         if cls in _classes:
             return _classes[cls]
-    if (record := made(thing)) is not None:
+    if (record := made(value)) is not None:
         return record.kind
     # A step made by looplib has `parts`.
-    if (kind := getattr(getattr(thing, "parts", None), "kind", None)) is not None:
+    if (kind := getattr(getattr(value, "parts", None), "kind", None)) is not None:
         return f"{kind}_step"
-    first, second, *_ = [*_positional(thing), "", ""]
+    first, second, *_ = [*_positional(value), "", ""]
     if second and first in _MODELS:
         return "loss_fn"
     return "sink" if second in _VALUES else None
 
 
-def check_kind(thing: Any, who: str, *expected: str, advice: str = "") -> None:
+def check_kind(value: Any, who: str, *expected: str, advice: str = "") -> None:
     """Raise TypeError unless a value is of one of these kinds, or is a plain callable that may be."""
-    kind = kind_of(thing)
+    kind = kind_of(value)
     if kind in expected:
         return
     counts = {KINDS[name][1] for name in expected} - {None}
-    if kind is None and callable(thing) and any(_takes(thing, count) for count in counts if count):
+    if kind is None and callable(value) and any(_takes(value, count) for count in counts if count):
         return
     wanted = " or ".join(dict.fromkeys(KINDS[name][2] for name in expected))
-    raise TypeError(f"{who} got {_named(thing, kind)}; give {wanted}{advice}")
+    raise TypeError(f"{who} got {_named(value, kind)}; give {wanted}{advice}")
 
 
 class WrongKindError(TypeError):
     """A call has shown that a plain function is of a different kind."""
 
 
-def checked(thing: F, who: str, *expected: str, advice: str = "") -> F:
+def checked(value: F, who: str, *expected: str, advice: str = "") -> F:
     """Check a step or gradient function, wrapping plain functions so that errors name the mistake.
 
     A plain function of two arguments may be a function of a model. That shows only when it is called: it fails
@@ -155,27 +155,27 @@ def checked(thing: F, who: str, *expected: str, advice: str = "") -> F:
 
     Raises TypeError as `check_kind` does.
     """
-    check_kind(thing, who, *expected, advice=advice)
-    if kind_of(thing) in expected:
-        return thing
+    check_kind(value, who, *expected, advice=advice)
+    if kind_of(value) in expected:
+        return value
     wanted = " or ".join(KINDS[name][2] for name in expected)
     should = " or ".join(dict.fromkeys(_RETURNS[name][0] for name in expected))
 
-    @functools.wraps(thing)
+    @functools.wraps(value)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
-            out = thing(*args, **kwargs)
+            out = value(*args, **kwargs)
         except (AttributeError, TypeError) as error:
             about_the_state = "'TrainState'" in str(error) or "not TrainState" in str(error)
             if not about_the_state or isinstance(error, WrongKindError):
                 raise
             raise WrongKindError(
-                f"{who} got {_named(thing, None)}, which is called with a state and a batch and failed on the state "
+                f"{who} got {_named(value, None)}, which is called with a state and a batch and failed on the state "
                 f"({error}); give {wanted}"
             ) from error
         if not any(_RETURNS[name][1](out) for name in expected):
             raise WrongKindError(
-                f"{who} got {_named(thing, None)}, which returned {_returned(out)} and should return {should}; "
+                f"{who} got {_named(value, None)}, which returned {_returned(out)} and should return {should}; "
                 f"give {wanted}"
             )
         return out
@@ -213,35 +213,35 @@ def _returned(out: Any) -> str:
     return "None" if out is None else f"a {type(out).__name__}"
 
 
-def _named(thing: Any, kind: str | None) -> str:
-    if (record := made(thing)) is not None:
+def _named(value: Any, kind: str | None) -> str:
+    if (record := made(value)) is not None:
         return f"{KINDS[record.kind][0]} (of {record.name})"
     if kind is not None and kind.endswith("_step"):
         return f"{KINDS[kind][0]} (of make_{kind})"
-    if not inspect.isroutine(thing):
-        return f"a {type(thing).__name__}"
-    parameters = ", ".join(_positional(thing))
-    called = f"{getattr(thing, '__name__', 'a function')}({parameters})"
+    if not inspect.isroutine(value):
+        return f"a {type(value).__name__}"
+    parameters = ", ".join(_positional(value))
+    called = f"{getattr(value, '__name__', 'a function')}({parameters})"
     return called if kind is None else f"{called}, which looks like {KINDS[kind][0]}"
 
 
-def _positional(thing: Any) -> list[str]:
+def _positional(value: Any) -> list[str]:
     """Names of the parameters that can be passed by position."""
-    if isinstance(thing, type) or not callable(thing):
+    if isinstance(value, type) or not callable(value):
         return []
     try:
-        parameters = inspect.signature(thing).parameters.values()
+        parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
         return []
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _takes(thing: Any, count: int) -> bool:
+def _takes(value: Any, count: int) -> bool:
     """True if it can be called with `count` arguments, as far as can be determined."""
-    if isinstance(thing, type):
+    if isinstance(value, type):
         return False
     try:
-        signature = inspect.signature(thing)
+        signature = inspect.signature(value)
     except (TypeError, ValueError):
         return True
     try:

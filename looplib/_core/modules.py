@@ -65,10 +65,10 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def members(model: nn.Module) -> Members:
     instance = f", an instance such as {model.__name__}(...)" if isinstance(model, type) else ""
     check_type("model is", model, nn.Module, f"looplib needs a torch.nn.Module{instance}")
-    found = Members({}, {})
+    all_slots = Members({}, {})
     names: dict[int, str] = {}
     for prefix, module in named_modules(model):
-        for slots, own in ((found.params, own_parameters(module)), (found.buffers, own_buffers(module))):
+        for slots, own in ((all_slots.params, own_parameters(module)), (all_slots.buffers, own_buffers(module))):
             for key, tensor in own.items():
                 if tensor is None:
                     continue
@@ -78,37 +78,37 @@ def members(model: nn.Module) -> Members:
                     )
                 name = names.setdefault(id(tensor), f"{prefix}.{key}".lstrip("."))
                 slots.setdefault(name, []).append((own, key))
-    return found
+    return all_slots
 
 
 def tensors(slots: dict[str, list[Slot]]) -> dict[str, Tensor]:
     return {name: places[0][0][places[0][1]] for name, places in slots.items()}
 
 
-def check_names(what: str, given: Mapping[str, Tensor], slots: dict[str, list[Slot]], model: nn.Module) -> None:
+def check_names(what: str, of_state: Mapping[str, Tensor], slots: dict[str, list[Slot]], model: nn.Module) -> None:
     """Raise unless `given` matches the model in names, shapes and dtypes."""
-    own = tensors(slots)
+    of_model = tensors(slots)
     title = f"the state's {what} are not those of this {type(model).__name__}"
-    if given.keys() != own.keys():
-        missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if of_state.keys() != of_model.keys():
+        missing, unexpected = sorted(of_model.keys() - of_state.keys()), sorted(of_state.keys() - of_model.keys())
         raise ValueError(
             f"{title}: missing {missing or 'none'}, unexpected {unexpected or 'none'}; "
             "make the state with ll.init_state from the same model"
         )
-    for name, tensor in given.items():
-        if tensor.shape != own[name].shape:
+    for name, tensor in of_state.items():
+        if tensor.shape != of_model[name].shape:
             raise ValueError(
-                f"{title}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(own[name].shape)}; "
+                f"{title}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(of_model[name].shape)}; "
                 "make the state with ll.init_state from the same model"
             )
 
 
 def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] | None) -> list[str]:
     """Names of the trained parameters: those selected by `predicate`, or those that require a gradient."""
-    own = tensors(members(model).params)
+    params = tensors(members(model).params)
     chosen = [
         name
-        for name, tensor in own.items()
+        for name, tensor in params.items()
         if (tensor.requires_grad if predicate is None else predicate(name, tensor))
     ]
     if not chosen:

@@ -139,13 +139,13 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 def generations(trees: Iterable[Any]) -> dict[Chain, int]:
     """Chains of these tensors, with their current generations."""
-    found = {}
+    counts = {}
     if _owners:
         for tensor in tensors_in(tuple(trees)):
             owner = _owners.get(_storage(tensor))
             if owner is not None:
-                found[owner[0]] = owner[0].generation
-    return found
+                counts[owner[0]] = owner[0].generation
+    return counts
 
 
 def _stale_chain(tree: Any, seen: dict[Chain, int]) -> Chain | None:

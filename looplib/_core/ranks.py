@@ -59,19 +59,19 @@ def is_first() -> bool:
     return not running() or distributed.get_rank() == 0
 
 
-def host_group(own: Any = None) -> Any:
+def host_group(process_group: Any = None) -> Any:
     """A group that reduces CPU tensors, without waiting for a device; of these ranks, or of another group's.
 
     It is created at the first call, which all ranks must make.
     """
-    own = own or group()
-    if own not in _on_host:
-        if "cpu:" in str(distributed.get_backend_config(own)):
-            _on_host[own] = own
+    process_group = process_group or group()
+    if process_group not in _on_host:
+        if "cpu:" in str(distributed.get_backend_config(process_group)):
+            _on_host[process_group] = process_group
         else:
-            ranks = distributed.get_process_group_ranks(own)
-            _on_host[own] = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return _on_host[own]
+            ranks = distributed.get_process_group_ranks(process_group)
+            _on_host[process_group] = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _on_host[process_group]
 
 
 def any_rank(flag: Tensor | bool) -> bool:
@@ -166,9 +166,9 @@ def gather(value: Any) -> list[Any]:
     """Values of all ranks in order, on each rank. They are pickled, so pass plain values and tensors."""
     if not several():
         return [value]
-    found: list[Any] = [None] * world_size()
-    distributed.all_gather_object(found, value, host_group())
-    return found
+    gathered: list[Any] = [None] * world_size()
+    distributed.all_gather_object(gathered, value, host_group())
+    return gathered
 
 
 # Checked first, since looking up a missing attribute of a tensor takes ten times as long.

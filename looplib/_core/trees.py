@@ -199,13 +199,13 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any, is_leaf: A
 
 def _children_like(node: Node, other: Any) -> Sequence[Any]:
     """Children of another container with the same names, in the order of this one."""
-    there = node_of(other)
-    if there is not None and there.names == node.names:
-        return there.children
-    if there is None or set(there.names) != set(node.names):
-        found = f"a {type(other).__name__}" if there is None else str(list(there.names))
-        raise ValueError(f"two trees differ in their structure: {list(node.names)} and {found}")
-    by_name = dict(zip(there.names, there.children, strict=True))
+    other_node = node_of(other)
+    if other_node is not None and other_node.names == node.names:
+        return other_node.children
+    if other_node is None or set(other_node.names) != set(node.names):
+        structure = f"a {type(other).__name__}" if other_node is None else str(list(other_node.names))
+        raise ValueError(f"two trees differ in their structure: {list(node.names)} and {structure}")
+    by_name = dict(zip(other_node.names, other_node.children, strict=True))
     return [by_name[name] for name in node.names]
 
 
@@ -355,11 +355,11 @@ def split(
         return [indexed[low:high] for low, high in pairwise(bounds)]
 
     parts = _cut(batch, count, cut, len(sizes), None)
-    found = [batch_size(part) for part in parts]
-    if sum(found) != count:
+    part_sizes = [batch_size(part) for part in parts]
+    if sum(part_sizes) != count:
         raise ValueError(
             f"a {type(batch).__name__} of {count} examples cannot be cut: its pieces would have "
-            f"{', '.join(map(str, found))}. Give a batch of tensors (a dict, list, tuple or dataclass), smaller "
+            f"{', '.join(map(str, part_sizes))}. Give a batch of tensors (a dict, list, tuple or dataclass), smaller "
             "batches that need not be cut, or another count (batch_size=)"
         )
     return parts

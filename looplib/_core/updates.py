@@ -85,9 +85,9 @@ def _keywords(function: Any) -> set[str] | None:
 
 
 def _refuse(update: Any, out: Any) -> Any:
-    found = f"{len(out)} values" if isinstance(out, tuple) else f"a {type(out).__name__}"
+    kind = f"{len(out)} values" if isinstance(out, tuple) else f"a {type(out).__name__}"
     raise TypeError(
-        f"{getattr(update, '__qualname__', update)} returned {found}; an optimizer's update returns three, "
+        f"{getattr(update, '__qualname__', update)} returned {kind}; an optimizer's update returns three, "
         "(params, opt_state, applied), where applied is True for an update that was made, and what an inner "
         "optimizer said in a wrapper"
     )

@@ -115,9 +115,9 @@ def make_contrastive_grad_fn(
             for number in range(
                 passes
             ):  # the same number on all ranks, since an engine may wait for the others in each
-                own = min(number, len(batches) - 1)
-                host.start(seeds[own])
-                embeddings.append(embed_fn(model, batches[own]))
+                index = min(number, len(batches) - 1)
+                host.start(seeds[index])
+                embeddings.append(embed_fn(model, batches[index]))
 
         with torch.no_grad():
             host.run(params, lent, seeds[0], body)
@@ -158,9 +158,9 @@ def _floating(embeddings: Any) -> list[Tensor]:
 def _checked(embeddings: Any, count: int) -> Any:
     for path, leaf in trees.leaves(embeddings):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.size(0) != count:
-            found = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"type {type(leaf).__name__}"
+            kind = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"type {type(leaf).__name__}"
             raise ValueError(
-                f"{trees.named(path, 'embeddings')} of a microbatch of {count} samples has {found}: embed_fn must return "
+                f"{trees.named(path, 'embeddings')} of a microbatch of {count} samples has {kind}: embed_fn must return "
                 "tensors with one row for each sample"
             )
     if not _floating(embeddings):
@@ -180,17 +180,17 @@ def _loss_and_grads(
         leaves.append(value.detach().requires_grad_())
         return leaves[-1]
 
-    own, total = trees.map_leaves(leaf_of, embeddings), count
+    embedded, total = trees.map_leaves(leaf_of, embeddings), count
     if several():
         everyone = gather((trees.map_leaves(Tensor.cpu, embeddings), count))
         device = leaves[0].device
         parts = [trees.map_leaves(lambda value: value.to(device), part) for part, _ in everyone]
         counts = [each for _, each in everyone]
-        parts[rank()], total = own, sum(counts)
+        parts[rank()], total = embedded, sum(counts)
         with torch.enable_grad():
-            own = trees.concat(parts, counts)
+            embedded = trees.concat(parts, counts)
     with torch.enable_grad():
-        loss, aux = split_loss(embedding_loss(own))
+        loss, aux = split_loss(embedding_loss(embedded))
         value = mean_of(loss)
     grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(leaves)
     if all(grad is None for grad in grads):

@@ -184,18 +184,18 @@ def _check(
 
 def _again(batches: Any, state: TrainState, count: int) -> Iterator[Any]:
     """This many batches, starting over when they end."""
-    given = 0
-    while given < count:
-        before = given
+    count_read = 0
+    while count_read < count:
+        before = count_read
         for batch in batches(state) if callable(batches) else batches:
             yield batch
-            given += 1
-            if given == count:
+            count_read += 1
+            if count_read == count:
                 return
         state = state.replace(epoch=state.epoch + 1, batch=0)
-        if given == before:
+        if count_read == before:
             raise ValueError(
-                f"the batches ended after {given}, and cannot be read again for {count} steps: give a list, a "
+                f"the batches ended after {count_read}, and cannot be read again for {count} steps: give a list, a "
                 "DataLoader or a loader rather than an iterator, or fewer steps"
             )
 
@@ -207,7 +207,7 @@ def _steepest(lrs: list[float], losses: list[float], averages: list[float], widt
     if len(losses) < width:
         return None
     window = torch.tensor(losses[:end], dtype=torch.float64).unfold(0, width, 1)
-    places = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
-    slopes = window @ places
-    place = int(slopes.argmin())
-    return math.sqrt(lrs[place] * lrs[place + width - 1]) if slopes[place] < 0 else None
+    offsets = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
+    slopes = window @ offsets
+    steepest = int(slopes.argmin())
+    return math.sqrt(lrs[steepest] * lrs[steepest + width - 1]) if slopes[steepest] < 0 else None

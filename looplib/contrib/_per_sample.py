@@ -150,8 +150,8 @@ def _columns_of(batch: Any, samples: int) -> tuple[list[Tensor], Any]:
             columns.append(leaf if samples else leaf.new_zeros(1, *leaf.shape[1:]))
             return _Column(len(columns) - 1)
         if not isinstance(leaf, Tensor) and (hasattr(leaf, "__array__") or listed(leaf)):
-            what = f"{type(leaf).__name__} with one item for each sample" if listed(leaf) else type(leaf).__name__
-            raise TypeError(f"the batch has a {what}; per-sample gradients need tensors")
+            kind = f"{type(leaf).__name__} with one item for each sample" if listed(leaf) else type(leaf).__name__
+            raise TypeError(f"the batch has a {kind}; per-sample gradients need tensors")
         return leaf
 
     layout = trees.map_leaves(take, batch, is_leaf=listed)

@@ -156,9 +156,9 @@ def add_noise(
 def _check_norm(grad_fn: GradFn, max_norm: float) -> None:
     norm = max_norm_of(grad_fn)
     if norm is None:
-        found = ", ".join(seen(grad_fn)) or getattr(grad_fn, "__name__", type(grad_fn).__name__)
+        names = ", ".join(seen(grad_fn)) or getattr(grad_fn, "__name__", type(grad_fn).__name__)
         raise ValueError(
-            f"add_noise got gradients that are not clipped example by example, as far as it can see ({found}), so it "
+            f"add_noise got gradients that are not clipped example by example, as far as it can see ({names}), so it "
             "does not know how much noise hides a sample. Give it "
             "add_noise(clip_per_sample(make_per_sample_grad_fn(...), max_norm), max_norm, ...), or accumulate around "
             "the clipping. A wrapper of your own in between that makes no sample's gradient larger says so: "

@@ -43,15 +43,15 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
 
     def sharp(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         first = grad_fn(state, batch, part)
-        here = {**state.params, **(first.params or {})}
-        params = {name: here[name].detach() for name in first.grads}
+        start = {**state.params, **(first.params or {})}
+        params = {name: start[name].detach() for name in first.grads}
         with torch.no_grad():
             units = {name: tensor.abs() if adaptive else 1.0 for name, tensor in params.items()}
             scaled = {name: grad * units[name] for name, grad in first.grads.items()} if adaptive else first.grads
             distance = rho / (global_norm(scaled.values()) + 1e-12)
             away = {name: params[name] + g * units[name] * distance.to(g.device) for name, g in scaled.items()}
-        there = state.replace(params={**here, **away}, buffers=first.buffers)
-        second = grad_fn(there, batch, dataclasses.replace(part, donate=False))
+        moved = state.replace(params={**start, **away}, buffers=first.buffers)
+        second = grad_fn(moved, batch, dataclasses.replace(part, donate=False))
         return first._replace(grads=second.grads)
 
     made = of_whole_step("sam", sharp, grad_fn, scaled=True)

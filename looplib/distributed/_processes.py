@@ -89,7 +89,7 @@ def setup(
 
     device = _device(int(os.environ["LOCAL_RANK"]))
     options: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
-    store, place, processes = next(iter(rendezvous("env://", **options)))
+    store, rank, processes = next(iter(rendezvous("env://", **options)))
     # torchrun keeps one store over restarts, which would still hold the addresses of processes that have ended.
     attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     store = distributed.distributed_c10d.PrefixStore(attempt, store)
@@ -97,7 +97,7 @@ def setup(
         torch.cuda.set_device(device)
         options["device_id"] = device
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    distributed.init_process_group(backend, store=store, rank=place, world_size=processes, **options)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=processes, **options)
     try:
         with _output_in(output_dir):
             yield device

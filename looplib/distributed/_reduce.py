@@ -63,10 +63,10 @@ def _pickled(value: Any, own: _Own) -> bytes:
                 name = type(thing).__qualname__
             else:
                 return None
-            place = 0
-            while own.setdefault((name, place), thing) is not thing:
-                place += 1
-            return name, place
+            index = 0
+            while own.setdefault((name, index), thing) is not thing:
+                index += 1
+            return name, index
 
         def reducer_override(self, thing: Any) -> Any:
             if isinstance(thing, Tensor) and thing.device.type != "cpu":
@@ -79,10 +79,10 @@ def _pickled(value: Any, own: _Own) -> bytes:
 
 
 def _importable(function: types.FunctionType) -> bool:
-    found: Any = sys.modules.get(function.__module__)
+    member: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is function
+        member = getattr(member, name, None)
+    return member is function
 
 
 def _as_it_is(value: Any) -> Any:

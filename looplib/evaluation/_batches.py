@@ -101,10 +101,10 @@ def _by_rows(reading: Reading) -> bool:
 
 def _shares(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     batches, first = reading.batches, _first_read(reading)
-    place = state.replace(epoch=0, batch=first, epoch_length=None)
+    start = state.replace(epoch=0, batch=first, epoch_length=None)
     if _by_rows(reading):
-        return islice(_after(batches.parts(place), first, reading, _batch_of_share), reading.limit)
-    every = iter(batches(place) if callable(batches) else batches)
+        return islice(_after(batches.parts(start), first, reading, _batch_of_share), reading.limit)
+    every = iter(batches(start) if callable(batches) else batches)
     rest = islice(_after(every, first, reading), reading.limit)
     return _in_turn(rest, rank(), world_size()) if reading.divide else _together(rest)
 
@@ -146,11 +146,11 @@ def _in_turn(batches: Iterator[Any], rank: int, ranks: int) -> Iterator[tuple[An
     """Give each rank one of `ranks` consecutive batches. If too few are left, the first of them is used again."""
     for first in batches:
         mine, counts = first, rank == 0
-        for place in range(1, ranks):
+        for other_rank in range(1, ranks):
             other = next(batches, _END)
             if other is _END:
                 break
-            if place == rank:
+            if other_rank == rank:
                 mine, counts = other, True
         yield mine, counts
         del first, mine

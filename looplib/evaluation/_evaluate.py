@@ -192,13 +192,13 @@ def _measured(
             _hold(held, metrics)
             if counter is not None:
                 counter.add(batch)
-    whole = merged(merge(*[part for _, part in held]) if held else None, metrics)
-    if whole is None:
+    records = merged(merge(*[part for _, part in held]) if held else None, metrics)
+    if records is None:
         raise ValueError(
             f"{function} got no batches: the iterable is empty, or a generator that was used up; give a list, a "
             "DataLoader or a loader"
         )
-    return whole
+    return records
 
 
 @contextmanager

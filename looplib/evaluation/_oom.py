@@ -70,13 +70,13 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
             count = batch_size(batch)
             fitting = half(count, count)
         cut = split(batch, batch_size(batch), fitting, batch_size)
-        return [found for piece in cut for found in pieces_of(state, piece)]
+        return [result for piece in cut for result in pieces_of(state, piece)]
 
     def splitting(state: TrainState, batch: Any) -> Any:
-        found = pieces_of(state, batch)
-        if len(found) == 1:
-            return found[0][1]
-        return _together([batch_size(piece) for piece, _ in found], [out for _, out in found])
+        results = pieces_of(state, batch)
+        if len(results) == 1:
+            return results[0][1]
+        return _together([batch_size(piece) for piece, _ in results], [out for _, out in results])
 
     made = mark_alike(cast(Step, splitting), "split_on_oom", step)
     remembered: Step = remember(made, split_on_oom, step, size=size, batch_size=batch_size)

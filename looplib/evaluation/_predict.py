@@ -97,11 +97,11 @@ def _check_unshuffled(batches: Any) -> None:
 def _of_all_ranks(parts: list[tuple[Any, Any]], by_rows: bool) -> list[tuple[Any, Any]]:
     """Outputs of all ranks in order. Those of parts of one batch are concatenated."""
     on_host = [(size, trees.map_leaves(_on_host, output)) for size, output in parts]
-    found = [part for mine in gather(on_host) for part in mine]
-    if by_rows and len(found) > 1:
-        sizes = [size for size, _ in found]
-        return [(sum(sizes), end_to_end(sizes, [part for _, part in found]))]
-    return found
+    gathered = [part for mine in gather(on_host) for part in mine]
+    if by_rows and len(gathered) > 1:
+        sizes = [size for size, _ in gathered]
+        return [(sum(sizes), end_to_end(sizes, [part for _, part in gathered]))]
+    return gathered
 
 
 def samples_of(batch: Any) -> int | None:

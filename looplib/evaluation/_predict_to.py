@@ -92,11 +92,11 @@ def _fingerprint(state: TrainState) -> dict[str, Any]:
     tensors = {**state.params, **state.buffers}
     rows, facts = [], []
     for name, tensor in tensors.items():
-        whole: Any = tensor.detach()
-        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-        first = whole.flatten()[: 16 if name in state.params else 0].float()
-        rows.append(torch.cat([checksum(whole).reshape(1), first.view(torch.int32).long()]))
-        facts.append((name, str(whole.dtype), tuple(whole.shape), len(first)))
+        full: Any = tensor.detach()
+        full = full.full_tensor() if hasattr(full, "full_tensor") else full
+        first = full.flatten()[: 16 if name in state.params else 0].float()
+        rows.append(torch.cat([checksum(full).reshape(1), first.view(torch.int32).long()]))
+        facts.append((name, str(full.dtype), tuple(full.shape), len(first)))
     numbers = iter(torch.cat([row.to(rows[0].device) for row in rows]).tolist() if rows else [])  # the one transfer
     bits = weights = 0
     for name, dtype, shape, count in facts:

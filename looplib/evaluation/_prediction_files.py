@@ -129,8 +129,8 @@ def resume(target: Path, run: Mapping[str, Any], batches: Any) -> Index:
 
 def _refuse_strangers(target: Path) -> None:
     """Raise for files without an index, which looplib must not overwrite."""
-    there: Iterable[Path] = [target] if is_lines(target) else target.iterdir()
-    strange = [file for file in there if file.name.endswith((*_SUFFIXES, ".jsonl")) and file.exists()]
+    files: Iterable[Path] = [target] if is_lines(target) else target.iterdir()
+    strange = [file for file in files if file.name.endswith((*_SUFFIXES, ".jsonl")) and file.exists()]
     if any(file.stat().st_size for file in strange):
         raise ValueError(
             f"{strange[0]} is there without {index_path(target).name}, which says which batches it holds: delete it, "
@@ -168,11 +168,11 @@ def _first_lost(index: Index) -> tuple[int, str] | None:
 
 def _check_cut(index: Index, batches: Any) -> None:
     """Raise for batches of different sizes, which would start at a sample other than the next one."""
-    size, given = (index.head or {})["batch_size"], size_of(batches)
-    if index.batches and size is not None and given is not None and size != given:
+    size, new_size = (index.head or {})["batch_size"], size_of(batches)
+    if index.batches and size is not None and new_size is not None and size != new_size:
         raise ValueError(
             f"{index.target} holds predictions of a loader with batch_size={size}, and this one has "
-            f"batch_size={given}: give the same, or delete it to begin anew"
+            f"batch_size={new_size}: give the same, or delete it to begin anew"
         )
     length, done = None if is_estimate(batches) else length_of(batches), len(index.batches)
     if length is not None and length < done:

@@ -93,10 +93,10 @@ def retry_on_oom(
     def retrying(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         nonlocal fitting
         _refuse_what_cannot_be_retried(part)
-        own = several() and not part.context.local  # what an engine would average, or this rank's gradients
+        reduces = several() and not part.context.local  # what an engine would average, or this rank's gradients
         asked = dataclasses.replace(
             part,
-            reduction="sum" if own else part.reduction,
+            reduction="sum" if reduces else part.reduction,
             context=dataclasses.replace(part.context, retryable=True),
         )
         count = batch_size(batch)
@@ -106,7 +106,7 @@ def retry_on_oom(
             if out is not None:
                 break
             fitting = half(round(size), count)
-        if own:
+        if reduces:
             out = _finished(out, finish, state, part)
         return out._replace(metrics={**out.metrics, "microbatch_size": Mean(round(size))})
 

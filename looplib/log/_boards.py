@@ -94,8 +94,8 @@ def tensorboard(
         append(file_path, buffer.getvalue())
         begun = True
 
-    given = "" if hyperparameters is None else f", hyperparameters={dict(hyperparameters)!r}"
-    return CodedSink(write, f"tensorboard({os.fspath(directory)!r}{given})", first_rank=True)
+    options = "" if hyperparameters is None else f", hyperparameters={dict(hyperparameters)!r}"
+    return CodedSink(write, f"tensorboard({os.fspath(directory)!r}{options})", first_rank=True)
 
 
 def wandb(*, mode: str = "offline", **init: Any) -> Sink:
@@ -136,9 +136,9 @@ def wandb(*, mode: str = "offline", **init: Any) -> Sink:
             made[name] = library.Image(bits.permute(1, 2, 0).squeeze(-1).numpy())
         run.log({**scalars, **made}, step=state.step)
 
-    given = {"mode": mode, **init}
+    options = {"mode": mode, **init}
     return CodedSink(
-        write, f"wandb({', '.join(f'{name}={value!r}' for name, value in given.items())})", first_rank=True
+        write, f"wandb({', '.join(f'{name}={value!r}' for name, value in options.items())})", first_rank=True
     )
 
 

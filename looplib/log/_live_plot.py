@@ -97,9 +97,9 @@ class _Canvas:
     def draw(self) -> None:
         began, first = time.monotonic(), self.due == -math.inf
         lines = {"": _lines(self.rows, self.x)}
-        there = lines[""]
-        names = None if self.names is None else [name for name in self.names if _panels_of(name, there)]
-        if there and names != []:
+        curves = lines[""]
+        names = None if self.names is None else [name for name in self.names if _panels_of(name, curves)]
+        if curves and names != []:
             figure = _draw(lines, _panels(lines, names, self.x), self.x, self.smooth)
             if self.path is not None:
                 save(figure, self.path)

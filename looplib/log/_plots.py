@@ -122,28 +122,28 @@ def _panels(
     lines: Mapping[str, Mapping[str, Any]], names: str | Sequence[str] | None, x: str
 ) -> dict[str, list[str]]:
     """Full names in each panel, by panel title."""
-    there = list(dict.fromkeys(name for run in lines.values() for name in run))
-    if not there:
+    available = list(dict.fromkeys(name for run in lines.values() for name in run))
+    if not available:
         raise ValueError(f"there is nothing to draw: no row of {_listed(lines)} has a number beside its {x!r}")
     if isinstance(names, str):
         names = [names]
     panels: dict[str, list[str]] = {}
-    for wanted in [_split(name)[1] for name in there] if names is None else names:
-        found = _panels_of(wanted, there)
-        if not found:
-            raise ValueError(f"no log has {wanted!r}; there are {', '.join(there)}")
-        panels |= found
+    for wanted in [_split(name)[1] for name in available] if names is None else names:
+        matches = _panels_of(wanted, available)
+        if not matches:
+            raise ValueError(f"no log has {wanted!r}; there are {', '.join(available)}")
+        panels |= matches
     return panels
 
 
-def _panels_of(wanted: str, there: Iterable[str]) -> dict[str, list[str]]:
+def _panels_of(wanted: str, available: Iterable[str]) -> dict[str, list[str]]:
     """Panels for a requested name: one for a full name or a metric, or one for each metric of a source."""
     panels: dict[str, list[str]] = {}
-    for name in there:
+    for name in available:
         if wanted in (name, _split(name)[1]):
             panels.setdefault(wanted, []).append(name)
     if not panels:
-        for name in there:
+        for name in available:
             if name.startswith(f"{wanted}/"):
                 panels.setdefault(f"{wanted} {_split(name)[1]}", []).append(name)
     return {names[0] if len(names) == 1 else title: names for title, names in panels.items()}
@@ -205,14 +205,14 @@ class _Key:
     @property
     def styles(self) -> dict[str, str]:
         return (
-            {source: _STYLES[place % len(_STYLES)] for place, source in enumerate(self.mixed)} if self.several else {}
+            {source: _STYLES[index % len(_STYLES)] for index, source in enumerate(self.mixed)} if self.several else {}
         )
 
     def look(self, label: str, name: str) -> tuple[str, str]:
         """Color and style of a line."""
         source = _split(name)[0]
-        place = self.labels.index(label) if self.several else list(self.sources).index(source)
-        return f"C{place}", self.styles.get(source, "-")
+        index = self.labels.index(label) if self.several else list(self.sources).index(source)
+        return f"C{index}", self.styles.get(source, "-")
 
     def note(self, label: str, name: str, line: Any) -> None:
         """Record that a line was drawn."""
@@ -249,15 +249,15 @@ def _sample(colour: str, style: Any) -> Any:
 
 
 def _draw_line(axes: Axes, points: list[tuple[float, float]], colour: str, style: str, smooth: float) -> Any:
-    places = [at for at, _ in points]
+    xs = [at for at, _ in points]
     values = [value if math.isfinite(value) else math.nan for _, value in points]
     sparse = len(points) <= _MARKED
     if smooth and not sparse:
-        axes.plot(places, values, color=colour, alpha=0.25, linewidth=1)
+        axes.plot(xs, values, color=colour, alpha=0.25, linewidth=1)
         values = smoothed(values, smooth)
     # Draw lines with few points, as of evaluations, on top of noisy ones.
     dots: dict[str, Any] = {"marker": "o", "markersize": 5, "markeredgecolor": "white", "zorder": 3} if sparse else {}
-    (line,) = axes.plot(places, values, style, color=colour, linewidth=1.6, **dots)
+    (line,) = axes.plot(xs, values, style, color=colour, linewidth=1.6, **dots)
     lost = [at for at, value in points if not math.isfinite(value)]
     if lost:
         edge = axes.get_xaxis_transform()

@@ -271,11 +271,11 @@ class _Output:
         from ipywidgets import VBox  # type: ignore[import-untyped, unused-ignore]
 
         shell: Any = get_ipython()  # type: ignore[no-untyped-call, unused-ignore]
-        place = (shell, shell.execution_count)
-        if place == self._place:
+        cell = (shell, shell.execution_count)
+        if cell == self._place:
             self._box.children = (*self._box.children, widget)
         else:
-            self._place, self._box = place, VBox([widget])
+            self._place, self._box = cell, VBox([widget])
             display(self._box)  # type: ignore[no-untyped-call, unused-ignore]
 
     def at_the_end(self, close: Callable[[], None]) -> None:

@@ -176,10 +176,10 @@ def tee(*sinks: Sink) -> Sink:
     Raises:
         TypeError: an argument is not callable.
     """
-    for place, sink in enumerate(sinks, 1):
+    for number, sink in enumerate(sinks, 1):
         if not callable(sink):
             raise TypeError(
-                f"tee takes sinks, each a function of (state, values); argument {place} is a "
+                f"tee takes sinks, each a function of (state, values); argument {number} is a "
                 f"{type(sink).__name__}; for a list of sinks write ll.tee(*sinks)"
             )
         check_kind(sink, "tee", "sink")
@@ -221,9 +221,9 @@ def row_of(state: TrainState, values: Mapping[str, Any]) -> dict[str, bool | int
 def plain_values(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Convert the values to Python numbers, bools and strs."""
     plain: dict[str, bool | int | float | str] = {}
-    for name, given in values.items():
+    for name, raw in values.items():
         # Accept tensors, and scalars and arrays of NumPy and similar libraries, without importing them.
-        value = given.item() if getattr(given, "shape", None) == () else given
+        value = raw.item() if getattr(raw, "shape", None) == () else raw
         if not isinstance(value, (bool, int, float, str)):
             raise TypeError(_refused(name, value))
         plain[name] = value
@@ -231,20 +231,20 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, bool | int | float | st
 
 
 def _refused(name: str, value: Any) -> str:
-    found = f"{name!r} is a {type(value).__name__}"
+    description = f"{name!r} is a {type(value).__name__}"
     if isinstance(value, Metric):
-        return f"{found}, not a number yet; log its value: log(state, ll.compute(metrics))"
+        return f"{description}, not a number yet; log its value: log(state, ll.compute(metrics))"
     if hasattr(value, "shape"):
-        found += f" of shape {tuple(value.shape)}"
+        description += f" of shape {tuple(value.shape)}"
         advice = "reduce it to one, by .mean() or .item(), or log its elements under names of their own"
     elif isinstance(value, Mapping):
         advice = f"log its items under names of their own, such as '{name}/{next(iter(value), 'item')}'"
     elif isinstance(value, (list, tuple)):
-        found += f" of {len(value)}"
+        description += f" of {len(value)}"
         advice = f"log its items under names of their own, such as '{name}/0'"
     else:
         advice = "convert it, by float() or str(), or leave it out"
-    return f"{found}; a sink takes one number, bool or str for a name: {advice}"
+    return f"{description}; a sink takes one number, bool or str for a name: {advice}"
 
 
 def _written(value: bool | int | float | str) -> bool | int | float | str:

@@ -65,10 +65,10 @@ class meter:
         tokens: Callable[[Any], Any] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        given = (
+        chosen = (
             torch.accelerator.current_accelerator(check_available=True) if device is None else torch.device(device)
         )
-        self._device = None if given is None or given.type == "cpu" else given
+        self._device = None if chosen is None or chosen.type == "cpu" else chosen
         self._count_tokens = tokens
         self._began: float | None = None
         self._clear()

@@ -55,9 +55,9 @@ def csv_file(path: str | os.PathLike[str]) -> Sink:
         file_path.parent.mkdir(parents=True, exist_ok=True)
         here = file_path.stat().st_size if file_path.exists() else 0
         if here != size:
-            columns, _, whole = _table(file_path, here)
-            if whole < here:
-                os.truncate(file_path, whole)
+            columns, _, end = _table(file_path, here)
+            if end < here:
+                os.truncate(file_path, end)
         new = [name for name in row if name not in columns]
         if new and columns:
             grown = columns + new
@@ -163,11 +163,11 @@ def _joined(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
     joined: list[dict[str, Any]] = []
     for row in rows:
-        place = place_of(row)
-        if joined and place < place_of(joined[-1]):
-            while joined and joined[-1]["step"] >= place[0] and place_of(joined[-1]) != place:
+        index = place_of(row)
+        if joined and index < place_of(joined[-1]):
+            while joined and joined[-1]["step"] >= index[0] and place_of(joined[-1]) != index:
                 joined.pop()
-        if joined and place_of(joined[-1]) == place:
+        if joined and place_of(joined[-1]) == index:
             joined[-1].update(row)
         else:
             joined.append(dict(row))
@@ -208,22 +208,22 @@ def _table(path: Path, size: int) -> tuple[list[str], list[list[str]], int]:
     """Header and rows of a CSV log, and its length up to the end of the last complete row."""
     if not size:  # a device has no table, and may have no end
         return [], [], 0
-    whole = place = 0
+    end = position = 0
     quoted = False
     data = path.read_bytes()
     for line in io.BytesIO(data):
-        place += len(line)
+        position += len(line)
         quoted ^= line.count(b'"') % 2 == 1
         if not quoted and line.endswith(b"\n"):
-            whole = place
-    lines = list(csv.reader(io.StringIO(data[:whole].decode(), newline="")))
+            end = position
+    lines = list(csv.reader(io.StringIO(data[:end].decode(), newline="")))
     header = lines[0] if lines else []
-    if header[:4] != list(COUNTS) if whole else not b"step,epoch,batch,samples".startswith(data[:24]):
+    if header[:4] != list(COUNTS) if end else not b"step,epoch,batch,samples".startswith(data[:24]):
         raise ValueError(
             f"{path} is no log of csv_file: it begins with {data[:40]!r}, not with {','.join(COUNTS)!r}; give "
             "another path, or move that file away"
         )
-    return header, lines[1:], whole
+    return header, lines[1:], end
 
 
 def _line(cells: list[str]) -> bytes:

@@ -132,15 +132,15 @@ def safely(sink: Sink) -> Sink:
         sink: the sink to call.
     """
     check_kind(sink, "safely", "sink")
-    told = False
+    warned = False
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        nonlocal told
+        nonlocal warned
         try:
             sink(state, values)
         except Exception as error:
-            if not told:
-                told = True
+            if not warned:
+                warned = True
                 warnings.warn(_failed(sink, state.step, error), RuntimeWarning, stacklevel=3)
 
     return CodedSink(write, f"safely({sink!r})")

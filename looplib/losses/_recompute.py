@@ -74,7 +74,7 @@ def recompute(
         if not torch.is_grad_enabled() or _tracing.differentiated():  # such derivatives need the whole graph
             return loss_fn(model, batch)
         chosen = outermost(model, choose, "recompute")
-        own = [vars(module).get("forward") for module in chosen]
+        forwards = [vars(module).get("forward") for module in chosen]
         thread = threading.get_ident()
         try:
             for module in chosen:
@@ -83,7 +83,7 @@ def recompute(
         finally:
             _interrupts.begin_hold(thread)
             try:
-                for module, forward in zip(chosen, own, strict=True):
+                for module, forward in zip(chosen, forwards, strict=True):
                     vars(module)["forward"] = forward
                     if forward is None:
                         del vars(module)["forward"]

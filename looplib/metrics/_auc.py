@@ -154,9 +154,11 @@ class GroupedAUC(NamedTuple):
         if not sum(part.numel() for part in self.scores):
             return torch.nan
         won, positive, negative = self._by_group()
-        there = (positive * negative) > 0
-        auc = torch.where(there, won / (positive * negative), 0)
-        share = torch.where(there, positive + negative, 0) if self.average == "examples" else there.to(auc.dtype)
+        has_both = (positive * negative) > 0
+        auc = torch.where(has_both, won / (positive * negative), 0)
+        share = (
+            torch.where(has_both, positive + negative, 0) if self.average == "examples" else has_both.to(auc.dtype)
+        )
         invalid = torch.stack([part.isnan().any() for part in self.scores]).any()
         return torch.where(invalid, torch.nan, (auc * share).sum() / share.sum())
 

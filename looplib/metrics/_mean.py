@@ -153,14 +153,14 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
         ValueError: the metrics are those of a stack; use `compute_members`.
     """
     if not isinstance(metrics, Mapping):
-        what = '{"loss": ll.Mean(total, weight)}'
+        advice = '{"loss": ll.Mean(total, weight)}'
         if hasattr(metrics, "metrics"):
-            what = "window.metrics()"
+            advice = "window.metrics()"
         elif isinstance(metrics, Mean):
-            what = "all of them, ll.compute(metrics), or write metrics['loss'].item() for one value"
+            advice = "all of them, ll.compute(metrics), or write metrics['loss'].item() for one value"
         elif isinstance(metrics, tuple):
-            what = "the second value that a train step returns, state, metrics = train_step(state, batch)"
-        raise TypeError(f"compute takes a dict of metrics, and found a {type(metrics).__name__}: give {what}")
+            advice = "the second value that a train step returns, state, metrics = train_step(state, batch)"
+        raise TypeError(f"compute takes a dict of metrics, and found a {type(metrics).__name__}: give {advice}")
     values = {}
     for name, metric in metrics.items():
         if not isinstance(metric, Metric):

@@ -60,12 +60,12 @@ class TorchMetric(NamedTuple):
         if self.states is None or other.states is None:
             return TorchMetric(self.host, None, self.inputs + other.inputs, updates)
         states = {}
-        for place, part, name in _places(self.host):
-            mine, theirs = self.states[place], other.states[place]
+        for path, part, name in _places(self.host):
+            mine, theirs = self.states[path], other.states[path]
             if isinstance(mine, list):
-                states[place] = mine + theirs
+                states[path] = mine + theirs
             else:
-                states[place] = _REDUCTIONS[part._reductions[name].__name__](mine, theirs)
+                states[path] = _REDUCTIONS[part._reductions[name].__name__](mine, theirs)
         return TorchMetric(self.host, states, (), updates)
 
     def value(self) -> Any:
@@ -87,8 +87,8 @@ class TorchMetric(NamedTuple):
                 metric.update(*args, **kwargs)
             return metric.compute()
         try:
-            for place, part, name in _places(self.host):
-                state = self.states[place]
+            for path, part, name in _places(self.host):
+                state = self.states[path]
                 setattr(part, name, list(state) if isinstance(state, list) else state)
             for part in _parts(self.host).values():
                 part._update_count = self.updates
@@ -136,9 +136,9 @@ def torchmetric(metric: Any) -> TorchMetric:
     """
     missing = [name for name in ("update", "compute", "reset") if not callable(getattr(metric, name, None))]
     if missing or isinstance(metric, type):
-        found = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
+        kind = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
         raise TypeError(
-            f"found {found}, not a metric of torchmetrics, which has update, compute and reset; give an instance, "
+            f"found {kind}, not a metric of torchmetrics, which has update, compute and reset; give an instance, "
             "such as torchmetrics.classification.BinaryF1Score()"
         )
     host = copy.deepcopy(metric)
@@ -169,14 +169,14 @@ _GROUPS = ("MetricCollection", "CompositionalMetric", "ClasswiseWrapper")
 
 def _parts(metric: Any) -> dict[str, Any]:
     """The metric and those it consists of, by path."""
-    return {place: part for place, part in metric.named_modules() if hasattr(part, "_update_count")}
+    return {path: part for path, part in metric.named_modules() if hasattr(part, "_update_count")}
 
 
 def _places(metric: Any) -> Iterator[tuple[str, Any, str]]:
     """For each state: its path, its metric, and its name."""
-    for place, part in _parts(metric).items():
+    for path, part in _parts(metric).items():
         for name in part._reductions:
-            yield f"{place}.{name}", part, name
+            yield f"{path}.{name}", part, name
 
 
 def _merges(metric: Any) -> bool:
@@ -199,7 +199,7 @@ def _merges(metric: Any) -> bool:
 
 def _states_of(metric: Any) -> dict[str, Any]:
     """Copies of the states: a reset clears the metric's lists, and these may contain the batch itself."""
-    states = {place: getattr(part, name) for place, part, name in _places(metric)}
+    states = {path: getattr(part, name) for path, part, name in _places(metric)}
     return pytree.tree_map_only(Tensor, torch.clone, states)  # type: ignore[no-any-return]
 
 

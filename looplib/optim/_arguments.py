@@ -68,9 +68,9 @@ def check_class(cls: Any, parameters: Sequence[Any]) -> None:
 
 def check_lr(lr: Any) -> None:
     """Raise TypeError for an `lr` that is neither a number nor a function of the step."""
-    what = "a number such as 1e-3, or a schedule such as ll.warmup_cosine(1e-3, warmup=100, total=2000)"
+    advice = "a number such as 1e-3, or a schedule such as ll.warmup_cosine(1e-3, warmup=100, total=2000)"
     if lr is NotGiven.LR:
-        raise TypeError(f"ll.optimizer needs a learning rate: give lr=, {what}")
+        raise TypeError(f"ll.optimizer needs a learning rate: give lr=, {advice}")
     scheduler = lr if isinstance(lr, type) else type(lr)
     if issubclass(scheduler, LRScheduler):
         instead = _SCHEDULES.get(scheduler.__name__, "a function of the step, such as ll.warmup_cosine(...)")
@@ -79,12 +79,12 @@ def check_lr(lr: Any) -> None:
             f"place of {scheduler.__name__}: lr={instead}. There is no step() to call"
         )
     if lr is None or isinstance(lr, _NO_RATES):
-        raise TypeError(f"lr is {named(lr)}; give {what}")
+        raise TypeError(f"lr is {named(lr)}; give {advice}")
     if callable(lr):
         try:
             first = lr(0)
         except TypeError as error:
-            raise TypeError(f"lr is {named(lr)}, and lr(0) raised {error}; give {what}") from error
+            raise TypeError(f"lr is {named(lr)}, and lr(0) raised {error}; give {advice}") from error
         if first is None or isinstance(first, _NO_RATES):
             raise TypeError(f"lr(0) is {named(first)}; a schedule gives a number for each step")
 

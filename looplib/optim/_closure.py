@@ -62,9 +62,9 @@ def lbfgs_update(
     if not donate:
         tensors = {name: copies[name].requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
     instance = recipe.build(tensors, recipe.members(tensors))
-    group, own = instance.param_groups[0], opt_state.get("hyperparameters", [{}])[0]
+    group, injected = instance.param_groups[0], opt_state.get("hyperparameters", [{}])[0]
     group.update({key: value_at(value, step) for key, value in recipe.moving[0].items()})
-    group.update({key: value.item() for key, value in own.items()})
+    group.update({key: value.item() for key, value in injected.items()})
     instance.state[tensors[first]] = unpacked(states[first])
     # The first evaluation is at the parameters where the gradients were taken.
     known = [(extra["metrics"]["loss"].compute(), grads)] if "metrics" in extra else []

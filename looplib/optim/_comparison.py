@@ -29,7 +29,7 @@ def check_against_raw_loop(recipe: Recipe, params: Params) -> None:
     if raw is None:
         return  # the class cannot step on these numbers, so the comparison shows nothing
     try:
-        found = _pure_loop(recipe, chosen)
+        pure = _pure_loop(recipe, chosen)
     except Exception as error:
         raise TypeError(
             f"{recipe.cls.__name__} keeps something out of reach of a pure update, which fails where a raw loop does "
@@ -37,7 +37,7 @@ def check_against_raw_loop(recipe: Recipe, params: Params) -> None:
             "`param_groups`"
         ) from error
     for name, tensor in raw.items():
-        other = found[name].detach()
+        other = pure[name].detach()
         if not ((tensor == other) | ((tensor != tensor) & (other != other))).all():
             raise TypeError(
                 f"{recipe.cls.__name__} keeps something out of reach of a pure update: after {_STEPS} updates, "

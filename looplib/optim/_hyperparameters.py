@@ -90,18 +90,18 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
             "of ll.transforms.unstack_states(stack); what ll.transforms.per_member was given is known without asking"
         )
     try:
-        found = optimizer.hyperparameters(state.opt_state, state.step)
+        numbers = optimizer.hyperparameters(state.opt_state, state.step)
     except (LookupError, TypeError, AttributeError) as error:
         raise of_another(optimizer, state, error) from error
-    return {prefix + name: value for name, value in found.items()}
+    return {prefix + name: value for name, value in numbers.items()}
 
 
 def of_another(optimizer: Optimizer, state: TrainState, error: Exception) -> ValueError:
     """Error for a state that an optimizer cannot read."""
     opt_state = state.opt_state
-    found = "None" if opt_state is None else in_words(opt_state)
+    kind = "None" if opt_state is None else in_words(opt_state)
     return ValueError(
-        f"state.opt_state is {found}, and not that of {name_of(optimizer.description)} ({error!r}): give the optimizer "
+        f"state.opt_state is {kind}, and not that of {name_of(optimizer.description)} ({error!r}): give the optimizer "
         "that made it, with its wrappers"
     )
 
@@ -113,14 +113,14 @@ def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
     moving = recipe.moving
     for number in (count, *range(count)):  # defaults come first
         overrides = recipe.groups[number][1] if number < count else recipe.defaults
-        own = opt_state.get("hyperparameters", [{}] * (count + 1))[number]
-        kept = {**opt_state.get("groups", [{}] * (count + 1))[number], **own}
-        given = {**recipe.defaults, **overrides}
+        injected_values = opt_state.get("hyperparameters", [{}] * (count + 1))[number]
+        kept = {**opt_state.get("groups", [{}] * (count + 1))[number], **injected_values}
+        values = {**recipe.defaults, **overrides}
         suffix = f"/{number}" if number < count else ""
         for key in dict.fromkeys(["lr", *moving[number]]):
-            if key in overrides or key in own:
-                value = kept[key] if key in kept else value_at(given[key], step)
-                numbers |= _named(key, suffix, value, given[key])
+            if key in overrides or key in injected_values:
+                value = kept[key] if key in kept else value_at(values[key], step)
+                numbers |= _named(key, suffix, value, values[key])
     return numbers
 
 

@@ -177,8 +177,8 @@ def fused_adam(
 
 def told(recipe: Recipe, plans: Sequence[Any]) -> str:
     """Name of the kernel that updates use, for `repr`: by the user's choice, and for the parameters seen so far."""
-    given = {key: recipe.group_values(key) for key in sorted(KERNEL_OPTIONS)}
-    chosen = [f"{key}={values[-1]}" for key, values in given.items() if key in recipe.defaults]
+    options = {key: recipe.group_values(key) for key in sorted(KERNEL_OPTIONS)}
+    chosen = [f"{key}={values[-1]}" for key, values in options.items() if key in recipe.defaults]
     if chosen:
         return ", ".join(chosen)
     if not recipe.ours or "fused" not in inspect.signature(recipe.cls).parameters:

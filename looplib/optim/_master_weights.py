@@ -49,9 +49,9 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         narrow = {name: p for name, p in params.items() if p.dtype in (torch.bfloat16, torch.float16)}
         if not narrow:
-            found = ", ".join(sorted({str(tensor.dtype) for tensor in params.values()}))
+            dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in params.values()}))
             raise ValueError(
-                f"master_weights has nothing to keep: the parameters are {found}. Make the model of half precision "
+                f"master_weights has nothing to keep: the parameters are {dtypes}. Make the model of half precision "
                 "(model.bfloat16()), or leave this wrapper out"
             )
         master = {name: tensor.detach().to(dtype) for name, tensor in narrow.items()}

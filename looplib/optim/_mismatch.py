@@ -11,21 +11,21 @@ from looplib.optim._recipe import Recipe
 
 def mismatch(recipe: Recipe, opt_state: Any, name: str | None = None, expected: Any = None) -> Exception:
     """Error for an `opt_state` that this class cannot continue. `name` is a parameter whose state shows the mismatch."""
-    own = recipe.cls.__name__
+    title = recipe.cls.__name__
     advice = (
-        f"Make the state with this optimizer, ll.init_state(model, ll.optimizer({own}, ...)), or a new opt_state by "
+        f"Make the state with this optimizer, ll.init_state(model, ll.optimizer({title}, ...)), or a new opt_state by "
         "optimizer.init(params)"
     )
     if opt_state is None:
-        return ValueError(f"the state was made without an optimizer, and {own} is to update it. {advice}")
+        return ValueError(f"the state was made without an optimizer, and {title} is to update it. {advice}")
     if not isinstance(opt_state, Mapping) or not isinstance(opt_state.get("state"), Mapping):
         wrapped = isinstance(opt_state, Mapping) and {"inner_state", "inner_states"} & opt_state.keys()
-        own += " without a wrapper" if wrapped else ""
-        return ValueError(f"opt_state is {in_words(opt_state)}, and {own} is to update it. {advice}")
+        title += " without a wrapper" if wrapped else ""
+        return ValueError(f"opt_state is {in_words(opt_state)}, and {title} is to update it. {advice}")
     kept = opt_state["state"].get(name, {})
     makers = " or ".join(makers_of(frozenset(kept))) or "another optimizer"
     return ValueError(
-        f"opt_state is that of {makers}, and {own} is to update it: for {name} it holds "
-        f"{', '.join(map(str, kept)) or 'nothing'}, and {own} keeps {', '.join(map(str, expected or ())) or 'nothing'}. "
+        f"opt_state is that of {makers}, and {title} is to update it: for {name} it holds "
+        f"{', '.join(map(str, kept)) or 'nothing'}, and {title} keeps {', '.join(map(str, expected or ())) or 'nothing'}. "
         f"{advice}"
     )

@@ -53,7 +53,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         members = _first_divided(optimizers, params, label)
-        return {"inner_states": {key: optimizers[key].init(own, **extra) for key, own in members.items()}}
+        return {"inner_states": {key: optimizers[key].init(subset, **extra) for key, subset in members.items()}}
 
     def update(
         grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
@@ -63,11 +63,11 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         label_of = labels(params)
         members = _divided(optimizers, params, label_of)
         _check_labels(optimizers, grads, label_of)
-        for key, own in members.items():
-            mine = {name: grads[name] for name in own if name in grads}
+        for key, subset in members.items():
+            mine = {name: grads[name] for name in subset if name in grads}
             if mine:
                 changed, states[key], acted = optimizers[key].update(
-                    mine, states[key], own, step, donate=donate, **extra
+                    mine, states[key], subset, step, donate=donate, **extra
                 )
                 new.update(changed)
                 applied = acted is True or applied is True or acted | applied
@@ -75,8 +75,8 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
         chosen = dict(params)
-        for key, own in _divided(optimizers, params, labels(params)).items():
-            mine, buffers = optimizers[key].evaluation(own, buffers, opt_state["inner_states"][key])
+        for key, subset in _divided(optimizers, params, labels(params)).items():
+            mine, buffers = optimizers[key].evaluation(subset, buffers, opt_state["inner_states"][key])
             chosen.update(mine)
         same = all(chosen[name] is tensor for name, tensor in params.items())
         return (params if same else chosen), buffers
@@ -124,7 +124,7 @@ def _first_divided(
     _check_labels(optimizers, params, label_of)
     _check_by_kind(label, params, label_of)
     members = _divided(optimizers, params, label_of)
-    if empty := [key for key, own in members.items() if not own]:
+    if empty := [key for key, subset in members.items() if not subset]:
         raise ValueError(f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
     return members
 

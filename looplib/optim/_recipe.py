@@ -104,17 +104,17 @@ class Recipe:
         defaults = {key: value_at(value, 0) for key, value in self.defaults.items()}
         known = inspect.signature(self.cls).parameters.keys()
         for overrides in ({}, *self.overrides[:-1]):
-            given = {key: value_at(value, 0) for key, value in overrides.items()}
-            beyond = {} if self.ours else {key: given.pop(key) for key in given.keys() - known}
+            values = {key: value_at(value, 0) for key, value in overrides.items()}
+            beyond = {} if self.ours else {key: values.pop(key) for key in values.keys() - known}
             for key in beyond:
                 if near := difflib.get_close_matches(key, known, 1, 0.85):
                     raise TypeError(
                         f"a group gives {key!r}, which is no parameter of {self.cls.__name__}: give {near[0]!r}"
                     )
             try:
-                self.cls([{"params": [torch.zeros(2, 2)], **beyond}], **{**defaults, **given})
+                self.cls([{"params": [torch.zeros(2, 2)], **beyond}], **{**defaults, **values})
             except TypeError as error:
-                refuse_hyperparameters(self.cls, error, {**defaults, **given})
+                refuse_hyperparameters(self.cls, error, {**defaults, **values})
 
 
 def value_at(value: Any, step: int) -> Any:

@@ -156,12 +156,12 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
 
 def unpacked(state: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `packed`, on copies, since it is not known which tensors an object writes to."""
-    whole = dict(state)
+    entries = dict(state)
     for key, kind in kinds.items():
         if key in state:
-            whole[key] = object.__new__(kind)
-            vars(whole[key]).update(pytree.tree_map(copied, state[key]))
-    return whole
+            entries[key] = object.__new__(kind)
+            vars(entries[key]).update(pytree.tree_map(copied, state[key]))
+    return entries
 
 
 def _check_plain(recipe: Recipe, where: str, value: Any) -> None:

@@ -91,8 +91,8 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
         if not skipped or count < max_consecutive:
             return
         bad = [name for name, good in by_name.items() if not good]
-        found = f"in {len(bad)} of {len(by_name)} parameters: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}"
-        where = (found if bad else "on another rank") if by_name else "(a compiled step does not look where)"
+        names = f"in {len(bad)} of {len(by_name)} parameters: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}"
+        where = (names if bad else "on another rank") if by_name else "(a compiled step does not look where)"
         raise NonFiniteGradientsError(
             f"gradients were not finite {int(count) + 1} times in a row (max_consecutive={max_consecutive}), "
             f"now at step {step} {where}. Lower the learning rate, clip the "

@@ -260,9 +260,9 @@ def _taking_tensors(step: Any) -> Any:
     module = step.__globals__
     space = dict(module)
     for name, value in module.items():
-        own = inspect.unwrap(value) if callable(value) else value
-        if isinstance(own, FunctionType) and own.__globals__ is module:
-            space[name] = _in(space, own)
+        function = inspect.unwrap(value) if callable(value) else value
+        if isinstance(function, FunctionType) and function.__globals__ is module:
+            space[name] = _in(space, function)
     space |= {"max": _limited(max, "maximum", "min"), "min": _limited(min, "minimum", "max")}
     return _in(space, step)
 
@@ -279,7 +279,7 @@ def _limited(plain: Callable[..., Any], by: str, bound: str) -> Callable[..., An
         numbers = [value for value in values if not isinstance(value, Tensor)]
         if not tensors:
             return plain(*values)
-        found = functools.reduce(getattr(torch, by), tensors)
-        return torch.clamp(found, **{bound: plain(numbers)}) if numbers else found
+        extreme = functools.reduce(getattr(torch, by), tensors)
+        return torch.clamp(extreme, **{bound: plain(numbers)}) if numbers else extreme
 
     return of

@@ -145,9 +145,9 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
     """
     record = _record(state, key)
     if record.monitor not in scores:
-        there = ", ".join(map(repr, scores)) or "nothing"
+        names = ", ".join(map(repr, scores)) or "nothing"
         raise ValueError(
-            f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores, which have {there}"
+            f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores, which have {names}"
         )
     return state.replace(extra={**state.extra, key: record.update(scores[record.monitor], state.step)})
 
@@ -244,11 +244,13 @@ def _record(state: TrainState, key: str) -> BestSoFar:
         record = extra.get(key)
         if isinstance(record, BestSoFar):
             return record
-        there = ", ".join(map(repr, extra)) or "nothing"
-        found = f"state.extra[{key!r}] is a {type(record).__name__}" if key in extra else f"state.extra has {there}"
+        keys = ", ".join(map(repr, extra)) or "nothing"
+        description = (
+            f"state.extra[{key!r}] is a {type(record).__name__}" if key in extra else f"state.extra has {keys}"
+        )
     else:
-        found = f"state.extra is {'None' if extra is None else 'a ' + type(extra).__name__}"
+        description = f"state.extra is {'None' if extra is None else 'a ' + type(extra).__name__}"
     raise ValueError(
-        f"there is no BestSoFar in state.extra[{key!r}]: {found}; begin with "
+        f"there is no BestSoFar in state.extra[{key!r}]: {description}; begin with "
         f'll.init_state(..., extra={{{key!r}: ll.predicates.BestSoFar("eval/loss")}})'
     )

@@ -190,8 +190,8 @@ class every_n_epochs(_Every):
     _parts: tuple[int, int, int, float, int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        given = [self.n, self.offset, self.first] + ([] if self.last == math.inf else [self.last])
-        exact = [_epochs(self, value) for value in given]
+        numbers = [self.n, self.offset, self.first] + ([] if self.last == math.inf else [self.last])
+        exact = [_epochs(self, value) for value in numbers]
         if exact[0] == 0:
             raise ValueError(f"{self!r}: n must be above 0, and at least a millionth of an epoch.")
         per_epoch = math.lcm(*(value.denominator for value in exact))

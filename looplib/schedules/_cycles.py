@@ -47,13 +47,13 @@ class cosine_restarts(_Schedule):
         if step >= self.total:
             return self.final
         # Count in fractions of a step, so that all cycles are complete: a rounded remainder would miss restarts.
-        place, length = step * self._parts, self.total
+        position, length = step * self._parts, self.total
         if self.growth == 1:
-            place %= length
-        while place >= length:
-            place -= length
+            position %= length
+        while position >= length:
+            position -= length
             length *= self.growth
-        weight = 0.5 * (1.0 + math.cos(math.pi * (place / length)))
+        weight = 0.5 * (1.0 + math.cos(math.pi * (position / length)))
         return weight * self.start + (1.0 - weight) * self.final
 
 
@@ -89,8 +89,8 @@ class cyclic(_Schedule):
         self._check(start=number, peak=number, rise=count, fall=count, cycle_factor=number, step_factor=number)
 
     def __call__(self, step: int) -> float:
-        cycle, place = divmod(step, self.rise + self.fall)
-        height = min(place / self.rise, (self.rise + self.fall - place) / self.fall)
+        cycle, position = divmod(step, self.rise + self.fall)
+        height = min(position / self.rise, (self.rise + self.fall - position) / self.fall)
         weight = height * self.cycle_factor**cycle * self.step_factor**step
         return weight * self.peak + (1.0 - weight) * self.start
 

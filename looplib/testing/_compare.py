@@ -96,14 +96,14 @@ def _largest(leaf: Any) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def beyond(expected: Tensor, found: Tensor, margin: float) -> Tensor:
+def beyond(expected: Tensor, actual: Tensor, margin: float) -> Tensor:
     """Mask of numbers that differ; for floats, by more than a margin."""
-    apart = (expected != found) & ~((expected != expected) & (found != found))
+    apart = (expected != actual) & ~((expected != expected) & (actual != actual))
     if not margin or not expected.is_floating_point():
         return apart
-    return apart & ~((expected.double() - found.double()).abs() <= margin)
+    return apart & ~((expected.double() - actual.double()).abs() <= margin)
 
 
-def beyond_part(expected: Tensor, found: Tensor, tolerance: float) -> Tensor:
+def beyond_part(expected: Tensor, actual: Tensor, tolerance: float) -> Tensor:
     """Mask of numbers that differ by more than a fraction of the largest one."""
-    return beyond(expected, found, tolerance * _largest(expected))
+    return beyond(expected, actual, tolerance * _largest(expected))

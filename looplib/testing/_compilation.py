@@ -94,11 +94,11 @@ def assert_compiles(
 
 
 def _options(parts: Parts, backend: str) -> dict[str, Any]:
-    own = parts.compiler.options_for("assert_compiles") if isinstance(parts, GraphParts) else {}
+    options = parts.compiler.options_for("assert_compiles") if isinstance(parts, GraphParts) else {}
     if backend != "inductor":
         return {"backend": backend}
     # Inductor draws different random numbers than eager torch.
-    return {**own, "backend": backend, "options": {**(own.get("options") or {}), "fallback_random": True}}
+    return {**options, "backend": backend, "options": {**(options.get("options") or {}), "fallback_random": True}}
 
 
 def _compiled_or_refused(compiled: Any, state: TrainState, batch: Any) -> tuple[TrainState, Any]:

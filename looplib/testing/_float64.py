@@ -18,15 +18,15 @@ from looplib.types import TrainState
 
 def in_float64(function: Callable[[TrainState, Any], Any], state: TrainState, batch: Any) -> tuple[Any, Any, Any]:
     """Copies of state and batch and the function's result for them, in float64 if supported, otherwise in their dtypes."""
-    own = copy_state(state)
+    copy = copy_state(state)
     try:
         wide_trees = {
-            tree: trees.map_leaves(_wide, getattr(own, tree)) for tree in ("params", "buffers", "opt_state")
+            tree: trees.map_leaves(_wide, getattr(copy, tree)) for tree in ("params", "buffers", "opt_state")
         }
-        wide, rows = own.replace(**wide_trees), trees.map_leaves(_wide, copied(batch))
+        wide, rows = copy.replace(**wide_trees), trees.map_leaves(_wide, copied(batch))
         return wide, rows, function(wide, copied(rows))
     except (RuntimeError, TypeError):  # the code requires a dtype, or the device has no float64
-        return own, copied(batch), function(own, copied(batch))
+        return copy, copied(batch), function(copy, copied(batch))
 
 
 def _wide(leaf: Any) -> Any:

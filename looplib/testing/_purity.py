@@ -40,7 +40,7 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
     """
     __tracebackhide__ = True
     with streams_kept(state):
-        given, inputs = dict(leaves(copy_state(state))), dict(leaves(copied(batch), "batch"))
+        before, inputs = dict(leaves(copy_state(state))), dict(leaves(copied(batch), "batch"))
         surroundings, positions = Surroundings(step), stream_positions(state)
         mine, rows = copy_state(state), copied(batch)
         first = recorded(step(mine, rows))
@@ -62,7 +62,7 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
                 "reads something else. Usually an operation in place on an input (x += ..., x.clamp_(...), "
                 "labels[mask] = -100, batch.pop(...)): make a new tensor, such as x = x + ...",
             )
-        if not is_spent(mine) and (changed := differences(given, dict(leaves(mine)))):
+        if not is_spent(mine) and (changed := differences(before, dict(leaves(mine)))):
             fail(
                 "the step wrote to the state that it was given",
                 changed,
@@ -70,7 +70,7 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
                 "on a tensor of state.extra, or on one of opt_state in an optimizer of one's own: make a new tensor, "
                 "or make the step with donate=True, which tells everyone that the old state is spent.",
             )
-        if changed := surroundings.spoiled() or differences(given, dict(leaves(state))):
+        if changed := surroundings.spoiled() or differences(before, dict(leaves(state))):
             fail(
                 "the step changed tensors or modes that belong to neither its state nor its result",
                 changed,

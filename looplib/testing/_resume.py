@@ -88,8 +88,8 @@ def _checked_steps(steps: int | None, batches: Sequence[Any] | Loader) -> int:
     if steps is None:
         steps = 6 if most is None else most
     if steps < 2 or (most is not None and steps > most):
-        there = "" if most is None else f" and the list has {most}"
-        raise ValueError(f"steps is {steps}{there}; a run is stopped between two batches: give 2 or more")
+        of_list = "" if most is None else f" and the list has {most}"
+        raise ValueError(f"steps is {steps}{of_list}; a run is stopped between two batches: give 2 or more")
     return steps
 
 

@@ -162,14 +162,14 @@ def _taken(batch: Any, count: int, index: list[int]) -> Any:
         ) from error
 
 
-def _rows_apart(name: str, expected: Tensor, found: Any, index: list[int], tolerance: float) -> str:
+def _rows_apart(name: str, expected: Tensor, actual: Any, index: list[int], tolerance: float) -> str:
     """Rows that differ, in words, or an empty string."""
-    if not isinstance(found, Tensor) or expected.shape != found.shape:
-        return f"{name}: {kind_of(expected)}, then {kind_of(found)}"
-    gap = beyond_part(expected, found, tolerance)
+    if not isinstance(actual, Tensor) or expected.shape != actual.shape:
+        return f"{name}: {kind_of(expected)}, then {kind_of(actual)}"
+    gap = beyond_part(expected, actual, tolerance)
     if not gap.any():
         return ""
     rows = gap.flatten(1).any(1) if gap.dim() > 1 else gap
     which = sorted({index[i] for i in rows.nonzero().flatten().tolist()})
-    by = float((expected.double() - found.double()).abs()[gap].max())
+    by = float((expected.double() - actual.double()).abs()[gap].max())
     return f"{name}: row {listed([str(i) for i in which])} changed by {by:.3g} at most"

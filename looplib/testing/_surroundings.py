@@ -26,15 +26,15 @@ from looplib.types import TrainState
 
 def _streams(state: TrainState) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """Global random streams, as functions that get and set their states."""
-    found: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    streams: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "Python's random": (random.getstate, random.setstate)
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        found["numpy.random"] = numpy.random.get_state, numpy.random.set_state
+        streams["numpy.random"] = numpy.random.get_state, numpy.random.set_state
     for device in {torch.device("cpu"), *(tensor.device for tensor in state.params.values())}:
         for generator in _generators(device):
-            found[f"torch's random stream on {generator.device}"] = generator.get_state, generator.set_state
-    return found
+            streams[f"torch's random stream on {generator.device}"] = generator.get_state, generator.set_state
+    return streams
 
 
 def stream_positions(state: TrainState) -> dict[str, dict[str, Any]]:
@@ -103,11 +103,11 @@ def _add_module(model: nn.Module, fixed: dict[str, Any], memory: dict[str, Any])
                 memory |= _remembered(f"{path}.{name}", value)
 
 
-def _is_searched(thing: Any) -> bool:
+def _is_searched(value: Any) -> bool:
     """True if all attributes of an object are to be searched, and not only those named in code."""
-    if isinstance(thing, (type, TrainState)):
+    if isinstance(value, (type, TrainState)):
         return False
-    return dataclasses.is_dataclass(thing) or callable(thing)
+    return dataclasses.is_dataclass(value) or callable(value)
 
 
 def _name_of(variable: Variable) -> str:
@@ -123,7 +123,7 @@ def _name_of(variable: Variable) -> str:
 
 def users_own(function: Callable[..., Any]) -> Any:
     """The first function, starting from this one, that does not belong to looplib; otherwise the function itself."""
-    functions = (thing.value for thing in walk(function) if isinstance(thing.value, types.FunctionType))
+    functions = (variable.value for variable in walk(function) if isinstance(variable.value, types.FunctionType))
     return next((inner for inner in functions if not inner.__module__.startswith("looplib.")), function)
 
 

@@ -124,12 +124,12 @@ def _recorded(
     params, buffers, opt_state = in_state.build()(tensors)
     state = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
     known = {id(tensor): index for index, tensor in enumerate(tensors)}
-    here = tracing.Trace(known, branch.ask, differentiable)
-    draws = _DrawnOnce(here)
-    with tracing.within(here), draws:
+    trace = tracing.Trace(known, branch.ask, differentiable)
+    draws = _DrawnOnce(trace)
+    with tracing.within(trace), draws:
         out = _decided(core(state, batch), state)
-    outcome = tuple(out), [values for _, values in here.afterwards]
-    checks = [function for function, _ in here.afterwards]
+    outcome = tuple(out), [values for _, values in trace.afterwards]
+    checks = [function for function, _ in trace.afterwards]
     return Recorded(outcome, checks, _successors(out, state, known), draws.streams)
 
 
@@ -182,14 +182,14 @@ class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         with _disable_current_modes():
             shapes = tuple(arg.shape for arg in args if isinstance(arg, Tensor))
-            here = func, shapes, torch.default_generator.get_state().numpy().tobytes()
+            draw = func, shapes, torch.default_generator.get_state().numpy().tobytes()
             torch.rand(())
         in_place = func._schema.is_mutable
-        if here in self.drawn:
-            return args[0].copy_(self.drawn[here]) if in_place else self.drawn[here]
+        if draw in self.drawn:
+            return args[0].copy_(self.drawn[draw]) if in_place else self.drawn[draw]
         self.streams.append(self.trace.stream)
         out = func(*args, **kwargs)
-        self.drawn[here] = out.clone() if in_place else out  # the numbers may be overwritten
+        self.drawn[draw] = out.clone() if in_place else out  # the numbers may be overwritten
         return out
 
 

@@ -205,8 +205,8 @@ def _asked_for_each(
         for number, row in enumerate(rows):
             asked.number = number
             if asked.own or str(row) not in known:
-                own = {index: _without_zero(flat[index][number], without_zeros) for index in indices}
-                known[str(row)] = as_answer(question.function(*question.arguments(own, counts)))
+                stripped = {index: _without_zero(flat[index][number], without_zeros) for index in indices}
+                known[str(row)] = as_answer(question.function(*question.arguments(stripped, counts)))
             answers.append(known[str(row)])
         return answers, asked.own or bool(indices)
 

@@ -144,9 +144,11 @@ def load_optimizer_state_dict(
     entries = dict(matched.opt_state["state"])
     loaded: set[str] = set()
 
-    def fitted(value: Tensor, like: Tensor, what: str) -> Tensor:
+    def fitted(value: Tensor, like: Tensor, title: str) -> Tensor:
         if value.shape != like.shape:
-            raise ValueError(f"{what} has shape {tuple(value.shape)} in this {cls}, the state's has {shape_of(like)}")
+            raise ValueError(
+                f"{title} has shape {tuple(value.shape)} in this {cls}, the state's has {shape_of(like)}"
+            )
         return copied_like(value, like)
 
     for group, names in zip(torch_optimizer.param_groups, matched.names, strict=True):
