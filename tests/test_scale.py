@@ -345,13 +345,13 @@ def test_the_page_has_these_figures(counted):
     rows = [[cell.strip(" |") for cell in line.split("|")[1:-1]] for line in table.splitlines() if line[:1] == "|"]
     first = rows[0].index(f"W = {ranks}: formula")
     names = {
-        "DDP, one piece or four": "ddp pieces",
-        "DDP, weighed": "ddp weighed",
+        "DDP, one microbatch or four": "ddp pieces",
+        "DDP, weighted loss": "ddp weighed",
         "FSDP2": "fsdp mean",
-        "FSDP2, four pieces": "fsdp pieces",
-        "FSDP2, four pieces, weighed": "fsdp weighed pieces",
-        "the same, gathered once for the update": "fsdp-kept pieces",
-        "HSDP, 2 x 2, four pieces": "fsdp-hybrid pieces",
+        "FSDP2, four microbatches": "fsdp pieces",
+        "FSDP2, four microbatches, weighted loss": "fsdp weighed pieces",
+        "the same, gathered once per update": "fsdp-kept pieces",
+        "HSDP, 2 x 2, four microbatches": "fsdp-hybrid pieces",
         "`reduce_gradients`": "reduce mean",
     }
     assert [row[0] for row in rows[2:]] == list(names)
