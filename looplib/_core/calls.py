@@ -1,7 +1,7 @@
-"""Reprs that read as the code that made a thing: `ll.make_train_step(ll.make_grad_fn(Linear, loss_fn), ...)`.
+"""Reprs that read as the code that made an object: `ll.make_train_step(ll.make_grad_fn(Linear, loss_fn), ...)`.
 
-A function that makes another returns `remember(result, itself, *its_arguments)`. What has no short code of its own is
-shown by its name: a module and a dataset by their class, a function by its name, a lambda by its parameters.
+A factory returns `remember(result, itself, *its_arguments)`. Arguments without short code are shown by name: modules
+and datasets by their class, functions by their name, lambdas by their parameters.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from looplib._core import kinds
 
 T = TypeVar("T")
 
-_MANY = 8  # entries of a container that are shown
-_LONG = 200  # characters of a repr, such as a tensor's
+_MANY = 8  # number of entries of a container that are shown
+_LONG = 200  # maximum length of a repr, such as a tensor's, in characters
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class Call(NamedTuple):
-    """A call of a factory: the factory, and what it was given."""
+    """A call of a factory with its arguments."""
 
     factory: Callable[..., Any]
     args: tuple[Any, ...]
@@ -42,13 +42,13 @@ class Call(NamedTuple):
 
 
 class Code(str):
-    """A text that is code already, such as the name of a class for one of its instances."""
+    """Text that is already code, such as the name of a class in place of its instance."""
 
     __slots__ = ()
 
 
 class Function(functools.partial[Any]):
-    """A function whose repr is the call that made it. Python calls it without a line of Python in between."""
+    """A function whose repr is the call that made it. Calling it adds no Python code."""
 
     call: Call
 
@@ -57,10 +57,10 @@ class Function(functools.partial[Any]):
 
 
 def remember(made: T, factory: Callable[..., Any], *args: Any, **settings: Any) -> T:
-    """The thing that a factory made, with a repr that is the call. Settings that are the defaults are left out."""
+    """Return the object that a factory made, with the call as its repr. Settings at their defaults are left out."""
     call = Call(factory, args, settings)
     if hasattr(type(made), "call"):
-        object.__setattr__(made, "call", call)  # of a frozen record
+        object.__setattr__(made, "call", call)  # works for frozen records too
         return made
     function: Any = Function(made)  # type: ignore[arg-type]
     vars(function).update(vars(made), call=call)
@@ -70,7 +70,7 @@ def remember(made: T, factory: Callable[..., Any], *args: Any, **settings: Any) 
 
 
 def shown(value: Any) -> str:
-    """A value as code would give it.
+    """A value as code.
 
     >>> shown({"lr": 0.1, "dtype": float, "key": lambda name: name})
     "{'lr': 0.1, 'dtype': float, 'key': lambda name: ...}"
@@ -112,7 +112,7 @@ def _container(values: Any) -> str:
 
 
 def _public_name(thing: Any) -> str:
-    """Where users find it: `ll.ema`, `ll.optim.swa`."""
+    """Public name of an object: `ll.ema`, `ll.optim.swa`."""
     looplib, name = sys.modules["looplib"], thing.__name__
     if getattr(looplib, name, None) is thing:
         return f"ll.{name}"
