@@ -27,7 +27,7 @@ def names() -> list[str]:
     >>> [name for name in recipes.names() if "digits" in name]
     ['classify_digits', ...]
     """
-    return sorted(_found())
+    return sorted(_recipes())
 
 
 def copy(name: str, folder: str | Path = ".") -> Path:
@@ -47,15 +47,15 @@ def copy(name: str, folder: str | Path = ".") -> Path:
         ValueError: there is no recipe of this name.
         FileExistsError: the folder already holds a file or folder of this name. It is left unchanged.
     """
-    available = _found()
-    if name not in available:
-        near = difflib.get_close_matches(name, available, cutoff=0.7)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(available))}"
+    recipes = _recipes()
+    if name not in recipes:
+        near = difflib.get_close_matches(name, recipes, cutoff=0.7)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(recipes))}"
         raise ValueError(f"there is no recipe {name!r}; {hint}")
-    source = available[name]
+    source = recipes[name]
     target = Path(folder) / source.name
     if target.exists():
-        raise FileExistsError(f"{target} is there already, and is left as it is; give another folder, or move it")
+        raise FileExistsError(f"{target} exists already, and is left as it is; give another folder, or move it")
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         ignore = shutil.ignore_patterns("__pycache__", ".*")
@@ -65,7 +65,7 @@ def copy(name: str, folder: str | Path = ".") -> Path:
     return target
 
 
-def _found() -> dict[str, Path]:
+def _recipes() -> dict[str, Path]:
     """Map each recipe's name to its path: scripts, folders with a script, and pages."""
     package = Path(__file__).parent
     folder = package / "_recipes"  # in an installed wheel
@@ -105,27 +105,36 @@ def _missing(recipe: Path) -> list[str]:
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m looplib.recipes", description="Recipes to copy and change.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="their names, and what each is")
-    copying = commands.add_parser("copy", help="copy one into a folder, which is never overwritten")
-    copying.add_argument("name", help="as `list` gives it")
-    copying.add_argument("folder", nargs="?", default=".", help="this one, unless given")
+    parser = argparse.ArgumentParser(
+        prog="python -m looplib.recipes",
+        description="Recipes: scripts that come with looplib, to copy and change. Without a command, lists them.",
+    )
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("list", help="list the recipes, each with what it does")
+    copying = commands.add_parser("copy", help="copy a recipe into a folder; existing files are not overwritten")
+    copying.add_argument("name", help="name of the recipe, as listed")
+    copying.add_argument("folder", nargs="?", default=".", help="where to (default: the current folder)")
     arguments = parser.parse_args()
-    if arguments.command == "list":
-        available = _found()
-        width = max(map(len, available), default=0)
-        for name in sorted(available):
-            print(f"{name:{width}}  {next(iter(_opening(available[name])), '')}".rstrip())
+    if arguments.command == "copy":
+        _copy(arguments.name, arguments.folder)
         return
+    recipes = _recipes()
+    width = max(map(len, recipes), default=0)
+    for name in sorted(recipes):
+        print(f"{name:{width}}  {next(iter(_opening(recipes[name])), '')}".rstrip())
+    if arguments.command is None:
+        print("\nTo copy one into this folder: python -m looplib.recipes copy NAME")
+
+
+def _copy(name: str, folder: str) -> None:
     try:
-        recipe = copy(arguments.name, arguments.folder)
+        recipe = copy(name, folder)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
-    lines = _commands(recipe)
-    print(f"copied to {recipe}" + (f"; to run it:\n\n{lines}\n" if lines else ""))
+    commands = _commands(recipe)
+    print(f"copied to {recipe}" + (f"; to run it:\n\n{commands}\n" if commands else ""))
     if missing := _missing(recipe):
-        print(f"not installed here, and imported by it: {', '.join(missing)}")
+        print(f"it imports packages that are not installed: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

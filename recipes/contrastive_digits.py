@@ -1,6 +1,6 @@
 """Learn to embed handwritten digits without labels: a contrastive loss over a batch that need not fit into memory.
 
-    pip install "looplib[recipes]"
+    pip install scikit-learn
     python recipes/contrastive_digits.py           (or with other settings: --microbatches 1 --epochs 20)
 
 Two views of each picture are shifted and have noise; an encoder is to tell which two belong together among all 512
@@ -20,6 +20,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+import re
+import sys
 
 import torch
 from sklearn.datasets import load_digits
@@ -32,11 +34,11 @@ import looplib as ll
 
 
 def main(
-    epochs: int = 60,
+    epochs: int = 60,  # passes over the training set
     batch_size: int = 512,  # pictures that are compared with each other
     microbatches: int = 16,  # of a batch; 0 for one graph of all of it
-    lr: float = 3e-3,  # at its peak; it falls along a cosine
-    weight_decay: float = 1e-2,
+    lr: float = 3e-3,  # learning rate at its peak; it falls along a cosine
+    weight_decay: float = 1e-2,  # of all weights
     temperature: float = 0.1,  # of the similarities
     labelled: int = 100,  # pictures whose labels are known, to score the embeddings
     noise: float = 0.2,  # standard deviation, where a pixel is between 0 and 1
@@ -165,7 +167,12 @@ def most_held(function: object) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    for setting in inspect.signature(main).parameters.values():
-        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
-    main(**vars(parser.parse_args()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about in re.findall(r"^    (\w+): .*?,  # (.*)", inspect.getsource(main), re.MULTILINE):
+        default = inspect.signature(main).parameters[name].default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{about} (default: {default!r})")
+    try:
+        main(**vars(parser.parse_args()))
+    except KeyboardInterrupt:
+        print("\nstopped; rerunning starts from the beginning")
+        sys.exit(130)

@@ -1,6 +1,6 @@
 """Classify handwritten digits with differential privacy, by DP-SGD.
 
-    pip install "looplib[recipes,privacy]"
+    pip install scikit-learn opacus
     python recipes/dp_sgd_digits.py                (or with other settings: --noise_multiplier 8 --seed 1)
 
 The 1,797 pictures of 8 x 8 pixels come with scikit-learn; 360 of them are held out. Each of the other 1,437 is in
@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
+import sys
 import time
 
 import torch
@@ -32,13 +34,13 @@ import looplib as ll
 
 
 def main(
-    epochs: int = 34,
-    batch_size: int = 256,  # expected: each batch has another size
-    piece_size: int = 128,  # examples whose gradients are in memory at once
-    lr: float = 0.2,
-    momentum: float = 0.9,
-    decay: float = 0.95,  # of the average of the weights, which takes away noise and costs no privacy
-    max_norm: float = 1.0,  # of an example's gradient
+    epochs: int = 34,  # expected passes over the training set
+    batch_size: int = 256,  # expected number of pictures in a batch, which varies
+    piece_size: int = 128,  # pictures whose gradients are in memory at once
+    lr: float = 0.2,  # learning rate
+    momentum: float = 0.9,  # of SGD
+    decay: float = 0.95,  # of the average of the weights, which removes noise and costs no privacy
+    max_norm: float = 1.0,  # of a picture's gradient
     noise_multiplier: float = 4.0,  # standard deviation of the noise in units of max_norm
     delta: float = 1e-5,  # well below 1 / the number of pictures
     width: int = 16,  # channels of the convolution
@@ -132,7 +134,12 @@ def epsilon(steps: int, rate: float, noise_multiplier: float, delta: float) -> f
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for setting in inspect.signature(main).parameters.values():
-        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
-    main(**vars(parser.parse_args()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about in re.findall(r"^    (\w+): .*?,  # (.*)", inspect.getsource(main), re.MULTILINE):
+        default = inspect.signature(main).parameters[name].default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{about} (default: {default!r})")
+    try:
+        main(**vars(parser.parse_args()))
+    except KeyboardInterrupt:
+        print("\nstopped; rerunning starts from the beginning")
+        sys.exit(130)

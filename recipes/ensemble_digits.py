@@ -1,6 +1,6 @@
 """Classify handwritten digits with an ensemble: 32 small networks trained in one step.
 
-    pip install "looplib[recipes]"
+    pip install scikit-learn matplotlib
     python recipes/ensemble_digits.py              (or with other settings: --members 8 --epochs 20)
 
 The members differ in their first weights (and in their dropout, if there is any), each by its own seed, and see the
@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
+import sys
 import time
 from pathlib import Path
 
@@ -42,17 +44,17 @@ import looplib as ll
 
 
 def main(
-    members: int = 32,
-    epochs: int = 60,
-    batch_size: int = 32,
-    train_size: int = 300,  # pictures to learn from: with few, members disagree, and there is something to gain
-    lr: float = 1e-2,  # at its peak; it falls along a cosine
-    weight_decay: float = 0.1,
-    width: int = 64,
-    dropout: float = 0.0,
-    compile: int = 1,
+    members: int = 32,  # networks to train
+    epochs: int = 60,  # passes over the training set
+    batch_size: int = 32,  # pictures in a batch
+    train_size: int = 300,  # pictures to learn from; with few, members disagree, and an ensemble helps
+    lr: float = 1e-2,  # learning rate at its peak; it falls along a cosine
+    weight_decay: float = 0.1,  # of all weights
+    width: int = 64,  # of the hidden layers
+    dropout: float = 0.0,  # probability of dropping a feature
+    compile: int = 1,  # 1 to compile the step, 0 to run it eagerly
     seed: int = 0,  # of the held-out pictures, the order of the others, and the members
-    directory: str = "runs/ensemble_digits",
+    directory: str = "runs/ensemble_digits",  # folder for the figure
 ) -> dict[str, float]:
     torch.set_num_threads(1)
     train_set, (test_pictures, test_labels) = load_data(train_size, seed)
@@ -74,6 +76,7 @@ def main(
         states.append(ll.init_state(fresh, optimizer, seed=member, epoch_length=len(loader)))
     stack = ll.transforms.stack_states(states)
 
+    print(f"compiling a step of {members} members, for about 10 seconds" if compile else f"{members} members")
     done, seconds, first = ll.after_epochs(epochs), 0.0, 0.0
     while not done(stack):
         bar = ll.progress(loader(stack), stack, step=train_step, leave=False)
@@ -181,7 +184,12 @@ def draw_calibration(probabilities: Tensor, labels: Tensor, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for setting in inspect.signature(main).parameters.values():
-        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
-    main(**vars(parser.parse_args()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about in re.findall(r"^    (\w+): .*?,  # (.*)", inspect.getsource(main), re.MULTILINE):
+        default = inspect.signature(main).parameters[name].default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{about} (default: {default!r})")
+    try:
+        main(**vars(parser.parse_args()))
+    except KeyboardInterrupt:
+        print("\nstopped; rerunning starts from the beginning")
+        sys.exit(130)

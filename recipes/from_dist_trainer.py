@@ -1,6 +1,6 @@
 """fastNLP's DistTrainer with everything on, as a loop: each setting has the name that DistTrainer gives it.
 
-    pip install "looplib[recipes]"
+    pip install scikit-learn
     python recipes/from_dist_trainer.py                           (one process)
     torchrun --nproc-per-node 2 recipes/from_dist_trainer.py      (two, of a GPU or a core each)
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import signal
 from functools import partial
 
@@ -25,22 +26,22 @@ import looplib as ll
 
 
 def main(
-    batch_size_per_gpu: int = 32,
-    n_epochs: int = 30,
-    num_workers: int = 0,
-    drop_last: bool = False,
-    metric_key: str = "acc",  # or -loss, of which less is better
-    update_every: int = 2,  # the three are in updates, and not in their pieces as there
-    print_every: int = 10,
-    validate_every: int = -1,  # at the end of each epoch
-    save_path: str = "runs/from_dist_trainer",
-    fp16: str = "",  # or O1
-    use_tqdm: bool = True,
-    lr: float = 4e-3,
-    warmup: float = 0.1,  # WarmupCallback(warmup, "linear")
-    clip_value: float = 1.0,  # GradientClipCallback(clip_value=clip_value)
-    patience: int = 8,  # EarlyStopCallback(patience)
-    seed: int = 0,
+    batch_size_per_gpu: int = 32,  # samples of a microbatch on each device
+    n_epochs: int = 30,  # passes over the training set
+    num_workers: int = 0,  # processes that read the data
+    drop_last: bool = False,  # 1 to leave out a last batch that is not full
+    metric_key: str = "acc",  # of the dev set, to choose the best by; -loss where less is better
+    update_every: int = 2,  # microbatches of an update; the next two are in updates, not in microbatches as in fastNLP
+    print_every: int = 10,  # updates between two lines of the log
+    validate_every: int = -1,  # updates between two evaluations; -1 for the end of each epoch
+    save_path: str = "runs/from_dist_trainer",  # folder for log and checkpoints
+    fp16: str = "",  # O1 for float16 with a loss scale; empty for float32
+    use_tqdm: bool = True,  # 1 for a progress bar
+    lr: float = 4e-3,  # learning rate at its peak
+    warmup: float = 0.1,  # share of all updates: WarmupCallback(warmup, "linear")
+    clip_value: float = 1.0,  # norm: GradientClipCallback(clip_value=clip_value)
+    patience: int = 8,  # evaluations: EarlyStopCallback(patience)
+    seed: int = 0,  # of the weights and the order
 ) -> dict[str, float]:
     torch.set_num_threads(1)
     with ll.distributed.setup(required=False, output_dir=save_path) as device:
@@ -72,6 +73,10 @@ def main(
         log = ll.tee(ll.jsonl(f"{save_path}/log.jsonl"), ll.console())  # callbacks_master: the first rank's
         first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra={"best": best})
         state, window = ckpt.restore(first), ll.Window()
+        if ended(state):
+            print(f"already finished at step {state.step}; delete {save_path} to start again")
+        elif state.step:
+            print(f"continuing from step {state.step} of {steps}")
         while not done(state):
             for batch in ll.progress(loader(state), state, leave=False, disable=None if use_tqdm else True):
                 state, metrics = train_step(state, batch)
@@ -86,7 +91,7 @@ def main(
                     break
         if not ended(state):
             ckpt.save(state)
-            print(f"stopped at step {state.step} of {steps}; the same command goes on from there")
+            print(f"stopped at step {state.step} of {steps}; run the same command to continue")
             return {}
         state = ckpt.restore(state, which="best")  # train(load_best_model=True)
         scores = ll.evaluate(eval_step, state, dev_batches)
@@ -112,8 +117,9 @@ def metric_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, objec
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, setting in inspect.signature(main).parameters.items():
-        kind = {bool: int}.get(type(setting.default), type(setting.default))  # --use_tqdm 0
-        parser.add_argument(f"--{name}", type=kind, default=setting.default)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about in re.findall(r"^    (\w+): .*?,  # (.*)", inspect.getsource(main), re.MULTILINE):
+        default = inspect.signature(main).parameters[name].default
+        kind = int if isinstance(default, bool) else type(default)  # --use_tqdm 0
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{about} (default: {default!r})")
     main(**vars(parser.parse_args()))

@@ -1,6 +1,6 @@
 """transformers' Trainer with everything on, as a loop: each setting has the name that TrainingArguments gives it.
 
-    pip install "looplib[hub,tensorboard]"
+    pip install transformers tensorboard
     python recipes/from_transformers.py                           (one process)
     torchrun --nproc-per-node 2 recipes/from_transformers.py      (two, of a GPU or a core each)
 
@@ -14,6 +14,7 @@ import argparse
 import inspect
 import math
 import pydoc_data.topics
+import re
 import signal
 from functools import partial
 
@@ -26,21 +27,21 @@ import looplib as ll
 
 
 def main(
-    output_dir: str = "runs/from_transformers",
-    num_train_epochs: float = 2.0,  # rounded up to whole steps
-    per_device_train_batch_size: int = 8,
-    gradient_accumulation_steps: int = 2,
-    bf16: bool = True,
-    learning_rate: float = 5e-3,
-    warmup_steps: int = 50,
-    weight_decay: float = 0.1,
-    max_grad_norm: float = 1.0,
-    label_smoothing_factor: float = 0.1,
-    logging_steps: int = 20,
-    eval_steps: int = 100,  # and save_steps, as load_best_model_at_end has it
-    save_total_limit: int = 3,  # and the best
-    early_stopping_patience: int = 3,
-    seed: int = 42,
+    output_dir: str = "runs/from_transformers",  # folder for log, TensorBoard, checkpoints and the model
+    num_train_epochs: float = 2.0,  # passes over the training set, rounded up to whole steps
+    per_device_train_batch_size: int = 8,  # samples of a microbatch
+    gradient_accumulation_steps: int = 2,  # microbatches of an update
+    bf16: bool = True,  # 1 for autocast to bfloat16
+    learning_rate: float = 5e-3,  # at its peak
+    warmup_steps: int = 50,  # updates in which the learning rate rises
+    weight_decay: float = 0.1,  # of the matrices
+    max_grad_norm: float = 1.0,  # gradients are scaled down to this norm
+    label_smoothing_factor: float = 0.1,  # of the targets
+    logging_steps: int = 20,  # updates between two lines of the log
+    eval_steps: int = 100,  # updates between two evaluations and saves, as load_best_model_at_end needs
+    save_total_limit: int = 3,  # checkpoints to keep, and the best
+    early_stopping_patience: int = 3,  # evaluations without a better loss
+    seed: int = 42,  # of the weights and the order
 ) -> dict[str, float]:
     torch.set_num_threads(1)
     with ll.distributed.setup(required=False, output_dir=output_dir) as device:
@@ -73,6 +74,10 @@ def main(
         extra = {"best": ll.predicates.BestSoFar("eval/loss")}  # metric_for_best_model; mode="max": greater_is_better
         first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra)
         state, window = ckpt.restore(first), ll.Window()
+        if ended(state):
+            print(f"already finished at step {state.step}; delete {output_dir} to start again")
+        elif state.step:
+            print(f"continuing from step {state.step} of {steps}")
         while not done(state):
             for batch in ll.progress(loader(state), state, leave=False, disable=None):
                 state, metrics = train_step(state, batch)
@@ -88,7 +93,7 @@ def main(
                     break
         if not ended(state):
             ckpt.save(state)
-            print(f"stopped at step {state.step} of {steps}; the same command goes on from there")
+            print(f"stopped at step {state.step} of {steps}; run the same command to continue")
             return {}
         state = ckpt.restore(state, which="best")  # load_best_model_at_end
         ll.checkpoint.save_pretrained(model, state, output_dir)
@@ -112,8 +117,9 @@ def metric_fn(model: nn.Module, batch: dict[str, Tensor], label_smoothing: float
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, setting in inspect.signature(main).parameters.items():
-        kind = {bool: int}.get(type(setting.default), type(setting.default))  # --bf16 0
-        parser.add_argument(f"--{name}", type=kind, default=setting.default)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about in re.findall(r"^    (\w+): .*?,  # (.*)", inspect.getsource(main), re.MULTILINE):
+        default = inspect.signature(main).parameters[name].default
+        kind = int if isinstance(default, bool) else type(default)  # --bf16 0
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{about} (default: {default!r})")
     main(**vars(parser.parse_args()))

@@ -1,6 +1,5 @@
 """Train the small language model of language_model.py on many processes: DistributedDataParallel (DDP).
 
-    pip install looplib
     python recipes/language_model_ddp.py                            (one process)
     torchrun --nproc-per-node 2 recipes/language_model_ddp.py       (two on this host, of a GPU or a core each)
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST recipes/language_model_ddp.py
@@ -31,6 +30,7 @@ import argparse
 import inspect
 import math
 import pydoc_data.topics
+import re
 import signal
 import time
 from pathlib import Path
@@ -46,23 +46,23 @@ import looplib as ll
 
 
 def main(
-    steps: int = 2000,
+    steps: int = 2000,  # updates
     batch_size: int = 16,  # windows in a step, of all ranks together
-    microbatches: int = 2,  # pieces of a rank's part of it, one after another, in the memory of one
+    microbatches: int = 2,  # of a rank's share of a step, one after another, in the memory of one
     length: int = 128,  # bytes that the model sees at most
-    width: int = 128,
-    depth: int = 4,
-    heads: int = 4,
-    lr: float = 3e-3,  # at its peak, after the warmup
-    warmup: int = 50,  # steps
-    weight_decay: float = 0.1,
-    max_norm: float = 1.0,
-    precision: str = "bfloat16",  # or float32
-    eval_every: int = 500,  # steps
-    log_every: int = 20,
+    width: int = 128,  # of the hidden states
+    depth: int = 4,  # number of blocks
+    heads: int = 4,  # of the attention
+    lr: float = 3e-3,  # learning rate at its peak, after the warmup
+    warmup: int = 50,  # steps in which the learning rate rises
+    weight_decay: float = 0.1,  # of the matrices
+    max_norm: float = 1.0,  # gradients are scaled down to this norm
+    precision: str = "bfloat16",  # bfloat16 or float32
+    eval_every: int = 500,  # steps between two evaluations and checkpoints
+    log_every: int = 20,  # steps between two lines of the log
     sample: int = 400,  # bytes to write at the end
-    seed: int = 0,
-    directory: str = "runs/language_model_ddp",
+    seed: int = 0,  # of the weights and the order
+    directory: str = "runs/language_model_ddp",  # folder for log and checkpoints
 ) -> dict[str, float]:
     folder = Path(directory)
     with ll.distributed.setup(required=False, output_dir=folder) as device:
@@ -74,7 +74,7 @@ def main(
         loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, drop_last=True, device=device)
         test_batches = ll.make_loader(test_set, batch_size=batch_size, order=ll.data.in_order(), device=device)
 
-        rate = ll.warmup_cosine(lr, warmup=warmup, total=steps)
+        rate = ll.warmup_cosine(lr, warmup=min(warmup, steps), total=steps)
         groups = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # norms and biases
         optimizer = ll.optimizer(
             torch.optim.AdamW, lr=rate, betas=(0.9, 0.95), weight_decay=weight_decay, groups=groups
@@ -85,8 +85,7 @@ def main(
         train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
         eval_step = ll.make_eval_step(model, ll.autocast(metric_fn, enabled=cast))
 
-        ended = ll.after_steps(steps)
-        eval_now = ll.every_n_steps(eval_every) | ended
+        ended, eval_now = ll.after_steps(steps), ll.every_n_steps(eval_every) | ll.after_steps(steps)
         log_now = ll.every_n_steps(log_every) | eval_now
         # Asked where a window of the log ends: so none is open at a checkpoint, and ranks need not agree each step.
         done = ended | (log_now & ll.after_signal(signal.SIGTERM, signal.SIGINT))
@@ -94,8 +93,9 @@ def main(
         log = ll.tee(to_file, ll.console())
         ckpt = ll.checkpoint_io(folder / "checkpoints", keep_last=1, describe={"loader": loader})
         state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
-        count = sum(p.numel() for p in state.params.values())
-        print(f"{count:,} parameters, {ll.distributed.world_size()} ranks, step {state.step} of {steps}")
+        print(f"{ll.distributed.world_size()} ranks, step {state.step} of {steps}")
+        if ended(state):
+            print(f"already finished at step {state.step}; delete {directory} to start again")
 
         began, first, window = time.perf_counter(), state.samples, ll.Window()
         while not done(state):
@@ -108,17 +108,17 @@ def main(
                     to_file(state, ll.compute(ll.distributed.reduce(window.metrics()), prefix="train/") | speed)
                     window = ll.Window()
                 if eval_now(state):
-                    log(state, ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
+                    log(state, ll.evaluate(eval_step, state, test_batches, prefix="eval/", progress=True))
                     ckpt.save(state)
                 if done(state):
                     break
         if not ended(state):
             ckpt.save(state)
-            print(f"stopped at step {state.step} of {steps}; the same command goes on from there")
+            print(f"stopped at step {state.step} of {steps}; run the same command to continue")
             return {}
 
         seconds = time.perf_counter() - began
-        scores = ll.evaluate(eval_step, state, test_batches)
+        scores = ll.evaluate(eval_step, state, test_batches, progress=True)
         scores["bits_per_byte"] = scores["loss"] / math.log(2)
         written = write(model, state, "The following", sample, length, device)
         print(f"{scores['bits_per_byte']:.3f} bits a byte on the held-out text, {scores['accuracy']:.1%} guessed")
@@ -147,8 +147,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        x = x + self.mlp(self.norm2(x))
-        return x
+        return x + self.mlp(self.norm2(x))
 
 
 class Transformer(nn.Module):
@@ -193,7 +192,8 @@ def write(model: nn.Module, state: ll.TrainState, prompt: str, count: int, lengt
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for setting in inspect.signature(main).parameters.values():
-        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about in re.findall(r"^    (\w+): .*?,  # (.*)", inspect.getsource(main), re.MULTILINE):
+        default = inspect.signature(main).parameters[name].default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{about} (default: {default!r})")
     main(**vars(parser.parse_args()))

@@ -1,6 +1,6 @@
 """Learn weights from which a few gradient steps on a few points fit a sinusoid.
 
-    pip install "looplib[recipes]"
+    pip install matplotlib
     python recipes/maml_sinusoids.py               (or with other settings: --iterations 20000 --seed 1)
 
 The regression of Finn, Abbeel and Levine, "Model-agnostic meta-learning", 2017, section 5.1, with their settings. A
@@ -25,6 +25,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,15 +43,15 @@ Tasks = tuple[Tensor, Tensor]  # inputs (tasks, points, 1) and values (tasks, po
 
 
 def main(
-    iterations: int = 70_000,
+    iterations: int = 70_000,  # outer steps
     meta_batch: int = 25,  # tasks in an outer step
     shots: int = 10,  # points of a task for the inner step of the training, and as many for its error
     lr: float = 1e-3,  # of Adam, the outer optimizer
-    inner_lr: float = 0.01,
-    width: int = 40,
-    test_tasks: int = 1000,
-    seed: int = 0,
-    picture: str = "runs/maml_sinusoids/errors.png",
+    inner_lr: float = 0.01,  # of the gradient step within a task
+    width: int = 40,  # of the hidden layers
+    test_tasks: int = 1000,  # new tasks to test on
+    seed: int = 0,  # of the weights and the tasks
+    picture: str = "runs/maml_sinusoids/errors.png",  # file for the figure
 ) -> dict[str, float]:
     torch.set_num_threads(1)  # so small networks gain nothing from more
     curves: dict[str, dict[int, list[float]]] = {}
@@ -59,6 +61,7 @@ def main(
         loss_fn = make_meta_loss(model, inner_lr) if name == "MAML" else joint_loss
         optimizer = ll.optimizer(torch.optim.Adam, lr=lr)
         train_step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True))
+        print(f"{name}: compiling the step, then {iterations:,} iterations")
         done, log, log_now = ll.after_steps(iterations), ll.console(), ll.every_n_steps(max(1, iterations // 10))
         state = ll.init_state(model, optimizer, seed=seed)
         while not done(state):
@@ -157,7 +160,12 @@ def save_picture(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for setting in inspect.signature(main).parameters.values():
-        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
-    main(**vars(parser.parse_args()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about in re.findall(r"^    (\w+): .*?,  # (.*)", inspect.getsource(main), re.MULTILINE):
+        default = inspect.signature(main).parameters[name].default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{about} (default: {default!r})")
+    try:
+        main(**vars(parser.parse_args()))
+    except KeyboardInterrupt:
+        print("\nstopped; rerunning starts from the beginning")
+        sys.exit(130)

@@ -1,6 +1,6 @@
 """Search hyperparameters by Optuna, which stops the trials that fall behind.
 
-    pip install "looplib[recipes,optuna]"
+    pip install optuna scikit-learn matplotlib
     python recipes/optuna_pruning.py               (or with other settings: --trials 80 --seed 1)
     python recipes/optuna_pruning.py --storage sqlite:///optuna.db     (kept; the same command adds what is missing)
 
@@ -18,6 +18,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -41,10 +43,10 @@ def main(
     trials: int = 40,  # in all, with those that the storage has already
     epochs: int = 20,  # of a trial that is not pruned
     startup: int = 5,  # trials before any is pruned
-    grace: int = 3,  # the first epoch after which a trial can be
+    grace: int = 3,  # the first epoch after which a trial can be pruned
     seed: int = 0,  # of the weights, the order of the digits, the dropout, and of what Optuna tries
-    storage: str = "",  # in memory
-    directory: str = "runs/optuna_pruning",
+    storage: str = "",  # of Optuna, such as sqlite:///runs/optuna.db; empty for memory
+    directory: str = "runs/optuna_pruning",  # folder for logs and the figure
 ) -> dict[str, float]:
     began = time.perf_counter()
     torch.set_num_threads(1)
@@ -86,7 +88,7 @@ def search(trials: int, epochs: int, startup: int, grace: int, seed: int, storag
         }
         return train(settings, epochs, seed, trial)[0]
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(
         storage=storage or None,
         study_name="digits",
@@ -95,7 +97,9 @@ def search(trials: int, epochs: int, startup: int, grace: int, seed: int, storag
         pruner=optuna.pruners.MedianPruner(n_startup_trials=startup, n_warmup_steps=grace),
     )
     ended = [trial for trial in study.trials if trial.state.is_finished()]
-    study.optimize(objective, n_trials=max(0, trials - len(ended)))
+    report = [lambda study, trial: print(f"trial {trial.number}: {trial.state.name.lower()}, loss {trial.value:.4f}")]
+    print(f"{len(ended)} of {trials} trials are done")
+    study.optimize(objective, n_trials=max(0, trials - len(ended)), callbacks=report)
     return study
 
 
@@ -167,7 +171,12 @@ def draw(study: optuna.Study, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for setting in inspect.signature(main).parameters.values():
-        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
-    main(**vars(parser.parse_args()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about in re.findall(r"^    (\w+): .*?,  # (.*)", inspect.getsource(main), re.MULTILINE):
+        default = inspect.signature(main).parameters[name].default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{about} (default: {default!r})")
+    try:
+        main(**vars(parser.parse_args()))
+    except KeyboardInterrupt:
+        print("\nstopped; with --storage, run the same command to continue with the next trial")
+        sys.exit(130)

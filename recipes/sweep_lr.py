@@ -1,6 +1,6 @@
 """Find a learning rate: 32 of them in one step, and by halves.
 
-    pip install "looplib[recipes]"
+    pip install scikit-learn matplotlib
     python recipes/sweep_lr.py                     (or with other settings: --members 64 --epochs 20)
 
 Each member of a stack is one run with a learning rate of its own, from 1e-5 to 10, of the same network from the same
@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
+import sys
 import time
 from pathlib import Path
 
@@ -35,16 +37,16 @@ import looplib as ll
 
 
 def main(
-    members: int = 32,
-    epochs: int = 12,
-    rungs: int = 4,  # in each of which half of the members are dropped
-    batch_size: int = 64,
-    lowest: float = 1e-5,
-    highest: float = 10.0,
-    momentum: float = 0.9,
-    width: int = 64,
-    seed: int = 0,
-    directory: str = "runs/sweep_lr",
+    members: int = 32,  # learning rates
+    epochs: int = 12,  # passes over the training set
+    rungs: int = 4,  # of the halving; each drops half of the members
+    batch_size: int = 64,  # pictures in a batch
+    lowest: float = 1e-5,  # learning rate
+    highest: float = 10.0,  # learning rate
+    momentum: float = 0.9,  # of SGD
+    width: int = 64,  # of the hidden layer
+    seed: int = 0,  # of the weights and the order
+    directory: str = "runs/sweep_lr",  # folder for the figure
 ) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -162,7 +164,12 @@ def draw(lrs: list[float], curves: list[list[dict[str, float]]], left: list[floa
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for setting in inspect.signature(main).parameters.values():
-        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
-    main(**vars(parser.parse_args()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about in re.findall(r"^    (\w+): .*?,  # (.*)", inspect.getsource(main), re.MULTILINE):
+        default = inspect.signature(main).parameters[name].default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{about} (default: {default!r})")
+    try:
+        main(**vars(parser.parse_args()))
+    except KeyboardInterrupt:
+        print("\nstopped; rerunning starts from the beginning")
+        sys.exit(130)

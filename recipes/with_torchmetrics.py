@@ -1,6 +1,6 @@
 """Tell malignant tumours from benign ones, scored by metrics of torchmetrics that looplib does not have.
 
-    pip install "looplib[recipes]" torchmetrics
+    pip install scikit-learn torchmetrics
     python recipes/with_torchmetrics.py            (or with other settings: --epochs 10 --seed 1)
 
 A `MetricCollection` is one record, which merges over batches, and over ranks: so each number is that of one call of
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
+import sys
 from functools import partial
 
 import torch
@@ -43,14 +45,14 @@ COLLECTION = MetricCollection(
 
 
 def main(
-    epochs: int = 15,
-    batch_size: int = 32,
-    eval_batch_size: int = 25,
-    lr: float = 3e-3,
-    weight_decay: float = 0.1,
-    width: int = 32,
-    seed: int = 0,
-    directory: str = "runs/with_torchmetrics",
+    epochs: int = 15,  # passes over the training set
+    batch_size: int = 32,  # tumours in a batch
+    eval_batch_size: int = 25,  # tumours in a batch of an evaluation
+    lr: float = 3e-3,  # learning rate
+    weight_decay: float = 0.1,  # of all weights
+    width: int = 32,  # of the hidden layer
+    seed: int = 0,  # of the weights and the held-out tumours
+    directory: str = "runs/with_torchmetrics",  # folder for the log
 ) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -111,7 +113,12 @@ def load_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for setting in inspect.signature(main).parameters.values():
-        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
-    main(**vars(parser.parse_args()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about in re.findall(r"^    (\w+): .*?,  # (.*)", inspect.getsource(main), re.MULTILINE):
+        default = inspect.signature(main).parameters[name].default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{about} (default: {default!r})")
+    try:
+        main(**vars(parser.parse_args()))
+    except KeyboardInterrupt:
+        print("\nstopped; rerunning starts from the beginning")
+        sys.exit(130)

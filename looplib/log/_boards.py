@@ -170,4 +170,4 @@ def _extra(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"the sink {extra} needs its package: pip install looplib[{extra}]") from error
+        raise ImportError(f"the sink {extra} needs its package: pip install {extra} pillow") from error

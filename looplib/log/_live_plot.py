@@ -128,7 +128,7 @@ def _shell() -> Any:
         from IPython.core.getipython import get_ipython
     except ImportError as error:
         raise ImportError(
-            "live_plot without a path draws in a notebook: pip install looplib[notebooks], or give path='loss.png'"
+            "live_plot without a path draws in a notebook: pip install ipykernel ipywidgets, or give path='loss.png'"
         ) from error
     shell = get_ipython()  # type: ignore[no-untyped-call, unused-ignore]
     if shell is None:

@@ -322,7 +322,7 @@ def _figure_class() -> Any:
         from matplotlib.colors import to_rgb
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install looplib[recipes]") from error
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
 
     class Picture(Figure):
         """A Figure that a notebook displays without pyplot."""

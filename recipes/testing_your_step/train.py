@@ -1,6 +1,6 @@
 """Tell malignant tumours from benign ones, by a training step that has unit tests.
 
-    pip install "looplib[recipes]" pytest
+    pip install scikit-learn pytest
     cd recipes/testing_your_step
     python train.py                (or with other settings: --epochs 20 --seed 1)
     python -m pytest               (a line in tests/test_your_step.py for each way in which training goes wrong)
@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +47,11 @@ class Run(NamedTuple):
 
 
 def main(
-    epochs: int = 10, width: int = 32, dropout: float = 0.2, lr: float = 3e-3, seed: int = 0
+    epochs: int = 10,  # passes over the training set
+    width: int = 32,  # of the hidden layer
+    dropout: float = 0.2,  # probability of dropping a feature
+    lr: float = 3e-3,  # learning rate at its peak
+    seed: int = 0,  # of the weights, the order and the dropout
 ) -> dict[str, float]:
     torch.set_num_threads(1)  # so small a network gains nothing from more
     run = make_run(epochs, width, dropout, lr, seed)
@@ -105,7 +111,12 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for setting in inspect.signature(main).parameters.values():
-        parser.add_argument(f"--{setting.name}", type=type(setting.default), default=setting.default)
-    main(**vars(parser.parse_args()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about in re.findall(r"^    (\w+): .*?,  # (.*)", inspect.getsource(main), re.MULTILINE):
+        default = inspect.signature(main).parameters[name].default
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{about} (default: {default!r})")
+    try:
+        main(**vars(parser.parse_args()))
+    except KeyboardInterrupt:
+        print("\nstopped; rerunning starts from the beginning")
+        sys.exit(130)

@@ -428,7 +428,7 @@ def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch):
         lambda: save_safetensors(model, ll.init_state(model), path),
         lambda: load_state_dict(model, ll.init_state(model), path),
     ):
-        with pytest.raises(ImportError, match=re.escape("pip install looplib[safetensors]")):
+        with pytest.raises(ImportError, match=re.escape("pip install safetensors")):
             call()
 
 

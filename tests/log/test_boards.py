@@ -102,9 +102,9 @@ def test_tensorboard_refuses_other_shapes_by_name(tmp_path, shape):
 
 
 @pytest.mark.parametrize(("make", "name"), [(lambda: tensorboard("x"), "tensorboard"), (wandb, "wandb")])
-def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, make, name):
+def test_a_missing_package_is_an_error_that_names_it(monkeypatch, make, name):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=rf"needs its package: pip install looplib\[{name}\]"):
+    with pytest.raises(ImportError, match=rf"needs its package: pip install {name} pillow"):
         make()
 
 

@@ -250,11 +250,11 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         without(patch, "matplotlib")
         for draw in (lambda: plot(rows_of()), lambda: live_plot(path=tmp_path / "loss.png")):
-            with pytest.raises(ImportError, match=r"pictures need matplotlib: pip install looplib\[recipes\]"):
+            with pytest.raises(ImportError, match=r"pictures need matplotlib: pip install matplotlib"):
                 draw()
     with monkeypatch.context() as patch:
         without(patch, "IPython")
-        with pytest.raises(ImportError, match=r"pip install looplib\[notebooks\], or give path="):
+        with pytest.raises(ImportError, match=r"pip install ipykernel ipywidgets, or give path="):
             live_plot()
         live_plot(path=tmp_path / "loss.png")
     with pytest.raises(RuntimeError, match=r"found no notebook to draw in: give it a file"):

@@ -159,7 +159,7 @@ def test_stopped_by_a_signal_the_same_command_goes_on_to_the_same_bits(name, tmp
     settings = SMALL[name] | {FOLDER[name]: str(tmp_path / "parts")}
     assert recipe.main(**settings) == {}
     stop = {"from_transformers": 4, "from_dist_trainer": 8}[name]
-    assert f"stopped at step {stop} of {EVALUATED[name][-1]}; the same command" in capsys.readouterr().out
+    assert f"stopped at step {stop} of {EVALUATED[name][-1]}; run the same command" in capsys.readouterr().out
     assert recipe.main(**settings) == expected
     (rows, tensors), (found_rows, found) = values(tmp_path / "whole"), values(tmp_path / "parts")
     assert found_rows == rows

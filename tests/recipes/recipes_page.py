@@ -41,8 +41,8 @@ scikit-learn or Python, settings on the command line, the numbers it reached in 
 at a small size. Times are for one core of a small machine. `python -m looplib.recipes copy NAME` copies a recipe out of
 an installed looplib. Below each recipe stand the names that it uses and most others do not.
 
-looplib is not on PyPI yet: in a checkout, run `pip install -c tests/constraints.txt -e ".[recipes]"` instead of
-`pip install "looplib[recipes]"`, and likewise for the other extras.
+Each recipe names the packages that it needs besides looplib. looplib is not on PyPI yet; the README says how to install
+it from a clone.
 
 This page is made from the recipes by `python tests/recipes/recipes_page.py`.
 """

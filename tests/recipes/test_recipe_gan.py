@@ -89,9 +89,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(recipe, tmp_path, monkeypat
 
     monkeypatch.setattr(recipe, loss, interrupted)
     for epoch in (1, 2):
-        with pytest.raises(
-            SystemExit, match=f"stopped after epoch {epoch} of 3; the same command goes on from there"
-        ):
+        with pytest.raises(SystemExit, match=f"stopped after epoch {epoch} of 3; run the same command to continue"):
             run(recipe, tmp_path / "parts")
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert run(recipe, tmp_path / "parts") == expected

@@ -98,4 +98,4 @@ def test_interrupted_it_goes_on_to_the_same_bits(recipe, tmp_path, monkeypatch, 
     assert len(calls) == 24
     expected, found = models[0].state_dict(), models[-1].state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert "stopped at step 4 of 6; the same command goes on" in capsys.readouterr().out
+    assert "stopped at step 4 of 6; run the same command to continue" in capsys.readouterr().out

@@ -73,7 +73,7 @@ def test_stopped_and_gone_on_by_other_ranks_and_engines_it_logs_what_one_process
     # Two ranks of DDP, one of which is told to stop in step 5: the next line of the log is that of step 6.
     shown = launch(2, stopped, "ddp", settings, 5 * 3)
     assert "2 ranks, step 0 of 18" in shown
-    assert "stopped at step 6 of 18; the same command goes on from there" in shown
+    assert "stopped at step 6 of 18; run the same command to continue" in shown
 
     # Three in shards, with 6, 5 and 5 rows of each batch, from a checkpoint of whole tensors.
     shown = launch(3, stopped, "fsdp", settings, 6 * 3)

@@ -1,6 +1,7 @@
 import ast
 import importlib.util
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -122,13 +123,14 @@ def test_interrupted_digits_go_on_to_the_same_bits(tmp_path, monkeypatch, interr
     assert (tmp_path / "parts/curves.png").exists()
     shown = capsys.readouterr().out
     for step in interrupts:
-        assert f"stopped at step {step} of 36; the same command goes on" in shown
-        assert f"going on from step {step} of 36" in shown
+        assert f"stopped at step {step} of 36; run the same command to continue" in shown
+        assert (f"continuing from step {step} of 36" if step < 36 else "already finished at step 36") in shown
 
     log = (tmp_path / "parts/log.jsonl").read_bytes()
     again = recipe.main(**DIGITS, directory=str(tmp_path / "parts"))  # a finished run is not trained again
     assert again["accuracy"] == ll.read_jsonl(tmp_path / "whole/log.jsonl")[-1]["eval/accuracy"]
     assert (tmp_path / "parts/log.jsonl").read_bytes() == log
+    assert f"already finished at step 36; delete {tmp_path / 'parts'} to start again" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -143,11 +145,43 @@ def test_a_process_stopped_by_ctrl_c_goes_on_by_the_same_command(tmp_path, inter
     at = random.randrange(20, 200)  # of 360 steps
     interrupted = [*struck(RECIPES / "classify_digits.py", signal.SIGINT, at), *options]
     run = subprocess.run(interrupted, cwd=tmp_path, capture_output=True, text=True)
-    assert "the same command goes on from there" in run.stdout, f"interrupted at {at}: {run.stdout}\n{run.stderr}"
+    assert "run the same command to continue" in run.stdout, f"interrupted at {at}: {run.stdout}\n{run.stderr}"
     assert run.returncode == 130
     assert "Traceback" not in run.stderr
 
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    assert "going on from step" in again.stdout
+    assert "continuing from step" in again.stdout
     assert log.read_bytes() == (expected / "log.jsonl").read_bytes(), f"interrupted at {at}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted([*RECIPES.glob("*.py"), *RECIPES.glob("*/train.py")]),
+    ids=lambda path: str(path.relative_to(RECIPES)),
+)
+def test_the_help_of_a_recipe_describes_it_and_each_setting(path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    monkeypatch.setenv("COLUMNS", "200")
+    namespace = {"__name__": "__main__"}
+    source = path.read_text()
+    # Imports and all else are left out: the signature with its comments and the last block are enough for the help.
+    tree = ast.parse(source)
+    main = next(node for node in tree.body if getattr(node, "name", "") == "main")
+    monkeypatch.setattr("inspect.getsource", lambda function: ast.get_source_segment(source, main))
+    body = [
+        ast.parse(line).body[0]
+        for line in ("from __future__ import annotations", "import argparse, inspect, re, sys")
+    ]
+    tree.body = [*body, main, tree.body[-1]]
+    namespace["__doc__"] = ast.get_docstring(ast.parse(source))
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(tree, str(path), "exec"), namespace)
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert namespace["__doc__"].splitlines()[0] in shown
+    for argument, default in zip(main.args.args, main.args.defaults, strict=True):
+        default = ast.literal_eval(default)
+        line = re.search(rf"^  --{argument.arg} \S+\s+(\w.*)$", shown, re.MULTILINE)
+        assert line, f"--{argument.arg} is not described"
+        assert line[1].endswith(f"(default: {default!r})")

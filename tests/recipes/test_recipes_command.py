@@ -92,7 +92,7 @@ def test_a_recipe_is_copied_out_of_the_wheel_and_runs(built, tmp_path):
     said = command(built, tmp_path, "copy", "classify_digits", "my scripts")
     copied = tmp_path / "my scripts/classify_digits.py"
     assert copied.read_bytes() == (ROOT / "recipes/classify_digits.py").read_bytes()
-    assert 'pip install "looplib[recipes]"' in said
+    assert "pip install scikit-learn matplotlib" in said
     assert "python 'my scripts/classify_digits.py'" in said
     settings = "--epochs", "1", "--width", "4"
     done = run(sys.executable, copied, *settings, cwd=tmp_path, PYTHONPATH=str(built / "installed"))
@@ -131,7 +131,7 @@ def test_what_is_there_is_never_overwritten(tmp_path):
     for name, place in ("classify_digits", "classify_digits.py"), ("testing_your_step", "testing_your_step/train.py"):
         copied = recipes.copy(name, tmp_path)
         (tmp_path / place).write_text("mine")
-        with pytest.raises(FileExistsError, match=f"{re.escape(str(copied))} is there already, and is left as it is"):
+        with pytest.raises(FileExistsError, match=f"{re.escape(str(copied))} exists already, and is left as it is"):
             recipes.copy(name, tmp_path)
         assert (tmp_path / place).read_text() == "mine"
 
@@ -151,3 +151,11 @@ def test_what_is_imported_and_not_installed_is_named(tmp_path):
     script = tmp_path / "recipe.py"
     script.write_text("import os, not_there.inner, torch.nn\n\ndef main():\n    from nor_this.one import x\n")
     assert recipes._missing(script) == ["nor_this", "not_there"]
+
+
+def test_without_a_command_the_recipes_are_listed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["recipes"])
+    recipes._main()
+    *lines, empty, hint = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == recipes.names()
+    assert (empty, hint) == ("", "To copy one into this folder: python -m looplib.recipes copy NAME")

@@ -16,7 +16,7 @@ def safetensors_package() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ImportError("safetensors files need the package: pip install looplib[safetensors]") from error
+        raise ImportError("safetensors files need the package: pip install safetensors") from error
     return safetensors
 
 
