@@ -134,10 +134,10 @@ def make_train_step(
     ['loss']
 
     Keep the returned state. The old one stays at its own step, and without `donate` the module's weights do not
-    change either: use `ll.bind(model, state)` before saving the module. Two mistakes get one warning each: ten calls in a
-    row with the same state and different batches, and `model.state_dict()` while the module has the weights that it had
-    when its first pure step was called. (The second is a hook on the module, which `ll.bind` removes. Saving a part
-    of the module, or a copy of it, is not noticed.)
+    change either: use `ll.bind(model, state)` before saving the module. Two mistakes get one warning each: ten calls
+    in a row with the same state and different batches, and `model.state_dict()` while the module has the weights that
+    it had when its first pure step was called. (The second is a hook on the module, which `ll.bind` removes. Saving a
+    part of the module, or a copy of it, is not noticed.)
 
     Wrap the result with `ll.compile_step` to compile the whole step into one graph, or with `ll.vmap_step` to train
     many members at once.

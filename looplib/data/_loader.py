@@ -281,7 +281,7 @@ def make_loader(
     Args:
         dataset: anything with `__len__` and `__getitem__`; a stream; or a DataLoader (or torchdata
             StatefulDataLoader), whose settings are used, except for its generator.
-        misplaced: none; all other arguments are given by name.
+        misplaced: do not pass any; all other arguments are passed by name.
         batch_size: samples per batch over all ranks together, or None if each item of the dataset is already a batch.
             Required, except with `batch_sampler` and for a DataLoader.
         order: `ll.data.shuffled()` (the default), `in_order()`, `weighted(weights)`, `by_length(lengths)`,

@@ -42,9 +42,9 @@ def live_plot(
         names, x, smooth: as for `plot`. A name may appear later than the first call.
         every: seconds between drawings.
         path: file to draw to. None draws in the notebook cell.
-        history: path of the run's `jsonl` log, if it has one. Its rows are drawn first, so a resumed run, or a cell that
-            is run again, shows the whole run. Steps that the run repeats replace the earlier ones. Without it, the plot
-            shows what this sink was given, in all cells together.
+        history: path of the run's `jsonl` log, if it has one. Its rows are drawn first, so a resumed run, or a cell
+            that is run again, shows the whole run. Steps that the run repeats replace the earlier ones. Without it,
+            the plot shows what this sink was given, in all cells together.
 
     The sink raises TypeError for a value that is not a number, bool or str, naming it.
 

@@ -50,8 +50,8 @@ class progress(Generic[T]):
     As in tqdm, a batch counts as done when the next one is requested.
 
     Args:
-        batches: the loader, or any function from a state to the batches of its epoch. If you pass a state as well: the
-            rest of the epoch, such as `loader(state)`.
+        batches: the loader, or any function from a state to the batches of its epoch. If you pass a state as well:
+            the rest of the epoch, such as `loader(state)`.
         state: for a bar of one epoch: the state at which the batches start.
         epochs: number of epochs in the run. Without it, a run's bar shows no total and no time left. For a run that
             is measured in steps, pass tqdm's `total=steps`.
@@ -63,8 +63,8 @@ class progress(Generic[T]):
     `len()` of the bar of an epoch is the number of batches from the state's position to its end.
 
     Raises:
-        TypeError: `batches` is neither a function of the state nor, with a state, iterable; `step` is not callable; or
-            `len()` is called for a run or a stream.
+        TypeError: `batches` is neither a function of the state nor, with a state, iterable; `step` is not callable;
+            or `len()` is called for a run or a stream.
     """
 
     def __init__(
