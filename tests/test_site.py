@@ -17,13 +17,19 @@ class Reader(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.links, self.anchors, self.words = [], [], []
+        self.in_link = self.nested = False
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag, attrs):
         given = dict(attrs)
+        self.nested |= self.in_link and tag == "a"
+        self.in_link |= tag == "a"
         self.links += [given[name] for name in ("href", "src") if given.get(name)]
         self.anchors += [given[name] for name in ("id", "name") if given.get(name) and tag not in ("meta", "input")]
+
+    def handle_endtag(self, tag):
+        self.in_link &= tag != "a"
 
     def handle_data(self, data):
         self.words.append(data)
@@ -107,6 +113,10 @@ def test_names_in_texts_and_code_lead_to_their_entries(site):
     assert "../looplib/optim.html#freeze" in pages["recipes/COOKBOOK.html"].links
     assert "../looplib/steps.html#make_train_step" in pages["recipes/CHEAT_SHEET.html"].links
     assert "looplib/data.html#make_loader" in pages["index.html"].links
+
+
+def test_no_link_stands_within_a_link(site):
+    assert [address for address, page in site[1].items() if page.nested] == []
 
 
 def test_pages_show_no_addresses_of_objects(site):

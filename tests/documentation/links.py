@@ -15,7 +15,7 @@ DOT = '<span class="o">.</span>'
 IN_CODE = re.compile(
     rf'<span class="n">ll</span>{DOT}<span class="n">(\w+)</span>(?:{DOT}<span class="n">(\w+)</span>)?'
 )
-IN_TEXT = re.compile(r"<code>(?:(ll|looplib)\.(\w+)(?:\.(\w+))?|(\w+))(?=[^\w.])")
+IN_TEXT = re.compile(r'(?<!">)<code>(?:(ll|looplib)\.(\w+)(?:\.(\w+))?|(\w+))(?=[^\w.])')
 MODULES = {"typing": "", "collections.abc": "", "torch.nn.modules.module": "nn"}  # -> what stands before the type
 REFERENCE = re.compile(r'(<(?:a|img)\b[^>]*?\b(?:href|src)=")([^"#]*)((?:#[^"]*)?")')
 

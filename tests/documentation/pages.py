@@ -10,7 +10,7 @@ import json
 import re
 from base64 import b64decode
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from textwrap import dedent
 
@@ -55,9 +55,10 @@ def pages() -> list[Page]:
     first = ["CHEAT_SHEET.md", "COOKBOOK.md"]
     learn = [ROOT / "recipes" / name for name in first]
     more = [path for path in documents if path.name not in (*first, "README.md")]
-    more += [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    more += [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     scripts = [*sorted((ROOT / "recipes").glob("*.py")), *sorted((ROOT / "recipes").glob("*/*.py"))]
     return [
+        replace(document(ROOT / "README.md", "Learn"), title="Install and first loop"),
         *(document(path, "Learn") for path in learn),
         *(notebook(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))),
         document(ROOT / "recipes/README.md", "Recipes"),

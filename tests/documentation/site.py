@@ -131,7 +131,7 @@ class _Site:
 
         found = pdoc.search.make_index(self._rooms, _is_public, "google")
         for page in self.pages.values():
-            if page.group:
+            if page.group and page.name != "index":
                 for _, heading, text in page.sections:
                     found.append(_searched(page, heading, text))
         return pdoc.render.env.get_template("search.js.jinja2").render(search_index=json.dumps(found))
@@ -146,10 +146,9 @@ def _is_public(entry: pdoc.doc.Doc) -> bool:
 
 def _searched(page: Page, heading: str, text: str) -> dict[str, str]:
     """A section of a page, as pdoc's search knows it."""
-    section = to_html(f"## {heading}\n{text[:2000]}")
     title = html.escape(f"{page.title}: {heading}".replace("`", ""))
-    anchor = re.search(r'id="([^"]*)"', section)[1]
-    return {"fullname": title, "modulename": page.name, "qualname": anchor, "kind": "page", "doc": section}
+    names = {"fullname": title, "modulename": page.name, "qualname": _anchor(heading)}
+    return {**names, "kind": "page", "doc": to_html(text[:2000])}
 
 
 def _index() -> Page:
