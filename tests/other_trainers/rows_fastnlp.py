@@ -168,7 +168,7 @@ TABLE = Table(
     ```
 
     Two things are counted in another way. fastNLP counts batches, of which `accumulation_steps` make an update; here
-    a batch is what one update takes, and is cut into pieces, so a number of batches there is that number divided by
+    a batch is what one update takes, and is cut into microbatches, so a number of batches there is that number divided by
     `accumulation_steps` here. And with fastNLP a batch size is that of one process, here it is that of all together.
 
     In the snippets `batch` is `(x, y)`; `classifier` is a model as fastNLP has them, whose `forward`, `train_step`
@@ -199,7 +199,7 @@ TABLE = Table(
     fastNLP is not among what the tests install, so its scripts stand here as they are written for it, and are not
     run; the loops are. What differs, as its source has it: the DistTrainer divides the loss by `update_every` twice,
     evaluates on the first rank alone (so that an EarlyStopCallback hears on the others that nothing is ever better),
-    keeps the model alone, without the optimizer, and cannot go on.
+    keeps the model alone, without the optimizer, and cannot continue.
     """,
 )
 here, plain, nothing = TABLE.looplib, TABLE.torch, TABLE.none
@@ -457,7 +457,7 @@ def _(classifier, optimizer, words):
     "Trainer.accumulation_steps",
     "Trainer.get_no_sync_context",
     "Driver.get_model_no_sync_context",
-    text="The batch of one update, cut into pieces. Ranks exchange gradients once an update, and where the loss is "
+    text="The batch of one update, cut into microbatches. Ranks exchange gradients once an update, and where the loss is "
     "weighed by tokens the gradient is the whole batch's. `state.step` counts updates.",
 )
 def _(model, loss_fn, optimizer, train_set):
@@ -662,7 +662,7 @@ def _(train_set, train_step, model, optimizer):
 @here(
     "Trainer.overfit_batches",
     text="A loader over a few batches, which each epoch gives again, and which are evaluated, too; for -1, `few = "
-    "loader`. (`order=ll.data.in_order(), limit=2` of a dataset's loader reads the same samples anew.) To ask whether a model "
+    "loader`. (`order=ll.data.in_order(), limit=2` of a dataset's loader reads the same samples again.) To ask whether a model "
     "learns one batch by heart at all, `looplib.testing.assert_overfits(train_step, state, batch)`.",
 )
 def _(loader, model, optimizer, train_step, eval_step):
@@ -693,7 +693,7 @@ def _(train_step, loader, state):
 
 @here(
     "Trainer.run.catch_KeyboardInterrupt",
-    text="Ctrl-C at any moment leaves `state` as the last whole one. Running the loop again goes on from there.",
+    text="Ctrl-C at any moment leaves `state` as the last whole one. Running the loop again continues from there.",
 )
 def _(model, optimizer, train_step, loader, state, train):
     try:
@@ -948,7 +948,7 @@ def _(state, train):
         ckpt.save(state.replace(step=5), {"eval/summ": 1.0})
 
 
-@here("CheckpointCallback.folder", text="A folder for each run; a run that goes on finds its own by the same name.")
+@here("CheckpointCallback.folder", text="A folder for each run; a resumed run finds its own by the same name.")
 def _(state):
     ckpt = ll.checkpoint_io("runs/small")
     path = ckpt.save(state.replace(step=20))
@@ -1148,7 +1148,7 @@ def _(model, optimizer, loader, state, train, ckpt):
 
 @here(
     "Trainer.run.resume_training",
-    text="False: the weights and the optimizer's state, with all counts at 0. (Schedules begin anew, too.) For the "
+    text="False: the weights and the optimizer's state, with all counts at 0. (Schedules start over, too.) For the "
     "weights alone, `ckpt.restore(state, weights_only=True)`.",
 )
 def _(state, train, ckpt):
@@ -1164,7 +1164,7 @@ def _(state, train, ckpt):
     "EarlyStopCallback.monitor",
     "EarlyStopCallback.larger_better",
     "EarlyStopCallback.patience",
-    text="The record is in the state, so patience goes on where it was after a resume. After `update_best`, and "
+    text="The record is in the state, so after a resume patience continues where it was. After `update_best`, and "
     "before the save.",
 )
 def _(state, train_step, batch):
@@ -1298,7 +1298,7 @@ def _(state, train_step, eval_step, loader, test_batches, log, rows):
     "Callback.on_train_epoch_begin",
     "Event.on_train_epoch_end",
     "Callback.on_train_epoch_end",
-    text="Before and after the inner loop. A run that goes on amid an epoch passes the first line with `state.batch` "
+    text="Before and after the inner loop. A run that is resumed within an epoch passes the first line with `state.batch` "
     "above 0; `ll.at_epoch_end()` within the loop is the same moment as the last line.",
 )
 def _(state, train_step, loader, log, rows):
@@ -1471,7 +1471,7 @@ def _(state, eval_step, test_batches, log, rows):
 nothing(
     "Callback.callback_name",
     "Callback.need_reproducible_sampler",
-    text="There are no callbacks whose states are stored by name, and each loader can be gone on with.",
+    text="There are no callbacks whose states are stored by name, and each loader can be resumed.",
 )
 
 TABLE.section("Progress, times, logs")
@@ -1760,7 +1760,7 @@ def _(model, one_process):
     "samplers.RandomSampler",
     "samplers.RandomBatchSampler",
     text="Every loader is of this kind: global batches are shuffled by (seed, epoch) and then divided among the "
-    "ranks, nothing is repeated to make them even, and a state is a place to go on from. `divide=False` for "
+    "ranks, nothing is repeated to make them even, and a run can continue from any state. `divide=False` for "
     "data that differ from rank to rank already.",
 )
 def _(train_set, rank_0_of_2):
@@ -1788,7 +1788,7 @@ def _(train_set, lengths):
 
 @here(
     "samplers.BucketedBatchSampler",
-    text="Shuffled, sorted by length within pools of so many batches (50, or a quarter of a small set), and the "
+    text="Shuffled, sorted by length within pools of several batches (50, or a quarter of a small set), and the "
     "batches shuffled. fastNLP goes the other way: it sorts all and shuffles within buckets of "
     "`num_batch_per_bucket` batches, so that fewer are more alike in length; here it is more.",
 )
@@ -1811,7 +1811,7 @@ def _(train_set, lengths):
 
 @here(
     "samplers.ReproduceBatchSampler",
-    text="Any batch sampler of torch's kind; what it draws is seeded by the epoch, and it can be gone on with.",
+    text="Any batch sampler of torch's kind; what it draws is seeded by the epoch, and it can be resumed.",
 )
 def _(train_set):
     batches = torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(train_set), batch_size=8, drop_last=True)
@@ -2061,7 +2061,7 @@ def _(state, train_step, loader, log, rows):
     assert rows[0]["train/loss"] == pytest.approx(sum(losses) / 5)
 
 
-@here("DistTrainer.validate_every", text="After so many batches, or with -1 at the end of each epoch.")
+@here("DistTrainer.validate_every", text="After a number of batches, or with -1 at the end of each epoch.")
 def _(state, train):
     eval_now = ll.every_n_steps(4) | ll.at_epoch_end()
     # shows
@@ -2072,7 +2072,7 @@ def _(state, train):
     "DistTrainer.save_every",
     "DistTrainer.save_path",
     "DistTrainer.save_check_point",
-    text="A checkpoint there is the pickled model; here it is the whole state, and the run can go on from it. All "
+    text="A checkpoint there is the pickled model; here it is the whole state, and the run can continue from it. All "
     "ranks call `save`, and the first writes.",
 )
 def _(state, train):

@@ -321,7 +321,7 @@ def _(train_set, state):
 
 nothing(
     "TrainingArguments.dataloader_in_order",
-    text="The order of the batches is a function of (seed, epoch), so that a run resumes by itself and goes on "
+    text="The order of the batches is a function of (seed, epoch), so that a run resumes by itself and continues "
     "with any number of workers; batches out of order would end that.",
 )
 
@@ -757,7 +757,7 @@ TABLE.section("Gradients and loss")
 
 @here(
     "TrainingArguments.gradient_accumulation_steps",
-    text="One call is one update over the whole batch, in pieces. The gradient is that of the whole, however it is "
+    text="One call is one update over the whole batch, in microbatches. The gradient is that of the whole, however it is "
     "cut, and `state.step` counts updates.",
 )
 def _(model, loss_fn, state, batch):
@@ -771,7 +771,7 @@ def _(model, loss_fn, state, batch):
 @here(
     "TrainingArguments.average_tokens_across_devices",
     text="A loss that says its sum and its number of tokens is averaged over all tokens of the batch, whatever "
-    "piece or rank they are in.",
+    "microbatch or rank they are in.",
 )
 def _(gpt2, tokens):
     def loss_fn(model, tokens):
@@ -954,8 +954,8 @@ def _(grad_fn, optimizer, state, batch, train_step):
 
 @here(
     "TrainingArguments.auto_find_batch_size",
-    text="When memory runs out, the same batch is taken again in smaller pieces, with the whole batch's gradient: "
-    "training does not begin anew.",
+    text="When memory runs out, the same batch is taken again in smaller microbatches, with the whole batch's gradient: "
+    "training does not start over.",
 )
 def _(model, loss_fn, state, batch):
     grad_fn = ll.grads.retry_on_oom(ll.make_grad_fn(model, loss_fn))
@@ -1333,7 +1333,7 @@ def _(state, train):
 
 @here(
     "TrainingArguments.resume_from_checkpoint",
-    text="The state of a run goes on from its latest checkpoint, or begins where there is none; the loader gives "
+    text="The state of a run continues from its latest checkpoint, or begins where there is none; the loader gives "
     "what is left of the epoch. The bits are those of a run that was never stopped.",
 )
 def _(ckpt, model, optimizer, loader, train, state):
@@ -1349,7 +1349,7 @@ def _(ckpt, model, optimizer, loader, train, state):
 @here(
     "TrainingArguments.ignore_data_skip",
     text="Nothing is read on the way to where the run was, so there is no time to be saved. To begin the epoch "
-    "anew all the same:",
+    "again all the same:",
 )
 def _(ckpt, state, train, loader):
     ckpt.save(train(state, 3)[-1])
@@ -1377,8 +1377,8 @@ def _(ckpt, model, optimizer):
 
 @here(
     "TrainingArguments.save_only_model",
-    text="A state without the optimizer's, which is restored with `weights_only=True`, and which no run can go on "
-    "from. As others read them: `ll.checkpoint.save_pretrained(model, state, folder)`.",
+    text="A state without the optimizer's, which is restored with `weights_only=True`, and from which no run can "
+    "continue. As others read them: `ll.checkpoint.save_pretrained(model, state, folder)`.",
 )
 def _(gpt2, tokens, ckpt):
     state = ll.init_state(gpt2, ll.optimizer(torch.optim.AdamW, lr=1e-2)).replace(step=500)
@@ -1816,7 +1816,7 @@ def _(model, state):
 
 nothing(
     "TrainingArguments before 5.overwrite_output_dir",
-    text="Nothing that was written is taken away: checkpoints and logs go on, and another run has another directory.",
+    text="Nothing that was written is taken away: checkpoints and logs continue, and another run has another directory.",
 )
 nothing(
     "TrainingArguments before 5.use_legacy_prediction_loop",

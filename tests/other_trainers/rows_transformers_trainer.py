@@ -32,7 +32,7 @@ TABLE.section("What a Trainer is made of")
     "Trainer.compute_loss_func",
     "Trainer.compute_loss",
     text="Each stands where it is used: the model and its loss in the gradient, the data in a loader. The loss is "
-    "a function of the model and the batch; as `Mean(total, weight)` its average is exact over any pieces and "
+    "a function of the model and the batch; as `Mean(total, weight)` its average is exact over any microbatches and "
     "ranks.",
 )
 def _(model, train_set):
@@ -131,7 +131,7 @@ def _(model, state, test_batches):
     "Trainer.create_optimizer_and_scheduler",
     "Trainer.get_optimizer_cls_and_kwargs",
     text="One call: the class, its hyperparameters, and the schedules among them. It is a pair of pure functions; "
-    "what it keeps stands in the state. One that you have already goes on with `ll.checkpoint.load_optimizer_state_dict`.",
+    "what it keeps stands in the state. One that you have already continues by `ll.checkpoint.load_optimizer_state_dict`.",
 )
 def _(model, loss_fn, batch):
     lr = ll.schedules.warmup_linear(0.01, warmup=2, total=10)
@@ -250,7 +250,7 @@ def _(train_set, test_set, eval_step, state):
 
 @here(
     "Trainer.get_batch_samples",
-    text="The batch of an update is whole, and `accumulate` cuts it; or it is a list of pieces of yours, here by "
+    text="The batch of an update is whole, and `accumulate` cuts it; or it is a list of your own microbatches, here by "
     "length.",
 )
 def _(gpt2, lm_loss, tokens):
@@ -659,7 +659,7 @@ def _(model, train_set):
 
 @here(
     "Trainer._get_num_items_in_batch",
-    text="What the loss is averaged over is the weight that it returns: here all labels but -100, in all pieces "
+    text="What the loss is averaged over is the weight that it returns: here all labels but -100, in all microbatches "
     "together.",
 )
 def _(gpt2, tokens):
@@ -778,7 +778,7 @@ def _(gpt2, tokens):
 
 @here(
     "Trainer._update_auto_batch_size",
-    text="The batch stays what it was; how large its pieces are is a metric of the step.",
+    text="The batch stays what it was; the size of its microbatches is a metric of the step.",
 )
 def _(grad_fn, state, batch):
     found = ll.grads.retry_on_oom(grad_fn, size=5)(state, batch)
@@ -880,7 +880,7 @@ def _(state, loader, train_step):
 
 @here(
     "TrainerCallback.on_substep_end",
-    text="Each piece goes through the function that `accumulate` wraps.",
+    text="Each microbatch goes through the function that `accumulate` wraps.",
 )
 def _(model, loss_fn, state, batch):
     pieces = []
@@ -1141,7 +1141,7 @@ def _(grad_fn, train, state, batch):
 
 @here(
     "TrainerState.log_history",
-    text="The log is the file, or a list; `read_columns` joins what a resumed run logged anew.",
+    text="The log is the file, or a list; `read_columns` joins what a resumed run logged again.",
 )
 def _(train, state):
     log = ll.jsonl("log.jsonl")
@@ -1172,7 +1172,7 @@ def _(train, state):
 @here(
     "TrainerState.is_local_process_zero",
     "TrainerState.is_world_process_zero",
-    text="Asked for, and not stored: a checkpoint is the same whoever reads it.",
+    text="Asked for, and not stored: a checkpoint is the same on every rank.",
 )
 def _():
     first = ll.distributed.is_rank_zero()
