@@ -111,8 +111,8 @@ def main(
     print(
         f"{scores['bits_per_byte']:.3f} bits a byte on the held-out text, {scores['accuracy']:.1%} of bytes guessed"
     )
-    speed = f", {scores['tokens_per_second']:,.0f} tokens a second" if state.samples > first else ""
-    print(f"{scores['seconds']:.0f} s{speed}\n\n{written}")
+    pace = f", {scores['tokens_per_second']:,.0f} tokens a second" if state.samples > first else ""
+    print(f"{scores['seconds']:.0f} s{pace}\n\n{written}")
     return scores
 
 

@@ -73,7 +73,6 @@ def main(
         train_set, test_set = load_data(length)
         loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, drop_last=True, device=device)
         test_batches = ll.make_loader(test_set, batch_size=batch_size, order=ll.data.in_order(), device=device)
-
         rate = ll.warmup_cosine(lr, warmup=min(warmup, steps), total=steps)
         groups = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # norms and biases
         optimizer = ll.optimizer(
@@ -147,7 +146,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.mlp(self.norm2(x))
+        return x
 
 
 class Transformer(nn.Module):

@@ -62,13 +62,14 @@ def main(
         optimizer = ll.optimizer(torch.optim.Adam, lr=lr)
         train_step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True))
         print(f"{name}: compiling the step, then {iterations:,} iterations")
-        done, log, log_now = ll.after_steps(iterations), ll.console(), ll.every_n_steps(max(1, iterations // 10))
+        done, log, log_now = ll.after_steps(iterations), ll.console(), ll.every_n_steps(max(1, iterations // 20))
         state = ll.init_state(model, optimizer, seed=seed)
         while not done(state):
             tasks = draw_tasks(meta_batch, 2 * shots, seed=(seed << 32) + state.step, told=name == "oracle")
             state, metrics = train_step(state, tasks)
             if log_now(state):
                 log(state, ll.compute(metrics, prefix=f"{name}/"))
+        print(f"{name}: tuning on {test_tasks:,} new tasks")
         # Those that did not learn to be tuned are tuned with the learning rate that suits them best.
         lrs = [inner_lr] if name == "MAML" else [0.001, 0.003, 0.01, 0.02]
         curves[name] = {}

@@ -1,0 +1,73 @@
+"""What a release needs, and what CONTRIBUTING says about it, agrees with pyproject.toml."""
+
+import ast
+import re
+
+import pytest
+from packaging.requirements import Requirement
+from public import ROOT
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OLDEST_PYTHON = PROJECT["requires-python"].removeprefix(">=")
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_changelog_begins_with_this_version():
+    heading = re.search(r"^## (\S+?)(?:,| \()", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heading[1] == PROJECT["version"]
+
+
+def test_the_command_for_the_oldest_versions_names_them():
+    torch = next(Requirement(text) for text in PROJECT["dependencies"] if text.startswith("torch"))
+    (oldest,) = re.findall(r"(python3\.\d+) -m venv \.oldest && \.oldest/bin/pip install (torch==\S+)", PAGE)
+    assert oldest == (f"python{OLDEST_PYTHON}", f"torch{str(torch.specifier).replace('>=', '==')}.0")
+
+
+def test_the_classifiers_begin_with_the_oldest_python_and_agree_with_the_licence():
+    versions = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", text)]
+    assert versions[0] == OLDEST_PYTHON
+    assert not any(text.startswith("License ::") for text in PROJECT["classifiers"])  # the SPDX expression has it
+    assert PROJECT["license"] == "MIT"
+
+
+def test_an_unreleased_version_may_lack_urls_and_a_released_one_may_not():
+    unreleased = f"## {PROJECT['version']}, unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    assert unreleased or {"Repository", "Issues", "Changelog"} <= PROJECT["urls"].keys()
+
+
+def test_the_extras_that_texts_name_exist():
+    texts = [path for path in ROOT.rglob("*.md") if ".venv" not in path.parts]
+    texts += [
+        *(ROOT / "notebooks").glob("*.ipynb"),
+        *(ROOT / "recipes").rglob("*.py"),
+        *(ROOT / "looplib").rglob("*.py"),
+    ]
+    named = {
+        extra
+        for path in texts
+        for extras in re.findall(r"""(?:looplib|-e ['"\\]*\.)\[([\w,]+)\]""", path.read_text())
+        for extra in extras.split(",")
+    }
+    assert named <= PROJECT["optional-dependencies"].keys()
+
+
+def test_no_text_says_to_install_looplib_from_an_index_before_it_is_there():
+    unreleased = f"## {PROJECT['version']}, unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    for path in [
+        *(ROOT / "recipes").rglob("*.py"),
+        *(ROOT / "recipes").glob("*.md"),
+        *(ROOT / "looplib").rglob("*.py"),
+    ]:
+        assert not unreleased or not re.search(r"pip install \S*looplib", path.read_text()), path
+
+
+@pytest.mark.parametrize("folder", ["looplib", "recipes", "tests"])
+def test_the_source_is_of_the_oldest_python(folder):
+    version = tuple(map(int, OLDEST_PYTHON.split(".")))
+    for path in (ROOT / folder).rglob("*.py"):
+        ast.parse(path.read_text(), filename=str(path), feature_version=version)
