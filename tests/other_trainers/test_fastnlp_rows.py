@@ -49,7 +49,7 @@ def values(folder):
 
 
 def test_the_recipe_is_short():
-    assert len((ROOT / "recipes/from_fastnlp.py").read_text().splitlines()) < 120
+    assert len((ROOT / "recipes/from_fastnlp.py").read_text().splitlines()) < 130
 
 
 @pytest.mark.parametrize("fp16", ["bfloat16", "float16", "float32"])
