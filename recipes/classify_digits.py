@@ -80,9 +80,9 @@ def main(
         print(f"continuing from step {state.step} of {steps}")
 
     try:
+        bar = ll.progress(loader, epochs=epochs)
         while not done(state):
-            bar = ll.progress(loader(state), state, leave=False)
-            for batch in bar:
+            for batch in bar(state):
                 state, metrics = train_step(state, batch)
                 bar.show(metrics)
                 if log_now(state):

@@ -79,9 +79,9 @@ def main(
     print(f"step {state.step}: AUC {check['all/auc']:.4f} in one batch, best on all {truth['truth/all/auc']:.4f}")
 
     window = ll.Window()
+    bar = ll.progress(loader, epochs=epochs)
     while not done(state):
-        bar = ll.progress(loader(state), state, leave=False)
-        for batch in bar:
+        for batch in bar(state):
             state, metrics = train_step(state, batch)
             bar.show(metrics)
             window = window.add(metrics)

@@ -75,9 +75,9 @@ def main(
     log, window = ll.console(), ll.Window()
     every = ll.every_n_epochs(max(1, epochs // 6))
     done = ll.after_epochs(epochs)
+    bar = ll.progress(loader, epochs=epochs)
     while not done(state):
-        bar = ll.progress(loader(state), state)
-        for batch in bar:
+        for batch in bar(state):
             state, metrics = train_step(state, batch)
             window = window.add(metrics)
             bar.show(metrics)

@@ -73,9 +73,9 @@ def main(
     log, done = ll.console(), ll.after_epochs(epochs)
 
     state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
+    bar = ll.progress(loader, epochs=epochs)
     while not done(state):
-        bar = ll.progress(loader(state), state, leave=False)
-        for batch in bar:
+        for batch in bar(state):
             state, metrics = train_step(state, batch)
             bar.show(metrics)
         scores = ll.evaluate(eval_step, ll.eval_state(optimizer, state), [test_batch])

@@ -78,9 +78,9 @@ def main(
 
     print(f"compiling a step of {members} members, for about 10 seconds" if compile else f"{members} members")
     done, seconds, first = ll.after_epochs(epochs), 0.0, 0.0
+    bar = ll.progress(loader, epochs=epochs, step=train_step)
     while not done(stack):
-        bar = ll.progress(loader(stack), stack, step=train_step, leave=False)
-        for batch in bar:
+        for batch in bar(stack):
             begin = time.perf_counter()
             stack, metrics = train_step(stack, batch)
             taken = time.perf_counter() - begin

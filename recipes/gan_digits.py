@@ -69,15 +69,16 @@ def main(
         print(f"continuing from epoch {state.epoch} of {epochs}")
     with ll.after_signal(signal.SIGINT, signal.SIGTERM) as stop_now:  # not between the two steps of a batch
         done = finished | stop_now
+        bar = ll.progress(loader, epochs=epochs)
         while not done(state):
-            bar = ll.progress(loader(state), state, leave=False)
-            for pictures in bar:
+            for pictures in bar(state):
                 state, d_metrics = d_step(state, pictures)
                 state, g_metrics = g_step(state, pictures)
                 bar.show(g_metrics)
             log(state, ll.compute(d_metrics, prefix="discriminator/") | ll.compute(g_metrics, prefix="generator/"))
             if save_now(state):
                 ckpt.save(state)
+        bar.close()
     ckpt.save(state)
     if not finished(state):
         raise SystemExit(f"stopped after epoch {state.epoch} of {epochs}; run the same command to continue")

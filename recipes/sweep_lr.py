@@ -69,9 +69,9 @@ def main(
     began = time.perf_counter()
     train_step, stack = begin(lrs)
     done, eval_now, curves = ll.after_epochs(epochs), ll.at_epoch_end(), [evaluated(stack)]
+    bar = ll.progress(loader, epochs=epochs)
     while not done(stack):
-        bar = ll.progress(loader(stack), stack, leave=False)
-        for batch in bar:
+        for batch in bar(stack):
             stack, metrics = train_step(stack, batch)
             bar.show(metrics)
             if eval_now(stack):
@@ -151,7 +151,7 @@ def draw(lrs: list[float], curves: list[list[dict[str, float]]], left: list[floa
     for member, lr in enumerate(lrs):
         way = [min(worst_if_nan(scores[member]["loss"]), ceiling) for scores in curves]
         color = colormaps["viridis"](member / len(lrs))
-        ways.plot(way, color=color, linewidth=1, label=f"{lr:.0e}" if member % max(1, len(lrs) // 6) == 0 else None)
+        ways.plot(way, color=color, linewidth=1, label=f"{lr:.5f}" if member % max(1, len(lrs) // 6) == 0 else None)
     ways.set(xlabel="epoch", title="by learning rate")
     for axes in (ends, ways):
         axes.set_yscale("log")

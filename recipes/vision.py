@@ -91,9 +91,9 @@ def main(
         print(f"already finished at step {state.step}; delete {directory} to start again")
     elif state.step:
         print(f"continuing from step {state.step} of {steps}")
+    bar = ll.progress(loader, epochs=epochs, disable=None)
     while not done(state):
-        bar = ll.progress(loader(state), state, leave=False, disable=None)
-        for batch in bar:
+        for batch in bar(state):
             state, metrics = train_step(state, batch)
             bar.show(metrics)
             if eval_now(state):

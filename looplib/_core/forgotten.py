@@ -77,7 +77,7 @@ class _StaleWeights:
         self._warned = False
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._warned or getattr(_exports, "count", 0):
+        if self._warned or _exports.count:
             return
         if self._first_elements and _first_elements(module) == self._first_elements:
             self._warned = True
@@ -99,7 +99,11 @@ class _StaleWeights:
 _hooks: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
-_exports = threading.local()
+class _Exports(threading.local):
+    count = 0  # that are under way in this thread
+
+
+_exports = _Exports()
 
 
 def _warn_of_stale_weights(module: nn.Module) -> None:
@@ -116,7 +120,7 @@ def bound(module: nn.Module) -> None:
 @contextmanager
 def export() -> Iterator[None]:
     """Context for looplib's own calls of `module.state_dict()`, which know whose weights they save."""
-    _exports.count = getattr(_exports, "count", 0) + 1
+    _exports.count += 1
     try:
         yield
     finally:
