@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from looplib._core import trees as _trees
+from looplib._core import containers
 from looplib._core.torch_private import pytree
 
 
@@ -29,9 +29,9 @@ def register(cls: Any, fields: tuple[str, ...], trees: tuple[str, ...]) -> None:
         names, numbers = structure
         return cls(**{**dict.fromkeys(trees), **dict(zip(names, present, strict=True)), **numbers})
 
-    def taken_apart(record: Any) -> _trees.Node:
+    def taken_apart(record: Any) -> containers.Node:
         values = [getattr(record, name) for name in fields]
-        return _trees.Node(fields, values, lambda values: cls(*values), attributes=True)
+        return containers.Node(fields, values, lambda values: cls(*values), attributes=True)
 
     pytree.register_pytree_node(
         cls,
@@ -40,7 +40,7 @@ def register(cls: Any, fields: tuple[str, ...], trees: tuple[str, ...]) -> None:
         flatten_with_keys_fn=flatten_with_keys,
         serialized_type_name=f"looplib.{cls.__name__}",
     )
-    _trees.register(cls, taken_apart)
+    containers.register(cls, taken_apart)
 
 
 def summary(state: Any, spent: bool) -> str:

@@ -26,134 +26,24 @@ If both readings of a list are possible (two tensors with two rows each, in a ba
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from looplib._core.torch_private import pytree
+from looplib._core.containers import OWN, PLAIN, Key, Node, Path, node_of
 
 
-class Key(NamedTuple):
-    """One step of a path: an item `[name]`, or an attribute `.name`."""
-
-    name: Any
-    attribute: bool = False
+def _node(tree: Any, is_leaf: Callable[[Any], bool] | None) -> Node | None:
+    return None if is_leaf is not None and is_leaf(tree) else node_of(tree)
 
 
-Path = tuple[Key, ...]
-
-
-class Node(NamedTuple):
-    """A container split into its children.
-
-    Attributes:
-        names: key, index or attribute of each child.
-        children: trees.
-        rebuild: makes a container like this one from a list of new children.
-        attributes: True if the names are attributes.
-    """
-
-    names: Sequence[Any]
-    children: Sequence[Any]
-    rebuild: Callable[[list[Any]], Any]
-    attributes: bool = False
-
-    def keys(self) -> list[Key]:
-        return [Key(name, self.attributes) for name in self.names]
-
-
-# ---- containers: one function for each kind ----
-
-
-def _dict(node: dict[Any, Any]) -> Node:
-    names = list(node)
-    return Node(names, list(node.values()), lambda children: dict(zip(names, children, strict=True)))
-
-
-def _mapping(node: Mapping[Any, Any]) -> Node:
-    names = list(node)
-
-    def rebuild(children: list[Any]) -> Any:
-        if not isinstance(node, MutableMapping):
-            return dict(zip(names, children, strict=True))
-        new = copy.copy(node)
-        for name, child in zip(names, children, strict=True):
-            new[name] = child
-        return new
-
-    return Node(names, [node[name] for name in names], rebuild)
-
-
-def _namedtuple(node: Any) -> Node:
-    return Node(node._fields, node, type(node)._make, True)
-
-
-def _sequence(node: Sequence[Any]) -> Node:
-    return Node(range(len(node)), node, type(node))
-
-
-def _dataclass(node: Any) -> Node:
-    names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-
-    def rebuild(children: list[Any]) -> Any:
-        new = copy.copy(node)
-        for name, child in zip(names, children, strict=True):
-            object.__setattr__(new, name, child)  # also if frozen
-        return new
-
-    return Node(names, [getattr(node, name) for name in names], rebuild, True)
-
-
-def _registered(node: Any) -> Node:
-    def below(part: Any) -> bool:
-        return part is not node
-
-    children, structure = pytree.tree_flatten(node, is_leaf=below)
-    try:
-        keys: list[Any] = [path[0] for path, _ in pytree.tree_flatten_with_path(node, is_leaf=below)[0]]
-    except ValueError:  # registered without key names
-        keys = list(range(len(children)))
-    attributes = bool(keys) and isinstance(keys[0], pytree.GetAttrKey)
-    names = [_name_of(key) for key in keys]
-    return Node(names, children, lambda children: pytree.tree_unflatten(children, structure), attributes)
-
-
-def _name_of(key: Any) -> Any:
-    """The name in a key of torch's pytrees."""
-    return next((getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)), key)
-
-
-_OWN: dict[type, Callable[[Any], Node]] = {dict: _dict, list: _sequence, tuple: _sequence}
-
-_KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Node]], ...] = (
-    (lambda node: isinstance(node, Mapping), _mapping),
-    (lambda node: isinstance(node, tuple) and hasattr(node, "_fields"), _namedtuple),
-    (lambda node: isinstance(node, (list, tuple)), _sequence),
-    (lambda node: dataclasses.is_dataclass(node) and not isinstance(node, type), _dataclass),
-    (lambda node: type(node) in pytree.SUPPORTED_NODES, _registered),
-)
-
-_PLAIN = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, type)
-
-
-def register(kind: type, take_apart: Callable[[Any], Node]) -> None:
-    """Register one of looplib's containers with the function that splits it."""
-    _OWN[kind] = take_apart
-
-
-def node_of(tree: Any) -> Node | None:
-    """Split a container by one level, or return None for a leaf."""
-    if (take_apart := _OWN.get(type(tree))) is not None:
-        return take_apart(tree)
-    if isinstance(tree, _PLAIN):
-        return None
-    return next((take_apart(tree) for is_one, take_apart in _KINDS if is_one(tree)), None)
+def _children(tree: Any) -> Sequence[Any]:
+    node = node_of(tree)
+    return () if node is None else node.children
 
 
 # ---- paths ----
@@ -175,7 +65,7 @@ def pointer(path: Path) -> str:
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Leaves of a tree in order, each with its path. `is_leaf` makes containers for which it is true leaves."""
-    node = None if is_leaf is not None and is_leaf(tree) else node_of(tree)
+    node = _node(tree, is_leaf)
     if node is None:
         yield path, tree
         return
@@ -188,13 +78,18 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any, is_leaf: A
 
     The others must have the same keys in each container. Raises ValueError if they do not.
     """
-    node = None if is_leaf is not None and is_leaf(tree) else node_of(tree)
+    node = _node(tree, is_leaf)
     if node is None:
         return function(tree, *others)
     if not others:
         return node.rebuild([map_leaves(function, child, is_leaf=is_leaf) for child in node.children])
     columns = [node.children, *(_children_like(node, other) for other in others)]
     return node.rebuild([map_leaves(function, *members, is_leaf=is_leaf) for members in zip(*columns, strict=True)])
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """A tree like this one, with `function(tensor)` for each tensor. Other leaves stay as they are."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _children_like(node: Node, other: Any) -> Sequence[Any]:
@@ -248,7 +143,7 @@ def _dimensions(leaf: Any) -> bool:
     """True for a tensor, a NumPy array or a similar object with at least one dimension."""
     if isinstance(leaf, Tensor):
         return bool(leaf.dim())
-    if type(leaf) in _OWN:
+    if type(leaf) in OWN:
         return False
     return bool(getattr(leaf, "ndim", 0)) and hasattr(leaf, "shape") and hasattr(leaf, "__getitem__")
 
@@ -297,20 +192,16 @@ def _first_length(tree: Any) -> int | None:
     """Length of the first tensor or array."""
     if _dimensions(tree):
         return len(tree)
-    node = node_of(tree)
-    lengths = (_first_length(child) for child in (() if node is None else node.children))
-    return next((length for length in lengths if length is not None), None)
+    return next((length for length in map(_first_length, _children(tree)) if length is not None), None)
 
 
 def _lists(tree: Any) -> Iterator[Sequence[Any]]:
     """Lists and tuples that contain only leaves."""
-    node = node_of(tree)
-    if node is None:
-        return
-    if _is_list(tree) and all(node_of(child) is None for child in node.children):
+    children = _children(tree)
+    if _is_list(tree) and all(node_of(child) is None for child in children):
         yield tree
         return
-    for child in node.children:
+    for child in children:
         yield from _lists(child)
 
 
@@ -330,8 +221,7 @@ def _holds_fields(node: Any, count: int) -> bool:
 
 def _lengths(node: Any, count: int) -> Iterator[int]:
     """Lengths of the tensors and arrays in a container, except those in lists with one item per sample."""
-    inner = node_of(node)
-    for child in () if inner is None else inner.children:
+    for child in _children(node):
         if _dimensions(child):
             yield len(child)
         elif not one_for_each(child, count):
@@ -413,7 +303,7 @@ def _path(above: Any) -> Path:
 
 def _hides_samples(leaf: Any, count: int) -> bool:
     """True if an unknown object contains tensors, or as many items as there are samples."""
-    if isinstance(leaf, (*_PLAIN, torch.nn.Module)):
+    if isinstance(leaf, (*PLAIN, torch.nn.Module)):
         return False
     if any(isinstance(value, Tensor) and value.dim() for value in getattr(leaf, "__dict__", {}).values()):
         return True

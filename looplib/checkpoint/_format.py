@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 
 WHOLE, SHARDED = 1, 2  # formats
@@ -68,7 +69,9 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 
 
 def local(leaf: Any) -> Tensor:
-    """This process's shard of a DTensor, sharing its memory."""
+    """This process's shard of a DTensor, or a plain tensor as it is, sharing its memory."""
+    if not is_sharded(leaf):
+        return leaf.detach()
     with torch.no_grad():
         shard = leaf.to_local()
         return shard.wait() if hasattr(shard, "wait") else shard.detach()  # type: ignore[no-any-return]

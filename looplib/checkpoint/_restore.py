@@ -82,7 +82,7 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     if template.params and all(isinstance(leaf, nn.Parameter) for leaf in template.params.values()):
         sharing = Sharing(leaves, wanted, saved.entry, path)
         sharing.check_weights(saved.value)
-        writes = [(_memory(leaf), saved.value(leaf_path)) for leaf_path, leaf in sharing.written.items()]
+        writes = [(local(leaf), saved.value(leaf_path)) for leaf_path, leaf in sharing.written.items()]
         # A leaf that is not restored but shares memory with a restored one keeps its value in a copy.
         leaves |= {leaf_path: _copied(leaves[leaf_path]) for leaf_path in sharing.kept_apart}
         wanted = {leaf_path: leaf for leaf_path, leaf in wanted.items() if leaf_path not in sharing.written}
@@ -123,10 +123,6 @@ def _warning(path: Path, counts: Mapping[str, Any], saved: Any, template: TrainS
         changed.append(f"epoch_length was {length}, is {template.epoch_length}")
     kept_seed = "" if seed == template.seed else f"seed was {seed}, is {template.seed}"
     return other_settings(path, changed, kept_seed) if changed or kept_seed else ""
-
-
-def _memory(leaf: Tensor) -> Tensor:
-    return local(leaf) if is_sharded(leaf) else leaf
 
 
 def _copied(leaf: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import extent, local
 
 
@@ -31,7 +30,7 @@ class _Block(NamedTuple):
 
 
 def _block(leaf_path: str, leaf: Any) -> _Block:
-    tensor = local(leaf) if is_sharded(leaf) else leaf
+    tensor = local(leaf)
     storage = tensor.device, tensor.untyped_storage().data_ptr()
     size = tensor.element_size()
     low = int(tensor.storage_offset()) * size

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import local
 from looplib.debug._fingerprint import bits_of, fingerprint, leaves_by_path, same_bits
 
@@ -84,7 +83,7 @@ def _difference(path: str, one: Any, other: Any, rtol: float, atol: float) -> Le
 def _numbers(leaf: Any) -> Tensor | None:
     """Numbers of a tensor, a NumPy array or scalar, or a float, as a tensor."""
     if isinstance(leaf, Tensor):
-        return local(leaf) if is_sharded(leaf) else leaf.detach()
+        return local(leaf)
     if type(leaf) is float:
         return torch.tensor(leaf, dtype=torch.float64)
     return torch.as_tensor(leaf) if hasattr(leaf, "__array__") and leaf.dtype.kind in "biufc" else None

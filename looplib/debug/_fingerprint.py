@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import bytes_of, local
 from looplib.log._sinks import read_jsonl
 from looplib.metrics._mean import Mean
@@ -80,7 +79,7 @@ def _hash(path: str, leaf: Any) -> str:
 
 def bits_of(tensor: Tensor) -> Tensor:
     """Bytes of a tensor as uint8, in the order of its numbers."""
-    tensor = local(tensor) if is_sharded(tensor) else tensor.detach()
+    tensor = local(tensor)
     tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from looplib._core import ownership as _donation
 from looplib._core import trees
 from looplib._core.checks import check_optional_count
-from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import local
 from looplib.checkpoint._io import CheckpointIO
 from looplib.debug._fingerprint import leaves_by_path, same_bits
@@ -122,7 +121,7 @@ def nbytes(tree: Any) -> int:
     """
     storages = {}
     for leaf in _donation.tensors_in(tree):
-        storage = (local(leaf) if is_sharded(leaf) else leaf).untyped_storage()
+        storage = local(leaf).untyped_storage()
         storages[storage.device, storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

@@ -52,7 +52,7 @@ def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
         reading = reading._replace(batches=(), start=0)  # a loader treats reading past its end as a mistake
     if limit is not None:
         left = limit if left is None else min(limit, left)
-    if divide and not _by_rows(reading):
+    if divide and not divides_rows(reading):
         left = None if left is None else -(-left // world_size())
     shares = _shares(reading, state)
     if title is None or not is_first():
@@ -94,7 +94,7 @@ def is_estimate(batches: Any) -> bool:
     return isinstance(getattr(batches, "dataset", None), IterableDataset)
 
 
-def _by_rows(reading: Reading) -> bool:
+def divides_rows(reading: Reading) -> bool:
     """True if the loader divides each batch among the ranks."""
     return reading.divide and getattr(reading.batches, "divide", False)
 
@@ -102,7 +102,7 @@ def _by_rows(reading: Reading) -> bool:
 def _shares(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     batches, first = reading.batches, _first_read(reading)
     start = state.replace(epoch=0, batch=first, epoch_length=None)
-    if _by_rows(reading):
+    if divides_rows(reading):
         return islice(_after(batches.parts(start), first, reading, _batch_of_share), reading.limit)
     every = iter(batches(start) if callable(batches) else batches)
     rest = islice(_after(every, first, reading), reading.limit)

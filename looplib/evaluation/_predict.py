@@ -12,7 +12,7 @@ from looplib._core import trees
 from looplib._core.kinds import checked
 from looplib._core.ranks import gather, several
 from looplib._core.trees import batch_size
-from looplib.evaluation._batches import Reading, read
+from looplib.evaluation._batches import Reading, divides_rows, read
 from looplib.evaluation._evaluate import check_order
 from looplib.evaluation._oom import end_to_end
 from looplib.types import TrainState
@@ -73,7 +73,7 @@ def predicted(
     def move(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, Tensor) and device is not None else leaf
 
-    by_rows = reading.divide and getattr(reading.batches, "divide", False)
+    by_rows = divides_rows(reading)
     size_of = batch_size if by_rows else samples_of
     gathered = reading.divide and several()
     for batch, counts in read(reading, state):
@@ -96,7 +96,7 @@ def _check_unshuffled(batches: Any) -> None:
 
 def _of_all_ranks(parts: list[tuple[Any, Any]], by_rows: bool) -> list[tuple[Any, Any]]:
     """Outputs of all ranks in order. Those of parts of one batch are concatenated."""
-    on_host = [(size, trees.map_leaves(_on_host, output)) for size, output in parts]
+    on_host = [(size, trees.map_tensors(Tensor.cpu, output)) for size, output in parts]
     gathered = [part for mine in gather(on_host) for part in mine]
     if by_rows and len(gathered) > 1:
         sizes = [size for size, _ in gathered]
@@ -110,7 +110,3 @@ def samples_of(batch: Any) -> int | None:
         return batch_size(batch)
     except TypeError:
         return None
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, Tensor) else leaf

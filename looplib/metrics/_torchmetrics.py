@@ -40,11 +40,9 @@ class TorchMetric(NamedTuple):
 
     def of(self, *args: Any, **kwargs: Any) -> TorchMetric:
         """Record of a batch, from the arguments of the metric's `update`."""
-        args, kwargs = trees.map_leaves(
-            lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-        )
+        args, kwargs = trees.map_tensors(Tensor.detach, (args, kwargs))
         if self.states is None:
-            kept = trees.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+            kept = trees.map_tensors(Tensor.clone, (args, kwargs))
             return TorchMetric(self.host, None, (kept,), 1)
         try:
             self.host.update(*args, **kwargs)

@@ -114,7 +114,7 @@ def _of_torch(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) 
 
 def _of_others(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> dict[str, Any]:
     kept = rehearse(recipe, params, members)
-    empty = pytree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, kept.state)
+    empty = pytree.tree_map_only(Tensor, torch.zeros_like, kept.state)
     state: dict[str, Any] = {"state": empty, "started": _none_yet(params)}
     state |= {"groups": kept.groups} if any(kept.groups) else {}
     return {**state, "shared": kept.shared} if kept.shared else state
