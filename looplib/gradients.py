@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import kinds, torch_private
 from looplib._core import modules as _modules
-from looplib._core.buffers import check_unwritten, versions
 from looplib._core.calls import remember
 from looplib._core.cuts import cuts_marked
 from looplib._core.engines import ALONE, Alone
@@ -117,7 +116,7 @@ def make_grad_fn(
                 normalizer = out.normalizer
                 outs.append(out)
 
-        lent, writes = (buffers, None) if part.donate else (_copies(buffers), versions(state.params))
+        lent, writes = (buffers, None) if part.donate else (_copies(buffers), host.unwritten.begin(state.params))
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
         try:
             torch_private.set_grad_enabled(True)
@@ -141,7 +140,7 @@ def make_grad_fn(
         elif part.context.last:
             _check_reached(outs[-1], needed)
         if writes is not None:
-            check_unwritten(state.params, writes)
+            host.unwritten.check(state.params, writes)
             outs[-1] = outs[-1]._replace(buffers=_all_kept(buffers, lent, outs[-1].buffers))
         if renormed:
             outs[-1] = outs[-1]._replace(params=_written(renormed, params, state))
@@ -197,7 +196,7 @@ def _microbatch_of(
         _backward(objective.value, objective.factor, part.scale, leaves.inputs, leaves.again)
         metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
         for name, value in aux.items():
-            metrics[name] = record(name, value, samples)
+            metrics[name] = record(name, _apart(value) if part.donate else value, samples)
         grads, after = {}, {}
         if final:
             for left in reversed(range(passes.spare)):
@@ -411,6 +410,14 @@ def _backward(
     if scale is not None or seed is factor:
         seed = seed.reshape(()).to(loss.device, loss.dtype)
     _run_backward((loss,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True)
+
+
+def _apart(value: Any) -> Any:
+    """The value, copied where it may be a parameter or a buffer, which the steps to come write in place."""
+    if isinstance(value, Mean):
+        return value._replace(total=_apart(value.total), weight=_apart(value.weight))
+    shares = isinstance(value, Tensor) and (value.grad_fn is None or torch_private.is_view(value))
+    return value.clone() if shares else value
 
 
 def record(name: str, value: Any, samples: int) -> Metric:

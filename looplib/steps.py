@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import ownership, torch_private
-from looplib._core.buffers import NO_NAMES, NOTHING, Written, check_unwritten, explain, versions
+from looplib._core.buffers import NO_NAMES, NOTHING, Written, explain
 from looplib._core.calls import remember
 from looplib._core.checks import check_type, named
 from looplib._core.forgotten import Watch
@@ -429,9 +429,9 @@ def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> 
         grad_mode = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(False)
-            before = versions(params)
+            before = host.unwritten.begin(params)
             out = host.run(host.unshared(params), lent, seed, lambda: function(model, batch))
-            check_unwritten(params, before)
+            host.unwritten.check(params, before)
             return out
         except Exception as error:
             raise host.explained(error, params, buffers, batch)  # noqa: B904

@@ -213,3 +213,34 @@ def test_large_constants_are_no_reason_to_refuse_a_skipped_step():
     assert (state.step, other.step) == (2, 3)
     assert (state.buffers["mask"] == 2).all()
     assert (other.buffers["mask"] == 6).all()
+
+
+class Clamped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x):
+        self.linear.weight.data.clamp_(-0.01, 0.01)
+        return self.linear(x)
+
+
+def test_writes_to_data_are_found_though_torch_does_not_count_them():
+    model, optimizer = Clamped(), skipping(ll.optimizer(torch.optim.SGD, lr=0.1))
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    state, good, bad = ll.init_state(model, optimizer), torch.ones(4, 3), torch.full((4, 3), torch.inf)
+    kept = [ll.copy_state(state) for _ in range(4)]
+    message = r"wrote to the parameter linear\.weight in place"
+    with pytest.raises(RuntimeError, match=message):
+        ll.make_train_step(grad_fn, optimizer)(kept[0], good)
+    with pytest.raises(RuntimeError, match=message):
+        ll.make_predict_step(model, lambda model, x: model(x))(kept[1], good)
+    with pytest.raises(RuntimeError, match=r"the parameter linear\.weight was written for the first time in a step"):
+        ll.make_train_step(grad_fn, optimizer, donate=True)(kept[2], bad)
+    step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    state, _ = step(kept[3], good)
+    with torch.no_grad():
+        state.params["linear.weight"].fill_(5.0)
+    state, _ = step(state, bad)
+    assert state.skipped
+    assert (state.params["linear.weight"] == 5).all()

@@ -92,3 +92,23 @@ def test_eval_mode_that_is_meant_is_no_matter(which):
         model.train()
         model.backbone[2].eval()
     ll.make_grad_fn(model, lambda model, batch: model(batch))  # a warning would be an error
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_act_on_bound_states_and_are_refused_on_others(register):
+    model, optimizer, calls = nn.Linear(3, 1), ll.optimizer(torch.optim.SGD, lr=0.1), []
+    getattr(model.weight, register)(lambda grad: calls.append(1))
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    state, x = ll.init_state(model, optimizer), torch.ones(2, 3)
+    pure, donated = (ll.make_train_step(grad_fn, optimizer, donate=donate) for donate in (False, True))
+    after, _ = pure(state, x)  # on the module's own parameters
+    message = r"the parameter weight has a hook of its own .* train with donate=True on a state that is bound"
+    for step in (pure, donated):
+        with pytest.raises(ValueError, match=message):
+            step(after, x)
+    with pytest.raises(ValueError, match=message):
+        ll.compile_step(pure, backend="eager")(state, x)
+    ll.make_eval_step(model, lambda model, x: {"out": model(x).sum()})(after, x)
+    for _ in range(2):
+        state, _ = donated(state, x)
+    assert len(calls) == 3

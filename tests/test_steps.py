@@ -858,3 +858,39 @@ def test_a_large_buffer_that_steps_have_written_is_put_back():
     state, _ = step(state, (bad, True, False))
     assert state.skipped
     assert bits(state.buffers) == before
+
+
+def test_a_parameter_or_a_buffer_among_the_metrics_keeps_the_value_of_its_step():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.scale * x
+
+    def loss_fn(model, x):
+        loss = model(x).square().mean()
+        scale, calls = model.scale, model.calls
+        return loss, {
+            "parameter": scale,
+            "view": scale[0],
+            "detached": scale.detach(),
+            "calls": calls,
+            "mean": ll.Mean(calls, 1),
+        }
+
+    found = []
+    for donate in (False, True):
+        model, optimizer = Scaled(), ll.optimizer(torch.optim.SGD, lr=0.1)
+        step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+        state, metrics = ll.init_state(model, optimizer), []
+        for _ in range(3):
+            state, of_step = step(state, torch.ones(2))
+            metrics.append(of_step)
+        found.append([ll.compute(of_step) for of_step in metrics])
+    assert found[0] == found[1]
+    assert [row["calls"] for row in found[0]] == [1, 2, 3]
+    assert len({row["view"] for row in found[0]}) == 3

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Set
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checksums import checksum
+from looplib._core.checksums import checksum, checksums, has_values
+from looplib._core.tracing import tracing
 
 _SMALL = 1 << 16  # elements; batch norm has three buffers with one element per channel
 
@@ -48,10 +50,13 @@ class Saved:
         pairs = zip(self.tensors.items(), self.versions, strict=True)
         return {name for (name, tensor), version in pairs if torch_private.version(tensor) != version}
 
+    def uncounted(self) -> set[str]:
+        """Names of tensors that were written without a count, of those that have a checksum."""
+        return {name for name, before in self.sums.items() if before.differs(self.tensors.get(name))}
+
     def restore(self) -> set[str]:
         """Restore the values, and return the names of written tensors that cannot be restored."""
-        uncounted = {name for name, before in self.sums.items() if before.differs(self.tensors.get(name))}
-        lost = (self.changed() | uncounted) - self.copies.keys()
+        lost = (self.changed() | self.uncounted()) - self.copies.keys()
         with torch.no_grad():
             for name, tensor in self.copies.items():
                 self.tensors[name].copy_(tensor)
@@ -105,11 +110,15 @@ class Written:
             return Saved(buffers, copies, self.sums)
         copies |= {name: params[name].detach().clone() for name in self.params}
         watched = params if known is None else {name: params[name] for name in self.params}
+        if known is None:
+            self.sums = {name: _Sum(tensor) for name, tensor in params.items() if has_values(tensor)}
         return Saved({**buffers, **watched}, copies, self.sums)
 
     def learn(self, saved: Saved, buffers: Mapping[str, Tensor], trained: Set[str]) -> Set[str]:
         """Learn from a forward pass: return all buffers that it or an earlier one has written."""
         changed = saved.changed()
+        if self.buffers is None:  # the first step, of which there are checksums of all parameters
+            changed |= saved.uncounted()
         if self.looks:
             self._learn_params(changed - buffers.keys(), trained)
             changed &= buffers.keys()
@@ -146,22 +155,46 @@ def explain(lost: set[str], buffers: Set[str]) -> str:
     )
 
 
-def versions(params: Mapping[str, Tensor]) -> list[int]:
-    """Number of writes to each parameter counted by torch, before a forward pass that must not write any."""
+class Unwritten:
+    """Check that forward passes leave the parameters of a state as they are, which must not change.
+
+    torch counts writes to a tensor, but not those to `tensor.data`, so the first call compares the values too.
+    """
+
+    def __init__(self) -> None:
+        self.compared = False
+
+    def begin(self, params: Mapping[str, Tensor]) -> tuple[list[int], dict[str, int]]:
+        """What `check` compares with after the forward pass."""
+        return _versions(params), {} if self.compared or tracing() else _sums(params)
+
+    def check(self, params: Mapping[str, Tensor], before: tuple[list[int], dict[str, int]]) -> None:
+        """Raise if a parameter was written."""
+        versions, sums = before
+        if (after := _versions(params)) != versions:
+            _refuse([name for name, old, new in zip(params, versions, after, strict=True) if old != new])
+        if sums:
+            if (now := _sums(params)) != sums:
+                _refuse([name for name, value in sums.items() if now.get(name) != value])
+            self.compared = True
+
+
+def _versions(params: Mapping[str, Tensor]) -> list[int]:
     try:
         return [*map(torch_private.version, params.values())]
     except RuntimeError:  # tensors of torch.inference_mode(), whose writes are not counted
         return []
 
 
-def check_unwritten(params: Mapping[str, Tensor], before: list[int]) -> None:
-    """Raise if a forward pass has written to the parameters of a state that must not change."""
-    after = versions(params)
-    if after != before:
-        names = [name for name, old, new in zip(params, before, after, strict=True) if old != new]
-        raise RuntimeError(
-            f"the forward pass wrote to the parameter {', '.join(names)} in place, as F.embedding(max_norm=...) or "
-            "weight.clamp_() does, so the state that was given has changed. Use nn.Embedding(max_norm=...), of whose "
-            "weights looplib lends a copy, or compute new values (weight.clamp()). A train step with donate=True may "
-            "write to what it trains"
-        )
+def _sums(params: Mapping[str, Tensor]) -> dict[str, int]:
+    plain = {name: tensor for name, tensor in params.items() if has_values(tensor)}
+    return dict(zip(plain, checksums(plain.values()), strict=True))
+
+
+def _refuse(names: list[str]) -> NoReturn:
+    raise RuntimeError(
+        f"the forward pass wrote to the parameter {', '.join(names)} in place, as F.embedding(max_norm=...), "
+        "weight.clamp_() or weight.data does, so the state that was given has changed. Use nn.Embedding(max_norm=...), "
+        "of whose weights looplib lends a copy, or compute new values (weight.clamp()). A train step with donate=True "
+        "may write to what it trains"
+    )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+
+from looplib._core.torch_private import functorch_level
 
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
@@ -26,6 +30,18 @@ def checksum(tensor: Tensor) -> Tensor:
     for begin in range(0, words.numel(), chunk):
         total = total + _hash(words[begin : begin + chunk], begin + 1)
     return total
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """Checksums of several tensors, brought to the host in one transfer."""
+    sums = [checksum(tensor) for tensor in tensors]
+    return torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+
+
+def has_values(tensor: Tensor) -> bool:
+    """True for a plain tensor in memory, whose values can be looked at here: no shard, and none of a transform."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and tensor.device.type != "meta" and not tensor.is_quantized and not functorch_level()
 
 
 def _word_of(rest: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from looplib._core import interrupts as _interrupts
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
+from looplib._core.buffers import Unwritten
 from looplib._core.checks import check_type
 from looplib._core.engines import engine_of
 from looplib._core.loss_functions import note_batch
@@ -143,6 +144,8 @@ class Host:
             names[weight] for weight in weights if weight in names
         ]  # a parametrized weight has no name here
         self.engine = engine_of(model, tensors(self.slots.params))
+        self.backward = training
+        self.unwritten = Unwritten()
 
     def left_in_eval(self, names: Sequence[str]) -> str | None:
         """The outermost submodule in eval mode that has dropout and some of these parameters, in a module that is not."""
@@ -201,6 +204,8 @@ class Host:
                 swaps.append((owner, key, own, tensor))
                 if own.shape != tensor.shape:
                     self.explain(params, buffers, None)
+                if self.backward and torch_private.has_gradient_hooks(own):
+                    raise ValueError(_OF_HOOKS.format(name=name))
         for owner, key, name in self.places[1]:  # of any shape, since a forward pass may assign a longer one
             if (own := owner[key]) is not (tensor := buffers[name]):
                 swaps.append((owner, key, own, tensor))
@@ -280,6 +285,12 @@ class Host:
 
 
 _CPU = torch.device("cpu")
+_OF_HOOKS = (
+    "the parameter {name} has a hook of its own (register_hook or register_post_accumulate_grad_hook), which torch calls "
+    "for the module's parameters only, and this step runs on other tensors: train with donate=True on a state that is "
+    "bound to the module (from ll.init_state, or state = ll.bind(model, state)), not compiled, or change the gradients "
+    "in a wrapper of the grad_fn"
+)
 _NO_TENSOR = torch.empty(0, device=_CPU)
 
 

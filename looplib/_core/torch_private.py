@@ -23,6 +23,7 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 # Number of writes counted by torch. The kernels of batch norm and fused optimizers write without counting.
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
+is_view: Callable[[Tensor], bool] = operator.methodcaller("_is_view")
 
 # A module's own entries, without those of submodules: name -> tensor or module, or None for an empty name.
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
@@ -52,6 +53,11 @@ foreach_norm = torch._foreach_norm
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
 amp_update_scale_ = torch._amp_update_scale_
+
+
+def has_gradient_hooks(param: Tensor) -> bool:
+    """True if the user has registered a function that torch calls with the parameter's gradient."""
+    return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def thread_value(key: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from looplib.evaluation._batches import Reading, divides_rows, read
 from looplib.evaluation._evaluate import check_order
 from looplib.evaluation._oom import end_to_end
 from looplib.types import TrainState
+
+T = TypeVar("T")
+
+_END = object()
 
 
 def predict(
@@ -76,13 +80,30 @@ def predicted(
     by_rows = divides_rows(reading)
     size_of = batch_size if by_rows else samples_of
     gathered = reading.divide and several()
-    for batch, counts in read(reading, state):
+    for batch, counts in _in_own_stream(lambda: read(reading, state)):
         output = predict_step(state, batch)
         parts = [(size_of(batch), output)] if counts else []
         if gathered:
             parts = _of_all_ranks(parts, by_rows)
         for size, part in parts:
             yield size, trees.map_leaves(move, part)
+
+
+def _in_own_stream(read: Callable[[], Iterator[T]]) -> Iterator[T]:
+    """The batches, whose reading draws from a copy of torch's random stream, which itself stays where it is."""
+    stream, batches = torch.default_generator.get_state(), None
+    while True:
+        outside = torch.default_generator.get_state()
+        torch.default_generator.set_state(stream)
+        try:
+            batches = read() if batches is None else batches  # a DataLoader draws when it begins
+            batch = next(batches, _END)
+        finally:
+            stream = torch.default_generator.get_state()
+            torch.default_generator.set_state(outside)
+        if batch is _END:
+            return
+        yield batch  # type: ignore[misc]
 
 
 def _check_unshuffled(batches: Any) -> None:

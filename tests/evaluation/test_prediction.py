@@ -547,3 +547,26 @@ def test_several_ranks_write_strings_and_outputs_of_varying_width(tmp_path):
         for column in ("tokens", "logits"):
             expected = [row.tolist() for part in x.split(sizes) for row in generate(state, part)[column]]
             assert [row.tolist() for row in found[column]] == expected
+
+
+def test_prediction_leaves_the_random_stream_where_it_is(tmp_path):
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            return torch.randn(3)
+
+    model, step, state = parts()
+    batches = torch.utils.data.DataLoader(Noisy(), batch_size=2)
+    step = ll.make_predict_step(model, lambda model, x: x)
+    torch.manual_seed(3)
+    stream, expected = torch.get_rng_state(), torch.cat(list(batches))
+    torch.set_rng_state(stream)
+    outputs = []
+    for output in ll.predict(step, state, batches):
+        assert torch.equal(torch.get_rng_state(), stream)
+        outputs.append(output)
+    assert torch.equal(torch.cat(outputs), expected)
+    ll.predict_to(tmp_path / "out", step, state, batches)
+    assert torch.equal(torch.get_rng_state(), stream)

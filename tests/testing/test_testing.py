@@ -278,8 +278,15 @@ def test_a_write_to_the_state_is_not_pure_and_may_be_done_by_a_donated_step():
         model[0].weight.data.clamp_(-0.01, 0.01)
         return mean_loss(model, batch)
 
-    step, state = put_together(mlp(), loss_fn)
+    def writing(state, batch):  # in a loss function, the step itself refuses it
+        state.params["0.weight"].data.clamp_(-0.01, 0.01)
+        return step(state, batch)
+
+    step, state = put_together(mlp(), mean_loss)
     with fails("wrote to the state that it was given", "params['0.weight']: 17 of 18", "donate=True"):
+        testing.assert_pure(writing, state, rows())
+    step, state = put_together(mlp(), loss_fn)
+    with pytest.raises(RuntimeError, match=r"wrote to the parameter 0\.weight in place"):
         testing.assert_pure(step, state, rows())
     step, state = put_together(mlp(), loss_fn, donate=True)
     testing.assert_pure(step, state, rows())
