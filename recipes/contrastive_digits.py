@@ -1,18 +1,19 @@
-"""Learn to embed handwritten digits without labels: a contrastive loss over a batch that need not fit into memory.
+"""Learn embeddings of handwritten digits without labels: a contrastive loss over a batch that need not fit into memory.
 
     pip install scikit-learn
     python recipes/contrastive_digits.py           (or with other settings: --microbatches 1 --epochs 20)
 
-Two views of each picture are shifted and have noise; an encoder is to tell which two belong together among all 512
-pictures of a batch (InfoNCE with in-batch negatives). The loss compares every picture with every other, so it cannot be
-taken microbatch by microbatch. `ll.contrib.make_contrastive_grad_fn` gives its gradient all the same, in the memory of
-one microbatch, for one more forward pass. `--microbatches 0` takes the plain form, one graph of the whole batch.
+Each image gives two views, shifted and with noise. An encoder learns to tell which two belong together among all 512
+images of a batch (InfoNCE with in-batch negatives). The loss compares every image with every other, so microbatches
+cannot be processed separately. `ll.contrib.make_contrastive_grad_fn` computes its gradient in the memory of one
+microbatch anyway, for one more forward pass. `--microbatches 0` uses the plain form, one graph of the whole batch.
 
-The score: each of the 540 pictures that were held out takes the label of the nearest among 100 pictures with labels,
-by the embeddings and, to compare, by the pixels. "Held for the backward pass" is what the graphs keep at one time for one gradient.
+The score: each of the 540 held-out images gets the label of the nearest among 100 labelled images, by the embeddings
+and, for comparison, by the pixels. "Held for the backward pass" is the largest size of the graphs during one
+gradient.
 
-Reached: 93.5% to 95.9% of the held-out pictures over the seeds 0 to 2 in 18 seconds on one core, with 4.5 MB held for
-the backward pass; the plain form (`--microbatches 0`) 92.6% to 95.6% in 10 seconds, with 46 MB. By pixels it is 89.6%.
+Reached: 93.5% to 95.9% of the held-out images with seeds 0 to 2 in 18 seconds on one core, with 4.5 MB held for the
+backward pass; the plain form (`--microbatches 0`) 92.6% to 95.6% in 10 seconds, with 46 MB. By pixels it is 89.6%.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ import looplib as ll
 
 def main(
     epochs: int = 60,  # passes over the training set
-    batch_size: int = 512,  # pictures that are compared with each other
+    batch_size: int = 512,  # images that are compared with each other
     microbatches: int = 16,  # of a batch; 0 for one graph of all of it
     lr: float = 3e-3,  # learning rate at its peak; it falls along a cosine
     weight_decay: float = 1e-2,  # of all weights
     temperature: float = 0.1,  # of the similarities
-    labelled: int = 100,  # pictures whose labels are known, to score the embeddings
-    noise: float = 0.2,  # standard deviation, where a pixel is between 0 and 1
+    labelled: int = 100,  # labelled images, to score the embeddings
+    noise: float = 0.2,  # standard deviation, for pixels between 0 and 1
     width: int = 32,  # channels
-    seed: int = 0,  # of the weights, the order of the pictures and their views
+    seed: int = 0,  # of the weights, the order of the images and their views
 ) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -51,7 +52,7 @@ def main(
     model = encoder(width)
 
     def embed_fn(model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, Tensor]:
-        (x,) = batch  # the random numbers of a view depend on the seed, the step and the microbatch
+        (x,) = batch  # a view's random numbers depend on the seed, the step and the microbatch
         return embed(model, view(x, noise)), embed(model, view(x, noise))
 
     def loss_fn(views: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, ll.Mean]]:
@@ -124,12 +125,12 @@ def encoder(width: int) -> nn.Module:
 
 
 def embed(model: nn.Module, x: Tensor) -> Tensor:
-    """One unit vector for each picture."""
+    """One unit vector for each image."""
     return F.normalize(model(x), dim=1)
 
 
 def view(x: Tensor, noise: float) -> Tensor:
-    """Each picture rotated, scaled and shifted a little, with noise."""
+    """Rotate, scale and shift each image a little, and add noise."""
     angle, scale = (torch.rand(2, len(x)) * 2 - 1) * torch.tensor([[math.pi / 12], [0.15]])
     cos, sin = (1 + scale) * angle.cos(), (1 + scale) * angle.sin()
     shift = (torch.rand(2, len(x)) * 2 - 1) * 0.25
@@ -139,7 +140,7 @@ def view(x: Tensor, noise: float) -> Tensor:
 
 
 def agreement(known: Tensor, unknown: Tensor, labels: Tensor, truth: Tensor) -> float:
-    """The share of pictures that have the label of the nearest known one."""
+    """Fraction of images that have the label of the nearest known one."""
     return float((labels[torch.cdist(unknown, known).argmin(1)] == truth).float().mean())
 
 
@@ -158,7 +159,7 @@ class Held:
 
 
 def most_held(function: object) -> int:
-    """The bytes that graphs hold at one time while the function runs, at most."""
+    """Largest number of bytes held by graphs while the function runs."""
     assert callable(function)
     Held.now = Held.most = 0
     with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):

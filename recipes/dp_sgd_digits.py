@@ -1,18 +1,20 @@
-"""Classify handwritten digits with differential privacy, by DP-SGD.
+"""Classify handwritten digits with differential privacy, using DP-SGD.
 
     pip install scikit-learn opacus
     python recipes/dp_sgd_digits.py                (or with other settings: --noise_multiplier 8 --seed 1)
 
-The 1,797 pictures of 8 x 8 pixels come with scikit-learn; 360 of them are held out. Each of the other 1,437 is in
-a batch by a coin of its own (Poisson sampling), its gradient is clipped to a norm, and noise goes onto the sum. So
-the trained network is (epsilon, delta)-differentially private in who of them took part: nobody can tell with much
-confidence from the network whether a picture was among them. Each epoch is a line with the epsilon spent so far.
+The 1,797 images of 8 x 8 pixels come with scikit-learn; 360 of them are held out. Each of the other 1,437 is included
+in a batch independently at random (Poisson sampling), its gradient is clipped to a norm, and noise is added to the
+sum. The trained network is therefore (epsilon, delta)-differentially private with respect to the training images:
+from the network, no one can tell with much confidence if an image was among them. Each epoch prints a line with the
+epsilon spent so far.
 
-For real secrets, draw the seed (`secrets.randbits(63)`) and tell nobody, as who knows it can take the noise away; and
-mind that settings chosen by looking at the data, and the losses and norms of training, are not covered by epsilon.
+For real secrets, draw the seed (`secrets.randbits(63)`) and keep it secret, since anyone who knows it can subtract
+the noise. Note that epsilon does not cover settings chosen by looking at the data, or the losses and norms of
+training.
 
-Reached: 90.6% to 93.9% of the held-out digits over the seeds 0 to 9, 92.2% in the middle (91.9% with seed 0), at an
-epsilon of 2.97 for a delta of 1e-5, in 7 seconds on one core.
+Reached: 90.6% to 93.9% of the held-out digits with seeds 0 to 9 (median 92.2%, 91.9% with seed 0), at an epsilon of
+2.97 for a delta of 1e-5, in 7 seconds on one core.
 """
 
 from __future__ import annotations
@@ -35,19 +37,19 @@ import looplib as ll
 
 def main(
     epochs: int = 34,  # expected passes over the training set
-    batch_size: int = 256,  # expected number of pictures in a batch, which varies
-    piece_size: int = 128,  # pictures whose gradients are in memory at once
+    batch_size: int = 256,  # expected number of images in a batch, which varies
+    piece_size: int = 128,  # images whose gradients are in memory at once
     lr: float = 0.2,  # learning rate
     momentum: float = 0.9,  # of SGD
     decay: float = 0.95,  # of the average of the weights, which removes noise and costs no privacy
-    max_norm: float = 1.0,  # of a picture's gradient
+    max_norm: float = 1.0,  # of an image's gradient
     noise_multiplier: float = 4.0,  # standard deviation of the noise in units of max_norm
-    delta: float = 1e-5,  # well below 1 / the number of pictures
+    delta: float = 1e-5,  # well below 1 / the number of images
     width: int = 16,  # channels of the convolution
     seed: int = 0,  # of the weights, the batches and the noise
 ) -> dict[str, float]:
     began = time.perf_counter()
-    torch.set_num_threads(1)  # so small a network gains nothing from more, and loses much on cores that are shared
+    torch.set_num_threads(1)  # such a small network gains nothing from more threads, and loses much on shared cores
     torch.manual_seed(seed)
     (pictures, labels), test_batch = load_data()
     count, rate = len(labels), batch_size / len(labels)
@@ -56,7 +58,7 @@ def main(
         coins = torch.rand(round(1 / rate), count, generator=generator) < rate
         return [row.nonzero().flatten().tolist() for row in coins]
 
-    # A batch may be empty, of which the default collate_fn could make no tensors.
+    # A batch may be empty, which the default collate_fn does not support.
     loader = ll.make_loader(
         range(count),
         order=ll.data.batch_sampler(poisson),
@@ -91,7 +93,7 @@ def main(
 
 
 def load_data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """To train and to test: pictures (n, 1, 8, 8) in float32 from 0 to 1, and labels (n,)."""
+    """Training and test set: images (n, 1, 8, 8), float32 from 0 to 1, and labels (n,)."""
     digits = load_digits()
     pictures = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
@@ -100,7 +102,7 @@ def load_data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def make_model(width: int) -> nn.Module:
-    # BatchNorm would mix examples, and bounded activations lose less to clipping (Papernot et al., 2021).
+    # BatchNorm would mix samples, and bounded activations lose less to clipping (Papernot et al., 2021).
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1),
         nn.Tanh(),
@@ -122,14 +124,14 @@ def metric_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tenso
 
 
 def epsilon(steps: int, rate: float, noise_multiplier: float, delta: float) -> float:
-    """The epsilon of so many steps, as Opacus' accountant of Rényi differential privacy counts it.
+    """Epsilon after `steps` steps, computed by Opacus' accountant for Rényi differential privacy.
 
     It holds for Poisson sampling at this rate. Opacus' `PRVAccountant` finds a smaller epsilon and takes longer.
     """
     accountant = RDPAccountant()
     for _ in range(steps):
         accountant.step(noise_multiplier=noise_multiplier, sample_rate=rate)
-    orders = [*RDPAccountant.DEFAULT_ALPHAS, 80, 96, 128, 192, 256, 512, 1024]  # large ones for little privacy spent
+    orders = [*RDPAccountant.DEFAULT_ALPHAS, 80, 96, 128, 192, 256, 512, 1024]  # large orders, for small epsilons
     return max(float(accountant.get_epsilon(delta=delta, alphas=orders)), 0.0)
 
 

@@ -1,11 +1,12 @@
-"""fastNLP's DistTrainer with everything on, as a loop: each setting has the name that DistTrainer gives it.
+"""fastNLP's DistTrainer with all its features, as a loop: each setting has the name that DistTrainer gives it.
 
     pip install scikit-learn
     python recipes/from_dist_trainer.py                           (one process)
     torchrun --nproc-per-node 2 recipes/from_dist_trainer.py      (two, of a GPU or a core each)
 
-Ctrl-C or SIGTERM stops at the next line of the log; rerunning continues, on as many processes (the batch size is per
-device). Reached: 98.1% to 98.6% of 360 held-out digits with seeds 0 to 4, which chose the weights too; 8 seconds each.
+Ctrl-C or SIGTERM stops at the next line of the log; rerunning continues, with the same number of processes (the batch
+size is per device). Reached: 98.1% to 98.6% of 360 held-out digits with seeds 0 to 4, which also chose the weights; 8
+seconds each.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def main(
     batch_size_per_gpu: int = 32,  # samples of a microbatch on each device
     n_epochs: int = 30,  # passes over the training set
     num_workers: int = 0,  # processes that read the data
-    drop_last: bool = False,  # 1 to leave out a last batch that is not full
-    metric_key: str = "acc",  # of the dev set, to choose the best by; -loss where less is better
+    drop_last: bool = False,  # 1 to drop an incomplete last batch
+    metric_key: str = "acc",  # of the dev set, to choose the best by; -loss if lower is better
     update_every: int = 2,  # microbatches of an update; the next two are in updates, not in microbatches as in fastNLP
     print_every: int = 10,  # updates between two lines of the log
     validate_every: int = -1,  # updates between two evaluations; -1 for the end of each epoch
@@ -100,7 +101,7 @@ def main(
 
 
 def load_data() -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """Digits (8, 8) as texts of eight words, their rows, of which each has eight numbers; and what digit it is."""
+    """Digits (8, 8) as texts of eight words, their rows, each with eight numbers; and the label."""
     x, y = map(torch.tensor, load_digits(return_X_y=True))
     examples = list(zip(x.float().view(-1, 8, 8) / 16, y, strict=True))
     train_data, dev_data = train_test_split(examples, test_size=0.2, stratify=y, random_state=0)

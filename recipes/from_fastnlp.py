@@ -1,11 +1,11 @@
-"""fastNLP's Trainer with everything on, as a loop: each setting has the name that fastNLP gives it.
+"""fastNLP's Trainer with all its features, as a loop: each setting has the name that fastNLP gives it.
 
     pip install scikit-learn
     python recipes/from_fastnlp.py                           (one process)
     torchrun --nproc-per-node 2 recipes/from_fastnlp.py      (two, of a GPU or a core each)
 
-Ctrl-C or SIGTERM stops; rerunning continues with the next sample, on any number of processes. Reached: 97.2% to
-97.8% of the 360 held-out digits with the seeds 0 to 4, which chose the weights too; 5 seconds each on one core.
+Ctrl-C or SIGTERM stops; rerunning continues with the next sample, on any number of processes. Reached: 97.2% to 97.8%
+of the 360 held-out digits with seeds 0 to 4, which also chose the weights; 5 seconds each on one core.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def main(
     n_epochs: int = 40,  # passes over the training set
     batch_size: int = 64,  # samples of an update, of all ranks together
     accumulation_steps: int = 2,  # microbatches of an update
-    fp16: str = "bfloat16",  # bfloat16; or float16, which takes a loss scale, or float32
+    fp16: str = "bfloat16",  # bfloat16, float16 (with a loss scale) or float32
     lr: float = 3e-3,  # learning rate at its peak
     warmup: float = 0.1,  # share of all updates: TorchWarmupCallback(warmup, "linear")
     clip_value: float = 1.0,  # norm: TorchGradClipCallback(clip_value, "norm")
     evaluate_every: int = 20,  # updates between two evaluations
     topk: int = 2,  # checkpoints: CheckpointCallback(topk=topk, last=True), and LoadBestModelCallback()
     patience: int = 15,  # evaluations: EarlyStopCallback(patience=patience)
-    overfit_batches: int = 0,  # batches to learn by heart, as a check; 0 for all
+    overfit_batches: int = 0,  # number of batches to overfit, as a check; 0 for all
     dropout: float = 0.2,  # probability of dropping a feature
     seed: int = 0,  # of the weights, the order and the dropout
     folder: str = "runs/from_fastnlp",  # for log and checkpoints
@@ -51,7 +51,7 @@ def main(
         train_set, test_set = load_data()
         loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, device=device)
         test_batches = ll.make_loader(test_set, batch_size=256, order=ll.data.in_order(), device=device)
-        if overfit_batches:  # whole ones, of which each rank takes its rows
+        if overfit_batches:  # whole batches, of which each rank takes its samples
             whole = ll.make_loader(train_set, batch_size=batch_size, seed=seed, divide=False)
             few = list(islice(whole(ll.TrainState()), overfit_batches))
             loader = test_batches = ll.make_loader(few, batch_size=None, order=ll.data.in_order(), device=device)

@@ -1,11 +1,12 @@
-"""transformers' Trainer with everything on, as a loop: each setting has the name that TrainingArguments gives it.
+"""transformers' Trainer with all its features, as a loop: each setting has the name that TrainingArguments gives it.
 
     pip install transformers tensorboard
     python recipes/from_transformers.py                           (one process)
     torchrun --nproc-per-node 2 recipes/from_transformers.py      (two, of a GPU or a core each)
 
-Ctrl-C or SIGTERM stops at the next line of the log; rerunning continues, on as many processes (the batch size is per
-device). Reached: 41.5% to 42.9% of the held-out bytes with seeds 0 to 4, which chose the weights too; 40 seconds each.
+Ctrl-C or SIGTERM stops at the next line of the log; rerunning continues, with the same number of processes (the batch
+size is per device). Reached: 41.5% to 42.9% of the held-out bytes with seeds 0 to 4, which also chose the weights; 40
+seconds each.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def main(
 
 
 def load_data() -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Windows of 128 bytes of the documentation that comes with Python; the last tenth of them is held out."""
+    """Windows of 128 bytes of Python's own documentation; the last tenth of them is held out."""
     text = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items())).encode()
     windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().unfold(0, 128, 128)
     examples = [{"input_ids": window, "labels": window} for window in windows]

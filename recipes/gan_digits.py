@@ -4,12 +4,13 @@
     python recipes/gan_digits.py                   (or with other settings: --epochs 100 --seed 1)
 
 Two networks in one module and one state, and two steps on each batch; losses as in R3GAN (Huang et al., "The GAN is
-dead; long live the GAN!", 2024). Log, checkpoints and a picture of real and drawn digits are in runs/gan_digits.
+dead; long live the GAN!", 2024). Log, checkpoints and a figure of real and drawn digits are in runs/gan_digits.
 Ctrl-C stops after the current epoch. Run the same command to continue; the result is the same, bit for bit.
 
-Reached with the seeds 0 to 3, in 30 seconds on one core: all ten digits are drawn, 79% to 85% of them so that a
-classifier is surer than 0.9 (held-out digits: 92%); Frechet distance of its features from held-out ones 0.70 to 0.82
-(their halves: 0.86); nearest digit of those learned from at 1.10 to 1.12 in the median (held-out ones: 1.07).
+Reached with seeds 0 to 3, in 30 seconds on one core: all ten digits are drawn, and a classifier assigns 79% to 85% of
+the drawn digits to a class with probability above 0.9 (held-out digits: 92%). The Frechet distance of its features
+from those of held-out digits is 0.70 to 0.82 (between two halves of these: 0.86). The median distance to the nearest
+training digit is 1.10 to 1.12 (held-out digits: 1.07).
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from torch.nn import functional as F
 
 import looplib as ll
 
-NOISE = 16  # numbers that a digit is drawn from
+NOISE = 16  # size of the random vector from which a digit is drawn
 
 
 def main(
     epochs: int = 400,  # passes over the training set
-    batch_size: int = 64,  # pictures in a batch
+    batch_size: int = 64,  # images in a batch
     lr: float = 2e-3,  # of both networks at the start; it falls along a cosine
     decay: float = 0.998,  # of the moving average of the generator's weights, which draws the digits
     width: int = 256,  # of all hidden layers
-    seed: int = 0,  # of the weights, the order of the pictures and the noise
+    seed: int = 0,  # of the weights, the order of the images and the noise
     directory: str = "runs/gan_digits",  # folder for log and checkpoints
     picture: str = "runs/gan_digits/digits.png",  # file for the real and the drawn digits
 ) -> dict[str, float]:
-    torch.set_num_threads(1)  # so small networks gain nothing from more
+    torch.set_num_threads(1)  # such small networks gain nothing from more threads
     torch.manual_seed(seed)
     train, test, train_labels, test_labels = load_data()
     model = make_model(width)
@@ -91,7 +92,7 @@ def main(
 
 
 def load_data() -> Any:
-    """Pictures (n, 64) in float32 from 0 to 1, to train with and a third held out, and the labels of both."""
+    """Images (n, 64), float32 from 0 to 1, for training and a held-out third, with the labels of both."""
     pictures, labels = map(torch.tensor, load_digits(return_X_y=True))
     return train_test_split(pictures.float() / 16, labels, test_size=1 / 3, stratify=labels, random_state=0)
 
@@ -105,7 +106,7 @@ def make_model(width: int) -> nn.ModuleDict:
 
 
 def draw(model: Any, real: Tensor) -> Any:
-    """As many digits as there are real ones; which, depends on the state's seed and step alone."""
+    """Draw as many digits as there are real ones, depending only on the state's seed and step."""
     return model["generator"](torch.randn(len(real), NOISE))
 
 
@@ -122,7 +123,7 @@ def discriminator_loss(model: Any, real: Tensor, gamma: float = 0.03) -> tuple[T
 
 
 def judge(train: Tensor, labels: Tensor, test: Tensor, test_labels: Tensor, drawn: Tensor) -> dict[str, float]:
-    """What a classifier that learned from the same digits says of those held out and of as many drawn ones."""
+    """Scores of drawn digits by a classifier trained on the same digits, and the same scores of held-out digits."""
     classifier = MLPClassifier(64, max_iter=400, random_state=0).fit(train.numpy(), labels.numpy())
     weight, bias = torch.tensor(classifier.coefs_[0]), torch.tensor(classifier.intercepts_[0])
     scores = {"accuracy": classifier.score(test.numpy(), test_labels.numpy())}
@@ -131,7 +132,7 @@ def judge(train: Tensor, labels: Tensor, test: Tensor, test_labels: Tensor, draw
         scores[f"{name}_confident"] = (p.amax(1) > 0.9).double().mean().item()
         scores[f"{name}_classes"] = (p.argmax(1).bincount() >= 0.02 * len(p)).sum().item()
         scores[f"{name}_nearest"] = torch.cdist(pictures, train).amin(1).median().item()
-        # Two halves of the same digits are some way apart too: drawn ones are no farther from real ones at best.
+        # Two halves of the same digits have a distance too, which is the best that drawn digits can reach.
         one, other = ((x @ weight + bias).relu().double() for x in (test, pictures))
         orders = torch.rand(50, len(test), generator=torch.Generator().manual_seed(0)).argsort(1).chunk(2, 1)
         scores[f"{name}_frechet"] = sum(frechet(one[i], other[j]) for i, j in zip(*orders, strict=True)) / 50
@@ -139,14 +140,14 @@ def judge(train: Tensor, labels: Tensor, test: Tensor, test_labels: Tensor, draw
 
 
 def frechet(one: Tensor, other: Tensor) -> float:
-    """Between normal distributions with the means and covariances of two sets of features (n, d)."""
+    """Frechet distance of normal distributions with the means and covariances of two sets of features (n, d)."""
     a, b = one.T.cov(), other.T.cov()
     roots = torch.linalg.eigvals(a @ b).real.clamp(min=0).sqrt()
     return float((one.mean(0) - other.mean(0)).square().sum() + a.trace() + b.trace() - 2 * roots.sum())
 
 
 def save_picture(real: Tensor, drawn: Tensor, path: Path) -> None:
-    """80 real digits on the left, 80 drawn ones on the right."""
+    """Save a figure with 80 real digits on the left and 80 drawn ones on the right."""
     framed = F.pad(torch.cat([real, drawn]).reshape(-1, 8, 8), (1, 1, 1, 1), value=0.5)
     grids = rearrange(framed, "(side row column) h w -> side (row h) (column w)", side=2, row=8)
     both = torch.cat([*F.pad(grids, (4, 4), value=0.5)], 1)

@@ -2,14 +2,15 @@
 
     python recipes/language_model.py               (or with other settings: --steps 500 --precision float32)
 
-The text is that of the help topics in the standard library (`pydoc_data.topics`, 0.47 MB), the last tenth held out.
-A step takes a batch of 16 windows of 128 bytes in 2 pieces, under autocast to bfloat16, and clips; the learning rate
-has a warmup and a cosine, matrices alone decay, and the logits are made in chunks. The log, with tokens a second, and
-checkpoints are in runs/language_model. Ctrl-C stops; run the same command to continue, with the same result.
+The text is that of the help topics in the standard library (`pydoc_data.topics`, 0.47 MB); the last tenth is held
+out. A step uses a batch of 16 windows of 128 bytes in 2 microbatches, under autocast to bfloat16, with gradient
+clipping. The learning rate has a warmup and a cosine decay, weight decay applies only to matrices, and logits are
+computed in chunks. The log, with tokens per second, and checkpoints are in runs/language_model. Ctrl-C stops; run the
+same command to continue, with the same result.
 
-Reached with seed 0: 1.86 bits a byte on the held-out text, 65.1% of its bytes guessed right, in four and a half
-minutes on one core, 15,600 tokens a second. (`lzma`, at its best, needs 2.01 bits a byte for the same text, and 1.41
-when it has read the training text before it.)
+Reached with seed 0: 1.86 bits per byte on the held-out text, 65.1% of its bytes predicted correctly, in four and a
+half minutes on one core, at 15,600 tokens per second. (`lzma`, at its best, needs 2.01 bits per byte for the same
+text, and 1.41 when it has read the training text first.)
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import looplib as ll
 def main(
     steps: int = 2000,  # updates
     batch_size: int = 16,  # windows in a step
-    microbatches: int = 2,  # of a step, one after another, in the memory of one
+    microbatches: int = 2,  # number per step, processed one after the other to save memory
     length: int = 128,  # bytes that the model sees at most
     width: int = 128,  # of the hidden states
     depth: int = 4,  # number of blocks
@@ -117,7 +118,7 @@ def main(
 
 
 def load_data(length: int) -> tuple[TensorDataset, TensorDataset]:
-    """Windows (n, length + 1) of bytes, as int64; each begins with the last byte of the one before."""
+    """Windows (n, length + 1) of bytes, as int64; each starts with the last byte of the previous one."""
     topics = pydoc_data.topics.topics
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -171,7 +172,7 @@ def metric_fn(model: Transformer, batch: tuple[Tensor]) -> dict[str, ll.Mean]:
 
 
 def write(model: Transformer, state: ll.TrainState, prompt: str, count: int, length: int) -> str:
-    """So many bytes more, drawn at a temperature of 0.7."""
+    """Continue the prompt by `count` bytes, sampled at a temperature of 0.7."""
 
     def next_byte(model: Transformer, tokens: Tensor) -> Tensor:
         logits = model.head(model(tokens[:, -length:])[:, -1])
@@ -180,7 +181,7 @@ def write(model: Transformer, state: ll.TrainState, prompt: str, count: int, len
     step = ll.make_predict_step(model, next_byte)
     tokens = torch.tensor([list(prompt.encode())])
     for at in range(count):
-        tokens = torch.cat([tokens, step(state.replace(step=at), tokens)], dim=1)  # each step has a stream of its own
+        tokens = torch.cat([tokens, step(state.replace(step=at), tokens)], dim=1)  # separate draws for each byte
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 

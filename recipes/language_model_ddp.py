@@ -4,24 +4,24 @@
     torchrun --nproc-per-node 2 recipes/language_model_ddp.py       (two on this host, of a GPU or a core each)
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST recipes/language_model_ddp.py
 
-The last is for each of 4 hosts, of which HOST is one. Each process holds the whole model and takes its rows of every
-batch; gradients are averaged while the backward pass runs. The batches, losses and weights are those of one process,
-but for how sums of floats round. The first rank writes runs/language_model_ddp, a folder that all hosts must see; the
-others print to rank-1.log and so on in it. Ctrl-C, or SIGTERM from a scheduler, ends all at the next line of the log
-(torchrun allows 30 s for it). Rerunning continues from there, with any number of processes.
+Run the last command on each of 4 hosts, of which HOST is one. Each process holds the whole model and takes its samples
+of every batch; gradients are averaged during the backward pass. Batches, losses and weights are those of a single
+process, except for the rounding of sums. The first rank writes to runs/language_model_ddp, a folder that all hosts must
+see; the others print to rank-1.log and so on in it. Ctrl-C, or SIGTERM from a scheduler, stops all at the next line of
+the log (torchrun allows 30 s for this). Rerunning continues from there, with any number of processes.
 
-Reached by --steps 300 and seed 0, on the CPU in bfloat16: 3.27 bits a byte on the held-out text with 2 processes,
-3.26 with one, in 65 seconds on one core; language_model.py says what 2000 steps reach.
+Reached with --steps 300 and seed 0, on the CPU in bfloat16: 3.27 bits per byte on the held-out text with 2 processes,
+3.26 with one, in 65 seconds on one core. See language_model.py for the result of 2000 steps.
 
-To change for more:
+To scale up:
 
-    more GPUs, more hosts    the command alone; --batch_size is that of all ranks together, a row for each at least
-    longer, larger batches   --microbatches: a rank's rows in pieces; gradients are sent once a step all the same
+    more GPUs, more hosts    only the command; --batch_size is that of all ranks together, at least one sample each
+    longer, larger batches   --microbatches: split a rank's samples; gradients are still sent once per step
     mixed precision          --precision bfloat16 is autocast; float16 needs ll.grads.scale_loss and ll.optim.dynamic_loss_scale
-    less memory              ll.losses.recompute(loss_fn, Block): a block's activations are made again in the backward pass;
-                             DistributedDataParallel(model, gradient_as_bucket_view=True): gradients once, not twice
-    fewer bytes, on GPUs     model.register_comm_hook(None, bf16_compress_hook): gradients are sent in bfloat16
-    larger models            language_model_fsdp.py, which goes on from these checkpoints too, by --directory
+    less memory              ll.losses.recompute(loss_fn, Block): recompute a block's activations in the backward pass;
+                             DistributedDataParallel(model, gradient_as_bucket_view=True): one copy of gradients
+    fewer bytes, on GPUs     model.register_comm_hook(None, bf16_compress_hook): send gradients in bfloat16
+    larger models            language_model_fsdp.py, which can continue from these checkpoints, with --directory
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ import looplib as ll
 def main(
     steps: int = 2000,  # updates
     batch_size: int = 16,  # windows in a step, of all ranks together
-    microbatches: int = 2,  # of a rank's share of a step, one after another, in the memory of one
+    microbatches: int = 2,  # number per rank and step, processed one after the other to save memory
     length: int = 128,  # bytes that the model sees at most
     width: int = 128,  # of the hidden states
     depth: int = 4,  # number of blocks
@@ -86,7 +86,7 @@ def main(
 
         ended, eval_now = ll.after_steps(steps), ll.every_n_steps(eval_every) | ll.after_steps(steps)
         log_now = ll.every_n_steps(log_every) | eval_now
-        # Asked where a window of the log ends: so none is open at a checkpoint, and ranks need not agree each step.
+        # Asked only when a log window ends, so none is open at a checkpoint, and ranks need not agree at each step.
         done = ended | (log_now & ll.after_signal(signal.SIGTERM, signal.SIGINT))
         to_file = ll.jsonl(folder / "log.jsonl")
         log = ll.tee(to_file, ll.console())
@@ -126,7 +126,7 @@ def main(
 
 
 def load_data(length: int) -> tuple[TensorDataset, TensorDataset]:
-    """Windows (n, length + 1) of bytes, as int64; each begins with the last byte of the one before."""
+    """Windows (n, length + 1) of bytes, as int64; each starts with the last byte of the previous one."""
     topics = pydoc_data.topics.topics
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -160,7 +160,7 @@ class Transformer(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
         self.head.weight = self.bytes.weight
 
-    # Engines act where the module is called: the head and the loss are in here, and loss_fn uses no parameter.
+    # DDP acts when the module is called, so head and loss are in here, and loss_fn uses no parameters.
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
         """Logits (batch, length, 256), or with labels (batch, length) the loss, without all logits at once."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -179,7 +179,7 @@ def metric_fn(model: nn.Module, batch: tuple[Tensor]) -> dict[str, ll.Mean]:
 
 
 def write(model: nn.Module, state: ll.TrainState, prompt: str, count: int, length: int, device: torch.device) -> str:
-    """So many bytes more, drawn at a temperature of 0.7; on all ranks, since a forward pass may be that of all."""
+    """Continue the prompt by `count` bytes, sampled at a temperature of 0.7; called on all ranks."""
 
     def next_byte(model: nn.Module, tokens: Tensor) -> Tensor:
         return torch.multinomial((model(tokens[:, -length:])[:, -1] / 0.7).softmax(-1), 1)
@@ -187,7 +187,7 @@ def write(model: nn.Module, state: ll.TrainState, prompt: str, count: int, lengt
     step = ll.make_predict_step(model, next_byte)
     tokens = torch.tensor([list(prompt.encode())], device=device)
     for at in range(count):
-        tokens = torch.cat([tokens, step(state.replace(step=at), tokens)], dim=1)  # each step has a stream of its own
+        tokens = torch.cat([tokens, step(state.replace(step=at), tokens)], dim=1)  # separate draws for each byte
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 

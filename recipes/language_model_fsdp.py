@@ -1,36 +1,36 @@
-"""Train the small language model of language_model.py in shards: FSDP2, `fully_shard`.
+"""Train the small language model of language_model.py with sharded weights: FSDP2, `fully_shard`.
 
     python recipes/language_model_fsdp.py                           (one process, no shards)
     torchrun --nproc-per-node 2 recipes/language_model_fsdp.py      (two on this host, of a GPU or a core each)
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST recipes/language_model_fsdp.py
 
-The last is for each of 4 hosts, of which HOST is one. Each process holds its part of every weight and moment, and
-takes its rows of every batch; a block's weights are gathered when it runs. The batches, losses and weights are those
-of one process, but for how sums of floats round. runs/language_model_fsdp, a folder that all hosts must see, has the
-log, what the other ranks print, and checkpoints, each rank's part of them. Ctrl-C, or SIGTERM from a scheduler, ends
-all at the next line of the log (torchrun allows 30 s). Rerunning continues, with any number of processes.
+Run the last command on each of 4 hosts, of which HOST is one. Each process holds its shard of every weight and moment,
+and takes its samples of every batch; a block's weights are gathered when it runs. Batches, losses and weights are those
+of a single process, except for the rounding of sums. runs/language_model_fsdp, a folder that all hosts must see, has
+the log, the output of the other ranks, and checkpoints with the shards of all ranks. Ctrl-C, or SIGTERM from a
+scheduler, stops all at the next line of the log (torchrun allows 30 s). Rerunning continues on any number of processes.
 
-Reached by --steps 300 and seed 0, on the CPU in bfloat16: 3.26 bits a byte on the held-out text with 2 processes, and
-with one, in 60 seconds on one core; language_model.py tells of 2000 steps. In float32, small runs agree to 1e-6.
+Reached with --steps 300 and seed 0, on the CPU in bfloat16: 3.26 bits per byte on the held-out text with 2 processes, and
+with one, in 60 seconds on one core. See language_model.py for 2000 steps. In float32, small runs agree to 1e-6.
 
-To change for more:
+To scale up:
 
-    more GPUs, more hosts   the command alone; --batch_size is that of all ranks together, a row for each at least
-    larger batches          --microbatches: a rank adds up their gradients, unsharded, and sends them once a step
-    larger models           ll.losses.recompute(loss_fn, Block): activations are made again in the backward pass. Where no
-                            process could hold all weights even at first, make the model on torch.device("meta"),
-                            and after fully_shard model.to_empty(device=device), and fill in the weights
-    mixed precision         --precision bfloat16: autocast, and on GPUs weights that are gathered in bfloat16
+    more GPUs, more hosts   only the command; --batch_size is that of all ranks together, at least one sample each
+    larger batches          --microbatches: a rank adds up their gradients, unsharded, and sends them once per step
+    larger models           ll.losses.recompute(loss_fn, Block): recompute activations in the backward pass. If no
+                            process can hold all weights even initially, create the model on torch.device("meta"),
+                            and after fully_shard call model.to_empty(device=device) and fill in the weights
+    mixed precision         --precision bfloat16: autocast, and on GPUs weights gathered in bfloat16
     tensor parallelism      mesh = init_device_mesh("cuda", (hosts, 8), mesh_dim_names=("data", "tensor")), and
                             ll.distributed.set_data_parallel_group(mesh["data"]); before fully_shard over mesh["data"]
                             parallelize_module(block.mlp, mesh["tensor"], {"0": ColwiseParallel(), ...})
 
-What DeepSpeed calls it, as options of fully_shard:
+DeepSpeed's stages as options of fully_shard:
 
-    ZeRO-1, ZeRO-2          reshard_after_forward=False; weights lie in shards between steps, though, and are gathered
-                            by each forward pass, where ZeRO gathers them after the update
+    ZeRO-1, ZeRO-2          reshard_after_forward=False; but weights are sharded between steps, and gathered
+                            by each forward pass, while ZeRO gathers them after the update
     ZeRO-3, ZeRO-Offload    reshard_after_forward=True, the default of blocks; offload_policy=CPUOffloadPolicy()
-    ZeRO++ hpZ              reshard_after_forward=8: in the backward pass weights come from the 8 GPUs of the host
+    ZeRO++ hpZ              reshard_after_forward=8: the backward pass gathers weights from the 8 GPUs of the host
     MiCS, or HSDP           mesh=init_device_mesh("cuda", (hosts, 8), mesh_dim_names=("copies", "shards"))
 """
 
@@ -59,7 +59,7 @@ import looplib as ll
 def main(
     steps: int = 2000,  # updates
     batch_size: int = 16,  # windows in a step, of all ranks together
-    microbatches: int = 2,  # of a rank's share of a step, one after another, in the memory of one
+    microbatches: int = 2,  # number per rank and step, processed one after the other to save memory
     length: int = 128,  # bytes that the model sees at most
     width: int = 128,  # of the hidden states
     depth: int = 4,  # number of blocks
@@ -83,7 +83,7 @@ def main(
             mesh = init_device_mesh(device.type, (ll.distributed.world_size(),))
             dtype = torch.bfloat16 if cast and device.type == "cuda" else None
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            for part in (*model.blocks, model):  # a block at a time is whole; the root takes what is left
+            for part in (*model.blocks, model):  # blocks are gathered one at a time; the root holds the rest
                 fully_shard(part, mesh=mesh, mp_policy=policy)
         train_set, test_set = load_data(length)
         loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, drop_last=True, device=device)
@@ -100,7 +100,7 @@ def main(
 
         ended, eval_now = ll.after_steps(steps), ll.every_n_steps(eval_every) | ll.after_steps(steps)
         log_now = ll.every_n_steps(log_every) | eval_now
-        # Asked where a window of the log ends: so none is open at a checkpoint, and ranks need not agree each step.
+        # Asked only when a log window ends, so none is open at a checkpoint, and ranks need not agree at each step.
         done = ended | (log_now & ll.after_signal(signal.SIGTERM, signal.SIGINT))
         to_file = ll.jsonl(folder / "log.jsonl")
         log = ll.tee(to_file, ll.console())
@@ -139,7 +139,7 @@ def main(
 
 
 def load_data(length: int) -> tuple[TensorDataset, TensorDataset]:
-    """Windows (n, length + 1) of bytes, as int64; each begins with the last byte of the one before."""
+    """Windows (n, length + 1) of bytes, as int64; each starts with the last byte of the previous one."""
     topics = pydoc_data.topics.topics
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -173,7 +173,7 @@ class Transformer(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
         self.head.weight = self.bytes.weight
 
-    # Engines act where the module is called: the head and the loss are in here, and loss_fn uses no parameter.
+    # FSDP2 acts when the module is called, so head and loss are in here, and loss_fn uses no parameters.
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
         """Logits (batch, length, 256), or with labels (batch, length) the loss, without all logits at once."""
         places = torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,14 +1,14 @@
-"""Learn weights from which a few gradient steps on a few points fit a sinusoid.
+"""Learn weights from which a few gradient steps on a few points fit a sinusoid (MAML).
 
     pip install matplotlib
     python recipes/maml_sinusoids.py               (or with other settings: --iterations 20000 --seed 1)
 
 The regression of Finn, Abbeel and Levine, "Model-agnostic meta-learning", 2017, section 5.1, with their settings. A
 task is a sinusoid of random amplitude and phase. MAML learns weights whose error is small after one gradient step on
-10 points of a task; two others are trained on all tasks without that step: one as it is, and one that is told
-amplitude and phase (the oracle). All three are then tuned on 5 and on 10 points of 1,000 new tasks.
+10 points of a task. Two baselines are trained on all tasks without that step: one plain, and one that is given
+amplitude and phase (the oracle). All three are then fine-tuned on 5 and on 10 points of 1,000 new tasks.
 
-Reached with seed 0, and nearly so with seed 1, in two minutes of one core; mean squared error after 0, 1 and 10
+Reached with seed 0, and nearly the same with seed 1, in two minutes on one core; mean squared error after 0, 1 and 10
 gradient steps:
 
                 5 shots                10 shots
@@ -16,8 +16,8 @@ gradient steps:
     pretrained  3.06   2.56   2.09     3.06   2.24   1.25
     oracle      0.00   0.00   0.02     0.00   0.00   0.02
 
-The paper has a figure and no numbers. Descriptions of it by others, which differ, have MAML at about 0.7 after one
-step and 0.3 to 0.4 in the end with 5 shots, and at 0.4 to 0.5 and 0.1 to 0.2 with 10.
+The paper has a figure but no numbers. Published descriptions of it, which differ, put MAML at about 0.7 after one
+step and 0.3 to 0.4 at the end with 5 shots, and at 0.4 to 0.5 and 0.1 to 0.2 with 10.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Tasks = tuple[Tensor, Tensor]  # inputs (tasks, points, 1) and values (tasks, po
 def main(
     iterations: int = 70_000,  # outer steps
     meta_batch: int = 25,  # tasks in an outer step
-    shots: int = 10,  # points of a task for the inner step of the training, and as many for its error
+    shots: int = 10,  # points of a task for the inner training step, and the same number for its error
     lr: float = 1e-3,  # of Adam, the outer optimizer
     inner_lr: float = 0.01,  # of the gradient step within a task
     width: int = 40,  # of the hidden layers
@@ -53,7 +53,7 @@ def main(
     seed: int = 0,  # of the weights and the tasks
     picture: str = "runs/maml_sinusoids/errors.png",  # file for the figure
 ) -> dict[str, float]:
-    torch.set_num_threads(1)  # so small networks gain nothing from more
+    torch.set_num_threads(1)  # such small networks gain nothing from more threads
     curves: dict[str, dict[int, list[float]]] = {}
     for name in ("MAML", "pretrained", "oracle"):
         torch.manual_seed(seed)
@@ -70,7 +70,7 @@ def main(
             if log_now(state):
                 log(state, ll.compute(metrics, prefix=f"{name}/"))
         print(f"{name}: tuning on {test_tasks:,} new tasks")
-        # Those that did not learn to be tuned are tuned with the learning rate that suits them best.
+        # The baselines are fine-tuned with the learning rate that suits them best.
         lrs = [inner_lr] if name == "MAML" else [0.001, 0.003, 0.01, 0.02]
         curves[name] = {}
         for k in (5, 10):
@@ -108,7 +108,7 @@ def joint_loss(model: Any, tasks: Tasks) -> Tensor:
 
 
 def make_meta_loss(model: nn.Module, inner_lr: float) -> Callable[[Any, Tasks], Tensor]:
-    """The error on one half of each task's points after a gradient step on the other half."""
+    """Error on one half of each task's points after a gradient step on the other half."""
     inner_step, start = make_inner_step(model, inner_lr)
 
     def meta_loss(model: Any, tasks: Tasks) -> Tensor:
@@ -131,7 +131,7 @@ def make_inner_step(model: nn.Module, lr: float) -> tuple[ll.types.TrainStep, ll
 
 
 def tuned_errors(model: nn.Module, params: dict[str, Tensor], lr: float, tasks: Tasks, k: int) -> list[float]:
-    """The mean squared error on further points after 0, 1, ... 10 gradient steps on the first k of a task."""
+    """Mean squared error on further points after 0, 1, ... 10 gradient steps on the first k of a task."""
     step, start = make_inner_step(model, lr)
 
     def errors(x: Tensor, y: Tensor) -> Tensor:

@@ -1,18 +1,18 @@
-"""Find a learning rate: 32 of them in one step, and by halves.
+"""Find a learning rate: 32 of them in one step, and by successive halving.
 
     pip install scikit-learn matplotlib
     python recipes/sweep_lr.py                     (or with other settings: --members 64 --epochs 20)
 
-Each member of a stack is one run with a learning rate of its own, from 1e-5 to 10, of the same network from the same
-first weights, on the digits of scikit-learn. One step trains all of them; those that diverge do no harm to the rest.
-A picture shows where each one ended, and how it came there.
+Each member of a stack is a run with its own learning rate, from 1e-5 to 10, of the same network from the same initial
+weights, on the digits of scikit-learn. One step trains all of them; those that diverge do not affect the others. A
+figure shows the final loss of each member and its curve.
 
-Then the same by successive halving (Jamieson and Talwalkar, 2016): after each rung the worse half is dropped, and
-the others go on for as many updates as before, which finds a learning rate of the best for a part of the work.
+Then the same by successive halving (Jamieson and Talwalkar, 2016): after each rung the worse half is dropped, and the
+others continue for the same number of updates, which finds one of the best learning rates for a fraction of the work.
 
-Reached: 0.18 (0.28 with seed 3), and 97.8% of the held-out digits with it (96.1% to 96.9% with the seeds 1 to 3), in
-some 2 seconds for all 32 on one core; the same one by halving, with 47% of the updates. The held-out digits choose
-here, so that this score flatters: to report one, keep a third part of the data.
+Reached: 0.18 (0.28 with seed 3), and 97.8% of the held-out digits with it (96.1% to 96.9% with seeds 1 to 3), in
+about 2 seconds for all 32 on one core; successive halving finds the same one with 47% of the updates. The held-out
+digits select the learning rate, so this score is optimistic: to report one, keep a separate test set.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(
     members: int = 32,  # learning rates
     epochs: int = 12,  # passes over the training set
     rungs: int = 4,  # of the halving; each drops half of the members
-    batch_size: int = 64,  # pictures in a batch
+    batch_size: int = 64,  # images in a batch
     lowest: float = 1e-5,  # learning rate
     highest: float = 10.0,  # learning rate
     momentum: float = 0.9,  # of SGD
@@ -79,7 +79,7 @@ def main(
     best = min(range(members), key=lambda member: worst_if_nan(curves[-1][member]["loss"]))
     swept = time.perf_counter() - began
 
-    # Successive halving: each rung trains those that are left, and keeps the better half of them.
+    # Successive halving: each rung trains the remaining members and keeps the better half.
     left, updates = list(lrs), 0
     train_step, stack = begin(left)
     for rung in range(rungs):
@@ -118,7 +118,7 @@ def worst_if_nan(loss: float) -> float:
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Pictures (n, 64) in float32 from 0 to 1, and labels (n,)."""
+    """Images (n, 64), float32 from 0 to 1, and labels (n,)."""
     digits = load_digits()
     pictures, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
     train, test = train_test_split(range(len(labels)), test_size=0.2, stratify=labels, random_state=0)

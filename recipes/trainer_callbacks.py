@@ -1,15 +1,15 @@
-"""Callbacks written for transformers' Trainer, called from a loop of your own through a small adapter, `Callbacks`.
+"""Callbacks written for transformers' Trainer, called from your own loop through a small adapter, `Callbacks`.
 
     pip install scikit-learn transformers accelerate tensorboard
     python recipes/trainer_callbacks.py
 
-Callbacks are called at the Trainer's events, in its order, with its TrainerState and TrainerControl, and the loop does
-what they ask for: log, evaluate, save, leave the epoch, stop. TrainingArguments decide when, by the Trainer's own
-DefaultFlowCallback, or predicates, by `Flow` in its place. Rerunning continues from the last checkpoint, with the counts
-of EarlyStoppingCallback. Unlike in a Trainer, `optimizer` and `lr_scheduler` are None, on_pre_optimizer_step gets the
-gradients by name, `grads`, each event gets `train_state`, and there is no on_substep_end.
+Callbacks are called at the Trainer's events, in its order, with its TrainerState and TrainerControl, and the loop
+does what they request: log, evaluate, save, leave the epoch, stop. TrainingArguments decide when, through the
+Trainer's own DefaultFlowCallback, or predicates, through `Flow` in its place. Rerunning continues from the last
+checkpoint, with EarlyStoppingCallback's counts. Unlike in a Trainer, `optimizer` and `lr_scheduler` are None, each event
+gets `train_state`, on_pre_optimizer_step gets `grads`, gradients by name, and there is no on_substep_end.
 
-Reached: 96.1% to 96.7% of the 360 held-out digits, which chose the weights too, with the seeds 0 to 3, 7 seconds each.
+Reached: 96.1% to 96.7% of the 360 held-out digits, which also chose the weights, with seeds 0 to 3, 7 seconds each.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ hf: Any = trainer_callback  # which is typed in parts
 
 
 class Callbacks:
-    """A loop's side of TrainerCallbacks: `fire` tells them what happens, and `control` holds what they ask for."""
+    """Adapter for TrainerCallbacks: `fire` calls them, and `control` holds what they request."""
 
     def __init__(self, args: TrainingArguments, callbacks: Any, steps: int, **given: Any) -> None:
         if not any(isinstance(each, hf.DefaultFlowCallback) for each in callbacks):
             callbacks = [hf.DefaultFlowCallback(), *callbacks]
         self.handler = hf.CallbackHandler(callbacks, given.pop("model"), None, None, None)
         self.stateful = [each for each in self.handler.callbacks if isinstance(each, hf.ExportableState)]
-        vars(self.handler).update(given)  # what else the Trainer's callbacks are given by name
+        vars(self.handler).update(given)  # further arguments that the Trainer passes to callbacks by name
         self.args, self.control = args, hf.TrainerControl()
         self.state = hf.TrainerState(max_steps=steps, num_train_epochs=int(args.num_train_epochs))
         self.state.is_world_process_zero = self.state.is_local_process_zero = ll.distributed.is_rank_zero()
         self.state.compute_steps(args, steps)  # logging_steps=0.1 is a tenth of all
 
     def fire(self, event: str, state: ll.TrainState, **values: Any) -> None:
-        """Call an event of all callbacks, in their order, with a TrainerState that says what `state` does."""
+        """Call an event of all callbacks in order, with a TrainerState that corresponds to `state`."""
         best, now = state.extra["best"], self.state
-        if now.global_step != state.step:  # by then only, as in a Trainer
+        if now.global_step != state.step:  # only from then on, as in a Trainer
             now.global_step, now.epoch = state.step, state.epoch + state.batch / (state.epoch_length or 1)
         now.best_metric, now.best_global_step = best.best, best.best_step
         self.control = getattr(self.handler, event)(self.args, now, self.control, train_state=state, **values)
@@ -57,7 +57,7 @@ class Callbacks:
         self.state.log_history.append({**values, "epoch": self.state.epoch, "step": state.step})
         self.fire("on_log", state, logs={**values, "epoch": self.state.epoch})
 
-    def memory(self) -> str:  # what callbacks remember, for `state.extra`
+    def memory(self) -> str:  # the callbacks' own state, for `state.extra`
         return json.dumps([each.state()["attributes"] for each in self.stateful])
 
     def recall(self, memory: str) -> None:
@@ -66,7 +66,7 @@ class Callbacks:
 
 
 class Flow(hf.DefaultFlowCallback):  # type: ignore[misc]
-    """Predicates in the place of the Trainer's strategies and counts of steps."""
+    """Predicates in place of the Trainer's strategies and counts of steps."""
 
     def __init__(self, **predicates: ll.predicates.Predicate) -> None:  # log=, evaluate=, save=
         self.predicates = predicates
@@ -152,7 +152,7 @@ def train(args: TrainingArguments, callbacks: Any, model: nn.Module, train_set: 
 
 def main(
     epochs: int = 30,  # passes over the training set
-    batch_size: int = 64,  # pictures in a batch
+    batch_size: int = 64,  # images in a batch
     lr: float = 3e-3,  # learning rate at the start
     every: int = 20,  # steps: logging_steps, eval_steps and save_steps
     patience: int = 5,  # evaluations without a better accuracy

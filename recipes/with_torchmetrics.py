@@ -1,15 +1,16 @@
-"""Tell malignant tumours from benign ones, scored by metrics of torchmetrics that looplib does not have.
+"""Tell malignant tumours from benign ones, scored with metrics of torchmetrics that looplib does not have.
 
     pip install scikit-learn torchmetrics
     python recipes/with_torchmetrics.py            (or with other settings: --epochs 10 --seed 1)
 
-A `MetricCollection` is one record, which merges over batches, and over ranks: so each number is that of one call of
-the metric on all rows, whatever the batches. In the end a table says so, and how far off the mean over batches is.
-The 569 tumours come with scikit-learn; the seed draws 171 of them, which are held out, and the first weights.
+A `MetricCollection` is one record, which merges over batches and ranks, so each number is that of one call of the
+metric on all samples, however they were batched. A table at the end shows this, and the error of the mean over
+batches. The 569 tumours come with scikit-learn; the seed selects 171 of them as held-out samples, and the initial
+weights.
 
-Reached with the seeds 0 to 4, each in 6 seconds on one core, most of them for imports: average precision 0.984 to
-0.995, Matthews correlation 0.888 to 0.963, calibration error 0.023 to 0.037 (0.037 to 0.051 by the mean over batches
-of 25), and specificity at a sensitivity of 98% 0.841 to 0.981 (0.892 to 0.983).
+Reached with seeds 0 to 4, each in 6 seconds on one core, most of them for imports: average precision 0.984 to 0.995,
+Matthews correlation 0.888 to 0.963, calibration error 0.023 to 0.037 (0.037 to 0.051 by the mean over batches of 25),
+and specificity at a sensitivity of 98% 0.841 to 0.981 (0.892 to 0.983).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ COLLECTION = MetricCollection(
         "average_precision": tm.BinaryAveragePrecision(),
         "matthews": tm.BinaryMatthewsCorrCoef(),
         "calibration_error": tm.BinaryCalibrationError(n_bins=10),
-        # of the benign ones, how many are left alone by a threshold that finds 98% of the malignant ones
+        # fraction of benign tumours below a threshold that finds 98% of the malignant ones
         "specificity": tm.BinarySpecificityAtSensitivity(min_sensitivity=0.98),
     }
 )
@@ -76,7 +77,7 @@ def main(
                 log(state, ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
 
     scores = ll.evaluate(eval_step, state, test_batches)
-    whole = ll.evaluate(eval_step, state, [test_set.tensors])  # one call of each metric, on all rows
+    whole = ll.evaluate(eval_step, state, [test_set.tensors])  # one call of each metric, on all samples
     parts = [ll.compute(eval_step(state, batch)) for batch in test_batches(ll.TrainState())]
     print(f"{'':20}{len(parts)} batches   one of all   mean over batches")
     for name, value in scores.items():
@@ -92,7 +93,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
 def metric_fn(scores: ll.metrics.TorchMetric, model: nn.Module, batch: Batch) -> dict[str, object]:
     rows, labels = batch
     logits = model(rows)
-    # Probabilities: of logits, torchmetrics takes those batches for probabilities that happen to lie between 0 and 1.
+    # Pass probabilities: torchmetrics mistakes logits for probabilities in batches where all lie between 0 and 1.
     record = scores.of(logits.sigmoid(), labels)
     readings = {name: ll.metrics.Reading(record, partial(read, name)) for name in map(str, COLLECTION)}
     return {"loss": F.binary_cross_entropy_with_logits(logits, labels.float()), **readings}
@@ -105,7 +106,7 @@ def read(name: str, record: ll.metrics.TorchMetric) -> Tensor:
 
 
 def load_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """Measurements (n, 30), standardized by those that are learned from, and labels (n,), 1 for malignant."""
+    """Measurements (n, 30), standardized by the training set, and labels (n,), 1 for malignant."""
     rows, benign = map(torch.tensor, load_breast_cancer(return_X_y=True))
     train, test = train_test_split(range(len(rows)), test_size=0.3, stratify=benign, random_state=seed)
     rows = ((rows - rows[train].mean(0)) / rows[train].std(0)).float()

@@ -1,16 +1,16 @@
-"""Tell malignant tumours from benign ones, by a training step that has unit tests.
+"""Tell malignant tumours from benign ones, with a training step that has unit tests.
 
     pip install scikit-learn pytest
     cd recipes/testing_your_step
     python train.py                (or with other settings: --epochs 20 --seed 1)
     python -m pytest               (a line in tests/test_your_step.py for each way in which training goes wrong)
 
-All that the script trains with comes from one function, `make_run`, which the tests call with small settings. Break
-something here, such as the division in `loss_fn`, and see which of them turn red, and what they say.
+Everything that the script trains with comes from one function, `make_run`, which the tests call with small settings.
+Break something here, such as the division in `loss_fn`, and see which tests fail and what they say.
 
 The 569 tumours, of 30 measurements each, come with scikit-learn; 114 of them are held out.
 
-Reached: 94.7% to 95.6% of the held-out tumours over the seeds 0 to 9, in 5 seconds on one core.
+Reached: 94.7% to 95.6% of the held-out tumours with seeds 0 to 9, in 5 seconds on one core.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import looplib as ll
 
-COSTS = torch.tensor([3.0, 1.0])  # of overlooking one that is malignant (class 0), and benign (class 1)
+COSTS = torch.tensor([3.0, 1.0])  # cost of misclassifying a malignant tumour (class 0), and a benign one (class 1)
 
 
 class Run(NamedTuple):
-    """What the script trains with, and what the tests try."""
+    """Everything that the script trains with and the tests check."""
 
-    grad_fn: ll.types.GradFn  # before it is cut into pieces and clipped
+    grad_fn: ll.types.GradFn  # before microbatches and clipping
     train_step: ll.types.TrainStep
     eval_step: ll.types.EvalStep
     predict_step: ll.types.PredictStep
     loader: ll.data.Loader
     test_batches: DataLoader[Any]
-    state: ll.TrainState  # at the beginning
-    batch: Any  # a few rows
+    state: ll.TrainState  # the initial state
+    batch: Any  # a few samples
 
 
 def main(
@@ -53,7 +53,7 @@ def main(
     lr: float = 3e-3,  # learning rate at its peak
     seed: int = 0,  # of the weights, the order and the dropout
 ) -> dict[str, float]:
-    torch.set_num_threads(1)  # so small a network gains nothing from more
+    torch.set_num_threads(1)  # such a small network gains nothing from more threads
     run = make_run(epochs, width, dropout, lr, seed)
     state, done = run.state, ll.after_epochs(epochs)
     while not done(state):
@@ -87,7 +87,7 @@ def make_run(epochs: int = 10, width: int = 32, dropout: float = 0.2, lr: float 
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> ll.Mean:
-    """The mean over the costs, not over the rows: a piece of a batch weighs by what its rows cost."""
+    """The mean is over costs, not over samples: a microbatch is weighted by the cost of its samples."""
     x, labels = batch
     losses, costs = F.cross_entropy(model(x), labels, reduction="none"), COSTS[labels]
     return ll.Mean((costs * losses).sum(), costs.sum())
@@ -102,7 +102,7 @@ def metric_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, ll.Me
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Measurements (n, 30) in float32, of mean 0 and standard deviation 1 in training, and labels (n,)."""
+    """Measurements (n, 30), float32, with mean 0 and standard deviation 1 in training, and labels (n,)."""
     found = load_breast_cancer()
     x, labels = torch.tensor(found.data), torch.tensor(found.target)
     train, test = train_test_split(range(len(x)), test_size=0.2, stratify=labels, random_state=0)
