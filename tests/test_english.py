@@ -92,16 +92,14 @@ def faults(path):
                     yield f"{name}:{where}: {match[0]!r} in {around!r}; write {instead}"
 
 
-# The pages of recipes/ but for those that trainer_rows.py makes.
-PAGES = ["README", "COMPARISON", "COOKBOOK", "REFUSED", "SCALE", "WRITE_YOUR_OWN"]
-
-
 def files():
     yield from sorted((ROOT / "looplib").rglob("*.py"))
     yield from sorted((ROOT / "recipes").rglob("*.py"))
-    yield from (ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "README"))
-    yield from (ROOT / "recipes" / f"{name}.md" for name in PAGES)
-    yield ROOT / "tests/benchmarks/README.md"
+    yield from sorted((ROOT / "recipes").glob("*.md"))
+    yield from sorted((ROOT / "notebooks").glob("*.ipynb"))
+    yield from (
+        ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "README.md", "tests/benchmarks/README.md")
+    )
 
 
 @pytest.mark.parametrize(
