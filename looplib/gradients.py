@@ -413,7 +413,7 @@ def _backward(
 
 
 def _apart(value: Any) -> Any:
-    """The value, copied where it may be a parameter or a buffer, which the steps to come write in place."""
+    """The value, copied if it may be a parameter or a buffer, which later steps overwrite."""
     if isinstance(value, Mean):
         return value._replace(total=_apart(value.total), weight=_apart(value.weight))
     shares = isinstance(value, Tensor) and (value.grad_fn is None or torch_private.is_view(value))
@@ -436,14 +436,14 @@ def record(name: str, value: Any, samples: int) -> Metric:
 
 
 def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:
-    """The `GradFn` to call; raises unless this is one, or a function that may be one."""
+    """Return the `GradFn` to call. Raise unless this is one, or a function that may be one."""
     inside = f"; put it inside: make_train_step({who}(grad_fn, ...), optimizer)"
     steps = ("train_step", "eval_step", "predict_step")
     return kinds.checked(grad_fn, who, "grad_fn", advice=inside if kinds.kind_of(grad_fn) in steps else "")
 
 
 def check_whole(grad_fn: GradFn, who: str) -> GradFn:
-    """The same; raises unless it returns gradients of the parameters, and not one gradient per sample."""
+    """Like `check_grad_fn`; also raise unless it returns gradients of the parameters, and not one per sample."""
     checked = check_grad_fn(grad_fn, who)
     if (record := kinds.made(grad_fn)) is not None and record.per_sample:
         raise ValueError(
@@ -454,7 +454,7 @@ def check_whole(grad_fn: GradFn, who: str) -> GradFn:
 
 
 def check_parts(grad_fn: GradFn, who: str, but: str = "") -> GradFn:
-    """The same; raises if it has no meaning for microbatches, which `who` is going to ask for."""
+    """Like `check_grad_fn`; also raise if it has no meaning for microbatches, which `who` is going to request."""
     checked = check_whole(grad_fn, who)
     for record in kinds.chain(grad_fn):
         if record.whole_step and record.name != but:
@@ -463,7 +463,7 @@ def check_parts(grad_fn: GradFn, who: str, but: str = "") -> GradFn:
 
 
 def check_scalable(grad_fn: GradFn, who: str) -> GradFn:
-    """The same; raises if it has no meaning for a scaled loss."""
+    """Like `check_grad_fn`; also raise if it has no meaning for a scaled loss."""
     checked = check_whole(grad_fn, who)
     for record in kinds.chain(grad_fn):
         if record.name == who:

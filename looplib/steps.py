@@ -295,7 +295,7 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
 
 
 def _put_back(applied: bool | Tensor, out: Gradients, params: Params, state: TrainState) -> Params:
-    """The parameters without what the forward pass wrote to them, if no update was made."""
+    """The parameters, with the forward pass's writes undone if no update was made."""
     if applied is True or out.params is None:
         return params
     old = {name: state.params[name] for name in out.params}

@@ -150,7 +150,7 @@ counts_of, made, written, unwritten = _record.counts_of, _record.made, _record.w
 
 
 def check_state(value: Any, call: str) -> None:
-    """Raise TypeError unless this is a state; `call` is how a function of it is called."""
+    """Raise TypeError unless this is a state; `call` shows how the function is called."""
     if not isinstance(value, TrainState):
         raise TypeError(
             f"state is {named(value)}; give a TrainState, as ll.init_state returns: {call}{_unpack(value)}"

@@ -51,7 +51,7 @@ class Saved:
         return {name for (name, tensor), version in pairs if torch_private.version(tensor) != version}
 
     def uncounted(self) -> set[str]:
-        """Names of tensors that were written without a count, of those that have a checksum."""
+        """Names of tensors with a checksum that were written although torch counted no write."""
         return {name for name, before in self.sums.items() if before.differs(self.tensors.get(name))}
 
     def restore(self) -> set[str]:
@@ -156,16 +156,16 @@ def explain(lost: set[str], buffers: Set[str]) -> str:
 
 
 class Unwritten:
-    """Check that forward passes leave the parameters of a state as they are, which must not change.
+    """Check that forward passes leave the parameters of a state unchanged.
 
-    torch counts writes to a tensor, but not those to `tensor.data`, so the first call compares the values too.
+    torch counts writes to a tensor, but not those to `tensor.data`, so the first call also compares the values.
     """
 
     def __init__(self) -> None:
         self.compared = False
 
     def begin(self, params: Mapping[str, Tensor]) -> tuple[list[int], dict[str, int]]:
-        """What `check` compares with after the forward pass."""
+        """Record what `check` compares after the forward pass."""
         return _versions(params), {} if self.compared or tracing() else _sums(params)
 
     def check(self, params: Mapping[str, Tensor], before: tuple[list[int], dict[str, int]]) -> None:

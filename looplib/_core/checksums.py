@@ -33,13 +33,13 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Checksums of several tensors, brought to the host in one transfer."""
+    """Checksums of several tensors, copied to the CPU in one transfer."""
     sums = [checksum(tensor) for tensor in tensors]
     return torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
 
 
 def has_values(tensor: Tensor) -> bool:
-    """True for a plain tensor in memory, whose values can be looked at here: no shard, and none of a transform."""
+    """True for a plain tensor whose values can be read here: not a shard, and not inside a transform."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return plain and tensor.device.type != "meta" and not tensor.is_quantized and not functorch_level()
 

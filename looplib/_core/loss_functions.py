@@ -22,7 +22,7 @@ _RETURNS = {
 
 
 def check_function_of_model(model: Any, function: Any, who: str, name: str) -> None:
-    """Raise TypeError unless `who(model, function)` got a module and a function `name(model, batch)`."""
+    """Raise TypeError unless `who(model, function)` was given a module and a function `name(model, batch)`."""
     if isinstance(function, nn.Module) and not isinstance(model, nn.Module) and callable(model):
         raise TypeError(f"{who} takes the model first: write {who}(model, {name})")
     if _of_torch(function):

@@ -88,7 +88,7 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any, is_leaf: A
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """A tree like this one, with `function(tensor)` for each tensor. Other leaves stay as they are."""
+    """Map `function(tensor)` over the tensors of a tree. Other leaves are unchanged."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 

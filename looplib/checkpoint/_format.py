@@ -69,7 +69,7 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 
 
 def local(leaf: Any) -> Tensor:
-    """This process's shard of a DTensor, or a plain tensor as it is, sharing its memory."""
+    """This process's shard of a DTensor, or a plain tensor unchanged, sharing its memory."""
     if not is_sharded(leaf):
         return leaf.detach()
     with torch.no_grad():

@@ -154,7 +154,7 @@ def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _saved(reader: Reader, leaf_path: str) -> TensorStorageMetadata:
-    """A leaf of the checkpoint as torch's planner describes it."""
+    """A checkpoint's leaf in the form of torch's planner."""
     about = reader.about(leaf_path)
     assert about is not None
     chunks = [ChunkStorageMetadata(torch.Size(low), torch.Size(sizes)) for low, sizes in reader.chunks(leaf_path)]

@@ -136,7 +136,7 @@ def check_stream(dataset: Any, order: Order | None, limit: int | None, num_worke
 
 
 def check_dataset_alone(dataset: Any, misplaced: tuple[Any, ...]) -> None:
-    """Raise TypeError for more than the dataset given by position."""
+    """Raise TypeError for positional arguments other than the dataset."""
     if not misplaced:
         return
     if is_count(misplaced[0]):
@@ -151,10 +151,10 @@ def check_dataset_alone(dataset: Any, misplaced: tuple[Any, ...]) -> None:
 
 
 def check_samples(dataset: Any, collated: bool = False) -> None:
-    """Raise TypeError for the columns of a dataset where the dataset itself is expected.
+    """Raise TypeError if the columns of a dataset are passed instead of the dataset.
 
-    A list of tensors may be one of samples too, unless `default_collate` could not stack them: `collated` says that
-    another function does.
+    A list of tensors may also be a list of samples, unless `default_collate` could not stack them. `collated` is True
+    if a different function collates them.
     """
     if isinstance(dataset, list) and (collated or len(dataset) > 3 or not are_columns(dataset)):
         return

@@ -64,7 +64,7 @@ def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
 
 
 def _check_several(batches: Any) -> None:
-    """Raise TypeError for one batch, or for samples, in the place of batches."""
+    """Raise TypeError for a single batch, or for samples, in place of batches."""
     if isinstance(batches, Tensor):
         raise TypeError(
             f"batches is a tensor of shape {tuple(batches.shape)}, as one batch is: give [batch], or batch.split(64)"

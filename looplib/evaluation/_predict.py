@@ -90,7 +90,7 @@ def predicted(
 
 
 def _in_own_stream(read: Callable[[], Iterator[T]]) -> Iterator[T]:
-    """The batches, whose reading draws from a copy of torch's random stream, which itself stays where it is."""
+    """The batches, read with a copy of torch's random stream, so that the stream itself does not advance."""
     stream, batches = torch.default_generator.get_state(), None
     while True:
         outside = torch.default_generator.get_state()

@@ -87,7 +87,7 @@ def predict_to(
 def _fingerprint(state: TrainState) -> dict[str, Any]:
     """Fingerprint of a state: its step, its seed, and a checksum of the bits of its weights and buffers.
 
-    `weights` is a checksum of the first 16 numbers of each weight alone, which earlier versions wrote.
+    `weights` is a checksum of only the first 16 numbers of each weight, which earlier versions wrote.
     """
     tensors = {**state.params, **state.buffers}
     rows, facts = [], []

@@ -149,7 +149,7 @@ def _drop_lost(index: Index) -> None:
 
 
 def _first_lost(index: Index) -> tuple[int, str] | None:
-    """The first batch whose data are not those that were written, and what is wrong with them."""
+    """The first batch whose data differ from those that were written, and the difference."""
     begins: dict[str, int] = {}
     with ExitStack() as stack:
         files = {

@@ -286,7 +286,7 @@ def dress(axes: Axes, title: str, x: str, values: list[float]) -> None:
 
 
 def plain_number(value: float, digits: int = 6) -> str:
-    """A number without an exponent, unless it is very small or large.
+    """Format a number without an exponent, unless it is very small or large.
 
     >>> plain_number(9e-05), plain_number(0.00031415, digits=2), plain_number(1e-09)
     ('0.00009', '0.00031', '1e-09')

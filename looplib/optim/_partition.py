@@ -1,4 +1,4 @@
-"""Different optimizers for different parameters, and frozen parameters."""
+"""Parameter partitioning: different optimizers for different parameters, and freezing."""
 
 from __future__ import annotations
 

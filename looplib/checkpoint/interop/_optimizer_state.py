@@ -208,7 +208,7 @@ def _matched(model: nn.Module, state: TrainState, torch_optimizer: torch.optim.O
 
 
 def _innermost(opt_state: Any) -> dict[str, Any]:
-    """The state of the `ll.optimizer` inside wrappers such as apply_if_finite."""
+    """State of the `ll.optimizer` inside wrappers such as apply_if_finite."""
     while isinstance(opt_state, Mapping) and "inner_state" in opt_state:
         opt_state = opt_state["inner_state"]
     if not isinstance(opt_state, dict) or "state" not in opt_state:
