@@ -33,6 +33,7 @@ import torch
 import transformers
 from sklearn.model_selection import train_test_split
 from torch import nn
+from tqdm import tqdm
 
 import looplib as ll
 
@@ -57,7 +58,6 @@ def main(
     hf.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     folder = Path(directory)
-    print("reading the docstrings of Python's library")
     docstrings = read_library()
     base = base or make_base(folder / "base", docstrings, base_steps, base_width, batch_size, seed)
 
@@ -177,7 +177,7 @@ def read_library() -> list[tuple[str, str]]:
     """Each docstring of the standard library, and the top-level module or package that it comes from."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, str] = {}
-    for path in sorted(root.rglob("*.py")):
+    for path in tqdm(sorted(root.rglob("*.py")), "reading docstrings", leave=False, disable=None):
         parts = path.relative_to(root).parts
         if not {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib"} & set(parts):
             try:

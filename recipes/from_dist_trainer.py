@@ -74,10 +74,8 @@ def main(
         log = ll.tee(ll.jsonl(f"{save_path}/log.jsonl"), ll.console())  # callbacks_master: the first rank's
         first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra={"best": best})
         state, window = ckpt.restore(first), ll.Window()
-        if ended(state):
-            print(f"already finished at step {state.step}; delete {save_path} to start again")
-        elif state.step:
-            print(f"continuing from step {state.step} of {steps}")
+        finished = f"already finished at step {state.step}; delete {save_path} to start again"
+        print(finished if ended(state) else f"step {state.step} of {steps}")
         while not done(state):
             for batch in ll.progress(loader(state), state, leave=False, disable=None if use_tqdm else True):
                 state, metrics = train_step(state, batch)

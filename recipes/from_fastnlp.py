@@ -75,10 +75,8 @@ def main(
         ckpt = ll.checkpoint_io(f"{folder}/checkpoints", keep_last=1, keep_best=topk, monitor=monitor, mode="max")
         extra = {"best": ll.predicates.BestSoFar(monitor, mode="max")}
         state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra))
-        if ended(state):
-            print(f"already finished at step {state.step}; delete {folder} to start again")
-        elif state.step:
-            print(f"continuing from step {state.step} of {steps}")
+        finished = f"already finished at step {state.step}; delete {folder} to start again"
+        print(finished if ended(state) else f"step {state.step} of {steps}")
 
         ll.evaluate(eval_step, state, test_batches, limit=2)  # num_eval_sanity_batch=2
         while not done(state):

@@ -69,16 +69,14 @@ def main(
         eval_now = ll.every_n_steps(eval_steps) | last
         log_now, ended = ll.every_n_steps(logging_steps) | eval_now, last | ll.early_stopping(early_stopping_patience)
         done = ended | (log_now & ll.after_signal(signal.SIGINT, signal.SIGTERM))
-        logs = ll.log.tensorboard(f"{output_dir}/tensorboard"), ll.jsonl(f"{output_dir}/log.jsonl"), ll.console()
-        log = ll.tee(*logs)
+        board = ll.log.tensorboard(f"{output_dir}/tensorboard")
+        log = ll.tee(board, ll.jsonl(f"{output_dir}/log.jsonl"), ll.console())
         ckpt = ll.checkpoint_io(f"{output_dir}/checkpoints", keep_last=save_total_limit, monitor="eval/loss")
         extra = {"best": ll.predicates.BestSoFar("eval/loss")}  # metric_for_best_model; mode="max": greater_is_better
         first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra)
         state, window = ckpt.restore(first), ll.Window()
-        if ended(state):
-            print(f"already finished at step {state.step}; delete {output_dir} to start again")
-        elif state.step:
-            print(f"continuing from step {state.step} of {steps}")
+        finished = f"already finished at step {state.step}; delete {output_dir} to start again"
+        print(finished if ended(state) else f"step {state.step} of {steps}")
         while not done(state):
             for batch in ll.progress(loader(state), state, leave=False, disable=None):
                 state, metrics = train_step(state, batch)
