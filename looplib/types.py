@@ -165,9 +165,25 @@ def _unpack(value: Any) -> str:
 
 
 Grads = dict[str, Tensor]
+"""Gradients by parameter name, as in `Gradients.grads`.
+
+>>> import torch
+>>> grads = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
+"""
 
 
 LossFn = Callable[[Any, Any], Any]
+"""Loss function: `loss_fn(model, batch)`, for `make_grad_fn`.
+
+It returns a scalar loss (the mean over the samples), a `Mean(total, weight)` if the average is not over samples, such as
+over tokens, or `(loss, aux)` with a dict of scalars and metrics to report.
+
+>>> import looplib as ll, torch
+>>> def loss_fn(model, batch):
+...     x, y = batch
+...     logits = model(x)
+...     return torch.nn.functional.cross_entropy(logits, y), {"accuracy": ll.accuracy(logits, y)}
+"""
 
 
 @instances_are("gradients")
@@ -296,9 +312,19 @@ class Metric(Protocol):
 
 
 Metrics = Mapping[str, Metric]
+"""Metric records by name, as returned by steps.
+
+>>> import looplib as ll
+>>> metrics = {"loss": ll.Mean(6.0, 3)}
+"""
 
 
 Params = dict[str, Tensor]
+"""Parameters by name, as in `TrainState.params`.
+
+>>> import torch
+>>> params = dict(torch.nn.Linear(2, 1).named_parameters())
+"""
 
 
 class Init(Protocol):

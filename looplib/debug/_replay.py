@@ -62,7 +62,7 @@ def replay(
     grad_fn: GradFn | None = None,
     donate: bool = False,
 ) -> Replayed:
-    """Replay a step: get its batch, loss and gradients from a state kept at or before it.
+    """Replay a step of a run from an earlier state, to get its batch, loss and gradients.
 
     >>> import looplib as ll, torch
     >>> model, optimizer = torch.nn.Linear(1, 1), ll.optimizer(torch.optim.SGD, lr=0.1)

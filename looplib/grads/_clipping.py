@@ -24,7 +24,7 @@ from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
 
 def clip_by_global_norm(grad_fn: GradFn, max_norm: float, norm_type: float = 2.0) -> GradFn:
-    """Clip gradients by their global norm, and report the norm before clipping as `grad_norm`.
+    """Gradient clipping by global norm. The norm before clipping is reported as `grad_norm`.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -95,7 +95,7 @@ def _norm_of_shards(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 
 def clip_by_value(grad_fn: GradFn, max_value: float) -> GradFn:
-    """Clip each element of the gradients to `[-max_value, max_value]`.
+    """Gradient clipping by value: clip each element to `[-max_value, max_value]`.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)

@@ -139,7 +139,7 @@ def _fold(records: list[Metric]) -> Metric:
 
 
 def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
-    """Compute metrics: their values as Python floats. This is the only place that waits for the device.
+    """Compute metrics: their values as Python floats, in one transfer from the device, which is waited for.
 
     >>> compute({"loss": Mean(3.0, 4)}, prefix="train/")
     {'train/loss': 0.75}

@@ -18,7 +18,7 @@ _dtype_of = operator.attrgetter("dtype")
 
 
 def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str]) -> Optimizer:
-    """Different optimizers for different groups of parameters.
+    """Parameter groups with different optimizers, chosen by a label.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
@@ -162,7 +162,7 @@ def _check_by_kind(label: Callable[[str, Tensor], str], params: Params, label_of
 
 
 def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimizer:
-    """Freeze parameters for some of the steps, together with their optimizer state.
+    """Parameter freezing for some of the steps, including optimizer state.
 
     >>> import looplib as ll, torch
     >>> def frozen(name, step):  # the first layer is thawed after 100 updates

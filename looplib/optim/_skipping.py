@@ -38,7 +38,7 @@ class NonFiniteGradientsError(ArithmeticError):
 
 
 def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
-    """Skip updates with infinite or NaN gradients, and raise after too many in a row.
+    """Non-finite gradients: skip updates with infinite or NaN gradients, and raise after too many in a row.
 
     >>> import looplib as ll, torch
     >>> safe = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), max_consecutive=5)
@@ -118,7 +118,7 @@ def _finite(grads: Iterable[Tensor]) -> Tensor:
 def skip_spikes(
     optimizer: Optimizer, *, window: int = 128, sigmas: float = 6.0, monitor: str = "loss", max_consecutive: int = 10
 ) -> Optimizer:
-    """Skip updates for batches whose loss spikes far above that of recent batches.
+    """Loss spikes: skip updates for batches whose loss is far above that of recent batches.
 
     >>> import looplib as ll, torch
     >>> model = torch.nn.Linear(2, 1)
