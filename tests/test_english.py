@@ -22,7 +22,7 @@ AVOID = {
     r"\bpieces?\b": "microbatch, part, slice, or the name of the thing",
     r"\bsomething else than\b": "something other than",
     r"\bothers than\b": "different from",
-    r"\b(?:after|for|in|into|of|to) so (?:many|much)\b": '"`n`", or "the given number of"',
+    r"(?i:\b(?:after|for|in|into|of|to) so (?:many|much)\b)": '"`n`", or "the given number of"',
     r"\bsure to \d": "accurate to",
     r"\bthe world says\b": "name the signal",
 }
