@@ -155,6 +155,15 @@ def test_weights_that_were_put_into_the_module_are_not_warned_of(use, tmp_path):
     use(run, run.train(), tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_scripted_module_trains_without_the_warning():
+    model, optimizer = torch.jit.script(nn.Linear(4, 1)), ll.optimizer(torch.optim.SGD, lr=0.1)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    state, _ = step(ll.init_state(model, optimizer), torch.randn(2, 4))
+    assert state.step == 1
+    model.state_dict()
+
+
 def test_a_module_of_a_pure_run_is_copied_and_pickled_as_any_other():
     run = Run()
     run.train()

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from looplib._core import kinds
+from looplib._core.ranks import is_sharded
 from looplib._core.tracing import tracing
 
 _LIMIT = 10  # calls with the same state and a different batch: more than branches, replays and tests make
@@ -108,6 +110,8 @@ _exports = _Exports()
 
 def _warn_of_stale_weights(module: nn.Module) -> None:
     bound(module)
+    if isinstance(module, torch.jit.ScriptModule):  # which takes no hooks of state_dict
+        return
     _hooks[module] = module.register_state_dict_pre_hook(_StaleWeights(module))  # type: ignore[no-untyped-call]
 
 
@@ -129,5 +133,5 @@ def export() -> Iterator[None]:
 
 def _first_elements(module: nn.Module) -> list[float]:
     """One number of each trained parameter. If the numbers differ later, the weights have changed."""
-    tensors = [tensor for tensor in module.parameters() if tensor.requires_grad and tensor.numel()]
-    return [tensor.detach()[(0,) * tensor.dim()].item() for tensor in tensors if not tensor.is_meta]
+    tensors = [tensor.detach() for tensor in module.parameters() if tensor.requires_grad and tensor.numel()]
+    return [tensor[(0,) * tensor.dim()].item() for tensor in tensors if not (tensor.is_meta or is_sharded(tensor))]

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, overload
 
 from torch import Tensor
 
@@ -66,6 +66,30 @@ class progress(Generic[T]):
         TypeError: `batches` is neither a function of the state nor, with a state, iterable; `step` is not callable;
             or `len()` is called for a run or a stream.
     """
+
+    @overload
+    def __init__(
+        self,
+        batches: Callable[[TrainState], Iterable[T]],
+        state: None = None,
+        *,
+        epochs: int | None = None,
+        desc: str | None = None,
+        step: Callable[..., Any] | None = None,
+        **tqdm_options: Any,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        batches: Iterable[T],
+        state: TrainState,
+        *,
+        epochs: int | None = None,
+        desc: str | None = None,
+        step: Callable[..., Any] | None = None,
+        **tqdm_options: Any,
+    ) -> None: ...
 
     def __init__(
         self,
