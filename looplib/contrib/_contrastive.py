@@ -23,8 +23,8 @@ from looplib._core.random import mix
 from looplib._core.ranks import gather, largest_over_ranks, rank, several
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_samples
-from looplib._objective import mean_of
-from looplib.gradients import indices, make_grad_fn, of_this_model, record, split_loss
+from looplib._objective import mean_of, record, split_loss
+from looplib.gradients import indices, make_grad_fn, of_this_model
 from looplib.grads import accumulate, reduce_gradients
 from looplib.metrics import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
