@@ -5,6 +5,8 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+import torch
+
 import looplib as ll
 from looplib.types import TrainState
 
@@ -24,6 +26,31 @@ def mix(*values):
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         seed = (seed ^ (seed >> shift)) * factor % 2**64
     return (seed ^ (seed >> 31)) // 2
+
+
+def equal(tensors, others):
+    """True if two mappings of tensors have the same names and values."""
+    others = dict(others)
+    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+def bits(tree):
+    """Everything about a tree of tensors that could differ, for ==."""
+    leaves, spec = torch.utils._pytree.tree_flatten(tree)
+    return [
+        (leaf.dtype, tuple(leaf.shape), leaf.detach().numpy().tobytes()) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    ], spec
+
+
+class Opaque:
+    """A batch with a length, and nothing else that is known."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return len(self.x)
 
 
 def make_train_step(grad_fn, optimizer, *, compile=False, **options):

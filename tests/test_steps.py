@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from shared import mix
+from shared import bits, mix
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -122,15 +122,6 @@ def raw_loop(model, loss_fn, batches, optimizer, seed=0):
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-def bits(tree):
-    """Everything about a tree of tensors that could differ, for ==."""
-    leaves, spec = torch.utils._pytree.tree_flatten(tree)
-    return [
-        (leaf.dtype, tuple(leaf.shape), leaf.detach().numpy().tobytes()) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves
-    ], spec
 
 
 @pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])

@@ -138,6 +138,27 @@ def _fold(records: list[Metric]) -> Metric:
     return _fold(records[:half]).merge(_fold(records[half:])) if half else records[0]
 
 
+def _instead_of(metrics: Any) -> str:
+    """What to give to `compute` in place of what is not a dict of metrics."""
+    if hasattr(metrics, "metrics"):
+        return "window.metrics()"
+    if isinstance(metrics, Mean):
+        return "all of them, ll.compute(metrics), or write metrics['loss'].item() for one value"
+    if isinstance(metrics, tuple):
+        return "the second value that a train step returns, state, metrics = train_step(state, batch)"
+    return '{"loss": ll.Mean(total, weight)}'
+
+
+def _value(name: str, metric: Any) -> Tensor | float:
+    if not isinstance(metric, Metric):
+        raise TypeError(
+            f"{name!r} is a {type(metric).__name__}, not a metric; give a record with merge and compute, "
+            "such as ll.Mean(total, weight)"
+        )
+    value: Tensor | float = metric.compute()
+    return value
+
+
 def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     """Compute metrics: their values as Python floats, in one transfer from the device, which is waited for.
 
@@ -153,22 +174,10 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
         ValueError: the metrics are those of a stack; use `compute_members`.
     """
     if not isinstance(metrics, Mapping):
-        advice = '{"loss": ll.Mean(total, weight)}'
-        if hasattr(metrics, "metrics"):
-            advice = "window.metrics()"
-        elif isinstance(metrics, Mean):
-            advice = "all of them, ll.compute(metrics), or write metrics['loss'].item() for one value"
-        elif isinstance(metrics, tuple):
-            advice = "the second value that a train step returns, state, metrics = train_step(state, batch)"
-        raise TypeError(f"compute takes a dict of metrics, and found a {type(metrics).__name__}: give {advice}")
-    values = {}
-    for name, metric in metrics.items():
-        if not isinstance(metric, Metric):
-            raise TypeError(
-                f"{name!r} is a {type(metric).__name__}, not a metric; give a record with merge and compute, "
-                "such as ll.Mean(total, weight)"
-            )
-        values[name] = metric.compute()
+        raise TypeError(
+            f"compute takes a dict of metrics, and found a {type(metrics).__name__}: give {_instead_of(metrics)}"
+        )
+    values = {name: _value(name, metric) for name, metric in metrics.items()}
     # One transfer for all values of a device instead of one for each.
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():

@@ -89,7 +89,20 @@ def _length(predicate: Predicate, state: TrainState, instead: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class every_n_steps(_Every):
+class _EveryCount(_Every):
+    """Every n of what is counted in whole numbers."""
+
+    n: int
+    offset: int = 0
+    first: int = field(default=0, kw_only=True)
+    last: float = field(default=math.inf, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._check_ints()
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class every_n_steps(_EveryCount):
     """Fires every n optimizer steps: when the last batch brought `step` to a multiple of n, plus `offset`.
 
     >>> import looplib as ll
@@ -112,20 +125,12 @@ class every_n_steps(_Every):
         ValueError: a value is not an int or is out of range.
     """
 
-    n: int
-    offset: int = 0
-    first: int = field(default=0, kw_only=True)
-    last: float = field(default=math.inf, kw_only=True)
-
-    def __post_init__(self) -> None:
-        self._check_ints()
-
     def fires(self, state: TrainState) -> bool:
         return _crossed(state.step - state.batch_steps, state.step, self.n, self.offset, self.first, self.last)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class every_n_samples(_Every):
+class every_n_samples(_EveryCount):
     """Fires every n samples: when the last batch reached or crossed a multiple of n samples, plus `offset`.
 
     >>> import looplib as ll
@@ -144,14 +149,6 @@ class every_n_samples(_Every):
     Raises:
         ValueError: a value is not an int or is out of range.
     """
-
-    n: int
-    offset: int = 0
-    first: int = field(default=0, kw_only=True)
-    last: float = field(default=math.inf, kw_only=True)
-
-    def __post_init__(self) -> None:
-        self._check_ints()
 
     def fires(self, state: TrainState) -> bool:
         now = state.samples

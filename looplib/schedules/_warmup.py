@@ -83,8 +83,12 @@ class warmup_linear(_Schedule):
             return self.peak * (step / self.warmup)
         if step >= self.total:
             return self.final
-        weight = (self.total - step) / (self.total - self.warmup)
+        weight = self._weight(step)
         return weight * self.peak + (1.0 - weight) * self.final
+
+    def _weight(self, step: int) -> float:
+        """Share of `peak` in the decay: 1 at the end of the warmup, 0 at `total`."""
+        return (self.total - step) / (self.total - self.warmup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +113,9 @@ class warmup_cosine(warmup_linear):
         ValueError: a number is not finite, a count is not an int, or `warmup` is above `total`.
     """
 
-    def __call__(self, step: int) -> float:
-        if step < self.warmup:
-            return self.peak * (step / self.warmup)
-        if step >= self.total:
-            return self.final
+    def _weight(self, step: int) -> float:
         angle = math.pi * ((step - self.warmup) / (self.total - self.warmup))
-        weight = 0.5 * (1.0 + math.cos(angle))
-        return weight * self.peak + (1.0 - weight) * self.final
+        return 0.5 * (1.0 + math.cos(angle))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import torch
 from files import DATA, MANIFEST
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import file_size_limit
 from torch import nn
 
 import looplib as ll
@@ -195,16 +195,6 @@ def test_a_step_that_is_saved_again_is_the_latest(tmp_path):
 
 
 # All or nothing
-
-
-@contextmanager
-def file_size_limit(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from shared import equal
 from torch import nn
 
 import looplib as ll
@@ -32,10 +33,6 @@ def trained(model, state, steps=3):
 
 def values(tree):
     return {name: tensor.detach().clone() for name, tensor in tree.items()}
-
-
-def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 # Leaves that share a tensor

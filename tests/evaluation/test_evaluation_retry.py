@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import Opaque
 from torch import nn
 
 import looplib as ll
@@ -179,16 +180,6 @@ def test_other_errors_pass_at_once():
         split_on_oom(ll.make_predict_step(tight, lambda model, x: model(x)))(ll.init_state(tight), rows(5))
     assert tight.calls == [5]
     assert not any("split_on_oom" in note for note in getattr(raised.value, "__notes__", ()))
-
-
-class Opaque:
-    """A batch with a length, and nothing else that is known."""
-
-    def __init__(self, x):
-        self.x = x
-
-    def __len__(self):
-        return len(self.x)
 
 
 def test_what_cannot_be_cut_or_put_together_is_refused():

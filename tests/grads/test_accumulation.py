@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import mix
+from shared import Opaque, mix
 from torch import nn
 
 import looplib as ll
@@ -280,16 +280,6 @@ def test_adding_up_in_float32_what_bfloat16_would_lose():
     narrow = ll.accumulate(grad_fn, size=1)(state, x).grads["weight"]
     assert wide.dtype == torch.float32
     assert (wide - exact).abs().max() < 1e-5 < (narrow - exact).abs().max()
-
-
-class Opaque:
-    """A batch with a length, and nothing else that is known."""
-
-    def __init__(self, x):
-        self.x = x
-
-    def __len__(self):
-        return len(self.x)
 
 
 def test_what_cannot_be_cut_is_named():

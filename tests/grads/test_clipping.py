@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared import equal
 from torch import nn
 
 import looplib as ll
@@ -32,11 +33,6 @@ def loss_fn(model, x):
 
 def sgd():
     return ll.optimizer(torch.optim.SGD, lr=0.5, momentum=0.9)
-
-
-def equal(tensors, others):
-    others = dict(others)
-    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
 
 
 def check_steps(wrap, clip, donate, bound, clips=True):

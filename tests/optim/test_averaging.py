@@ -5,6 +5,7 @@ import copy
 import pytest
 import schedulefree
 import torch
+from shared import bits, equal
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
@@ -60,18 +61,6 @@ def raw_loop(model, optimizer, data, after=lambda step: None):
 
 def raw_adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-def equal(tensors, others):
-    others = dict(others)
-    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
-
-
-def bits(tree):
-    leaves, spec = torch.utils._pytree.tree_flatten(tree)
-    return [
-        (t.dtype, tuple(t.shape), t.detach().numpy().tobytes()) if torch.is_tensor(t) else t for t in leaves
-    ], spec
 
 
 def loss_of(model):

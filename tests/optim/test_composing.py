@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shared import mix
+from shared import bits, equal, mix
 from torch import nn
 
 import looplib as ll
@@ -49,18 +49,6 @@ def run(model, optimizer, data, donate=False, bound=True, wrap=lambda grad_fn: g
     for batch in data:
         state, _ = step(state, batch)
     return state
-
-
-def equal(tensors, others):
-    others = dict(others)
-    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
-
-
-def bits(tree):
-    leaves, spec = torch.utils._pytree.tree_flatten(tree)
-    return [
-        (t.dtype, tuple(t.shape), t.detach().numpy().tobytes()) if torch.is_tensor(t) else t for t in leaves
-    ], spec
 
 
 # partition

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from shared import bits
 from torch import nn
 
 import looplib as ll
@@ -35,13 +36,6 @@ def loss_fn(model, batch):
 
 def adamw():
     return ll.optimizer(torch.optim.AdamW, lr=1e-2)
-
-
-def bits(tree):
-    leaves, spec = torch.utils._pytree.tree_flatten(tree)
-    return [
-        (t.dtype, tuple(t.shape), t.detach().numpy().tobytes()) if torch.is_tensor(t) else t for t in leaves
-    ], spec
 
 
 # skip_spikes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import make_train_step
+from shared import equal, make_train_step
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
@@ -70,10 +70,6 @@ def check(function, tree, size=1e-5):
     # Central differences of float64 with steps of 1e-5: their own error is near 1e-10, relative to slopes near 1.
     for slope, difference in slopes(function, tree, size=size):
         assert slope == pytest.approx(difference, rel=1e-6, abs=1e-8)
-
-
-def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def close(one, other, tolerance=1e-12):
