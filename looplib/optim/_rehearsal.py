@@ -66,7 +66,7 @@ def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
     copies = {name: tensor.detach().clone().requires_grad_() for name, tensor in params.items()}
     names = {id(tensor): name for name, tensor in copies.items()}
     made = recipe.build(copies, members)
-    before = {key: _picture(value, names) for key, value in own_attributes(made).items()}
+    before = _pictures(made, names)
     groups = [dict(group) for group in made.param_groups]
     shared = {key: copied(value) for key, value in made.state.items() if not isinstance(key, Tensor)}
     for name, tensor in copies.items():
@@ -79,7 +79,7 @@ def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
             f"{recipe.cls.__name__} draws from the random streams of Python or NumPy in its step, which no seed of a "
             "state reaches; looplib takes optimizers that draw from torch's"
         )
-    after = {key: _picture(value, names) for key, value in own_attributes(made).items()}
+    after = _pictures(made, names)
     kept = Kept(groups=_numbers_of_groups(recipe, groups, made.param_groups))
     kept.flags = _flags(recipe, before, after)
     for key, value in made.state.items():
@@ -90,6 +90,10 @@ def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
         kept.state[name], kinds = packed(recipe, name, made.state.get(tensor, {}))
         kept.objects |= {name: kinds} if kinds else {}
     return kept
+
+
+def _pictures(made: Any, names: Mapping[int, str]) -> dict[str, Any]:
+    return {key: _picture(value, names) for key, value in own_attributes(made).items()}
 
 
 def _closure_of(params: Params) -> Callable[[], Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -12,10 +14,8 @@ _SCALED = {getattr(torch.ops.aten, name).Tensor for name in ("add", "add_", "sub
 def without_alpha(graph: GraphModule) -> None:
     """Rewrite `x + alpha * y` as two operations: Inductor fuses x + alpha * (a @ b) and drops alpha."""
     for node in graph.graph.nodes:
-        if node.target in _SCALED and node.kwargs.get("alpha", 1) != 1:
+        if node.target in _SCALED and node.kwargs.get("alpha", 1) != 1 and isinstance(node.args[1], Node):
             x, y = node.args
-            if not isinstance(y, Node):
-                continue  # a number
             wide = torch.result_type(x.meta["val"], y.meta["val"])  # the dtype in which torch multiplies
             with graph.graph.inserting_before(node):
                 if y.meta["val"].dtype is not wide:
@@ -35,13 +35,10 @@ def stacked_where_it_goes(graph: GraphModule) -> None:
     """
     aten = torch.ops.aten
     for copy in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
+        if not _copies_a_permuted_stack(copy):
+            continue
         permuted = copy.args[0]
-        if permuted.target is not aten.permute.default or len(permuted.users) > 1:
-            continue
         stacked, order = permuted.args
-        contiguous = copy.kwargs.get("memory_format") is torch.contiguous_format
-        if not contiguous or stacked.target is not aten.stack.default or len(stacked.users) > 1:
-            continue
         tensors, dim = stacked.args[0], stacked.args[1] % len(order) if len(stacked.args) > 1 else 0
         order = [axis % len(order) for axis in order]
         rest = [axis - (axis > dim) for axis in order if axis != dim]
@@ -55,6 +52,16 @@ def stacked_where_it_goes(graph: GraphModule) -> None:
         for node in (copy, permuted, stacked):
             graph.graph.erase_node(node)
     graph.recompile()
+
+
+def _copies_a_permuted_stack(copy: Node) -> bool:
+    """True for the contiguous copy of a permutation of a stack, neither of which is used for anything else."""
+    permuted: Any = copy.args[0]
+    if permuted.target is not torch.ops.aten.permute.default or len(permuted.users) > 1:
+        return False
+    stacked = permuted.args[0]
+    contiguous = copy.kwargs.get("memory_format") is torch.contiguous_format
+    return contiguous and stacked.target is torch.ops.aten.stack.default and len(stacked.users) == 1
 
 
 def powers_once(graph: GraphModule) -> None:
