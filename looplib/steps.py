@@ -8,7 +8,7 @@ used.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, runtime_checkable
@@ -219,10 +219,12 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
                 out = grad_fn(state, batch, part)
             finally:
                 _interrupts.begin_hold(thread)
-            trained = out.grads.keys()
-            lane = ownership.before_writing(
-                state, trained, in_forward.learn(saved, buffers, trained) if looks else NO_NAMES
-            )
+            changed: Set[str] = out.grads.keys()
+            in_buffers: Set[str] = NO_NAMES
+            if looks:
+                in_buffers = in_forward.learn(saved, buffers)
+                changed = changed | in_forward.params if in_forward.params else changed
+            lane = ownership.before_writing(state, changed, in_buffers)
             new_params, new_opt_state, applied = optimizer.update(
                 out.grads,
                 opt_state,

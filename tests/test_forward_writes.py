@@ -135,8 +135,6 @@ def test_a_donated_step_may_write_what_it_trains_as_a_raw_loop_does(how):
         torch.testing.assert_close(state.params[name], parameter.detach() - 0.1 * parameter.grad)
     with pytest.raises(RuntimeError, match=r"the parameter embedding\.weight was written for the first time"):
         trained(Renormed(how), optimizer, [BAD], donate=True)
-    with pytest.raises(RuntimeError, match=r"embedding\.weight, which is not trained"):
-        trained(Renormed(how, frozen=True), optimizer, [GOOD], donate=True)
 
 
 def test_evaluation_of_inference_tensors_counts_no_writes():
@@ -244,3 +242,42 @@ def test_writes_to_data_are_found_though_torch_does_not_count_them():
     state, _ = step(state, bad)
     assert state.skipped
     assert (state.params["linear.weight"] == 5).all()
+
+
+class Momentum(nn.Module):
+    """A frozen network that follows the trained one, as in MoCo and BYOL."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.online, self.target = nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for slow, fast in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        return (self.online(x) - self.target(x)).square().mean()
+
+
+def test_a_donated_step_may_move_a_momentum_encoder_and_puts_it_back_when_skipped():
+    model, optimizer = Momentum(), skipping(ll.optimizer(torch.optim.SGD, lr=0.1))
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x))
+    with pytest.raises(RuntimeError, match=r"wrote to the parameter target\.weight, target\.bias in place"):
+        ll.make_train_step(grad_fn, optimizer)(ll.copy_state(ll.init_state(model, optimizer)), torch.ones(4, 3))
+    step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    state, batches = ll.init_state(model, optimizer), torch.randn(5, 4, 3)
+    batches[3] = torch.inf
+    raw = Momentum()
+    sgd = torch.optim.SGD(raw.online.parameters(), lr=0.1)
+    for batch in batches:
+        before = state
+        state, _ = step(state, batch)
+        if not state.skipped:
+            sgd.zero_grad()
+            raw(batch).backward()
+            sgd.step()
+            with pytest.raises(ll.DonatedStateError):
+                _ = before.params
+    assert state.step == 4
+    for name, parameter in raw.named_parameters():
+        torch.testing.assert_close(state.params[name], parameter)

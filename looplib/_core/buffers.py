@@ -115,13 +115,14 @@ class Written:
             self.sums = {name: _Sum(tensor) for name, tensor in params.items() if has_values(tensor)}
         return Saved({**buffers, **watched}, copies, self.sums)
 
-    def learn(self, saved: Saved, buffers: Mapping[str, Tensor], trained: Set[str]) -> Set[str]:
+    def learn(self, saved: Saved, buffers: Mapping[str, Tensor]) -> Set[str]:
         """Learn from a forward pass: return all buffers that it or an earlier one has written."""
         changed = saved.changed()
         if self.buffers is None:  # the first step, of which there are checksums of all parameters
             changed |= saved.uncounted()
         if self.looks:
-            self._learn_params(changed - buffers.keys(), trained)
+            self.params |= changed - buffers.keys()
+            self.looks = bool(self.params)
             changed &= buffers.keys()
         if self.buffers is None or not changed <= self.buffers:
             # Batch norm's kernels write without counting, but its module counts batches, so compare the values now.
@@ -134,15 +135,6 @@ class Written:
                 name: self.sums.get(name) or _Sum(tensor) for name, tensor in large.items() if tensor.numel() > _SMALL
             }
         return self.buffers
-
-    def _learn_params(self, changed: set[str], trained: Set[str]) -> None:
-        if strange := changed - trained:
-            raise RuntimeError(
-                f"the forward pass wrote to the parameter {', '.join(sorted(strange))}, which is not trained and may "
-                "belong to other states as well: let it write to no parameter, or use nn.Embedding(max_norm=...)"
-            )
-        self.params |= changed
-        self.looks = bool(self.params)
 
 
 def explain(lost: set[str], buffers: Set[str]) -> str:
@@ -197,5 +189,5 @@ def _refuse(names: list[str]) -> NoReturn:
         f"the forward pass wrote to the parameter {', '.join(names)} in place, as F.embedding(max_norm=...), "
         "weight.clamp_() or weight.data does, so the state that was given has changed. Use nn.Embedding(max_norm=...), "
         "of whose weights looplib lends a copy, or compute new values (weight.clamp()). A train step with donate=True "
-        "may write to what it trains"
+        "may write to parameters, as a raw loop does"
     )
