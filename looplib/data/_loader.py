@@ -27,7 +27,7 @@ from looplib.data import _arguments
 from looplib.data._arguments import NotGiven
 from looplib.data._divide import delivered, rank_and_ranks, unchanged
 from looplib.data._from_dataloader import settings_of
-from looplib.data._orders import Order, sampler, shuffled
+from looplib.data._orders import Order, shuffled
 from looplib.data._plan import Epochs
 from looplib.data._position import Restart, check_position
 from looplib.data._samples import Samples, reader_of, samples_engine
@@ -193,7 +193,7 @@ class Loader:
         """Warn about a training state without an epoch_length, whose epochs the step would not end."""
         if state.epoch_length is not None or state.step or state.opt_state is None:
             return
-        if isinstance(self.source, Samples) and not isinstance(self.order, sampler):
+        if isinstance(self.source, Samples) and self.order is not None and not self.order.may_vary:
             warnings.warn(
                 f"state.epoch_length is None, so train_step cannot know that an epoch has {len(self)} batches; write "
                 "ll.init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop",

@@ -48,6 +48,11 @@ class Order:
     any_batch_size: ClassVar[bool] = True
     any_length: ClassVar[bool] = False
 
+    @property
+    def may_vary(self) -> bool:
+        """True if epochs may have different numbers of batches."""
+        return False
+
     def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
         """Return the function `(epoch, generator) -> keys` of this order for a dataset."""
         raise NotImplementedError
@@ -267,6 +272,10 @@ class sampler(Order):
                 f"{kind} got a {type(source).__name__}; give a torch Sampler, a sequence, or a function "
                 "(epoch, generator) -> indices"
             )
+
+    @property
+    def may_vary(self) -> bool:
+        return not isinstance(self.source, Sequence if self.whole_batches else Iterable)  # these have one length
 
     def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
         return _seeded(self.source)

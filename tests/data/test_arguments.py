@@ -122,22 +122,44 @@ def test_a_stop_iteration_is_an_error_that_names_the_index(make, collate_fn, mes
 # A forgotten epoch_length
 
 
-def test_a_forgotten_epoch_length_is_said_at_the_first_call():
+def every_other(epoch, generator):
+    return range(epoch % 2, 10 - epoch)
+
+
+def a_loader_of_torch():
+    sampler = torch.utils.data.SubsetRandomSampler(range(10), generator=torch.Generator())
+    return torch.utils.data.DataLoader(range(10), batch_size=2, sampler=sampler)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (range(10), {"batch_size": 2}),
+        (range(20), {"batch_size": 2, "order": ll.data.sampler(list(range(10)))}),
+        (range(10), {"order": ll.data.batch_sampler([[0, 1], [2], [3], [4, 5], [6]])}),
+        (a_loader_of_torch(), {}),
+    ],
+    ids=["shuffled", "sampler", "batch_sampler", "DataLoader"],
+)
+def test_a_forgotten_epoch_length_is_said_at_the_first_call(dataset, options):
+    state = ll.init_state(torch.nn.Linear(1, 1), ll.optimizer(torch.optim.SGD, lr=0.1))
+    message = r"that an epoch has 5 batches; write ll.init_state\(..., epoch_length=len"
+    with pytest.warns(UserWarning, match=message) as w:
+        make_loader(dataset, **options)(state)
+    assert w[0].filename == __file__
+
+
+def test_an_epoch_length_that_is_known_or_left_out_is_not_asked_for():
     model, optimizer = torch.nn.Linear(1, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
     forgotten, known = ll.init_state(model, optimizer), ll.init_state(model, optimizer, epoch_length=5)
     loader = make_loader(range(10), batch_size=2)
-    with pytest.warns(
-        UserWarning, match=r"that an epoch has 5 batches; write ll.init_state\(..., epoch_length=len"
-    ) as w:
-        loader(forgotten)
-    assert w[0].filename == __file__
     for quiet, state in (
         (loader, known),
         (loader, TrainState()),
         (loader, ll.init_state(model)),  # to evaluate
         (loader, end_epoch(forgotten.replace(step=5, batch=5))),
         (make_loader(AugmentedStream(10), batch_size=2), forgotten),
-        (make_loader(range(10), batch_size=2, order=ll.data.sampler([1, 2, 3])), forgotten),  # lengths may differ
+        (make_loader(range(10), batch_size=2, order=ll.data.sampler(every_other)), forgotten),  # lengths may differ
     ):
         quiet(state)
     list(loader.parts(forgotten))
