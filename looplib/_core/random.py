@@ -6,6 +6,11 @@ epoch, a sample), and the position is hashed into a seed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
 _MASK = (1 << 64) - 1
 
 
@@ -25,3 +30,14 @@ def mix(*values: int) -> int:
     seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & _MASK
     return (seed ^ (seed >> 31)) >> 1
+
+
+@contextmanager
+def restored(*generators: torch.Generator) -> Iterator[None]:
+    """Restore the states of these random streams at the end of the block."""
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

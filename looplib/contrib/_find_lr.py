@@ -12,6 +12,7 @@ import torch
 
 from looplib._core.checks import check_argument, check_count
 from looplib._core.kinds import checked
+from looplib._core.random import restored
 from looplib.log._plots import dress, figure_of, plain_number, save, smoothed
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
@@ -140,8 +141,7 @@ def find_lr(
     lrs: list[float] = []
     losses: list[float] = []
     averages: list[float] = []
-    stream = torch.default_generator.get_state()
-    try:
+    with restored(torch.default_generator):
         for batch in _again(batches, state, steps):
             at = lr(fork.step)
             fork, metrics = train_step(fork, batch)
@@ -154,8 +154,6 @@ def find_lr(
             best = min(averages)
             if averages[-1] - best > (diverged - 1) * abs(best):
                 break
-    finally:
-        torch.default_generator.set_state(stream)
     if not losses:
         raise ValueError(f"the loss is {loss} at the first batch, before any update: look at the data or the model")
     return LRCurve(tuple(lrs), tuple(losses), tuple(averages), _steepest(lrs, losses, averages, steps // 10))

@@ -7,13 +7,13 @@ State, module and torch's random streams are left unchanged, so training continu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from looplib._core.kinds import check_kind, checked
+from looplib._core.random import restored
 from looplib._core.ranks import gather
 from looplib._core.torch_private import pytree
 from looplib._core.trees import batch_size
@@ -95,7 +95,7 @@ def evaluate(
 
     counter = _Counter(tokens) if rates or tokens else None
     title = f"{prefix.strip('/') or 'evaluation'}" if progress else None
-    with _kept_stream():
+    with restored(torch.default_generator):
         records = _measured("evaluate", eval_step, state, Reading(batches, limit, title, divide), counter)
         values = compute(records, prefix)  # waits for the device
     return values | counter.rates(prefix) if counter else values
@@ -170,7 +170,7 @@ def measure(
         if isinstance(value, Mapping):
             _check_sets(value)
             raise ValueError(f"measure takes one set, and {name} has {', '.join(value)}: call it for each of them")
-    with _kept_stream():
+    with restored(torch.default_generator):
         title = "evaluation" if progress else None
         return _measured("measure", eval_step, state, Reading(batches, limit, title, divide))
 
@@ -199,16 +199,6 @@ def _measured(
             "DataLoader or a loader"
         )
     return records
-
-
-@contextmanager
-def _kept_stream() -> Iterator[None]:
-    """Restore torch's random streams at the end of the block."""
-    stream = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(stream)
 
 
 def check_order(function: str, step: Any, state: Any, before: str = "") -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.modules import _generators
+from looplib._core.random import restored
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib.optim._recipe import Recipe, copied
@@ -51,14 +52,10 @@ class Kept:
 def streams_at(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's random streams inside the block and restore them afterwards."""
     generators = _generators(device)
-    streams = [generator.get_state() for generator in generators]
-    try:
+    with restored(*generators):
         for generator in generators:
             generator.manual_seed(seed)
         yield
-    finally:
-        for generator, stream in zip(generators, streams, strict=True):
-            generator.set_state(stream)
 
 
 def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> Kept:
