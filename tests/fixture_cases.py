@@ -1,4 +1,4 @@
-"""What the fixtures of `tests/fixtures` are made of: the script that made them and the test ask for the same here.
+"""Cases of the fixtures in `tests/fixtures`, shared by the script that made them and the test.
 
 All of looplib is reached as `ll.name`, and no number comes from a random stream that is not under test.
 """
@@ -82,7 +82,7 @@ def loss_fn(model, batch):
 
 
 class Step:
-    """How one configuration is trained: what is not said is as in the plain one."""
+    """Training configuration of a case. Fields that are not set are those of the plain one."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ STEPS = {
 
 
 def run(which, steps=20):
-    """The state after so many batches, what evaluates it, and the losses on the way."""
+    """State after a number of batches, the state to evaluate, and the losses on the way."""
     model, optimizer, train_step = which.make()
     state = ll.init_state(model, optimizer, seed=3, epoch_length=7)
     return optimizer, *go_on(which, model, train_step, state, range(steps))
@@ -334,7 +334,7 @@ class Tied(nn.Module):
 
 
 def nested(step=0):
-    """What users put into `extra`."""
+    """An example of a user's `extra`."""
     best = ll.predicates.BestSoFar("eval/loss", mode="min", min_delta=0.01)
     if step:
         best = best.update(0.5, 100).update(0.7, 200)
@@ -463,7 +463,7 @@ def mask():
 
 
 def machine_draws():
-    """What torch's own stream gives here: the fixtures of draws mean nothing where it gives something else."""
+    """Draws of torch's own stream: if they differ here, the fixtures of draws are meaningless."""
     kept = torch.get_rng_state()
     torch.manual_seed(11)
     found = [mask(), mask(), torch.randperm(30).tolist()]
@@ -553,7 +553,7 @@ def order_of(loader, epochs=(0, 1, 2, 9)):
 
 
 def read(loader, state):
-    """What a loader gives, as lists of whole numbers."""
+    """Batches of a loader as lists of integers."""
     return [torch.as_tensor(batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader(state)]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
-# Ranks are forked from one process that has imported all this: by torchrun each takes seconds to do it anew.
+# Ranks are forked from one process that has imported all this. With torchrun each would take seconds to import it.
 multiprocessing.set_forkserver_preload(
     [
         "hypothesis",

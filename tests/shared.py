@@ -1,4 +1,4 @@
-"""What tests of several rooms need: states, seeds, a process of Python, and a disk that is full."""
+"""Helpers for tests of several rooms: states, seeds, a Python process, and a full disk."""
 
 import resource
 import subprocess

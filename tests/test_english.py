@@ -18,7 +18,7 @@ AVOID = {
     r"(?:^|[.;:] )Who\b(?![^.]*\?)": 'name the subject, or "if you"',
     r"\banew\b": "again",
     r"\b(?:go|goes|going|went|gone) on\b(?! (?:the|a|disk|top)\b)": "continue",
-    r"\bpictures?\b": "plot, figure or image",
+    r"(?<!-)\bpictures?\b": "plot, figure or image",  # but an option --picture
     r"\bpieces?\b": "microbatch, part, slice, or the name of the thing",
     r"\bsomething else than\b": "something other than",
     r"\bothers than\b": "different from",
@@ -95,6 +95,7 @@ def faults(path):
 def files():
     yield from sorted((ROOT / "looplib").rglob("*.py"))
     yield from sorted((ROOT / "recipes").rglob("*.py"))
+    yield from sorted(path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
     yield from sorted((ROOT / "recipes").glob("*.md"))
     yield from sorted((ROOT / "notebooks").glob("*.ipynb"))
     yield from (

@@ -1,7 +1,7 @@
-"""What the code of commit 43d2fb8 wrote and computed is read, and computed again, by the code of now.
+"""Files written and numbers computed by the code of commit 43d2fb8, compared with those of the current code.
 
-The files are in `tests/fixtures`, and `make.py` there has made them. A change that turns one of these tests red
-changes what runs that were begun before it would do.
+The files are in `tests/fixtures` and were made by `make.py` there. If a change makes one of these tests fail, it
+changes the result of runs that were started before it.
 """
 
 import json
@@ -145,7 +145,7 @@ def trajectories():
 
 @cache
 def rounds_alike(name):
-    """Whether a loop of plain torch gives here the bits that it gave where the fixtures were made."""
+    """True if a loop in plain torch has the same bits here as where the fixtures were made."""
     return all(torch.equal(tensor, trajectories()["raw " + name][place]) for place, tensor in cases.raw(name).items())
 
 

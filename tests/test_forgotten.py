@@ -1,4 +1,4 @@
-"""What users of pure steps forget, and are told: `state =`, and `ll.bind` before the module is saved."""
+"""Warnings for common mistakes with pure steps: a forgotten `state =`, and saving the module without `ll.bind`."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""What a forward pass writes in place: kept where the step is made, put back or refused by name where it is not."""
+"""In-place writes of a forward pass: kept if the step is made, undone or refused by name if it is not."""
 
 import pytest
 import torch

@@ -23,7 +23,7 @@ MACHINE = re.compile(r"/(home|root|tmp|work|usr|var|opt|mnt|private|Users)/|\b[A
 def run(path, directory):
     """The notebook as it is after a run in this directory."""
     notebook = nbformat.read(path, as_version=4)
-    env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}  # pictures in the notebook
+    env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}  # figures in the notebook
     options = {"kernel_name": "python3", "timeout": 300, "record_timing": False, "store_widget_state": False}
     client = NotebookClient(
         notebook, coalesce_streams=True, resources={"metadata": {"path": str(directory)}}, **options

@@ -137,7 +137,7 @@ def damage(path):
 
 
 def names(folder):
-    """What the page's code can name."""
+    """Names that the page's code can use."""
     known = {
         **globals(),
         "folder": folder,

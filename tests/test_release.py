@@ -1,4 +1,4 @@
-"""What a release needs, and what CONTRIBUTING says about it, agrees with pyproject.toml."""
+"""Release requirements, and what CONTRIBUTING says about them, agree with pyproject.toml."""
 
 import ast
 import re

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings(f"ignore:{OTHER_SEED.replace(':', '.')}"
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Samples that are drawn anew, from all three global streams, each time they are read."""
+    """Samples with new draws from all three global streams each time they are read."""
 
     def __init__(self, poisoned=False):
         self.poisoned = poisoned
@@ -71,7 +71,7 @@ values = itertools.count(1)  # each start has other values in its model: all mus
 
 
 def begin(family, *, donate=False, bound=False, workers=0, stream=False, first=False):
-    """What a script does before it trains: nothing of it may matter to a run that goes on."""
+    """Setup of a script before it trains. None of it may matter to a resumed run."""
     torch.manual_seed(0 if first else next(values))
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
     optimizer = FAMILIES[family]()

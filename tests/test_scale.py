@@ -1,4 +1,4 @@
-"""What a step sends to the other ranks: the bytes that really cross, against a raw loop's and against formulas."""
+"""Bytes that a step sends to other ranks, compared with a raw loop's and with formulas."""
 
 import json
 import os
@@ -230,7 +230,7 @@ def launch(folder, ranks):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def counted(request, tmp_path_factory):
-    """How many ranks, and the bytes that each of them sends, by what sends them."""
+    """Number of ranks, and the bytes that each of them sends, by sender."""
     ranks = request.param
     return ranks, launch(tmp_path_factory.mktemp("scale"), ranks)
 
@@ -252,7 +252,7 @@ def test_the_bytes_of_a_step_are_those_of_the_raw_loop(counted):
         # How many examples all ranks have, by which a raw loop has to divide as well unless all have as many.
         assert sent[f"{engine} mean"] == sent[f"{engine} mean raw"] == plus(sent[f"{engine} uncounted raw"], count)
     assert sent["ddp pieces"] == sent["ddp pieces raw"] == sent["ddp mean"]
-    # And their weight, where the loss has one: a raw loop needs that alone, and no state.samples. Of one piece both
+    # And their weight, where the loss has one: a raw loop needs that alone, and no state.samples. With one microbatch, both
     # go in one all-reduce, where a raw loop has one too, and of several the weight goes after the last.
     for engine in ("ddp", "fsdp"):
         assert sent[f"{engine} weighed raw"] == plus(sent[f"{engine} uncounted raw"], count)
@@ -261,7 +261,7 @@ def test_the_bytes_of_a_step_are_those_of_the_raw_loop(counted):
     assert sent["ddp buffers"] == sent["ddp buffers raw"]
     assert sent["ddp clipped"] == sent["ddp mean"]
     for engine in ("fsdp", "fsdp-kept"):
-        # How many pieces the rank with the most has, since their forward passes are those of all ranks.
+        # Largest number of microbatches on a rank, since their forward passes need all ranks.
         assert sent[f"{engine} pieces"] == plus(sent[f"{engine} pieces raw"], count)
     assert sent["fsdp weighed pieces"] == plus(sent["fsdp weighed pieces raw"], count, count)
     assert sent["fsdp clipped"] == sent["fsdp clipped raw"] == plus(sent["fsdp mean"], sent["norms"])

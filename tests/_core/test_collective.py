@@ -1,4 +1,4 @@
-"""What ranks agree on, and how the error of one is told on all."""
+"""Collective work: agreement between ranks, and errors of one rank raised on all."""
 
 import pytest
 

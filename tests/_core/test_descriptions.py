@@ -1,4 +1,4 @@
-"""How settings are described in a checkpoint."""
+"""Descriptions of settings in checkpoints."""
 
 import json
 import subprocess

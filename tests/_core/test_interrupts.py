@@ -1,4 +1,4 @@
-"""Interrupts at any moment: the user's variable holds a whole state, and the run goes on to the same bits."""
+"""Interrupts at any moment: the user's variable holds a complete state, and the run continues bit for bit."""
 
 import contextlib
 import functools
@@ -228,7 +228,7 @@ class Bombardment:
             raise KeyboardInterrupt
 
     def attempt(self, code, names, delays):
-        """Whether the code was interrupted; when this returns, all the signals have come."""
+        """True if the code was interrupted. All signals have arrived when this returns."""
         print(*delays, file=self.sender.stdin, flush=True)
         try:
             try:
@@ -306,7 +306,7 @@ def main(donate, over, count):
 
 
 def at_moment(moment, action, while_=lambda: True):
-    """A profile function that does something at the n-th event; the count goes on in its attribute `seen`."""
+    """Profile function that acts at the n-th event and keeps counting in its attribute `seen`."""
 
     def profile(frame, event, arg):
         if event != "c_call" and while_():
@@ -996,7 +996,7 @@ def test_a_loop_in_another_thread_does_not_take_the_ctrl_c_that_waits(capfd):
     assert results[0].step == BATCHES
 
 
-# Who does not become the next state
+# A state that does not become the next one
 
 
 def test_a_spent_state_stays_spent_without_an_interrupt():
@@ -1078,7 +1078,7 @@ def test_an_interrupt_keeps_no_memory():
 
 
 def surroundings(model):
-    """What a step leaves as it was, whatever it puts there for its own time."""
+    """Everything that a step must leave unchanged, although it changes some of it temporarily."""
     slots = [
         tensor for module in model.modules() for tensor in (*module._parameters.values(), *module._buffers.values())
     ]

@@ -1,4 +1,4 @@
-"""What a forward pass writes besides the buffers that torch knows it writes."""
+"""Writes of a forward pass, other than those that torch counts."""
 
 import warnings
 

@@ -174,7 +174,7 @@ def nodes_on(tree, path):
 
 
 def test_types_of_torchs_pytrees_are_walked_alike():
-    """Where torch's own walk knows all the containers, ours finds the same leaves in the same order."""
+    """For containers that torch's pytrees know, looplib finds the same leaves in the same order."""
     tree = {"b": [torch.ones(2), (1, None)], "a": OrderedDict(z=Pair(2, "x"), y=deque([3])), "c": Graphs(4, 5)}
     ours = [leaf for _, leaf in trees.leaves(tree)]
     assert all(a is b for a, b in zip(ours, pytree.tree_leaves(tree), strict=True))

@@ -1,14 +1,14 @@
-"""What a step of eight pieces costs over a raw loop of eight backward calls: time and memory, interleaved in one run.
+"""Cost of a step of eight microbatches against a raw loop of eight backward calls: time and memory, interleaved.
 
     python tests/benchmarks/accumulate.py
 
-For a tiny MLP (8 pieces of 16 examples) and a transformer of 5 million parameters (8 pieces of 4 x 128 tokens), with
-AdamW, fused on all sides: the raw loop (`(loss / 8).backward()` and the sum of the losses), looplib donated and pure,
-`accelerate` by its own recipe (`accelerator.accumulate`), and the transformers Trainer. Updates of all contenders
-take turns in shuffled order; the ratio is that of the medians of an update. All get their batches from memory; the
-Trainer's come through its DataLoader, which cannot be left out. Peak memory is that of a process of its own for each
-contender, above what it held before its first update (Linux); there also for the batch as a whole, and with
-activation checkpointing of the transformer's blocks.
+For a tiny MLP (8 microbatches of 16 samples) and a transformer of 5 million parameters (8 microbatches of 4 x 128
+tokens), with fused AdamW everywhere: the raw loop (`(loss / 8).backward()` and the sum of the losses), looplib
+donated and pure, `accelerate` following its documentation (`accelerator.accumulate`), and the transformers Trainer.
+Updates of all contenders alternate in shuffled order; the ratio is that of the median times of an update. All get
+their batches from memory; the Trainer's come through its DataLoader, which cannot be avoided. Peak memory is measured
+in a separate process for each contender, above its memory before the first update (Linux); there also for the whole
+batch at once, and with activation checkpointing of the transformer's blocks.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def accelerate(model_name: str) -> Step:
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    """One piece an item, so that the DataLoader has nothing to put together."""
+    """Dataset whose items are microbatches, so that the DataLoader has nothing to collate."""
 
     def __init__(self, pieces: list[Any]) -> None:
         self.pieces = pieces

@@ -1,15 +1,15 @@
-"""How long the training loop stands still at a save, and what a write in the background costs the steps beside it.
+"""Time that the training loop waits for a save, and cost of background writes for the steps that run meanwhile.
 
     python tests/benchmarks/checkpoint.py
     python tests/benchmarks/checkpoint.py --parameters 1e6 --rounds 2 --pause 0
 
-A run of 50 million parameters with Adam's moments (605 MB) is saved by looplib, in the loop and in the
-background, by other libraries, and as a plain write of the same bytes. Whoever has not synced its files, their
-directory and the one above it when it returns is made to do so within its time; for those that write in the
-background, that comes after it, in the column "on disk after". Each round saves once with each, in shuffled order,
-after one round that is not counted; the files are deleted, and all is synced, in between. Then steps of two models
-run beside writes of the 605 MB, and without, in turns. `--directory` must lie on a real disk, not in memory.
-The transformers Trainer needs accelerate: pip install accelerate.
+A run of 50 million parameters with Adam's moments (605 MB) is saved by looplib, in the loop and in the background, by
+other libraries, and as a plain write of the same bytes. If a library has not synced its files, their directory and
+its parent when it returns, the benchmark does so and counts the time; for background writes, that is in the column
+"on disk after". Each round saves once with each, in shuffled order, after one round that is not counted; in between
+the files are deleted and everything is synced. Then steps of two models run with and without writes of the 605 MB, in
+turns. `--directory` must be on a real disk, not in memory. The transformers Trainer needs accelerate: pip install
+accelerate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint import state_dict_saver as dcp
 import looplib as ll
 
 Finish = Callable[[], object]  # returns when all is on disk
-Save = Callable[[], Finish]  # returns when the loop may go on
+Save = Callable[[], Finish]  # returns when the loop may continue
 DEPTH = 48
 
 
@@ -182,7 +182,7 @@ BACKGROUND = {PURE, DONATED, DCP_ASYNC, COPY}
 
 
 def settle(folder: Path, pause: float) -> None:
-    """No files, nothing left to write, no garbage: the same start for whoever is next."""
+    """Delete the files, sync and collect garbage, so that all contenders have the same start."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -207,7 +207,7 @@ def make_saves(root: Path, run: Run) -> tuple[dict[str, tuple[Path, Save]], dict
 def time_saves(
     saves: dict[str, tuple[Path, Save]], rounds: int, pause: float
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds until the loop may go on, and until all is on disk, of each save."""
+    """Seconds until the loop may continue, and until everything is on disk, for each save."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in saves}
     for number in range(rounds + 1):
         for name in random.sample(list(saves), len(saves)):

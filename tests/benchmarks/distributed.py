@@ -1,19 +1,20 @@
-"""What a step of several ranks costs over the raw loop: time and bytes sent, interleaved in one run.
+"""Cost of a step on several ranks against the raw loop: time and bytes sent, interleaved in one run.
 
     python tests/benchmarks/distributed.py
 
-Starts torchrun itself, with gloo on the CPU. For a tiny MLP and a transformer of 0.9 million parameters, with AdamW
-(fused on all sides), DDP and FSDP2, and for a mean over examples and one over weighted tokens (or rows):
+It starts torchrun itself, with gloo on the CPU. For a tiny MLP and a transformer of 0.9 million parameters, with
+fused AdamW everywhere, DDP and FSDP2, and for a mean over samples and one over weighted tokens (or samples):
 
-- the raw loop, which divides by the examples, or the weight, of all ranks: one all-reduce of a number a step;
-- the raw loop that does not, and is right only where all ranks have as much;
+- the raw loop, which divides by the number of samples, or the weight, of all ranks: one all-reduce of a number per
+  step;
+- the raw loop without it, which is right only if all ranks have the same number or weight;
 - looplib, donated.
 
-In each process each has a model of its own, and they take turns in shuffled order, the same on all ranks. A round
-gives each its turn; the ratio is that of the medians of a step in one round, and the table shows the median over the
-rounds, and its quartiles. Bytes are those that rank 0 sends in a step, gloo's headers and all, as the kernel counts
-them (Linux; see tests/traffic.py). Ranks wait for each other, so a core that has something else to do slows all of
-them: only ratios tell, and of a machine with at least as many idle cores as ranks.
+In each process each contender has its own model, and they alternate in shuffled order, the same on all ranks. Each
+round measures each once; the ratio is that of the median times of a step in one round, and the table shows the median
+over the rounds and its quartiles. Bytes are those that rank 0 sends in a step, including gloo's headers, as counted
+by the kernel (Linux; see tests/traffic.py). Ranks wait for each other, so a busy core slows all of them: only ratios
+are meaningful, and only on a machine with at least as many idle cores as ranks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What members in one stack cost against raw loops in turn, interleaved in one run.
+"""Cost of the members of a stack against raw loops one after the other, interleaved in one run.
 
     python tests/benchmarks/ensemble.py                  (--seconds 30 for steadier medians)
 
-For K copies of the tiny MLP with AdamW: K raw loops one after another (fused AdamW), and looplib's step of a stack,
-eager (its graph interpreted) and compiled, pure and donated. First K = 32, then K from 1 to 256 as a curve, of which
---picture FILE.png makes a drawing. Blocks of steps of every contender take turns in shuffled order; the ratio is
-that of the medians of a step. Tracing and compiling come before, and are shown apart.
+For K copies of the tiny MLP with AdamW: K raw loops (fused AdamW), and looplib's step of a stack, eager (its graph
+interpreted) and compiled, pure and donated. First K = 32, then K from 1 to 256 as a curve, which --picture FILE.png
+draws. Blocks of steps of all contenders alternate in shuffled order; the ratio is that of the median times of a step.
+Tracing and compiling come first and are shown separately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CURVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def raw(members: int) -> Step:
-    """One step of each of so many loops."""
+    """One step of each of the hand-written loops."""
     loops = []
     for seed in range(members):
         torch.manual_seed(seed)

@@ -1,18 +1,18 @@
-"""The same training through looplib, a raw loop and seven other libraries, interleaved in one run: a table of ratios.
+"""The same training with looplib, a raw loop and seven other libraries, interleaved in one run: a table of ratios.
 
     pip install -e ".[peers]" && python tests/benchmarks/peers.py
     python tests/benchmarks/peers.py --rounds 1 --samples 20000 --parameters 1e6       (small)
 
-Each peer is written as its own pages do it, with logging, bars, evaluation and clipping off; all get the same
-batches and the same fused AdamW, and the benchmark stops where one ends with other weights than the raw loop, goes on
-with another batch or loss than the run that it resumes, or finds another accuracy. What owns its loop is not taken
-apart to be timed: the loss function, which all of them call once a step, notes when it was called.
+Each library is used as its own documentation does it, with logging, progress bars, evaluation and clipping off. All
+get the same batches and the same fused AdamW. The benchmark aborts if any library ends with different weights than
+the raw loop, resumes with a different batch or loss, or finds a different accuracy. Libraries that own the loop are
+not taken apart to be timed: the loss function, which all of them call once per step, records the time of each call.
 
-- A step: the median time between two calls, of an epoch with the data read as each does it (DataLoader; `make_loader`
-  for looplib), with batches that were made beforehand, and for a transformer of 4.9 million parameters.
+- A step: the median time between two calls, of an epoch with the data read as each library does it (DataLoader;
+  `make_loader` for looplib), with batches that were made in advance, and for a transformer of 4.9 million parameters.
 - Resume: with the data in memory and the checkpoint on disk, until the first new batch reaches the loss function.
-- Evaluation: MiB by which a process of its own grows for loss and accuracy of 20,000 x 5,000 logits (Linux).
-- Checkpoint: how much longer the step with a save in it takes than the others, in the background where a peer can.
+- Evaluation: MiB by which a separate process grows for loss and accuracy of 20,000 x 5,000 logits (Linux).
+- Checkpoint: additional time of a step that saves, in the background if the library can.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ MODULES = {
 
 
 def why_missing(modules: list[str]) -> str:
-    """What keeps these from being imported; nothing where they are."""
+    """Reason why these cannot be imported, or an empty string."""
     try:
         for module in modules:
             importlib.import_module(module)
@@ -351,7 +351,7 @@ class Watched:
 
 
 def train(name: str, run: Run, stop_at: int = 0) -> tuple[float, Watched, nn.Module]:
-    """When it began, and what it did, with a copy of the model."""
+    """Start time and record of a training run, with a copy of the model."""
     watched, model = Watched(run.loss_fn, stop_at), copy.deepcopy(run.model)
     gc.collect()
     began = time.perf_counter()
@@ -445,7 +445,7 @@ def checkpoints(options: argparse.Namespace, names: list[str]) -> dict[str, Foun
     found: Found = {name: [] for name in names}
     for name, counts in turns(names, options.rounds):
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-            os.sync()  # nothing left to write of whoever was before
+            os.sync()  # nothing left to write of the previous contender
             periods = train(name, replace(run, folder=Path(folder), save_every=5), 6)[1].periods()
         if counts:
             found[name].append(periods[4] - statistics.median(periods[1:4]))  # the first allocates

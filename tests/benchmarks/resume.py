@@ -1,15 +1,15 @@
-"""How long a run takes to go on within an epoch: from the restore to the first new step.
+"""Time to resume within an epoch: from the restore to the first new step.
 
     python tests/benchmarks/resume.py
     python tests/benchmarks/resume.py --samples 20000 --rounds 1
 
 Checkpoints are made at 1%, 50% and 99% of an epoch of a million samples, of a TensorDataset and of a map-style
-dataset with random augmentation. Each is taken up in a process of its own, in shuffled order, with the model and the
-data made beforehand: load the checkpoint, get the first batch, take a step. Beside it stands a fresh run, which has
-nothing to load and begins at the first batch. The usual ways to the same place, with torch.load: a DataLoader that
-reads and drops what was seen, and one whose batch sampler alone is run past it (`skip_first_batches` of accelerate,
-with which the transformers Trainer resumes). What reading past costs beyond `--read-to` of the epoch is extrapolated
-in a straight line from the farthest point measured, and marked ~.
+dataset with random augmentation. Each is resumed in a separate process, in shuffled order, with the model and the
+data made in advance: load the checkpoint, get the first batch, make a step. For comparison, a fresh run has nothing
+to load and starts at the first batch. The usual alternatives, with torch.load: a DataLoader that reads and drops the
+batches seen, and one whose batch sampler alone is advanced (`skip_first_batches` of accelerate, which the
+transformers Trainer uses to resume). The cost of skipping beyond `--read-to` of the epoch is extrapolated linearly
+from the farthest point measured, and marked ~.
 """
 
 from __future__ import annotations

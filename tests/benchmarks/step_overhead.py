@@ -1,15 +1,15 @@
-"""What a step costs over the raw loop: time and memory, interleaved in one run.
+"""Cost of a step against the raw loop: time and memory, interleaved in one run.
 
     python tests/benchmarks/step_overhead.py
 
-For a tiny MLP and a transformer of 5 million parameters, with AdamW (fused on all sides), bare and with a schedule
-and clipping by the global norm: the raw loop (`clip_grad_norm_`, `LambdaLR`), and looplib's step donated and pure.
-Blocks of steps of every contender take turns in shuffled order; the ratio is that of the medians of a step.
-Peak memory is that of a process of its own for each contender, above what it held before its first step.
+For a tiny MLP and a transformer of 5 million parameters, with fused AdamW everywhere, plain and with a schedule and
+clipping by the global norm: the raw loop (`clip_grad_norm_`, `LambdaLR`), and looplib's step donated and pure. Blocks
+of steps of all contenders alternate in shuffled order; the ratio is that of the median times of a step. Peak memory
+is measured in a separate process for each contender, above its memory before the first step.
 
-glibc gives memory back to the system and takes it again, page by page, depending on which tensor lies at the end of
-its heap: an accident of the order of the first allocations, worth some 1% of a transformer's step either way. So it
-is told to keep what it has, for all contenders (--system-malloc leaves it as it is).
+glibc returns memory to the system and takes it again, page by page, depending on which tensor is at the end of its
+heap. This depends on the order of the first allocations, and accounts for about 1% of a transformer's step either
+way. The benchmark therefore tells glibc to keep its memory, for all contenders (--system-malloc does not).
 """
 
 from __future__ import annotations

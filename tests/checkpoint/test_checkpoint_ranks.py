@@ -415,7 +415,7 @@ def tensors(state):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What four ranks saved, while all that is in FOUR was so."""
+    """Folder of checkpoints saved by four ranks, after checking everything in FOUR."""
     folder = tmp_path_factory.mktemp("ranks")
     launch_script(4, FOUR, folder)
     return folder

@@ -98,7 +98,7 @@ def trained(model, optimizer, steps=3):
 
 
 def on_ranks(function, folder):
-    """What each of the ranks does, with warnings as errors as they are in the process of the tests."""
+    """Work of each rank, with warnings as errors as in the test process."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
     distributed.init_process_group("gloo")

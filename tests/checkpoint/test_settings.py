@@ -360,7 +360,7 @@ def test_checkpoints_of_before_have_no_settings_and_are_taken_without_a_word(tmp
 
 
 class Loader:
-    """What checkpoint_io knows of a loader: a description, and where a state continues in its batches."""
+    """A loader as checkpoint_io sees it: a description, and the position of a state in its batches."""
 
     def __init__(self, batch_size):
         self.batch_size = batch_size

@@ -405,7 +405,7 @@ def test_clipping_refuses_what_it_cannot_clip():
 
 
 def noise_of(state, batch, max_norm=2.0, multiplier=0.5, size=None, wrap=lambda grad_fn: grad_fn):
-    """What add_noise adds to the sum of the clipped gradients, in one vector."""
+    """Noise that add_noise adds to the sum of the clipped gradients, in one vector."""
     model = nn.Sequential(nn.Linear(5, 100), nn.Linear(100, 100), nn.Linear(100, 100), nn.Linear(100, 3)).double()
     state = ll.init_state(model).replace(**state)
     clip = wrap(ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, mean_loss), max_norm))
@@ -529,7 +529,7 @@ def test_noise_scale_of_a_known_distribution(size):
     for _ in range(steps):
         x = mean + variance.sqrt() * torch.randn(count, dim, generator=generator, dtype=torch.double)
         records.append(grad_fn(state, x).metrics)
-    n, m = size or count, steps * count // (size or count)  # m pieces of n examples
+    n, m = size or count, steps * count // (size or count)  # m microbatches of n samples
     merged = ll.merge(*records)["gradient_noise_scale"]
     total, weight = merged.total / m, merged.weight / m
     # their standard errors, for normal numbers: 5 of them

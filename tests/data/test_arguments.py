@@ -1,4 +1,4 @@
-"""What a loader refuses or warns of, with what to write instead."""
+"""Arguments that a loader refuses or warns about, with what to write instead."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""What each of several ranks is given."""
+"""Batches of each of several ranks."""
 
 import itertools
 import multiprocessing
@@ -405,7 +405,7 @@ SETS = [
 ]
 
 
-# From which epoch and batch to which: the three go on where the two have stopped.
+# From which epoch and batch to which: the three continue where the two have stopped.
 PLACES = {1: ((0, 0), (2, 0)), 2: ((0, 0), (1, 2)), 3: ((1, 2), (2, 0)), 4: ((0, 0), (2, 0))}
 
 
@@ -423,7 +423,7 @@ def read_as_everybody_does(kind, workers, options, begin, end):
 
 
 def write_batches(path, *numbers):
-    """The global batches, put together again, for so many ranks each: all processes, or the first ones of them."""
+    """The global batches, reassembled, for each of these numbers of ranks: all processes, or the first ones."""
     distributed.init_process_group("gloo")
     whole = {}
     for ranks in numbers:

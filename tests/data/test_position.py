@@ -32,7 +32,7 @@ def continued(loader, other, batches, epoch=1):
 
 
 def consume(state, samples):
-    """What a train step does to the counts."""
+    """Change the counts as a train step does."""
     ends = state.batch + 1 == state.epoch_length
     return state.replace(
         step=state.step + 1,

@@ -38,7 +38,7 @@ ROWS, LENGTH = 70, 5  # of 16 rows, the last batch of 6
 
 
 class Noisy(torch.utils.data.Dataset):
-    """Digits with noise that is drawn anew, from all three global streams, each time one is read."""
+    """Digits with new noise from all three global streams each time one is read."""
 
     def __len__(self):
         return ROWS
@@ -676,7 +676,7 @@ def test_another_way_to_the_same_numbers_parts_in_bits_and_not_beyond_a_toleranc
         return Run(step, ll.init_state(model, optimizer, epoch_length=LENGTH), loader, grad_fn)
 
     runs = case(1), case(4)
-    # The pieces' sums are rounded elsewhere: in the last bits of float32, from the first steps on.
+    # Sums over microbatches are rounded differently, in the last bits of float32, from the first steps on.
     found = first_difference(*runs, stop=10)
     assert found.equal <= 1
     assert found.leaves[0].path.startswith(("/grads/", "/metrics/"))
@@ -760,7 +760,7 @@ def test_the_row_that_made_a_spike_is_found_from_a_kept_state():
     assert worst[0].index == 41
     assert worst[0].grad_norm > 10 * worst[1].grad_norm
     assert torch.equal(found.indices, found.batch[2])
-    # Rolled back before it, the run goes on without the row, as one that never had it.
+    # Rolled back before it, the run continues without the sample, as one that never had it.
     rest = without_samples(loader, [worst[0].index])
     goes_on, batches = ll.copy_state(kept[spike - 1]), []
     for batch in itertools.islice(rest(goes_on), LENGTH):

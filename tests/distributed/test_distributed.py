@@ -176,7 +176,7 @@ def test_ranks_train_as_one_process_does(tmp_path, alone, ranks):
     cases += [
         "ddp:tokens wrapped",
         *(["fsdp:tokens wrapped"] if ranks == 2 else []),
-    ]  # where ranks' pieces are as many
+    ]  # if ranks have the same number of microbatches
     for case, (log, found) in trained(tmp_path, ranks, cases).items():
         expected_log, expected = alone[case.partition(":")[2]]
         for one, other in zip(expected_log, log, strict=True):
@@ -791,7 +791,7 @@ def test_ranks_in_ddp_cut_alike_when_memory_runs_out_on_one(tmp_path):
     # The script compares losses and parameters with those of a raw loop over the global batches.
     launch(tmp_path, 2, RETRY, tmp_path / "out")
     first, second = (torch.load(tmp_path / f"out-{rank}") for rank in range(2))
-    assert first.pop("seen") == [6, 3, 3, 2, 2, 2, 2, 2, 2]  # it had room for more, and goes on with what both have
+    assert first.pop("seen") == [6, 3, 3, 2, 2, 2, 2, 2, 2]  # it had room for more, and continues with what both have
     assert second.pop("seen") == [5, 3, 2, 2, 1, 2, 2, 1]
     for rows, found in ((6, first), (5, second)):
         cut = f"out of memory on a batch of {rows}: from now on in pieces of "

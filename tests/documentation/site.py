@@ -36,7 +36,7 @@ def build(target: Path) -> list[str]:
 
 
 class _Site:
-    """What is known while the site is written.
+    """State of the site while it is written.
 
     Attributes:
         target: the folder.
@@ -100,7 +100,7 @@ class _Site:
         return file
 
     def _address(self, path: str) -> str:
-        """Where a path of the repository is in the site; a file that is not there yet comes in."""
+        """Address in the site of a path of the repository. A file that is not in the site yet is added."""
         file = ROOT / path
         if (self.target / path).is_file() or path.endswith(".html"):
             return path
@@ -138,7 +138,7 @@ class _Site:
 
 
 def _is_public(entry: pdoc.doc.Doc) -> bool:
-    """Whether an entry is shown: a name of the room, or what has a docstring of its own in a class."""
+    """True if an entry is shown: a name of the room, or a class member with its own docstring."""
     if entry.kind == "module" or "." not in entry.qualname:
         return True
     return not entry.name.startswith("_") and bool(re.match(r"(?!Alias for field)\S", entry.docstring))

@@ -23,14 +23,14 @@ from looplib.evaluation import split_on_oom
 
 @pytest.fixture(autouse=True)
 def frozen():
-    """What torch's own import has made is not looked through at each collection."""
+    """Exclude objects created by importing torch from each garbage collection."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
 class Refusing(nn.Module):
-    """Has room for so many rows, and finds out half-way."""
+    """Runs out of memory half-way for more than a number of rows."""
 
     def __init__(self, room, error=torch.OutOfMemoryError, message="CUDA out of memory. Tried to allocate 2.00 GiB"):
         super().__init__()

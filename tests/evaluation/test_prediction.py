@@ -142,7 +142,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def test_outputs_of_any_number_of_rows_go_on(tmp_path):
-    """What is compared is the examples of a batch, and not the rows of its output."""
+    """The number of samples in a batch is compared, not the rows of its output."""
     _, _, state = parts()
     batches = torch.arange(9.0).split(3)
     calls = []
@@ -279,7 +279,7 @@ CUTS = {
 
 
 def stopped_after(count, step):
-    """The step, which is interrupted at each call after so many."""
+    """The step, interrupted at each call after a number of calls."""
     calls = []
 
     def stopping(state, x):

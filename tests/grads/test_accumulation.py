@@ -107,7 +107,7 @@ def test_a_piece_without_a_token_comes_first_and_a_batch_may_be_without_any():
     found = ll.accumulate(grad_fn, microbatches=3)(state, (x, y))
     close(found.grads, grad_fn(state, (x, y)).grads)
     nothing = torch.full_like(y, -100)
-    for fn in (grad_fn, ll.accumulate(grad_fn, microbatches=3)):  # the mean of nothing, in pieces or not
+    for fn in (grad_fn, ll.accumulate(grad_fn, microbatches=3)):  # the mean of nothing, with microbatches or without
         out = fn(state, (x, nothing))
         assert not out.grads["0.weight"].any()
         assert ll.compute(out.metrics)["loss"] != ll.compute(out.metrics)["loss"]
@@ -328,7 +328,7 @@ def test_arguments_and_orders_that_make_no_sense_are_refused():
 
 
 class Refusing(Net):
-    """Has room for so many examples, and finds out half-way through the forward pass, or in the backward pass."""
+    """Runs out of memory half-way through the forward pass, or in the backward pass, for more than a number of samples."""
 
     def __init__(self, room, where):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a gradient wrapper knows survives wrapping, and a check that cannot see refuses."""
+"""Facts about a gradient wrapper survive wrapping, and a check that cannot see them refuses."""
 
 import functools
 

@@ -158,7 +158,7 @@ def test_wandb_holds_what_was_logged_offline(tmp_path):
     assert json.loads(history[3]["note"]) == "warm"
     assert json.loads(history[3]["eval/auc"]) == 0.75
     assert set(history) == {3, 5}
-    # The one picture that it keeps is half gray, of 8 bits.
+    # The only image that it keeps is half gray, with 8 bits.
     (picture,) = path.parent.glob("files/media/images/*.png")
     assert set(pixels(picture.read_bytes()).flat) == {127}
     assert json.loads(history[5]["picture/_type"]) == "image-file"

@@ -1,4 +1,4 @@
-"""What costs are read, against sleeps, formulas and torch's own counters; and that reading them changes nothing."""
+"""Costs, compared with sleeps, formulas and torch's own counters. Reading them changes nothing."""
 
 import copy
 import gc

@@ -262,7 +262,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
 
 
 def drawings(monkeypatch, draws=lambda: None):
-    """How many rows each drawing had, as they are made."""
+    """Number of rows in each drawing, as they are made."""
     from looplib.log import _live_plot as pictures
 
     made, real = [], pictures._draw
@@ -323,7 +323,7 @@ def test_a_live_picture_waits_for_a_name(tmp_path):
 
 def test_a_live_picture_of_a_run_that_is_continued_shows_all_of_it(monkeypatch, tmp_path):
     made = drawings(monkeypatch)
-    for steps, drawn in ((range(1, 6), 1), (range(4, 8), 4)):  # the second run goes on from a checkpoint at step 3
+    for steps, drawn in ((range(1, 6), 1), (range(4, 8), 4)):  # the second run continues from a checkpoint at step 3
         log = ll.tee(
             ll.jsonl(tmp_path / "log.jsonl"),
             live_plot(path=tmp_path / "loss.png", every=3600, history=tmp_path / "log.jsonl"),

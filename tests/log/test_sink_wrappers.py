@@ -1,4 +1,4 @@
-"""What stands before a sink: real processes that are killed, forked and hung, and full disks."""
+"""Sink wrappers: with real processes that are killed, forked and hung, and full disks."""
 
 import gc
 import os

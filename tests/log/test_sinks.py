@@ -282,7 +282,7 @@ def test_console_prints_to_the_standard_output_of_the_moment(capsys):
 
 
 def screen(text):
-    """What a terminal shows of it: a carriage return goes back to the line's start and writes over it."""
+    """Text as a terminal shows it: a carriage return goes back to the start of the line, which is overwritten."""
     lines = []
     for line in text.split("\n"):
         shown = ""

@@ -71,7 +71,7 @@ def test_any_text_reaches_other_readers_of_csv(tmp_path_factory, values):
 
 
 def read_one(cell):
-    """What Python's own literals say of a cell, where it is written as Python writes it."""
+    """Value of a cell by Python's own literals, if it is written as Python writes it."""
     if cell.removeprefix("-").isascii() and cell.removeprefix("-").isdigit():
         return int(cell)
     with suppress(ValueError):

@@ -255,7 +255,7 @@ def states(metric):
 
 
 def outcome(compute):
-    """What it computes, or the error that torchmetrics raises on what is too little."""
+    """Its value, or the error that torchmetrics raises for too little data."""
     try:
         return compute()
     except ValueError as error:

@@ -116,7 +116,7 @@ def ckpt():
 
 @pytest.fixture
 def rows():
-    """What `log` has been given."""
+    """Rows passed to `log`."""
     return []
 
 
@@ -127,7 +127,7 @@ def log(rows):
 
 @pytest.fixture
 def train(train_step, loader):
-    """`train(state, steps)`: the states after each of so many steps; with `train_step=`, by another step."""
+    """`train(state, steps)`: the states after each step; with `train_step=`, using a different step."""
 
     def train(state, steps, train_step=train_step):
         states = []
@@ -218,6 +218,6 @@ def lengths():
 
 @pytest.fixture
 def printed():
-    """What goes to standard output."""
+    """Standard output."""
     with redirect_stdout(io.StringIO()) as stream:
         yield stream

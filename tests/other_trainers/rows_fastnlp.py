@@ -1,7 +1,7 @@
-"""What each name of fastNLP's `Trainer`, and of the `DistTrainer` before it, is in looplib.
+"""Migration table: names of fastNLP's `Trainer`, and of its earlier `DistTrainer`, in looplib.
 
-fastNLP is not installed here, so the names stand below as they were read from its source: `NAMES` has those of 1.0.1,
-and for `DistTrainer` those of 0.5.0, 0.5.5 and 0.7.0 together.
+fastNLP is not installed here, so the names are listed below as read from its source: `NAMES` has those of 1.0.1, and
+for `DistTrainer` those of 0.5.0, 0.5.5 and 0.7.0 together.
 """
 
 import copy

@@ -1,6 +1,6 @@
-"""What each field of transformers' `TrainingArguments` is in looplib."""
+"""Migration table: fields of transformers' `TrainingArguments` in looplib."""
 
-# Snippets are printed as a user writes them: with metrics that nobody looks at, and a loop that goes on with `state`.
+# Snippets are printed as a user writes them: with metrics that are not used, and a loop that continues with `state`.
 # ruff: noqa: RUF059, B020
 
 import inspect
@@ -136,7 +136,7 @@ class Lion8bit(Lion):
 
 
 class GaLoreProjector:
-    """The gradient of a matrix in the few directions that it goes in, found anew at times (Zhao et al., 2024)."""
+    """Projection of a matrix's gradient to a few directions, updated from time to time (Zhao et al., 2024)."""
 
     def __init__(self, rank, update_proj_gap, scale):
         self.rank, self.update_proj_gap, self.scale, self.ortho_matrix = rank, update_proj_gap, scale, None
@@ -267,7 +267,7 @@ class Regression(nn.Module):
 
 
 def trained_by_the_trainer(**options):
-    """What transformers' Trainer logs of each step of a run with five batches in an epoch."""
+    """Log of transformers' Trainer for each step of a run with five batches per epoch."""
     rows = [{"x": torch.randn(2), "labels": torch.randn(1)} for _ in range(40)]
     quiet = {"save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False}
     trainer = transformers.Trainer(Regression(), arguments(**quiet, **options), train_dataset=rows)
@@ -404,7 +404,7 @@ def _():
 
 
 def looplib_steps_follow(optimizer, lr):
-    """Whether the first update, at a rate of 0, moves nothing, and the next one does."""
+    """True if the first update, at a rate of 0, changes nothing and the next one does."""
     model = nn.Linear(2, 1)
     state = ll.init_state(model, optimizer)
     train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer)

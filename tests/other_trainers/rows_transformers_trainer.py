@@ -1,6 +1,6 @@
-"""What `Trainer`, its callbacks and its state are in looplib; the arguments are in `rows_transformers`."""
+"""Migration table: `Trainer`, its callbacks and its state; the arguments are in `rows_transformers`."""
 
-# Snippets are printed as a user writes them: with metrics that nobody looks at, and a loop that goes on with `state`.
+# Snippets are printed as a user writes them: with metrics that are not used, and a loop that continues with `state`.
 # ruff: noqa: RUF059, B020
 
 import json

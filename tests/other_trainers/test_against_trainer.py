@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import looplib as ll
 
 PIECES, EXAMPLES, EPOCHS = 4, 3, 3
-MICROBATCHES = 38  # in an epoch: nine windows of four and one of two, whose last piece has two examples
+MICROBATCHES = 38  # in an epoch: nine windows of four and one of two, whose last microbatch has two samples
 STEPS = 30
 PEAK, WARMUP, MAX_NORM, DECAY = 3e-3, 5, 1.2, 0.1
 SCHEDULES = {"linear": ll.schedules.warmup_linear, "cosine": ll.warmup_cosine}
@@ -164,7 +164,7 @@ def furthest(one, two):
 
 
 def apart(ours, theirs):
-    """How far two runs are apart: keys' biases, other weights, losses, and norms of gradients by their size."""
+    """Differences of two runs: keys' biases, other weights, losses, and norms of gradients, relative to their size."""
     losses = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours[1], theirs[1], strict=True))
     norms = max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(ours[1], theirs[1], strict=True))
     return *furthest(ours[0], theirs[0]), losses, norms

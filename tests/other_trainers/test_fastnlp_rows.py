@@ -73,7 +73,7 @@ def test_the_recipe_goes_on_with_the_next_sample(tmp_path, stopped_after, capsys
 
     def counted(model, batch):
         passes.append(batch)
-        if len(passes) == 2 * stopped_after:  # of two pieces each
+        if len(passes) == 2 * stopped_after:  # of two microbatches each
             signal.raise_signal(signal.SIGTERM)
         return loss_fn(model, batch)
 

@@ -151,7 +151,7 @@ def test_stopped_by_a_signal_the_same_command_goes_on_to_the_same_bits(name, tmp
     def counted(*arguments, **settings):
         nonlocal calls
         calls += 1
-        if calls == 2 * 5:  # the fifth update, of two pieces; those of an evaluation are counted as well
+        if calls == 2 * 5:  # the fifth update, of two microbatches; those of an evaluation count too
             signal.raise_signal(signal.SIGTERM)
         return metric_fn(*arguments, **settings)
 

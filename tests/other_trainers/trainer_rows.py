@@ -1,15 +1,15 @@
-"""Tables for those who come from another trainer: what each of its names is here.
+"""Migration tables from other trainers: what each of their names is in looplib.
 
 A row answers one name of the other library or a few that belong together. It is a function: the lines of its body up
-to the comment `# shows` are what the document prints, the lines after it assert what they do, and all of them run in
-the tests. Lines up to a comment `# given`, where there is one, come before and are not printed. The function's
-parameters are ready names such as `model` and `loader`: fixtures of `conftest.py`, made anew for each row. A row
-without a meaning here has a reason in place of a function.
+to the comment `# shows` are printed in the document, the lines after it are assertions, and all of them run in the
+tests. Lines up to a comment `# given`, if there is one, come first and are not printed. The function's parameters are
+ready names such as `model` and `loader`: fixtures of `conftest.py`, made again for each row. A row without a
+counterpart has a reason instead of a function.
 
-A line `{{path name ...}}` in an introduction stands for the functions of these names in that file, as they are there;
-without names, for the whole file.
+A line `{{path name ...}}` in an introduction is replaced by the functions of these names in that file, unchanged;
+without names, by the whole file.
 
-`python tests/other_trainers/trainer_rows.py` writes the documents of all modules `rows_*.py` beside this one.
+`python tests/other_trainers/trainer_rows.py` writes the documents of all modules `rows_*.py` in this folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def parts(self) -> tuple[str, str]:
-        """What the document prints, and what is asserted of it."""
+        """The lines that the document prints, and the assertions."""
         assert self.function is not None
         lines = textwrap.dedent(inspect.getsource(self.function)).splitlines()
         first = next(number for number, line in enumerate(lines) if line.endswith(":") and line[0] in "d)") + 1
@@ -88,7 +88,7 @@ class Table:
     _section: str = ""
 
     def section(self, heading: str) -> None:
-        """What follows stands under this heading."""
+        """Put the following rows under this heading."""
         self._section = heading
 
     def looplib(self, *names: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -120,14 +120,14 @@ class Table:
         return [name for row in self.rows for name in row.names]
 
     def wrong(self, expected: Mapping[str, Iterable[str]]) -> list[str]:
-        """What is amiss between the rows and the names that the library has, by owner; empty if nothing is."""
+        """Mismatches between the rows and the library's names, by owner; empty if there are none."""
         there = {f"{owner}.{name}" for owner, names in expected.items() for name in names}
         rows = set(self.names())
         missing = [f"{name} of {self.system} has no row in {self.path}" for name in sorted(there - rows)]
         return missing + [f"a row answers {name}, which {self.system} does not have" for name in sorted(rows - there)]
 
     def count(self) -> Counter[str]:
-        """How many names have each answer."""
+        """Number of names with each answer."""
         return Counter(row.answer for row in self.rows for _ in row.names)
 
     def document(self) -> str:
@@ -180,17 +180,17 @@ def bold(row: Row) -> str:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two states, dicts of tensors or other trees have the same bits."""
+    """True if two states, dicts of tensors or other trees have the same bits."""
     return not ll.debug.differences(one, other)
 
 
 def close(one: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-6) -> bool:
-    """Whether they differ by the rounding of float32 at most."""
+    """True if they differ at most by the rounding of float32."""
     return not ll.debug.differences(one, other, rtol=rtol, atol=atol)
 
 
 def on_each_of_two_ranks(function: Callable[[], Any]) -> list[Any]:
-    """What it returns as the first and as the second of two processes, which send each other nothing."""
+    """Its results as the first and as the second of two processes, which send each other nothing."""
     returned = []
     for rank in range(2):
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)

@@ -18,7 +18,7 @@ quick = settings(deadline=None, max_examples=200)
 
 
 def consume(state, batch_samples, skipped):
-    """What a train step does to the counts."""
+    """Change the counts as a train step does."""
     batch = state.batch + 1
     ends = batch == state.epoch_length
     return state.replace(
@@ -44,7 +44,7 @@ def answers(predicate, batches, epoch_length, resumes=()):
 
 
 class Counter:
-    """What the predicates must not be: it remembers the point that comes next, and counts on from there."""
+    """A predicate as it should not be: it remembers the next point and counts from there."""
 
     def __init__(self, n, offset=0, window=(0, math.inf)):
         self.n = n

@@ -41,7 +41,7 @@ def handlers_come_back():
 
 @pytest.fixture
 def heard():
-    """What reaches a Python handler of SIGUSR1 that was there before."""
+    """Signals that reach a Python handler of SIGUSR1 installed earlier."""
     numbers = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: numbers.append(number))
     yield numbers
@@ -85,7 +85,7 @@ def test_it_is_true_from_the_signal_on_and_does_nothing_else(heard):
 
 def test_handlers_come_back_from_under_each_of_the_guards_of_a_loop():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    _interrupts.install()  # before SIGINT's handler, and anew where the predicate has put its own
+    _interrupts.install()  # before SIGINT's handler, and again where the predicate has put its own
     stop_now = after_signal(signal.SIGTERM, signal.SIGINT)
     _interrupts.install()
     assert signal.getsignal(signal.SIGTERM) is not signal.getsignal(signal.SIGINT)
@@ -505,7 +505,7 @@ RUN = """
 
 
 def told_to_end(folder, place, number):
-    """What a process writes that gets a signal while it is there."""
+    """Output of a process that gets a signal while it is there."""
     process = python(RUN, folder, place)
     read_until(process, place)
     process.send_signal(number)

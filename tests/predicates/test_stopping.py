@@ -148,7 +148,7 @@ def stored(state):
 
 
 def through_leaves(state):
-    """What a checkpoint does: the leaves, into the structure of a fresh state."""
+    """Do what a checkpoint does: put the leaves into the structure of a fresh state."""
     leaves, _ = torch.utils._pytree.tree_flatten(state.extra)
     assert all(type(leaf) in (int, float, type(None)) for leaf in leaves)
     record = state.extra["best"]

@@ -89,7 +89,7 @@ def test_each_digit_is_drawn_by_its_own_coin_and_a_batch_may_be_empty(recipe, mo
 
 
 def epsilon_by_formula(steps, rate, noise_multiplier, delta):
-    """The epsilon of so many steps, by Rényi differential privacy at the orders 2 to 256.
+    """Epsilon after `steps` steps, by Rényi differential privacy at the orders 2 to 256.
 
     Of one step: Mironov, Talwar and Zhang, "Rényi differential privacy of the sampled Gaussian mechanism", 2019,
     section 3.3. From Rényi's to (epsilon, delta): Balle, Barthe, Gaboardi, Hsu and Sato, "Hypothesis testing
@@ -103,7 +103,7 @@ def epsilon_by_formula(steps, rate, noise_multiplier, delta):
 
 
 def renyi_divergence(order, rate, noise_multiplier):
-    """Of one step with a picture from one without it: the logarithm of a sum over how often it is drawn."""
+    """Rényi divergence of one step with an image from one without it: the log of a sum over its number of draws."""
     k = torch.arange(order + 1, dtype=torch.float64)
     binomial = math.lgamma(order + 1) - torch.lgamma(k + 1) - torch.lgamma(order - k + 1)
     drawn = torch.special.xlogy(k, rate) + torch.special.xlog1py(order - k, -rate)

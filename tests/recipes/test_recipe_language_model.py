@@ -1,4 +1,4 @@
-"""The language model's recipe, small: what it reads, learns, and writes, and that it goes on to the same bits."""
+"""The recipe language_model, small: its data, learning and writing, and resuming bit for bit."""
 
 import importlib.util
 import math
@@ -82,7 +82,7 @@ def test_interrupted_it_goes_on_to_the_same_bits(recipe, tmp_path, monkeypatch, 
 
     def pressed(model, batch):
         calls.append(True)
-        if len(calls) in (3, 14):  # of 24 pieces: in the first step, and in the fourth
+        if len(calls) in (3, 14):  # of 24 microbatches: in the first step, and in the fourth
             signal.raise_signal(signal.SIGINT)
         return loss_fn(model, batch)
 

@@ -1,4 +1,4 @@
-"""The recipes of many processes: stopped and gone on with other numbers of ranks, they log what one process logs."""
+"""Recipes for several processes: stopped and resumed with different numbers of ranks, they log what one process logs."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ def load(engine):
 
 
 def stopped(engine, settings, calls):
-    """The recipe on one of several ranks; a signal comes to the last one alone, after so many forward passes."""
+    """The recipe on one of several ranks. Only the last one gets a signal, after a number of forward passes."""
     recipe = load(engine)
     loss_fn, last = recipe.loss_fn, os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
 

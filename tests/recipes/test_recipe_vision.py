@@ -1,4 +1,4 @@
-"""recipes/vision.py, small, and its pictures against those of scipy."""
+"""The recipe vision, small, with its images compared with those of scipy."""
 
 import math
 

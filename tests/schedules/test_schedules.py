@@ -46,7 +46,7 @@ def values_of(schedule, steps):
 
 
 def assert_close(schedule, expected, roundings, scale):
-    """Equal but for so many roundings of numbers of this size: near zero only that can be asked."""
+    """Equal up to a number of roundings of numbers of this size, since more cannot be expected near zero."""
     for step, value in enumerate(expected):
         assert abs(schedule(step) - value) <= roundings * EPS * scale, (step, schedule(step), value)
 

@@ -191,7 +191,7 @@ def test_a_generator_of_ones_own_and_the_time_are_not_pure(donate):
 
 
 class Counting(nn.Module):
-    """Whose output depends on how often it ran."""
+    """A module whose output depends on how often it ran."""
 
     def __init__(self):
         super().__init__()
@@ -672,7 +672,7 @@ def test_skipped_updates_are_counted_and_other_goals_can_be_given():
         learn(metric="accuracy")
 
 
-# pieces and ranks that are not the whole
+# microbatches and ranks that do not add up to the whole
 
 
 def token_mean(model, batch):  # wrong for ragged rows: it weighs by rows

@@ -169,7 +169,7 @@ def test_a_warning_shows_the_line_that_called_the_step():
 
 
 def test_the_garbage_of_a_loop_takes_no_guard_from_a_compiled_update():
-    """A loop's guard of signals is taken down when the loop ends, but not within a step, whoever collects it there."""
+    """A loop's guard of signals is removed when the loop ends, but never within a step that runs its collection."""
     model, asked = plain_net(), []
 
     def lr(step):

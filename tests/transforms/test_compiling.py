@@ -78,7 +78,7 @@ def counts(state):
 
 
 def same(one, other):
-    """Whether two states have the same bits."""
+    """True if two states have the same bits."""
     assert counts(one) == counts(other)
     pairs = zip(tensors(one), tensors(other), strict=True)
     return all(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) for a, b in pairs)
@@ -287,7 +287,7 @@ def test_recomputed_blocks_draw_their_dropout_once(donate, microbatches):
     ]
     (one, _), (other, _) = (train(step, state, data) for step in steps)
     assert same(one, other)
-    if microbatches == 1:  # other pieces have other numbers than without compile=
+    if microbatches == 1:  # later microbatches have different numbers than without compiling
         compare(model, lean, adamw(), data, donate)
 
 

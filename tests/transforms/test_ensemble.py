@@ -251,7 +251,7 @@ def test_a_momentum_of_0_beside_others_keeps_a_buffer_that_does_nothing():
         for batch in batches():
             state, _ = own_step(state, batch)
         close(one.params, state.params)
-        own_step(one, batches()[0])  # and goes on alone
+        own_step(one, batches()[0])  # and continues alone
 
 
 def test_hyperparameters_in_the_state_are_each_members_own():

@@ -28,7 +28,7 @@ def steps_of(step, state, batches):
 
 
 class Waiting:
-    """A loss function that waits, the first time that it is called, until it is told to go on."""
+    """A loss function that waits, at its first call, until it is told to continue."""
 
     def __init__(self):
         self.entered, self.go_on = threading.Event(), threading.Event()
