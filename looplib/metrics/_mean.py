@@ -139,7 +139,7 @@ def _fold(records: list[Metric]) -> Metric:
 
 
 def _instead_of(metrics: Any) -> str:
-    """What to give to `compute` in place of what is not a dict of metrics."""
+    """Advice for a value passed to `compute` that is not a dict of metrics."""
     if hasattr(metrics, "metrics"):
         return "window.metrics()"
     if isinstance(metrics, Mean):
