@@ -67,10 +67,11 @@ def thread_value(key: str) -> Any:
 
 def set_thread_value(key: str, value: Any) -> None:
     """Store an object for this thread, or delete it with None."""
-    if value is not None:
+    remove = getattr(torch._C, "_remove_obj_from_tls", None)  # which torch 2.11 lacks
+    if value is not None or remove is None:
         torch._C._stash_obj_in_tls(key, value)
     elif torch._C._is_key_in_tls(key):
-        torch._C._remove_obj_from_tls(key)
+        remove(key)
 
 
 def functorch_level() -> int:
