@@ -7,7 +7,6 @@ update (clipping, accumulation, loss scaling) wraps one `GradFn` in another.
 
 from __future__ import annotations
 
-import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,18 +28,9 @@ from looplib._core.random import mix
 from looplib._core.ranks import rank, several
 from looplib._core.tracing import differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
-from looplib._objective import (
-    Objective,
-    mean_over_ranks,
-    objective_of,
-    on_host,
-    records,
-    scalar_like,
-    split_loss,
-    weight_on_host,
-)
+from looplib._objective import Objective, mean_over_ranks, objective_of, on_host, scalar_like, weight_on_host
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, LossFn, Part, TrainState, check_state
+from looplib.types import WHOLE, GradFn, Gradients, LossFn, Metric, Part, TrainState, check_state, trees_of
 
 __all__ = ["make_grad_fn"]
 
@@ -150,7 +140,7 @@ def make_grad_fn(
             _check_reached(outs[-1], needed)
         if writes is not None:
             host.unwritten.check(state.params, writes)
-            outs[-1] = outs[-1]._replace(buffers=_all_kept(buffers, lent, outs[-1].buffers))
+            outs[-1] = _with_kept(outs[-1], buffers, lent)
         if renormed:
             outs[-1] = outs[-1]._replace(params=_written(renormed, params, state))
         return outs
@@ -203,7 +193,9 @@ def _microbatch_of(
                 normalizer = part.context.samples  # the total is known in advance, so no division is left for the end
             objective = objective_of(loss, samples, summed, normalizer)
         _backward(objective.value, objective.factor, part.scale, leaves.inputs, leaves.again)
-        metrics = records(loss, aux, samples, part.donate)
+        metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
+        for name, value in aux.items():
+            metrics[name] = record(name, _apart(value) if part.donate else value, samples)
         grads, after = {}, {}
         if final:
             for left in reversed(range(passes.spare)):
@@ -245,7 +237,6 @@ def _warn_of_eval_mode(host: _modules.Host, names: Sequence[str]) -> None:
         )
 
 
-_grad_of = operator.attrgetter("grad")
 _NO_INPUTS: tuple[Tensor, ...] = ()
 
 
@@ -269,7 +260,7 @@ class _Leaves:
             rest = (_leaf(name, tensor) for name, tensor in params.items() if name not in self._leaves)
             self._frozen = [tensor for tensor in rest if tensor.requires_grad]
             self.all = {**params, **self._leaves}
-        self._stale = [*map(_grad_of, self._leaves.values())]
+        self._stale = [leaf.grad for leaf in self._leaves.values()]
         self.traced, self.again, self.inputs = False, False, _NO_INPUTS
         if entered and tracing():
             self.traced, self.again, self.inputs = True, differentiated(), tuple(self._leaves.values())
@@ -307,10 +298,13 @@ def _written(renormed: Iterable[str], params: dict[str, Tensor], state: TrainSta
     return {name: params[name] for name in renormed if params[name] is not before[name]} or None
 
 
-def _all_kept(
-    before: Mapping[str, Tensor], lent: Mapping[str, Tensor], after: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    return {name: _kept(before[name], lent[name], tensor) for name, tensor in after.items()}
+def _with_kept(out: Gradients, before: Mapping[str, Tensor], lent: Mapping[str, Tensor]) -> Gradients:
+    """The gradients of a pure call, with the very buffers of the state where nothing was written."""
+    if not before:
+        return out
+    return out._replace(
+        buffers={name: _kept(before[name], lent[name], tensor) for name, tensor in out.buffers.items()}
+    )
 
 
 def _kept(before: Tensor, lent: Tensor, after: Tensor) -> Tensor:
@@ -352,7 +346,7 @@ def indices(part: Part, count: int) -> Iterable[int]:
 
 def of_this_model(host: _modules.Host, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     check_state(state, "step(state, batch)")
-    params, buffers = state.params, state.buffers
+    params, buffers = trees_of(state)[:2]
     if params.keys() != host.slots.params.keys() or buffers.keys() != host.slots.buffers.keys():
         host.explain(params, buffers, None)
     return params, buffers
@@ -385,6 +379,19 @@ def unreached(names: Iterable[str]) -> str:
     )
 
 
+def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
+    if isinstance(out, tuple) and not isinstance(out, Mean):
+        if len(out) == 2 and isinstance(out[1], Mapping):
+            if "loss" in out[1]:
+                raise ValueError('the aux of loss_fn has a "loss"; that name is the loss itself: choose another')
+            return out
+        raise TypeError(
+            f"loss_fn returned a {type(out).__name__} of {', '.join(type(item).__name__ for item in out)}; "
+            "return a scalar loss, a Mean(total, weight), or (loss, aux) with a dict aux"
+        )
+    return out, {}
+
+
 _run_backward = torch_private.run_backward
 
 
@@ -404,6 +411,29 @@ def _backward(
     if scale is not None or seed is factor:
         seed = seed.reshape(()).to(loss.device, loss.dtype)
     _run_backward((loss,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True)
+
+
+def _apart(value: Any) -> Any:
+    """The value, copied if it may be a parameter or a buffer, which later steps overwrite."""
+    if isinstance(value, Mean):
+        return value._replace(total=_apart(value.total), weight=_apart(value.weight))
+    shares = isinstance(value, Tensor) and (value.grad_fn is None or torch_private.is_view(value))
+    return value.clone() if shares else value
+
+
+def record(name: str, value: Any, samples: int) -> Metric:
+    """Wrap a value of the loss function in a metric record, detached from the graph."""
+    if isinstance(value, Mean):
+        total, weight = (v.detach() if isinstance(v, Tensor) else v for v in value[:2])
+        return Mean(total, weight, value.times)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return Mean(value.detach(), 1, samples)
+    if isinstance(value, (int, float)):
+        return Mean(value, 1, samples)
+    if isinstance(value, Metric) and not isinstance(value, Tensor):
+        return value
+    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+    raise ValueError(f"{name!r} has {found}; give a scalar, a Mean(total, weight), or another metric")
 
 
 def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:

@@ -30,8 +30,7 @@ from looplib._core.ranks import rank
 from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
 from looplib._core.updates import checked, read
-from looplib._objective import record
-from looplib.gradients import check_whole, of_this_model
+from looplib.gradients import check_whole, of_this_model, record
 from looplib.metrics._mean import Mean
 from looplib.types import (
     EvalStep,
@@ -47,6 +46,7 @@ from looplib.types import (
     check_state,
     counts_of,
     made,
+    trees_of,
     unwritten,
     written,
 )
@@ -193,7 +193,8 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Train
             applied = read(applied)
             params = _put_back(applied, out, params, state)
         values = advanced(state, out.samples, applied, same_batch)
-        values |= {"params": params, "opt_state": opt_state, "buffers": out.buffers if applied else state.buffers}
+        values |= {"params": params, "opt_state": opt_state, "extra": state.extra}
+        values["buffers"] = out.buffers if applied else state.buffers
         return made(state, values), out.metrics
 
     return pure_step
@@ -204,7 +205,7 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
 
     def donated_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         try:
-            params, buffers, opt_state = state.params, state.buffers, state.opt_state
+            params, buffers, opt_state, extra = trees_of(state)
         except AttributeError:
             check_state(state, "train_step(state, batch)")
             raise
@@ -241,7 +242,7 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
                     _refuse_late_choice(applied)
                 applied = read(applied)
             values = advanced(state, out.samples, applied, same_batch)
-            values |= {"params": new_params, "opt_state": new_opt_state}
+            values |= {"params": new_params, "opt_state": new_opt_state, "extra": extra}
             if applied:
                 values["buffers"] = out.buffers
                 new = written(state, values, lane, readers)
@@ -328,7 +329,7 @@ def advanced(state: TrainState, samples: int, applied: bool, same_batch: bool) -
     if same_batch:
         for name in ("step", "batch_steps"):
             counts[name] += applied
-        return {**counts, "extra": state.extra}
+        return counts
     epoch, batch = counts["epoch"], counts["batch"] + 1
     if batch == counts["epoch_length"]:
         epoch, batch = epoch + 1, 0
@@ -338,7 +339,6 @@ def advanced(state: TrainState, samples: int, applied: bool, same_batch: bool) -
     counts["samples"] += samples
     counts["batch_samples"] = samples
     counts["batch_steps"] = int(applied)
-    counts["extra"] = state.extra
     return counts
 
 

@@ -103,16 +103,24 @@ def install() -> None:
 
     Cheap if already installed. Does nothing off the main thread.
     """
+    if threading.get_ident() == _main_thread and [*map(_signal.getsignal, _HELD)] != _handlers:
+        _guard_handlers()
+        _handlers[:] = map(_signal.getsignal, _HELD)
+
+
+_handlers: list[Any] = []  # when `install` last looked
+
+
+def _guard_handlers() -> None:
     global _handle, _previous
-    if threading.get_ident() == _main_thread:
-        for signum in _HELD:
-            handler = _signal.getsignal(signum)
-            if type(handler) is not Guard and callable(handler):
-                if signum in _previous:
-                    _handle = Guard()
-                    _previous = _handle.handlers
-                _previous[signum] = handler
-                _signal.signal(signum, _handle)
+    for signum in _HELD:
+        handler = _signal.getsignal(signum)
+        if type(handler) is not Guard and callable(handler):
+            if signum in _previous:
+                _handle = Guard()
+                _previous = _handle.handlers
+            _previous[signum] = handler
+            _signal.signal(signum, _handle)
 
 
 def _uninstall() -> None:

@@ -127,7 +127,8 @@ class Host:
         self.device, self.generators = _CPU, _generators(_CPU)
         # If the root is in training mode, submodules in eval mode stay so, since they were chosen. If it is not,
         # as with pretrained models, the whole module is trained.
-        self.modes = [(module, training and (module.training or not model.training)) for module in model.modules()]
+        self.modules = [*model.modules()]
+        self.modes = [training and (module.training or not model.training) for module in self.modules]
         # The same as one flat list, which each call loops over.
         self.places = [
             [(owner, key, name) for name, slots in group.items() for owner, key in slots] for group in self.slots
@@ -162,7 +163,7 @@ class Host:
         engine = self.engine if self.engine.name else None
         if lent := engine.lend(params, self.params) if engine else None:
             swaps = [swap for swap in swaps if id(swap[2]) not in lent.owners]
-        modes = [module.training for module, _ in self.modes]
+        modes = [module.training for module in self.modules]
         device = next(iter(params.values()), _NO_TENSOR).device
         if device != self.device:
             self.device, self.generators = device, _generators(device)
@@ -172,7 +173,9 @@ class Host:
         try:
             for owner, key, _, tensor in swaps:
                 owner[key] = tensor
-            self.start(seed)
+            if modes != self.modes:
+                self._set_modes(self.modes)
+            self._seed(seed)
             out = body()
             if self.unfilled:
                 self._refuse_filled()
@@ -184,9 +187,7 @@ class Host:
                     owner[key] = own
                 if engine:
                     engine.take_back(lent)
-                for (module, _), mode in zip(self.modes, modes, strict=True):
-                    if module.training is not mode:
-                        module.training = mode
+                self._set_modes(modes)
                 for generator, stream in zip(generators, streams, strict=True):
                     generator.set_state(stream)
             finally:
@@ -213,13 +214,21 @@ class Host:
 
     def start(self, seed: int) -> None:
         """Start a microbatch inside `run`: seed its random streams and set the module's modes."""
-        for module, mode in self.modes:
-            if module.training is not mode:
-                module.training = mode
+        self._set_modes(self.modes)
+        self._seed(seed)
+
+    def _seed(self, seed: int) -> None:
         for generator in self.generators:
             generator.manual_seed(seed)
         if _tracing.entered:
             _tracing.draws_for(seed)
+
+    def _set_modes(self, modes: list[bool]) -> None:
+        """Put the module and its submodules into these modes, whatever they are in now."""
+        if [module.training for module in self.modules] != modes:
+            for module, mode in zip(self.modules, modes, strict=True):
+                if module.training is not mode:
+                    module.training = mode
 
     def _refuse_filled(self) -> None:
         if filled := [name for owner, key, name in self.unfilled if owner[key] is not None]:

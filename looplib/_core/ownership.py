@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import fields
+from operator import attrgetter, itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -41,12 +42,14 @@ class Chain:
     def wrote(self) -> None:
         """Mark all states of earlier generations as spent."""
         self.generation += 1
+        _process.clock += 1
 
 
 class Mark:
     """A state's knowledge of the chains of its tensors.
 
     Attributes:
+        at: the last time, on the process's clock, at which no tensor of the state was known to be overwritten.
         born: number of chains when the state was made. Of those, it knows all that concern it.
         seen: chains of its tensors, with their generations at that time.
         lane: the chain that owns everything its step writes, if known.
@@ -58,11 +61,12 @@ class Mark:
     the caller's variable holds the run. Deleting the spent record then deletes the next one too.
     """
 
-    __slots__ = ("__weakref__", "born", "heir", "lane", "made_with", "seen", "successor")
+    __slots__ = ("__weakref__", "at", "born", "heir", "lane", "made_with", "seen", "successor")
 
     def __init__(
         self, seen: dict[Chain, int], lane: Chain | None = None, heir: Mark | None = None, made_with: Any = None
     ) -> None:
+        self.at = _process.clock
         self.born = _process.chains
         self.seen = seen
         self.lane = lane
@@ -93,6 +97,7 @@ class _Process:
     """Process-wide facts.
 
     Attributes:
+        clock: number of writes and of new chains so far. What was readable at one time stays so until it moves on.
         chains: number of chains so far. A state made at an earlier count may share tensors with an unknown chain.
         in_flight: the last donated step, from its argument's mark to its result.
         rescued: True if a state has ever taken the place of its predecessor.
@@ -100,10 +105,11 @@ class _Process:
         readers: number of readers so far.
     """
 
-    __slots__ = ("chains", "in_flight", "readers", "reading", "rescued")
+    __slots__ = ("chains", "clock", "in_flight", "readers", "reading", "rescued")
 
     def __init__(self) -> None:
         self.chains = 0
+        self.clock = 0
         self.in_flight: tuple[weakref.ref[Mark], weakref.ref[Any]] | None = None
         self.rescued = False
         self.reading: list[tuple[set[int], Any]] = []
@@ -162,6 +168,7 @@ def _stale_chain(tree: Any, seen: dict[Chain, int]) -> Chain | None:
 def own(chain: Chain, tensors: Iterable[Tensor]) -> None:
     """Make `chain` the writer of these tensors from now on."""
     _process.chains += 1
+    _process.clock += 1
     tensors = list(tensors)
     wait_for_readers(tensors)
     for tensor in tensors:
@@ -313,32 +320,37 @@ class Guarded(Generic[S]):
         self.cls, self.trees, self.error = cls, trees, error
         self.fields = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
         self.counts = tuple(name for name in self.fields if name not in trees)
-        slots = {name: getattr(cls, name) for name in self.fields}
-        self._read = {name: slot.__get__ for name, slot in slots.items()}
-        self._write = tuple((name, slot.__set__) for name, slot in slots.items())
-        self._read_counts = tuple((name, self._read[name]) for name in self.counts)
         self._set_mark = vars(Marked)["_mark"].__set__
+        slots = {name: getattr(cls, name) for name in self.fields}
         for name, slot in slots.items():
+            setattr(cls, f"_{name}", slot)  # the value itself, whatever the mark says
             get = self._tree(name) if name in trees else self._count(name)
             setattr(cls, name, property(get, slot.__set__, doc=slot.__doc__))
+        self._read = {name: attrgetter(f"_{name}") for name in self.fields}
+        self._read_counts, self._read_trees = (
+            attrgetter(*[f"_{name}" for name in names]) for names in (self.counts, self.trees)
+        )
+        self._write = tuple(slot.__set__ for slot in slots.values())
+        self._in_order = itemgetter(*self.fields)
 
     def _tree(self, name: str) -> Any:
-        read, check = self._read[name], self._check
+        read, check = attrgetter(f"_{name}"), self._check
 
         def guarded(state: Any) -> Any:
-            mark = state._mark
-            if mark.born != _process.chains:
-                check(state, name)
-            else:
-                for chain, generation in mark.seen.items():
-                    if chain.generation != generation:
-                        check(state, name)
+            if state._mark.at != _process.clock:
+                check(state, (name,))
             return read(state)
 
         return guarded
 
+    def trees_of(self, state: Any) -> Any:
+        """All trees of a state, with one look at its mark."""
+        if state._mark.at != _process.clock:
+            self._check(state, self.trees)
+        return self._read_trees(state)
+
     def _count(self, name: str) -> Any:
-        read, heal = self._read[name], self._heal
+        read, heal = attrgetter(f"_{name}"), self._heal
 
         def guarded(state: Any) -> Any:
             if _process.rescued:
@@ -351,12 +363,21 @@ class Guarded(Generic[S]):
         """Turn a spent state whose successor an interrupt took away into that successor."""
         mark: Mark = state._mark
         if (new := (mark.heir or mark).successor) is not None:
-            for name, write in self._write:
+            for name, write in zip(self.fields, self._write, strict=True):
                 write(state, self._read[name](new))
             self._set_mark(state, new._mark)
 
-    def _check(self, state: Any, name: str) -> None:
+    def _check(self, state: Any, names: tuple[str, ...]) -> None:
+        """Raise if one of these trees cannot be read, now that something has been written since the last look."""
+        mark, now = state._mark, _process.clock
+        if mark.born == _process.chains and all(chain.generation == at for chain, at in mark.seen.items()):
+            mark.at = now
+            return
         self._heal(state)
+        for name in names:
+            self._check_tree(state, name)
+
+    def _check_tree(self, state: Any, name: str) -> None:
         if (chain := _stale_chain(self._read[name](state), state._mark.seen)) is not None:
             now = "" if chain.step is None else f", and that run is at step {chain.step} now"
             pure = "" if chain.writer.startswith("ckpt.restore") else " or make the step with donate=False"
@@ -385,14 +406,14 @@ class Guarded(Generic[S]):
     ) -> S:
         """Make a state from all its fields and known marks, without walking over its tensors."""
         state = object.__new__(self.cls)
-        for name, write in self._write:
-            write(state, values[name])
+        for write, value in zip(self._write, self._in_order(values)):  # noqa: B905, one for each field
+            write(state, value)
         self._set_mark(state, Mark(seen, lane, heir, made_with))
         return state
 
     def counts_of(self, state: S) -> dict[str, Any]:
         """All fields except the trees, of a state known to be valid."""
-        return {name: read(state) for name, read in self._read_counts}
+        return {name: value for name, value in zip(self.counts, self._read_counts(state))}  # noqa: B905, C416
 
     def replaced(self, state: Any, changes: dict[str, Any]) -> S:
         """A copy with these fields changed."""
@@ -419,7 +440,8 @@ class Guarded(Generic[S]):
 
     def written(self, state: Any, values: dict[str, Any], chain: Chain, readers: int) -> S:
         """Result of a step that wrote the tensors of its chain. The old state is spent from now on."""
-        chain.generation, chain.step, chain.readers = chain.generation + 1, values["step"], readers
+        chain.step, chain.readers = values["step"], readers
+        chain.wrote()
         mark: Mark = state._mark
         seen = mark.seen
         if chain is not mark.lane:

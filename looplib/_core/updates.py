@@ -61,9 +61,9 @@ def conditional(update: Any, init: Any, description: Mapping[str, Any]) -> Calla
             raise
         if type(out) is not tuple or len(out) != 3:
             _refuse(update, out)
-        new, new_state, applied = out
         if not chooses:
-            return new, new_state, applied
+            return out
+        new, new_state, applied = out
         return where(when, new, params), where(when, new_state, opt_state), when & applied
 
     return update_when

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from copy import deepcopy
@@ -31,9 +30,6 @@ from looplib.types import Grads, Params
 
 States = dict[str, dict[str, Any]]
 
-_dtype_of = operator.attrgetter("dtype")
-_shape_of = operator.attrgetter("shape")
-_grad_of = operator.attrgetter("grad")
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 # Classes whose initial state holds the learning rate of the update that creates it, and the key of that value.
@@ -137,9 +133,9 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[
     names = [*states]
     tensors = [*map(params.__getitem__, names)]
     # Group predicates may depend on shapes; without groups nothing does.
-    shapes = [*map(_shape_of, tensors)] if recipe.groups else None
+    shapes = [tensor.shape for tensor in tensors] if recipe.groups else None
     # Models with the same names may be sharded or not, and their kernels differ.
-    key = names, [*map(_dtype_of, tensors)], tensors[0].device, shapes, {*map(type, tensors)} - _PLAIN
+    key = names, [tensor.dtype for tensor in tensors], tensors[0].device, shapes, {*map(type, tensors)} - _PLAIN
     for plan in plans:
         if plan.key == key:
             return plan
@@ -205,11 +201,11 @@ def eager_update(
     states = opt_state["state"]
     plan = plan_for(plans, recipe, params, states)
     check_keys(recipe, opt_state, plan.sample)
-    if [*map(_dtype_of, grads.values())] != plan.key[1]:
+    if [grad.dtype for grad in grads.values()] != plan.key[1]:
         _check_dtypes(grads, params)
     if donate:
-        tensors = dict(zip(grads, map(params.__getitem__, grads), strict=True))
-        working: States = dict(zip(grads, map(states.__getitem__, grads), strict=True))
+        tensors = {name: params[name] for name in grads}
+        working: States = {name: states[name] for name in grads}
     else:
         tensors, working = _copies(grads, params, states)
     late, kept = _first_updates(plan, opt_state, step, grads, working, donate) if plan.late else (frozenset(), {})
@@ -310,20 +306,21 @@ def _run(
             plan.fell_back |= not group["fused"]
         elif plan.asked[number]:
             given |= {name: realigned(name, grads[name], tensors[name], working[name]) for name in names}
-    instance.state = defaultdict(dict, zip(tensors.values(), working.values(), strict=True))
+    instance.state = defaultdict(dict, {tensor: working[name] for name, tensor in tensors.items()})
     _step_with(plan, plan.step, lent, given, tensors)
 
 
 def _fits(names: Sequence[str], grads: Grads, tensors: list[Tensor], working: States) -> bool:
     """True if parameters, gradients and moments have the strides that a fused kernel needs."""
     states = [*map(working.__getitem__, names)]
-    keys = [*map(dict.keys, states)]
-    if keys != keys[:1] * len(keys):
+    if len({*map(len, states)}) > 1:
         return False
     lists = [tensors, [*map(grads.__getitem__, names)]]
     for key, value in states[0].items():
         if isinstance(value, Tensor) and key != "step":
-            lists.append([*map(operator.itemgetter(key), states)])
+            if not all(key in state for state in states):
+                return False
+            lists.append([state[key] for state in states])
     return aligned(lists)
 
 
@@ -401,7 +398,7 @@ def _instance_of_others(
 def _step_with(plan: Plan, step: Any, lent: tuple[Any, Any], grads: Grads, tensors: Params) -> Any:
     """Run an instance's step with these gradients, return its state, and leave the instance empty."""
     instance = lent[0]
-    stale = [*map(_grad_of, tensors.values())]
+    stale = [tensor.grad for tensor in tensors.values()]
     try:
         for name, grad in grads.items():
             tensors[name].grad = grad

@@ -106,7 +106,7 @@ def _train_step(parts: Parts, compiler: Compiler) -> TrainStep:
             _interrupts.begin_hold(thread)
             params, opt_state, buffers, metrics, samples, applied = compiler.run(ready, state)
             values = advanced(state, samples, read(applied), same_batch)
-            values |= {"params": params, "opt_state": opt_state, "buffers": buffers}
+            values |= {"params": params, "opt_state": opt_state, "buffers": buffers, "extra": state.extra}
             if chain is not None:
                 new = written(state, values, chain, readers)
             else:
