@@ -71,7 +71,7 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 def local(leaf: Any) -> Tensor:
     """This process's shard of a DTensor, or a plain tensor unchanged, sharing its memory."""
     if not is_sharded(leaf):
-        return leaf.detach()
+        return leaf.detach()  # type: ignore[no-any-return]
     with torch.no_grad():
         shard = leaf.to_local()
         return shard.wait() if hasattr(shard, "wait") else shard.detach()  # type: ignore[no-any-return]
