@@ -53,18 +53,14 @@ def csv_file(path: str | os.PathLike[str]) -> Sink:
         nonlocal columns, size
         row = {name: _cell(value) for name, value in row_of(state, values).items()}
         file_path.parent.mkdir(parents=True, exist_ok=True)
-        here = file_path.stat().st_size if file_path.exists() else 0
-        if here != size:
-            columns, _, end = _table(file_path, here)
-            if end < here:
+        size_now = file_path.stat().st_size if file_path.exists() else 0
+        if size_now != size:
+            columns, _, end = _table(file_path, size_now)
+            if end < size_now:
                 os.truncate(file_path, end)
         new = [name for name in row if name not in columns]
         if new and columns:
-            grown = columns + new
-            _, rows, _ = _table(file_path, file_path.stat().st_size)
-            lines = [old + [""] * (len(grown) - len(old)) for old in rows]
-            _put(file_path, b"".join(map(_line, [grown, *lines, [row.get(name, "") for name in grown]])))
-            columns = grown
+            columns = _widen(file_path, columns + new, row)
         else:
             header = _line(new) if new else b""
             columns = columns or new
@@ -73,6 +69,14 @@ def csv_file(path: str | os.PathLike[str]) -> Sink:
         size = file_path.stat().st_size
 
     return CodedSink(write, f"csv_file({os.fspath(path)!r})", first_rank=True)
+
+
+def _widen(file_path: Path, columns: list[str], row: Mapping[str, Any]) -> list[str]:
+    """Rewrite the table with more columns, and the row at its end. Returns the columns."""
+    _, rows, _ = _table(file_path, file_path.stat().st_size)
+    lines = [old + [""] * (len(columns) - len(old)) for old in rows]
+    _put(file_path, b"".join(map(_line, [columns, *lines, [row.get(name, "") for name in columns]])))
+    return columns
 
 
 def record(into: list[dict[str, Any]] | MutableMapping[str, list[Any]]) -> Sink:
