@@ -27,7 +27,7 @@ from looplib._core import torch_private
 from looplib._core.ranks import Sums, add_up_over_ranks, shards, total_over_ranks
 from looplib._core.tracing import entered, tracing
 from looplib.metrics._mean import Mean
-from looplib.types import Gradients
+from looplib.types import Gradients, Metric
 
 
 class Objective(NamedTuple):
@@ -131,6 +131,50 @@ def weight_on_host(loss: Any) -> list[float]:
         return [loss.weight * loss.times]
     plain = type(loss.weight) is Tensor and loss.weight.device.type == "cpu"
     return [loss.weight.detach().item() * loss.times] if plain else []
+
+
+def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
+    if isinstance(out, tuple) and not isinstance(out, Mean):
+        if len(out) == 2 and isinstance(out[1], Mapping):
+            if "loss" in out[1]:
+                raise ValueError('the aux of loss_fn has a "loss"; that name is the loss itself: choose another')
+            return out
+        raise TypeError(
+            f"loss_fn returned a {type(out).__name__} of {', '.join(type(item).__name__ for item in out)}; "
+            "return a scalar loss, a Mean(total, weight), or (loss, aux) with a dict aux"
+        )
+    return out, {}
+
+
+def records(loss: Any, aux: Mapping[str, Any], samples: int, donate: bool) -> dict[str, Metric]:
+    """Metric records of a loss and the values beside it, which stay as they are when a donated step writes its state."""
+    metrics = {"loss": record("loss", loss, samples)}
+    for name, value in aux.items():
+        metrics[name] = record(name, _apart(value) if donate else value, samples)
+    return metrics
+
+
+def record(name: str, value: Any, samples: int) -> Metric:
+    """Wrap a value of the loss function in a metric record, detached from the graph."""
+    if isinstance(value, Mean):
+        total, weight = (v.detach() if isinstance(v, Tensor) else v for v in value[:2])
+        return Mean(total, weight, value.times)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return Mean(value.detach(), 1, samples)
+    if isinstance(value, (int, float)):
+        return Mean(value, 1, samples)
+    if isinstance(value, Metric) and not isinstance(value, Tensor):
+        return value
+    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+    raise ValueError(f"{name!r} has {found}; give a scalar, a Mean(total, weight), or another metric")
+
+
+def _apart(value: Any) -> Any:
+    """The value, copied if it may be a parameter or a buffer, which later steps overwrite."""
+    if isinstance(value, Mean):
+        return value._replace(total=_apart(value.total), weight=_apart(value.weight))
+    shares = isinstance(value, Tensor) and (value.grad_fn is None or torch_private.is_view(value))
+    return value.clone() if shares else value
 
 
 _constants: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}

@@ -28,9 +28,18 @@ from looplib._core.random import mix
 from looplib._core.ranks import rank, several
 from looplib._core.tracing import differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
-from looplib._objective import Objective, mean_over_ranks, objective_of, on_host, scalar_like, weight_on_host
+from looplib._objective import (
+    Objective,
+    mean_over_ranks,
+    objective_of,
+    on_host,
+    records,
+    scalar_like,
+    split_loss,
+    weight_on_host,
+)
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, LossFn, Metric, Part, TrainState, check_state, trees_of
+from looplib.types import WHOLE, GradFn, Gradients, LossFn, Part, TrainState, check_state, trees_of
 
 __all__ = ["make_grad_fn"]
 
@@ -193,9 +202,7 @@ def _microbatch_of(
                 normalizer = part.context.samples  # the total is known in advance, so no division is left for the end
             objective = objective_of(loss, samples, summed, normalizer)
         _backward(objective.value, objective.factor, part.scale, leaves.inputs, leaves.again)
-        metrics: dict[str, Metric] = {"loss": record("loss", loss, samples)}
-        for name, value in aux.items():
-            metrics[name] = record(name, _apart(value) if part.donate else value, samples)
+        metrics = records(loss, aux, samples, part.donate)
         grads, after = {}, {}
         if final:
             for left in reversed(range(passes.spare)):
@@ -379,19 +386,6 @@ def unreached(names: Iterable[str]) -> str:
     )
 
 
-def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
-    if isinstance(out, tuple) and not isinstance(out, Mean):
-        if len(out) == 2 and isinstance(out[1], Mapping):
-            if "loss" in out[1]:
-                raise ValueError('the aux of loss_fn has a "loss"; that name is the loss itself: choose another')
-            return out
-        raise TypeError(
-            f"loss_fn returned a {type(out).__name__} of {', '.join(type(item).__name__ for item in out)}; "
-            "return a scalar loss, a Mean(total, weight), or (loss, aux) with a dict aux"
-        )
-    return out, {}
-
-
 _run_backward = torch_private.run_backward
 
 
@@ -411,29 +405,6 @@ def _backward(
     if scale is not None or seed is factor:
         seed = seed.reshape(()).to(loss.device, loss.dtype)
     _run_backward((loss,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True)
-
-
-def _apart(value: Any) -> Any:
-    """The value, copied if it may be a parameter or a buffer, which later steps overwrite."""
-    if isinstance(value, Mean):
-        return value._replace(total=_apart(value.total), weight=_apart(value.weight))
-    shares = isinstance(value, Tensor) and (value.grad_fn is None or torch_private.is_view(value))
-    return value.clone() if shares else value
-
-
-def record(name: str, value: Any, samples: int) -> Metric:
-    """Wrap a value of the loss function in a metric record, detached from the graph."""
-    if isinstance(value, Mean):
-        total, weight = (v.detach() if isinstance(v, Tensor) else v for v in value[:2])
-        return Mean(total, weight, value.times)
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return Mean(value.detach(), 1, samples)
-    if isinstance(value, (int, float)):
-        return Mean(value, 1, samples)
-    if isinstance(value, Metric) and not isinstance(value, Tensor):
-        return value
-    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
-    raise ValueError(f"{name!r} has {found}; give a scalar, a Mean(total, weight), or another metric")
 
 
 def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:

@@ -166,11 +166,6 @@ def _unpack(value: Any) -> str:
 
 
 Grads = dict[str, Tensor]
-"""Gradients by parameter name, as in `Gradients.grads`.
-
->>> import torch
->>> grads = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
-"""
 
 
 LossFn = Callable[[Any, Any], Any]
@@ -271,7 +266,7 @@ WHOLE = Part()
 class GradFn(Protocol):
     """Gradient function: `grad_fn(state, batch, part=Part()) -> Gradients`, pure.
 
-    `make_grad_fn` returns one, and wrappers take one and return another. A wrapper passes `part` on:
+    `make_grad_fn` returns one. A wrapper takes one, returns another, and passes `part` on:
 
     >>> import looplib as ll, torch
     >>> def halved(grad_fn):
@@ -313,19 +308,9 @@ class Metric(Protocol):
 
 
 Metrics = Mapping[str, Metric]
-"""Metric records by name, as returned by steps.
-
->>> import looplib as ll
->>> metrics = {"loss": ll.Mean(6.0, 3)}
-"""
 
 
 Params = dict[str, Tensor]
-"""Parameters by name, as in `TrainState.params`.
-
->>> import torch
->>> params = dict(torch.nn.Linear(2, 1).named_parameters())
-"""
 
 
 class Init(Protocol):
@@ -340,24 +325,23 @@ class Init(Protocol):
 class Update(Protocol):
     """Optimizer update: `update(grads, opt_state, params, step, **options) -> (params, opt_state, applied)`.
 
-    `grads` names the parameters to change; the others are returned as they are. `step` is the number of updates made
-    before this one, which schedules depend on. `applied` is a bool, or a 0-dim bool tensor that the train step reads:
-    True if an update was made, since `state.step` counts updates. A wrapper returns the `applied` of the optimizer it
-    wraps.
+    `grads` names the parameters to change; the others are returned unchanged. `step` is the number of earlier
+    updates, which schedules depend on. `applied` is a bool, or a 0-dim bool tensor that the train step reads: True if
+    an update was made, since `state.step` counts updates. A wrapper returns the `applied` of the optimizer it wraps.
 
     The keyword arguments after `step` are optional to implement:
 
     Args:
         donate: if True, the tensors of `params` and `opt_state` may be overwritten. An update without this argument
-            always makes new tensors, even in donated steps, so a state bound to a module is then no longer bound.
+            always makes new tensors, so after a donated step, a state bound to a module is no longer bound.
         when: a bool or a 0-dim bool tensor. If it is false, `params` and `opt_state` are returned unchanged and
             `applied` is False. An update without this argument is not called in that case, or its result is dropped.
         extra: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,
             and `evaluate`, a function from params to `(loss, grads)` on the same batch.
 
-    A wrapper that skips updates therefore adds one line. It works in donated steps, where the flag is read before
-    anything is overwritten, in compiled and vectorized steps, where the graph selects the result, and around or
-    inside other such wrappers, which share a single flag:
+    A wrapper that skips updates adds one line. It works in donated steps (the flag is read before anything is
+    overwritten), compiled and vectorized ones (the graph selects the result), and nested, with a single flag for all
+    wrappers:
 
     >>> import dataclasses, looplib as ll, torch
     >>> def skip_small_losses(optimizer, least):
@@ -371,8 +355,7 @@ class Update(Protocol):
     >>> state.step, state.skipped
     (0, True)
 
-    If a wrapper has state of its own, it chooses between the new and the old one with
-    `ll.optim.where(applied, new, old)`.
+    A wrapper with its own state chooses between the new and the old one with `ll.optim.where(applied, new, old)`.
     """
 
     def __call__(
@@ -412,8 +395,7 @@ class Optimizer:
 
     Attributes:
         init: `init(params, **extra) -> opt_state`, a pytree; `extra` holds `buffers`. See `Init`.
-        update: `update(grads, opt_state, params, step, donate=False, when=True, **extra) -> (params, opt_state,
-            applied)`. See `Update`.
+        update: `update(grads, opt_state, params, step, **options) -> (params, opt_state, applied)`. See `Update`.
         evaluation: `evaluation(params, buffers, opt_state) -> (params, buffers)`, the weights to evaluate with if
             they differ from the trained ones, such as averages. See `eval_state`.
         hyperparameters: `hyperparameters(opt_state, step) -> {name: float}`, the values for the next update. See

@@ -78,6 +78,12 @@ class HasAnUnusedLayer(WithLayer):
         self.unused = nn.Linear(4, 2)
 
 
+class ClampsItsWeight(WithLayer):
+    def forward(self, x):
+        self.layer.weight.data.clamp_(-0.1, 0.1)
+        return self.layer(x)
+
+
 class CountsItsCalls(WithLayer):
     def forward(self, x):
         self.calls += 1
@@ -95,6 +101,14 @@ class EndsEarly(Dataset):
 
     def __getitem__(self, index):
         raise StopIteration
+
+
+def halved(grad_fn):
+    def halved_grad_fn(state, batch, part):
+        out = grad_fn(state, batch, part)
+        return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
+
+    return halved_grad_fn
 
 
 def calls_backward(model, x):

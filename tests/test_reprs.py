@@ -143,6 +143,7 @@ def test_a_wrapper_of_ones_own_within_a_step_is_shown_by_its_name():
 
 def test_a_remembered_function_is_called_as_before():
     step = ll.make_train_step(ll.make_grad_fn(MODEL, loss_fn), ll.optimizer(SGD, lr=0.1))
+    assert type(step).__name__ == "function"  # in error messages
     assert list(inspect.signature(step).parameters) == ["state", "batch"]
     state, metrics = step(ll.init_state(MODEL, ll.optimizer(SGD, lr=0.1)), batch=torch.ones(4, 2))
     assert state.step == 1

@@ -73,8 +73,9 @@ class _Sum:
 
     def differs(self, tensor: Tensor | None) -> bool:
         """True if the same tensor has different values although torch counted no write. False for a different tensor."""
-        same = tensor is not None and self.tensor() is tensor and torch_private.version(tensor) == self.version
-        return same and not torch.equal(self.value, checksum(tensor))
+        if tensor is None or self.tensor() is not tensor or torch_private.version(tensor) != self.version:
+            return False
+        return not torch.equal(self.value, checksum(tensor))
 
 
 # Shared by all models that write nothing, so that their steps do no extra work.

@@ -56,6 +56,9 @@ class Function(functools.partial[Any]):
         return str(self.call)
 
 
+Function.__name__ = "function"  # in error messages, which call it what it is to its users
+
+
 def remember(made: T, factory: Callable[..., Any], *args: Any, **settings: Any) -> T:
     """Return the object that a factory made, with the call as its repr. Settings at their defaults are left out."""
     call = Call(factory, args, settings)

@@ -23,8 +23,8 @@ from looplib._core.random import mix
 from looplib._core.ranks import gather, largest_over_ranks, rank, several
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_samples
-from looplib._objective import mean_of
-from looplib.gradients import indices, make_grad_fn, of_this_model, record, split_loss
+from looplib._objective import mean_of, record, split_loss
+from looplib.gradients import indices, make_grad_fn, of_this_model
 from looplib.grads import accumulate, reduce_gradients
 from looplib.metrics import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
@@ -112,9 +112,7 @@ def make_contrastive_grad_fn(
         embeddings: list[Any] = []
 
         def body() -> None:
-            for number in range(
-                passes
-            ):  # the same number on all ranks, since an engine may wait for the others in each
+            for number in range(passes):  # as many on all ranks, since an engine may wait for the others in each
                 index = min(number, len(batches) - 1)
                 host.start(seeds[index])
                 embeddings.append(embed_fn(model, batches[index]))
@@ -124,16 +122,7 @@ def make_contrastive_grad_fn(
         return embeddings[: len(batches)]
 
     def contrastive(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        if tracing():
-            raise UntraceableError(
-                "make_contrastive_grad_fn runs each microbatch twice, and its graph would hold both at once: leave out "
-                "ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block)"
-            )
-        if part.summed:
-            raise ValueError(
-                "make_contrastive_grad_fn within accumulate would compare the samples of one microbatch alone: leave "
-                "accumulate out, and give make_contrastive_grad_fn(..., microbatches=)"
-            )
+        _check_whole(part)
         count = batch_size(batch)
         sizes = [len(rows) for rows in torch.arange(count).tensor_split(max(1, min(microbatches, count)))]
         batches = trees.split(batch, count, sizes, batch_size)
@@ -148,6 +137,20 @@ def make_contrastive_grad_fn(
 
     made = mark(contrastive, Made("grad_fn", "make_contrastive_grad_fn", whole_step=True, scaled=True, model=model))
     return remember(made, make_contrastive_grad_fn, model, embed_fn, embedding_loss, microbatches=microbatches)
+
+
+def _check_whole(part: Part) -> None:
+    """Raise inside a compiled step or `accumulate`, where the whole batch is not at hand."""
+    if tracing():
+        raise UntraceableError(
+            "make_contrastive_grad_fn runs each microbatch twice, and its graph would hold both at once: leave out "
+            "ll.compile_step, and compile the blocks of the model instead, ll.transforms.compile_blocks(model, Block)"
+        )
+    if part.summed:
+        raise ValueError(
+            "make_contrastive_grad_fn within accumulate would compare the samples of one microbatch alone: leave "
+            "accumulate out, and give make_contrastive_grad_fn(..., microbatches=)"
+        )
 
 
 def _floating(embeddings: Any) -> list[Tensor]:
