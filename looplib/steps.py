@@ -31,7 +31,8 @@ from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
 from looplib._core.updates import checked, read
 from looplib._objective import record
-from looplib.gradients import check_whole, of_this_model
+from looplib._wrapping import check_whole
+from looplib.gradients import of_this_model
 from looplib.metrics._mean import Mean
 from looplib.types import (
     EvalStep,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.calls import remember
-from looplib.gradients import check_whole, of_whole_step
+from looplib._wrapping import check_whole, of_whole_step
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
 

@@ -8,8 +8,8 @@ import torch
 
 from looplib._core.calls import remember
 from looplib._core.kinds import Made, mark
+from looplib._wrapping import check_grad_fn
 from looplib.contrib._per_sample import _examples, _together
-from looplib.gradients import check_grad_fn
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 

@@ -25,7 +25,8 @@ from looplib._core.ranks import rank
 from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import mean_of, multiply, record, split_loss
-from looplib.gradients import PER_SAMPLE_SCALED, of_this_model
+from looplib._wrapping import PER_SAMPLE_SCALED
+from looplib.gradients import of_this_model
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Grads, LossFn, Metric, Part, TrainState
 

@@ -15,8 +15,8 @@ from looplib._core.kinds import Made, mark
 from looplib._core.random import mix
 from looplib._core.tracing import tracing
 from looplib._objective import multiply
+from looplib._wrapping import check_grad_fn, check_parts, of_whole_step
 from looplib.contrib._per_sample import _examples, _sum, _together
-from looplib.gradients import check_grad_fn, check_parts, of_whole_step
 from looplib.grads._wrapper import max_norm_of, seen
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Grads, Metric, Part, TrainState

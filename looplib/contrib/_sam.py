@@ -9,7 +9,7 @@ import torch
 
 from looplib._core.calls import remember
 from looplib._core.checks import check_argument
-from looplib.gradients import check_whole, of_whole_step
+from looplib._wrapping import check_whole, of_whole_step
 from looplib.grads._clipping import global_norm
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 

@@ -24,7 +24,8 @@ from looplib._core.ranks import several
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib._objective import mean_of_sums, sum_of_weights
-from looplib.gradients import check_parts, indices
+from looplib._wrapping import check_parts
+from looplib.gradients import indices
 from looplib.grads._wrapper import kept, name_of
 from looplib.metrics._mean import merge
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState

@@ -18,7 +18,7 @@ from looplib._core.calls import remember
 from looplib._core.checks import check_argument
 from looplib._core.ranks import is_sharded
 from looplib._objective import multiply
-from looplib.gradients import check_whole, of_whole_step
+from looplib._wrapping import check_whole, of_whole_step
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 

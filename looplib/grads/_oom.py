@@ -20,7 +20,7 @@ from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib._objective import mean_of_sums
-from looplib.gradients import check_parts
+from looplib._wrapping import check_parts
 from looplib.grads._accumulation import over
 from looplib.grads._wrapper import kept
 from looplib.metrics._mean import Mean

@@ -8,7 +8,7 @@ from typing import Any
 from looplib._core import ranks as _ranks
 from looplib._core.calls import remember
 from looplib._objective import mean_over_ranks
-from looplib.gradients import check_parts
+from looplib._wrapping import check_parts
 from looplib.grads._wrapper import kept
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 

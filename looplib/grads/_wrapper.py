@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from looplib._core.kinds import Made, chain, made, mark
-from looplib.gradients import check_grad_fn, of_whole_step
+from looplib._wrapping import check_grad_fn, of_whole_step
 from looplib.types import GradFn
 
 

@@ -17,7 +17,7 @@ import torch
 
 from looplib._core.checks import check_batches
 from looplib._core.kinds import Made, check_kind, made, mark
-from looplib.gradients import check_grad_fn
+from looplib._wrapping import check_grad_fn
 from looplib.types import GradFn, Optimizer, TrainState
 
 T = TypeVar("T")

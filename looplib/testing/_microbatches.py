@@ -13,7 +13,7 @@ from torch import Tensor
 from looplib._core.engines import Context
 from looplib._core.kinds import chain
 from looplib._core.trees import batch_size, split
-from looplib.gradients import check_grad_fn
+from looplib._wrapping import check_grad_fn
 from looplib.grads._accumulation import accumulate
 from looplib.testing._compare import copied, same
 from looplib.testing._float64 import WithoutDropout, in_float64

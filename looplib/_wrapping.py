@@ -1,0 +1,79 @@
+"""Checks of gradient functions: which of them a wrapper may be put around."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from looplib._core import kinds
+from looplib._core.kinds import Made
+from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+
+
+def check_grad_fn(grad_fn: GradFn, who: str) -> GradFn:
+    """Return the `GradFn` to call. Raise unless this is one, or a function that may be one."""
+    inside = f"; put it inside: make_train_step({who}(grad_fn, ...), optimizer)"
+    steps = ("train_step", "eval_step", "predict_step")
+    return kinds.checked(grad_fn, who, "grad_fn", advice=inside if kinds.kind_of(grad_fn) in steps else "")
+
+
+def check_whole(grad_fn: GradFn, who: str) -> GradFn:
+    """Like `check_grad_fn`; also raise unless it returns gradients of the parameters, and not one per sample."""
+    checked = check_grad_fn(grad_fn, who)
+    if (record := kinds.made(grad_fn)) is not None and record.per_sample:
+        raise ValueError(
+            f"gradients of each sample do not add up within {who}: bring them together inside, "
+            f"{who}(clip_per_sample({record.name}(...), max_norm), ...)"
+        )
+    return checked
+
+
+def check_parts(grad_fn: GradFn, who: str, but: str = "") -> GradFn:
+    """Like `check_grad_fn`; also raise if it has no meaning for microbatches, which `who` is going to request."""
+    checked = check_whole(grad_fn, who)
+    for record in kinds.chain(grad_fn):
+        if record.whole_step and record.name != but:
+            raise ValueError(_order(record.name, who))
+    return checked
+
+
+def check_scalable(grad_fn: GradFn, who: str) -> GradFn:
+    """Like `check_grad_fn`; also raise if it has no meaning for a scaled loss."""
+    checked = check_whole(grad_fn, who)
+    for record in kinds.chain(grad_fn):
+        if record.name == who:
+            raise ValueError(f"{who} within {who}: once is enough")
+        if record.whole_step and not record.scaled:
+            raise ValueError(_order(record.name, who))
+        if record.per_sample:
+            raise ValueError(PER_SAMPLE_SCALED)
+    return checked
+
+
+PER_SAMPLE_SCALED = (
+    "per-sample gradients within scale_loss are not supported: leave it out; autocast to torch.bfloat16, which needs "
+    "no loss scale"
+)
+
+
+def of_whole_step(name: str, function: GradFn, inner: GradFn, *, scaled: bool = False) -> GradFn:
+    """Build a wrapper for the gradients of a whole step, which refuses those of a single microbatch.
+
+    It also refuses the gradients of a scaled loss unless `scaled` is True.
+    """
+    check_whole(inner, name)
+
+    def whole(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
+        if part.summed:
+            raise ValueError(_order(name, "accumulate"))
+        if part.scale is not None and not scaled:
+            raise ValueError(_order(name, "scale_loss"))
+        return function(state, batch, part)
+
+    return kinds.mark(whole, Made("grad_fn", name, inner, whole_step=True, scaled=scaled))
+
+
+def _order(name: str, wrapper: str) -> str:
+    what = {"scale_loss": "scaled gradients", "reduce_gradients": "each rank's part alone"}.get(
+        wrapper, "each piece alone"
+    )
+    return f"{name} within {wrapper} would act on {what}: put it around, {name}({wrapper}(grad_fn, ...), ...)"
