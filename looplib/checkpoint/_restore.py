@@ -82,7 +82,9 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     if template.params and all(isinstance(leaf, nn.Parameter) for leaf in template.params.values()):
         sharing = Sharing(leaves, wanted, saved.entry, path)
         sharing.check_weights(saved.value)
-        writes = [(local(leaf), saved.value(leaf_path)) for leaf_path, leaf in sharing.written.items()]
+        # Not detached, unless sharded: the record of who has written a tensor ends with the tensor.
+        memory = {leaf_path: local(leaf) if is_sharded(leaf) else leaf for leaf_path, leaf in sharing.written.items()}
+        writes = [(tensor, saved.value(leaf_path)) for leaf_path, tensor in memory.items()]
         # A leaf that is not restored but shares memory with a restored one keeps its value in a copy.
         leaves |= {leaf_path: _copied(leaves[leaf_path]) for leaf_path in sharing.kept_apart}
         wanted = {leaf_path: leaf for leaf_path, leaf in wanted.items() if leaf_path not in sharing.written}
