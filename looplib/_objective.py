@@ -146,11 +146,11 @@ def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
     return out, {}
 
 
-def records(loss: Any, aux: Mapping[str, Any], samples: int, donate: bool) -> dict[str, Metric]:
-    """Metric records of a loss and the values beside it, which stay as they are when a donated step writes its state."""
+def records(loss: Any, aux: Mapping[str, Any], samples: int, apart: bool) -> dict[str, Metric]:
+    """Metric records of a loss and the values beside it, `apart` from parameters and buffers among these."""
     metrics = {"loss": record("loss", loss, samples)}
     for name, value in aux.items():
-        metrics[name] = record(name, _apart(value) if donate else value, samples)
+        metrics[name] = record(name, _apart(value) if apart else value, samples)
     return metrics
 
 

@@ -202,7 +202,7 @@ def _microbatch_of(
                 normalizer = part.context.samples  # the total is known in advance, so no division is left for the end
             objective = objective_of(loss, samples, summed, normalizer)
         _backward(objective.value, objective.factor, part.scale, leaves.inputs, leaves.again)
-        metrics = records(loss, aux, samples, part.donate)
+        metrics = records(loss, aux, samples, apart=not leaves.traced)
         grads, after = {}, {}
         if final:
             for left in reversed(range(passes.spare)):

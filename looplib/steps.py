@@ -423,6 +423,17 @@ def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState,
     return core
 
 
+def _apart(out: Any) -> Any:
+    """The outputs, with copies of parameters among them, over which a donated step may write."""
+    if not any(map(ownership.may_be_written, ownership.tensors_in(out))):
+        return out
+
+    def copied(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) and ownership.may_be_written(leaf) else leaf
+
+    return torch_private.pytree.tree_map(copied, out)
+
+
 def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> PredictStep:
     host = _modules.Host(model, training=False)
 
@@ -437,7 +448,7 @@ def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> 
             before = host.unwritten.begin(params)
             out = host.run(host.unshared(params), lent, seed, lambda: function(model, batch))
             host.unwritten.check(params, before)
-            return out
+            return out if tracing() else _apart(out)
         except Exception as error:
             raise host.explained(error, params, buffers, batch)  # noqa: B904
         finally:

@@ -885,3 +885,23 @@ def test_a_parameter_or_a_buffer_among_the_metrics_keeps_the_value_of_its_step()
     assert found[0] == found[1]
     assert [row["calls"] for row in found[0]] == [1, 2, 3]
     assert len({row["view"] for row in found[0]}) == 3
+
+
+def test_what_steps_return_of_a_state_stays_when_a_donated_step_spends_it():
+    model, optimizer = nn.Linear(3, 2), ll.optimizer(torch.optim.SGD, lr=0.1)
+
+    def metrics_of(model, x):
+        return {"corner": model.weight[0, 0], "mean": ll.Mean(model.bias[1], 1), "out": model(x).mean()}
+
+    grad_fn = ll.make_grad_fn(model, lambda model, x: (model(x).mean(), metrics_of(model, x)))
+    pure, donated = (ll.make_train_step(grad_fn, optimizer, donate=donate) for donate in (False, True))
+    eval_step = ll.make_eval_step(model, metrics_of)
+    predict_step = ll.make_predict_step(model, lambda model, x: {"rows": [model.weight[:, 0], model.bias.detach()]})
+    state, x = ll.init_state(model, optimizer), torch.ones(2, 3)
+    for _ in range(2):
+        of_step, of_eval, rows = pure(state, x)[1], eval_step(state, x), predict_step(state, x)["rows"]
+        before = ll.compute(of_step), ll.compute(of_eval), [row.tolist() for row in rows]
+        state, _ = donated(state, x)
+        assert (ll.compute(of_step), ll.compute(of_eval)) == before[:2]
+        assert rows[0].tolist() == before[2][0]
+    assert rows[1].tolist() == before[2][1]  # from the second step on, the run is known to own its memory

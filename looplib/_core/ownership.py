@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import interrupts as _interrupts
+from looplib._core import torch_private
 from looplib._core.overlap import share_elements
 from looplib._core.torch_private import pytree
 
@@ -137,6 +138,16 @@ def _storage(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:  # sparse tensors and tensors of torch.func transforms have no storage to write in place
         return 0
+
+
+def may_be_written(tensor: Tensor) -> bool:
+    """Tell whether a donated step may write to a tensor: a parameter, a view of one, or memory of a donated run.
+
+    A `detach()` of a parameter counts from the run's first donated step on.
+    """
+    base = torch_private.view_base(tensor)
+    source = tensor if base is None else base
+    return (source.is_leaf and source.requires_grad) or _storage(tensor) in _owners
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

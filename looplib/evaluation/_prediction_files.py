@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,12 @@ def read_index(target: Path) -> Index:
     lines: list[Any] = []
     if path.exists():
         with open(path, "rb") as file, suppress(orjson.JSONDecodeError):
-            lines.extend(orjson.loads(line) for line in file if line.endswith(b"\n"))
+            lines.extend(takewhile(_is_record, (orjson.loads(line) for line in file if line.endswith(b"\n"))))
     return Index(target, lines[0], lines[1:]) if lines else Index(target)
+
+
+def _is_record(line: Any) -> bool:
+    return isinstance(line, dict) and (line.keys() >= {"run", "outputs"} or line.keys() >= {"examples", "ends"})
 
 
 def file_names(outputs: Mapping[str, Any]) -> dict[str, str]:

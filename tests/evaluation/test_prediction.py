@@ -570,3 +570,17 @@ def test_prediction_leaves_the_random_stream_where_it_is(tmp_path):
     assert torch.equal(torch.cat(outputs), expected)
     ll.predict_to(tmp_path / "out", step, state, batches)
     assert torch.equal(torch.get_rng_state(), stream)
+
+
+@pytest.mark.parametrize("line", [b"0\n", b"{}\n", b"[1]\n"])
+def test_a_line_of_the_index_that_says_nothing_is_the_end_of_it(tmp_path, line):
+    _, _, state = parts()
+    batches = torch.arange(9.0).split(3)
+    path = ll.predict_to(tmp_path / "out", lambda state, x: x, state, batches)
+    index = path / "index.jsonl"
+    whole = index.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    index.write_bytes(lines[0] + lines[1] + line + lines[3])
+    ll.predict_to(path, lambda state, x: x, state, batches)
+    assert index.read_bytes() == whole
+    assert ll.evaluation.read_predictions(path)["output"].tolist() == list(range(9))
