@@ -166,7 +166,8 @@ def checked(value: F, who: str, *expected: str, advice: str = "") -> F:
         try:
             out = value(*args, **kwargs)
         except (AttributeError, TypeError) as error:
-            about_the_state = "'TrainState'" in str(error) or "not TrainState" in str(error)
+            of_the_state = isinstance(error, AttributeError) and kind_of(error.obj) == "state"
+            about_the_state = of_the_state or "'TrainState'" in str(error) or "not TrainState" in str(error)
             if not about_the_state or isinstance(error, WrongKindError):
                 raise
             raise WrongKindError(
