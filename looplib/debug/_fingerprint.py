@@ -101,7 +101,7 @@ def read_fingerprints(path: str | os.PathLike[str]) -> dict[int, dict[str, str]]
     >>> read_fingerprints(path)
     {0: {'/x': '0.0'}, 10: {'/x': '1.0'}}
 
-    Other rows of the log are skipped. If the run went back to an earlier step, its first rows beyond that step are
+    Other rows of the log are skipped. If the run went back to an earlier step, its previous rows beyond that step are
     left out.
 
     Args:
