@@ -1,4 +1,4 @@
-"""Checks of gradient functions: which of them a wrapper may be put around."""
+"""Checks of gradient functions: which wrappers may go around which."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def _written(renormed: Iterable[str], params: dict[str, Tensor], state: TrainSta
 
 
 def _with_kept(out: Gradients, before: Mapping[str, Tensor], lent: Mapping[str, Tensor]) -> Gradients:
-    """The gradients of a pure call, with the very buffers of the state where nothing was written."""
+    """Gradients of a pure call, with the state's own buffers where nothing was written."""
     if not before:
         return out
     return out._replace(

@@ -224,7 +224,7 @@ class Host:
             _tracing.draws_for(seed)
 
     def _set_modes(self, modes: list[bool]) -> None:
-        """Put the module and its submodules into these modes, whatever they are in now."""
+        """Set the modes of the module and its submodules."""
         if [module.training for module in self.modules] != modes:
             for module, mode in zip(self.modules, modes, strict=True):
                 if module.training is not mode:

@@ -141,7 +141,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def may_be_written(tensor: Tensor) -> bool:
-    """Tell whether a donated step may write to a tensor: a parameter, a view of one, or memory of a donated run.
+    """True if a donated step may write to a tensor: a parameter, a view of one, or memory of a donated run.
 
     A `detach()` of a parameter counts from the run's first donated step on.
     """
@@ -355,7 +355,7 @@ class Guarded(Generic[S]):
         return guarded
 
     def trees_of(self, state: Any) -> Any:
-        """All trees of a state, with one look at its mark."""
+        """All trees of a state, checking its mark once."""
         if state._mark.at != _process.clock:
             self._check(state, self.trees)
         return self._read_trees(state)
@@ -379,7 +379,7 @@ class Guarded(Generic[S]):
             self._set_mark(state, new._mark)
 
     def _check(self, state: Any, names: tuple[str, ...]) -> None:
-        """Raise if one of these trees cannot be read, now that something has been written since the last look."""
+        """Raise if one of these trees cannot be read. Called after something has been written since the last check."""
         mark, now = state._mark, _process.clock
         if mark.born == _process.chains and all(chain.generation == at for chain, at in mark.seen.items()):
             mark.at = now

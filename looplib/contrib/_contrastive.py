@@ -140,7 +140,7 @@ def make_contrastive_grad_fn(
 
 
 def _check_whole(part: Part) -> None:
-    """Raise inside a compiled step or `accumulate`, where the whole batch is not at hand."""
+    """Raise inside a compiled step or `accumulate`, where the whole batch is not available."""
     if tracing():
         raise UntraceableError(
             "make_contrastive_grad_fn runs each microbatch twice, and its graph would hold both at once: leave out "
