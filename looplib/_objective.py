@@ -147,7 +147,7 @@ def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def records(loss: Any, aux: Mapping[str, Any], samples: int, apart: bool) -> dict[str, Metric]:
-    """Metric records of a loss and its additional values, copied by `apart` from parameters and buffers."""
+    """Metric records of a loss and its additional values. With `apart`, parameters and buffers among them are copied."""
     metrics = {"loss": record("loss", loss, samples)}
     for name, value in aux.items():
         metrics[name] = record(name, _apart(value) if apart else value, samples)

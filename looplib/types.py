@@ -62,8 +62,7 @@ class TrainState(ownership.Marked):
         epoch: epochs completed.
         batch: batches consumed in this epoch.
         epoch_length: batches in an epoch, or None for a stream.
-        samples: samples consumed.
-        batch_samples: samples in the last batch.
+        samples, batch_samples: samples consumed, and samples in the last batch.
         batch_steps: updates made on the last batch: usually 1, 0 if the update was skipped, more with `same_batch`.
         params, buffers: dicts of name -> tensor, as given by `named_parameters` and `named_buffers`.
         opt_state: the optimizer's pytree.
@@ -457,7 +456,7 @@ step      5  epoch      0  loss 0.5
 class TrainStep(Protocol):
     """Training step: `train_step(state, batch) -> (state, metrics)`.
 
-    `make_train_step` returns one. Any function of this form is one, such as a wrapper:
+    `make_train_step` returns one. Any such function is one, such as a wrapper:
 
     >>> import looplib as ll, torch
     >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
