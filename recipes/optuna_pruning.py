@@ -94,10 +94,10 @@ def search(trials: int, epochs: int, startup: int, grace: int, seed: int, storag
         storage=storage or None,
         study_name="digits",
         load_if_exists=True,
-        sampler=optuna.samplers.TPESampler(seed=seed),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=startup, n_warmup_steps=grace),
     )
     ended = [trial for trial in study.trials if trial.state.is_finished()]
+    study.sampler = optuna.samplers.TPESampler(seed=seed + len(ended))  # the same seed would repeat the first trials
     report = [lambda study, trial: print(f"trial {trial.number}: {trial.state.name.lower()}, loss {trial.value:.4f}")]
     print(f"{len(ended)} of {trials} trials are done")
     study.optimize(objective, n_trials=max(0, trials - len(ended)), callbacks=report)

@@ -48,6 +48,7 @@ def test_a_stored_search_goes_on(recipe, tmp_path, capsys):
     found = recipe.main(trials=3, **settings)
     study = recipe.search(trials=3, epochs=2, startup=5, grace=3, seed=0, storage=settings["storage"])
     assert len(study.trials) == 3
+    assert len({tuple(trial.params.values()) for trial in study.trials}) == 3  # no settings are tried twice
     assert found["loss"] == found["best_value"] == study.best_value
     assert found["share"] == 1
     assert (tmp_path / "run/trials.png").read_bytes().startswith(b"\x89PNG")
