@@ -62,7 +62,7 @@ def conditional(update: Any, init: Any, description: Mapping[str, Any]) -> Calla
         if type(out) is not tuple or len(out) != 3:
             _refuse(update, out)
         if not chooses:
-            return out
+            return out  # type: ignore[no-any-return]
         new, new_state, applied = out
         return where(when, new, params), where(when, new_state, opt_state), when & applied
 

@@ -414,8 +414,8 @@ def _step_with(plan: Plan, step: Any, lent: tuple[Any, Any], grads: Grads, tenso
             "SGD and Adagrad take both kinds, the others dense ones only"
         ) from error
     finally:
-        for tensor, grad in zip(tensors.values(), stale, strict=True):
-            tensor.grad = grad
+        for tensor, before in zip(tensors.values(), stale, strict=True):
+            tensor.grad = before
         plan.give_back(lent)
 
 
