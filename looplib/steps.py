@@ -154,7 +154,7 @@ def make_train_step(
         same_batch: if True, this is a second update on a batch that another step has already consumed, such as the
             second network of a GAN. `step` counts the update; the position in the data stays. Call the other step
             first.
-        unknown: no other arguments are accepted. `compile=` is refused with a message that says what to write
+        misplaced, unknown: no other arguments are accepted. `compile=` is refused with a message that says what to write
             instead.
 
     Raises:
@@ -178,9 +178,9 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Train
     part, watch = Part(), Watch(grad_fn)
 
     def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
-        watch.see(state, batch)
         _interrupts.install()
         out = grad_fn(state, batch, part)
+        watch.see(state, batch)
         params, opt_state, applied = optimizer.update(
             out.grads,
             state.opt_state,

@@ -54,6 +54,15 @@ class Saved:
         """Names of tensors with a checksum that were written although torch counted no write."""
         return {name for name, before in self.sums.items() if before.differs(self.tensors.get(name))}
 
+    def watch_only(self, names: Set[str]) -> None:
+        """Check only these tensors from now on: the update that follows may write the others."""
+        watched = {name for name in self.tensors if name in names}
+        self.versions = [
+            version for name, version in zip(self.tensors, self.versions, strict=True) if name in watched
+        ]
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in watched}
+        self.sums = {name: value for name, value in self.sums.items() if name in watched}
+
     def restore(self) -> set[str]:
         """Restore the values, and return the names of written tensors that cannot be restored."""
         lost = (self.changed() | self.uncounted()) - self.copies.keys()
@@ -122,6 +131,7 @@ class Written:
             changed |= saved.uncounted()
         if self.looks:
             self.params |= changed - buffers.keys()
+            saved.watch_only(self.params | buffers.keys())
             self.looks = bool(self.params)
             changed &= buffers.keys()
         if self.buffers is None or not changed <= self.buffers:

@@ -33,30 +33,26 @@ class Watch:
     one is created may look the same, as in `train_step(state, next(batches))`.
     """
 
-    __slots__ = ("_batch", "_counts", "_last", "_model", "_repeats", "_warned")
+    __slots__ = ("_batch", "_last", "_model", "_repeats", "_warned")
 
     def __init__(self, grad_fn: Any) -> None:
         self._model = next((record.model for record in kinds.chain(grad_fn) if record.model is not None), None)
-        self._last = self._batch = 0  # ids of the last call's arguments, since references would keep tensors alive
+        self._last: weakref.ref[Any] | None = None  # weak, since a reference would keep tensors alive
+        self._batch = 0  # its id, for the same reason
         self._repeats = 0
-        self._counts: tuple[int, ...] = ()
         self._warned = False
 
     def see(self, state: Any, batch: Any) -> None:
         """Record a call of the step."""
-        if id(state) == self._last:
+        if self._last is not None and self._last() is state:
             self._see_again(state, batch)
         else:
-            if not self._last and self._model is not None and not tracing():
+            if self._last is None and self._model is not None and not tracing():
                 _warn_of_stale_weights(self._model)
-            self._last, self._batch, self._repeats = id(state), id(batch), 0
+            self._last, self._batch, self._repeats = weakref.ref(state), id(batch), 0
 
     def _see_again(self, state: Any, batch: Any) -> None:
-        """Record a call with the previous state, or one at the same address."""
-        counts = (state.step, state.samples)
-        if self._repeats and counts != self._counts:
-            self._repeats = 0
-        self._counts = counts
+        """Record a call with the previous state."""
         if id(batch) != self._batch:
             self._batch = id(batch)
             self._repeats += 1

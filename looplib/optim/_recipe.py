@@ -133,6 +133,6 @@ def moves(value: Any) -> bool:
 
 def copied(value: Any) -> Any:
     """A copy that shares no tensor and no container with the value."""
-    if isinstance(value, (dict, list, tuple)):
-        return pytree.tree_map(copied, value)
-    return value.clone() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.clone()
+    return pytree.tree_map(copied, value) if isinstance(value, (dict, list, tuple)) else value

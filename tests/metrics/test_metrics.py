@@ -116,12 +116,12 @@ def test_of_n_batches_that_collect_log_n_are_held():
     def records():
         for i in range(1000):
             yield {"rows": Collected((i,))}
-            gc.collect(0)
-            held.append(sum(type(thing) is Collected for thing in gc.get_objects()))
+            if i % 111 == 110:  # each look walks all objects of the process
+                held.append((i, sum(type(thing) is Collected for thing in gc.get_objects())))
 
     ll.evaluate(lambda state, batch: batch, ll.init_state(torch.nn.Linear(1, 1)), records())
-    assert len(held) == 1000
-    assert all(count <= math.log2(i + 1) + 3 for i, count in enumerate(held))  # and the two of the batch under way
+    assert len(held) == 9
+    assert all(1 < count <= math.log2(i + 1) + 3 for i, count in held)  # and the two of the batch under way
 
 
 def test_a_mean_is_read_like_a_scalar_tensor():
