@@ -181,10 +181,11 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Train
         _interrupts.install()
         out = grad_fn(state, batch, part)
         watch.see(state, batch)
+        old_params, buffers, old_opt_state, extra = trees_of(state)
         params, opt_state, applied = optimizer.update(
             out.grads,
-            state.opt_state,
-            state.params if out.params is None else {**state.params, **out.params},
+            old_opt_state,
+            old_params if out.params is None else {**old_params, **out.params},
             state.step,
             metrics=out.metrics,
             buffers=out.buffers,
@@ -195,8 +196,8 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Train
             applied = read(applied)
             params = _put_back(applied, out, params, state)
         values = advanced(state, out.samples, applied, same_batch)
-        values |= {"params": params, "opt_state": opt_state, "extra": state.extra}
-        values["buffers"] = out.buffers if applied else state.buffers
+        values |= {"params": params, "opt_state": opt_state, "extra": extra}
+        values["buffers"] = out.buffers if applied else buffers
         return made(state, values), out.metrics
 
     return pure_step

@@ -205,12 +205,18 @@ class Host:
                 swaps.append((owner, key, own, tensor))
                 if own.shape != tensor.shape:
                     self.explain(params, buffers, None)
-                if self.backward and torch_private.has_gradient_hooks(own):
-                    raise ValueError(_OF_HOOKS.format(name=name))
+        if self.backward and swaps:
+            self._refuse_hooks(swaps)
         for owner, key, name in self.places[1]:  # of any shape, since a forward pass may assign a longer one
             if (own := owner[key]) is not (tensor := buffers[name]):
                 swaps.append((owner, key, own, tensor))
         return swaps
+
+    def _refuse_hooks(self, swaps: list[Swap]) -> None:
+        hooked = {*map(id, torch_private.with_gradient_hooks([own for _, _, own, _ in swaps if own is not None]))}
+        for owner, key, name in self.places[0] if hooked else ():
+            if id(owner[key]) in hooked:
+                raise ValueError(_OF_HOOKS.format(name=name))
 
     def start(self, seed: int) -> None:
         """Start a microbatch inside `run`: seed its random streams and set the module's modes."""

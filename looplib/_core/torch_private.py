@@ -7,7 +7,7 @@ If a version of torch moves one of them, only this file changes. Private names t
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -56,9 +56,9 @@ fused_adamw_ = torch._fused_adamw_
 amp_update_scale_ = torch._amp_update_scale_
 
 
-def has_gradient_hooks(param: Tensor) -> bool:
-    """True if the user has registered a function that torch calls with the parameter's gradient."""
-    return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
+def with_gradient_hooks(params: Iterable[Tensor]) -> list[Tensor]:
+    """Parameters for which the user has registered a function that torch calls with the gradient."""
+    return [param for param in params if param._backward_hooks or param._post_accumulate_grad_hooks]
 
 
 def thread_value(key: str) -> Any:
