@@ -6,9 +6,12 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_descriptions_are_the_same_in_each_process(tmp_path):
     """No addresses, no order of sets, no hash of a string."""
     code = """

@@ -442,6 +442,7 @@ with ll.distributed.setup(required=False):
 """
 
 
+@pytest.mark.slow
 def test_tensor_parallel_models_train_as_one_process_does(tmp_path):
     launch(tmp_path, 0, TENSOR, tmp_path / "one")
     launch(tmp_path, 4, TENSOR, tmp_path / "many")
@@ -497,6 +498,7 @@ with ll.distributed.setup(output_dir=folder, timeout=600):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all_with_its_own_traceback(tmp_path):
     began = time.monotonic()
     run = launch(tmp_path, 3, FAIL, "error", tmp_path, check=False)
@@ -896,6 +898,7 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_then_one(tmp_path, engine):
     same_run(losses(tmp_path / "parts"), losses(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "kills"),
     [("ddp", 2), ("fsdp", 2), *(pytest.param(e, 25, marks=pytest.mark.large) for e in ("ddp", "fsdp"))],

@@ -433,6 +433,7 @@ LIMITED = """
 """
 
 
+@pytest.mark.slow
 def test_with_a_real_allocator_that_refuses():
     assert resource.getrlimit(resource.RLIMIT_AS)  # what the process below is limited by
     done = subprocess.run(

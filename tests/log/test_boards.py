@@ -142,6 +142,7 @@ def records_of(path):
             parts = b""
 
 
+@pytest.mark.slow
 def test_wandb_holds_what_was_logged_offline(tmp_path):
     pytest.importorskip("wandb")
     result = python(OFFLINE, tmp_path, env={**os.environ, "WANDB_ERROR_REPORTING": "false"})

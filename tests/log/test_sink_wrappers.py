@@ -259,6 +259,7 @@ def test_all_is_written_when_a_process_with_workers_leaves(path):
     assert [row["step"] for row in read_jsonl(path)] == list(range(50))
 
 
+@pytest.mark.slow
 def test_all_is_written_after_an_interrupt_and_a_fork_writes_its_own_calls_alone(path):
     result = python(PROGRAM, path, "interrupt")
     assert result.returncode == -signal.SIGINT, result.stderr

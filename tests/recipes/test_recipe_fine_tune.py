@@ -54,6 +54,7 @@ def run(docstrings, tmp_path_factory):
     return folder, scores, fits
 
 
+@pytest.mark.slow
 def test_what_is_trained_changes_and_nothing_else(run):
     folder, scores, fits = run
     assert len(fits) == 4

@@ -60,6 +60,7 @@ def test_the_script_learns(project):
     assert float(share[1]) > 90
 
 
+@pytest.mark.slow
 def test_the_project_as_it_is_passes_its_tests(project):
     failed, _ = run_tests(project)
     assert failed == []

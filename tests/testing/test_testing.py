@@ -1078,6 +1078,7 @@ def test_ranks_that_reduce_train_as_one_process():
     testing.assert_ranks_train_alike(begin, ranks=2, steps=5)
 
 
+@pytest.mark.slow
 def test_ranks_that_each_train_a_model_of_their_own_are_found():
     with fails("the ranks' weights differ from those of rank 0", "rank 1: ", "gradients that nothing reduces"):
         testing.assert_ranks_train_alike(begin_alone)

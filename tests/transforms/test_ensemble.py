@@ -926,6 +926,7 @@ def test_all_models_are_compiled(name):
 # Whatever the number of members
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=8)
 @given(
     seeds=st.lists(st.integers(-(2**70), 2**70), min_size=1, max_size=6),
