@@ -167,7 +167,7 @@ def test_all_numbers_are_shown_until_others_of_their_names_come(stream):
         bar.show({"loss": Mean(3.0, 2), "grad_norm": torch.tensor(0.25), "rows": [1, 2], "eval/accuracy": 0.5})
         bar.show({"eval/accuracy": 0.75})
         bar.show({})
-    assert drawings(stream)[-1].endswith("loss=1.5, grad_norm=0.25, eval/accuracy=0.75]")
+    assert "loss=1.5, grad_norm=0.25, eval/accuracy=0.75]" in drawings(stream)[-1]  # spaces may follow a longer line
 
 
 def test_what_is_no_metrics_is_refused(stream):
