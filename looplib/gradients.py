@@ -105,9 +105,8 @@ def make_grad_fn(
 
     def microbatches(state: TrainState, batches: Sequence[Any], part: Part) -> list[Gradients]:
         """Gradients of several microbatches in order, with the state's tensors placed in the module once."""
-        params, buffers = of_this_model(host, state)
-        if host.renormed:
-            params = _renormed(host, params, names, part)
+        given, buffers = of_this_model(host, state)
+        params = _renormed(host, given, names, part) if host.renormed else given
         passes = host.engine.passes(part, batches, batch_size, lambda: host.holds(params))
         leaves = _Leaves(params, names)
         seeds = _seeds(state, part, len(batches), leaves.traced)
@@ -124,7 +123,7 @@ def make_grad_fn(
                 normalizer = out.normalizer
                 outs.append(out)
 
-        lent, writes = (buffers, None) if part.donate else (_copies(buffers), host.unwritten.begin(state.params))
+        lent, writes = (buffers, None) if part.donate else (_copies(buffers), host.unwritten.begin(given))
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
         try:
             torch_private.set_grad_enabled(True)
@@ -148,7 +147,7 @@ def make_grad_fn(
         elif part.context.last:
             _check_reached(outs[-1], needed)
         if writes is not None:
-            host.unwritten.check(state.params, writes)
+            host.unwritten.check(given, writes)
             outs[-1] = _with_kept(outs[-1], buffers, lent)
         if renormed:
             outs[-1] = outs[-1]._replace(params=_written(renormed, params, state))

@@ -18,9 +18,7 @@ def checksum(tensor: Tensor) -> Tensor:
     It is the same on every device and for all strides, and always changes if only one 8-byte word changes. It does
     not protect against deliberately constructed collisions.
     """
-    plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-    plain = plain.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    data = plain.view(torch.uint8)
+    data = bits_of(tensor.detach())
     whole = data.numel() // 8 * 8
     words = data[:whole].clone() if data.storage_offset() % 8 else data[:whole]
     words = words.view(torch.int64)
@@ -30,6 +28,12 @@ def checksum(tensor: Tensor) -> Tensor:
     for begin in range(0, words.numel(), chunk):
         total = total + _hash(words[begin : begin + chunk], begin + 1)
     return total
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Bytes of a tensor as uint8, in the order of its numbers."""
+    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:

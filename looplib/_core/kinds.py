@@ -73,7 +73,7 @@ KINDS = {
 }
 
 # Usual names of the first parameter of a function of a model, and of the second of a sink.
-_MODELS = {"model", "module", "net", "network"}
+MODELS = {"model", "module", "net", "network"}
 _VALUES = {"values"}
 
 _classes: dict[type, str] = {nn.Module: "model"}
@@ -125,8 +125,8 @@ def kind_of(value: Any) -> str | None:
     # A step made by looplib has `parts`.
     if (kind := getattr(getattr(value, "parts", None), "kind", None)) is not None:
         return f"{kind}_step"
-    first, second, *_ = [*_positional(value), "", ""]
-    if second and first in _MODELS:
+    first, second, *_ = [*positional(value), "", ""]
+    if second and first in MODELS:
         return "loss_fn"
     return "sink" if second in _VALUES else None
 
@@ -221,20 +221,21 @@ def _named(value: Any, kind: str | None) -> str:
         return f"{KINDS[kind][0]} (of make_{kind})"
     if not inspect.isroutine(value):
         return f"a {type(value).__name__}"
-    parameters = ", ".join(_positional(value))
+    parameters = ", ".join(positional(value))
     called = f"{getattr(value, '__name__', 'a function')}({parameters})"
     return called if kind is None else f"{called}, which looks like {KINDS[kind][0]}"
 
 
-def _positional(value: Any) -> list[str]:
-    """Names of the parameters that can be passed by position."""
+def positional(value: Any, required: bool = False) -> list[str]:
+    """Names of the parameters that can be passed by position, or of those that must be."""
     if isinstance(value, type) or not callable(value):
         return []
     try:
         parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    allowed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [p.name for p in allowed if not required or p.default is p.empty]
 
 
 def _takes(value: Any, count: int) -> bool:

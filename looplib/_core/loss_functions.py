@@ -10,10 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from looplib._core.checks import named
-from looplib._core.kinds import check_kind
+from looplib._core.kinds import MODELS, check_kind, positional
 from looplib._core.memory import out_of_memory
 
-_MODELS = {"model", "module", "net", "network"}
 _RETURNS = {
     "loss_fn": "return nn.functional.cross_entropy(model(inputs), targets)",
     "metric_fn": 'return {"loss": nn.functional.cross_entropy(model(inputs), targets)}',
@@ -31,8 +30,8 @@ def check_function_of_model(model: Any, function: Any, who: str, name: str) -> N
             f"Write a function around it:\n    def {name}(model, batch):\n        inputs, targets = batch\n"
             f"        {_RETURNS[name]}"
         )
-    names = _required(function)
-    if len(names) == 2 and names[1] in _MODELS and names[0] not in _MODELS:
+    names = positional(function, required=True) if inspect.isroutine(function) else []
+    if len(names) == 2 and names[1] in MODELS and names[0] not in MODELS:
         raise TypeError(
             f"{who} got {name}({', '.join(names)}); the model comes first: def {name}({names[1]}, {names[0]})"
         )
@@ -49,18 +48,6 @@ def _of_torch(function: Any) -> bool:
     if isinstance(function, nn.Module) or (isinstance(function, type) and issubclass(function, nn.Module)):
         return True
     return inspect.isroutine(function) and str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
-
-
-def _required(function: Any) -> list[str]:
-    """Names of the parameters that must be passed by position."""
-    if not inspect.isroutine(function):
-        return []
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in positional and p.default is p.empty]
 
 
 def note_batch(error: Exception, batch: Any) -> None:

@@ -234,7 +234,9 @@ class Host:
         if [module.training for module in self.modules] != modes:
             for module, mode in zip(self.modules, modes, strict=True):
                 if module.training is not mode:
-                    module.training = mode
+                    # As nn.Module's constructor does: its __setattr__ takes 1 µs to find that this is no parameter.
+                    plain = type(module).__setattr__ is nn.Module.__setattr__
+                    (object.__setattr__ if plain else setattr)(module, "training", mode)
 
     def _refuse_filled(self) -> None:
         if filled := [name for owner, key, name in self.unfilled if owner[key] is not None]:

@@ -147,7 +147,7 @@ def may_be_written(tensor: Tensor) -> bool:
     """
     base = torch_private.view_base(tensor)
     source = tensor if base is None else base
-    return (source.is_leaf and source.requires_grad) or _storage(tensor) in _owners
+    return (source.is_leaf and source.requires_grad) or (bool(_owners) and _storage(tensor) in _owners)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -38,7 +38,7 @@ class Count:
     def _refuse(self, *_: Any) -> Any:
         raise UntraceableError(
             f"state.{self.name} was read for its value, which the graph of a step would keep for ever: ask for what "
-            f"follows from it by ll.transforms.on_host(function, state.{self.name}), which is called anew at each step"
+            f"follows from it by ll.transforms.on_host(function, state.{self.name}), which is called again at each step"
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _refuse

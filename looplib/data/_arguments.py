@@ -113,7 +113,7 @@ def check_stream(dataset: Any, order: Order | None, limit: int | None, num_worke
     if not hasattr(dataset, "__iter__") or isinstance(dataset, Iterator):
         raise TypeError(
             f"dataset is a {kind}; expected something with __len__ and __getitem__, or with an __iter__ that "
-            "starts anew each time (not an iterator, which can be read once only)"
+            "starts over each time (not an iterator, which can be read once only)"
         )
     if order is not None and not isinstance(order, in_order):
         raise ValueError(f"order={order!r} is given for a stream ({kind}), whose order is its own")

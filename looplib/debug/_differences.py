@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
+from looplib._core.checksums import bits_of
 from looplib.checkpoint._format import local
-from looplib.debug._fingerprint import bits_of, fingerprint, leaves_by_path, same_bits
+from looplib.debug._fingerprint import fingerprint, leaves_by_path, same_bits
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -118,7 +119,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _bits_differ(one: Tensor, other: Tensor) -> Tensor:
     """Mask of numbers whose bytes differ: 0.0 and -0.0, and two NaNs, may differ without a gap."""
-    rows = torch.stack([bits_of(one), bits_of(other)]).reshape(2, one.numel(), -1)
+    rows = torch.stack([bits_of(local(one)), bits_of(local(other))]).reshape(2, one.numel(), -1)
     return (rows[0] != rows[1]).any(1).reshape(one.shape)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
+from looplib._core.checksums import bits_of
 from looplib.checkpoint._format import bytes_of, local
 from looplib.log._sinks import read_jsonl
 from looplib.metrics._mean import Mean
@@ -63,7 +64,7 @@ def _hash(path: str, leaf: Any) -> str:
         text = repr(leaf)
         return text if len(text) <= 32 else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     if isinstance(leaf, Tensor):
-        data = bits_of(leaf).cpu()
+        data = bits_of(local(leaf)).cpu()  # named, since bytes_of does not keep the memory alive
         content = bytes_of(data)
     elif hasattr(leaf, "tobytes") and hasattr(leaf, "shape"):  # NumPy arrays and scalars
         content = memoryview(leaf.tobytes())
@@ -77,18 +78,11 @@ def _hash(path: str, leaf: Any) -> str:
     return digest.hexdigest()
 
 
-def bits_of(tensor: Tensor) -> Tensor:
-    """Bytes of a tensor as uint8, in the order of its numbers."""
-    tensor = local(tensor)
-    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """True if two tensors have the same dtype, shape and bytes."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(bits_of(one), bits_of(other).to(one.device))
+    return torch.equal(bits_of(local(one)), bits_of(local(other)).to(one.device))
 
 
 def read_fingerprints(path: str | os.PathLike[str]) -> dict[int, dict[str, str]]:

@@ -177,7 +177,7 @@ def _check_cut(index: Index, batches: Any) -> None:
     if index.batches and size is not None and new_size is not None and size != new_size:
         raise ValueError(
             f"{index.target} holds predictions of a loader with batch_size={size}, and this one has "
-            f"batch_size={new_size}: give the same, or delete it to begin anew"
+            f"batch_size={new_size}: give the same, or delete it to start over"
         )
     length, done = None if is_estimate(batches) else length_of(batches), len(index.batches)
     if length is not None and length < done:
@@ -223,7 +223,7 @@ def check_of_skipped(index: Index, batches: Any) -> Callable[[int, Any], None] |
 def _other_cut(index: Index, sizes: str) -> str:
     return (
         f"{index.target} holds batches of {_listed(index.sizes)} examples, and those given have {sizes}: give the "
-        "same batches, or delete it to begin anew"
+        "same batches, or delete it to start over"
     )
 
 

@@ -301,6 +301,6 @@ def _copied(value: Any) -> Any:
 
 def _failed(sink: Sink, step: int, error: BaseException) -> str:
     return (
-        f"{sink!r} failed at step {step}: {error!r}; training goes on, each later call is tried anew, and what "
+        f"{sink!r} failed at step {step}: {error!r}; training goes on, each later call is tried again, and what "
         "cannot be written is lost"
     )

@@ -140,7 +140,7 @@ def realigned(name: str, grad: Tensor, param: Tensor, state: dict[str, Any]) -> 
         if isinstance(moment, Tensor) and moment.shape == param.shape and not aligned([[param], [moment]]):
             raise ValueError(
                 f"fused=True for {name}: its {key} has strides {moment.stride()}, and the parameter {param.stride()}; "
-                "fused kernels need the same. Leave fused= out, or make the state anew"
+                "fused kernels need the same. Leave fused= out, or create the state again with ll.init_state"
             )
     if grad.layout is not torch.strided or aligned([[param], [grad]]):
         return grad

@@ -67,7 +67,7 @@ def assert_compiles(
     parts = parts_of(step, "assert_compiles")
     if parts.kind != "train":
         raise TypeError(f"assert_compiles got a step of kind {parts.kind!r}: give what ll.make_train_step returned")
-    advice = "give 2 or more: whether it is compiled anew shows from the second on"
+    advice = "give 2 or more: the second step shows if it is compiled again"
     check_count("steps", steps, 2, advice)
     compiler = Compiler(parts.core, parts.donate, _options(parts, backend), parts.watched)
     compiled = step_of_graphs(step, parts, compiler)
@@ -83,7 +83,7 @@ def assert_compiles(
             first = first or _machines(compiler)
             if compiler.compilations > programs:
                 fail(
-                    f"the step was compiled anew in step {number}: {compiler.compilations} graphs so far",
+                    f"the step was compiled again in step {number}: {compiler.compilations} graphs so far",
                     _reasons(compiler, first, begin, before),
                     "A graph keeps its plain Python numbers, texts and bools for ever, so that each new value of one "
                     "takes another graph. Let schedules and ll.transforms.on_host return floats, and keep counts as "

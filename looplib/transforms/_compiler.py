@@ -127,7 +127,7 @@ class Compiler:
         questions = self.table.setdefault((kind, in_batch.key(self.no_grad)), {})
         machine, answers = self.find(questions, flat, counts)
         if machine is not None and (names := changed(machine.program.held)):
-            warn(f"{', '.join(names)} changed since the step was compiled, so it is compiled anew")
+            warn(f"{', '.join(names)} changed since the step was compiled, so it is compiled again")
             questions.clear()
             machine = None
         while machine is None:

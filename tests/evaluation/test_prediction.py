@@ -122,7 +122,7 @@ def test_a_run_that_is_finished_is_left_alone_and_other_batches_are_refused(tmp_
     assert contents() == before
     assert list(ll.predict(step, state, batches_of(x, 4), start=7)) == []
     for size in (2, 5, 10):
-        with pytest.raises(ValueError, match=r"holds .*: give the same.*, or delete it to begin anew"):
+        with pytest.raises(ValueError, match=r"holds .*: give the same.*, or delete it to start over"):
             ll.predict_to(path, step, state, batches_of(x, size))
         assert contents() == before
     index = tmp_path / ("lines.jsonl.index" if path.is_file() else "arrays/index.jsonl")

@@ -974,7 +974,7 @@ def whole_numbers(step):
 )
 def test_a_value_that_changes_each_step_is_compiled_anew_and_named(donate, optimizer, named):
     step, state = put_together(mlp(), optimizer=optimizer, donate=donate)
-    with fails("compiled anew in step 2: 2 graphs so far", *named):
+    with fails("compiled again in step 2: 2 graphs so far", *named):
         testing.assert_compiles(step, state, rows())
 
 
@@ -992,7 +992,7 @@ def test_an_attribute_that_is_set_from_step_to_step_is_compiled_anew_and_named()
 
     optimizer = scheduled()
     step = ll.make_train_step(grad_fn, optimizer)
-    with fails("compiled anew in step 2", "Sequential.temperature: a plain value that has changed"):
+    with fails("compiled again in step 2", "Sequential.temperature: a plain value that has changed"):
         testing.assert_compiles(step, ll.init_state(model, optimizer), rows())
 
 
@@ -1002,7 +1002,7 @@ def test_a_switch_on_the_way_is_allowed_for():
 
     step, state = put_together(mlp(), optimizer=ll.optim.freeze(scheduled(), frozen))
     with fails(
-        "compiled anew in step 5", "frozen (", "returned ['1.weight', '1.bias'], then ['0.weight',", "programs="
+        "compiled again in step 5", "frozen (", "returned ['1.weight', '1.bias'], then ['0.weight',", "programs="
     ):
         testing.assert_compiles(step, state, rows())
     testing.assert_compiles(step, state, rows(), steps=4)

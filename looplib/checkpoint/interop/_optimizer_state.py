@@ -175,7 +175,7 @@ def _check_steps(cls: str, loaded: bool, expected: bool, step: int) -> None:
         )
     if loaded and step == 0:
         raise ValueError(
-            f"the state is at step 0, where an optimizer begins anew, and this {cls} has made steps: give "
+            f"the state is at step 0, where an optimizer starts from nothing, and this {cls} has made steps: give "
             "state.replace(step=..., epoch=..., batch=..., samples=...)"
         )
 
