@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from types import TracebackType
 from typing import Any
 
@@ -51,8 +50,8 @@ def _of_torch(function: Any) -> bool:
 
 
 def note_batch(error: Exception, batch: Any) -> None:
-    """Add a description of the batch to an error from the user's function or torch, if Python has notes (3.11)."""
-    if sys.version_info >= (3, 11) and not _raised_here(error.__traceback__) and not out_of_memory(error):
+    """Add a description of the batch to an error from the user's function or torch."""
+    if not _raised_here(error.__traceback__) and not out_of_memory(error):
         note = f"The batch was {described_batch(batch)}."
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

@@ -102,7 +102,7 @@ def _attempt(
         if not out_of_memory(error):
             raise
         if batch_size(batch) <= 1:
-            _note(error, "split_on_oom: this is one example alone, which cannot be cut")
+            error.add_note("split_on_oom: this is one example alone, which cannot be cut")
             raise
     return None
 
@@ -157,8 +157,3 @@ def _nested(name: str, parts: Sequence[Tensor]) -> Tensor:
     except RuntimeError as error:
         shapes = " and ".join(str(tuple(part.shape)) for part in parts)
         raise ValueError(f"{name!r} has shapes {shapes}, of which at most the second dimension may differ") from error
-
-
-def _note(error: BaseException, note: str) -> None:
-    # Does what add_note does, on Python 3.10 too (where a traceback does not print it).
-    error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]

@@ -189,14 +189,14 @@ def tee(*sinks: Sink) -> Sink:
         for sink in sinks:
             try:
                 sink(state, values)
-            except Exception as error:  # noqa: PERF203
+            except Exception as error:
                 failed.append((sink, error))
         if failed:
             (sink, first), *later = failed
             notes = [f"raised by the sink {sink!r}; {len(sinks) - len(failed)} of {len(sinks)} sinks wrote"]
             notes += [f"the sink {sink!r} failed too: {error!r}" for sink, error in later]
-            # Does what add_note does, on Python 3.10 too (where a traceback does not print it).
-            first.__notes__ = getattr(first, "__notes__", []) + notes  # type: ignore[attr-defined]
+            for note in notes:
+                first.add_note(note)
             raise first
 
     return CodedSink(write, f"tee({', '.join(map(repr, sinks))})")

@@ -1,7 +1,5 @@
 """Errors of the user's own functions say what the batch was."""
 
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,7 @@ import looplib as ll
 
 MODEL = nn.Linear(4, 2)
 BATCH = {"x": torch.zeros(6, 4), "y": torch.zeros(6, dtype=torch.int64)}
-NOTES = ["The batch was a dict {x: float32 (6, 4), y: int64 (6,)}."] if sys.version_info >= (3, 11) else []
+NOTES = ["The batch was a dict {x: float32 (6, 4), y: int64 (6,)}."]
 
 
 def takes_a_tuple(model, batch):
