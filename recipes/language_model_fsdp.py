@@ -21,7 +21,7 @@ To scale up:
                             process can hold all weights even initially, create the model on torch.device("meta"),
                             and after fully_shard call model.to_empty(device=device) and fill in the weights
     mixed precision         --precision bfloat16: autocast, and on GPUs weights gathered in bfloat16
-    tensor parallelism      mesh = init_device_mesh("cuda", (hosts, 8), mesh_dim_names=("data", "tensor")), and
+    tensor parallelism      mesh = init_device_mesh(device.type, (hosts, 8), mesh_dim_names=("data", "tensor")), and
                             ll.distributed.set_data_parallel_group(mesh["data"]); before fully_shard over mesh["data"]
                             parallelize_module(block.mlp, mesh["tensor"], {"0": ColwiseParallel(), ...})
 
@@ -31,7 +31,7 @@ DeepSpeed's stages as options of fully_shard:
                             by each forward pass, while ZeRO gathers them after the update
     ZeRO-3, ZeRO-Offload    reshard_after_forward=True, the default of blocks; offload_policy=CPUOffloadPolicy()
     ZeRO++ hpZ              reshard_after_forward=8: the backward pass gathers weights from the 8 GPUs of the host
-    MiCS, or HSDP           mesh=init_device_mesh("cuda", (hosts, 8), mesh_dim_names=("copies", "shards"))
+    MiCS, or HSDP           mesh=init_device_mesh(device.type, (hosts, 8), mesh_dim_names=("copies", "shards"))
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main(
         cast = precision == "bfloat16"
         if ll.distributed.launched():  # by torchrun
             mesh = init_device_mesh(device.type, (ll.distributed.world_size(),))
-            dtype = torch.bfloat16 if cast and device.type == "cuda" else None
+            dtype = torch.bfloat16 if cast and device.type != "cpu" else None
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             for part in (*model.blocks, model):  # blocks are gathered one at a time; the root holds the rest
                 fully_shard(part, mesh=mesh, mp_policy=policy)

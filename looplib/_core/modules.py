@@ -316,9 +316,7 @@ def _writes_its_weight(module: nn.Module) -> bool:
 
 
 def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
-    if device.type in ("cuda", "xpu"):
-        backend = getattr(torch, device.type)
-        return torch.default_generator, backend.default_generators[device.index or 0]
     if device.type == "mps":
         return torch.default_generator, torch_private.mps_generator()
-    return (torch.default_generator,)
+    own = getattr(getattr(torch, device.type, None), "default_generators", None)  # of each accelerator but MPS
+    return (torch.default_generator, own[device.index or 0]) if own else (torch.default_generator,)

@@ -57,8 +57,10 @@ def setup(
     ...     print(ll.distributed.rank(), ll.distributed.world_size())
     0 1
 
-    Use it in a `with` block around the run. Each process gets the GPU of its `LOCAL_RANK`, or the CPU if there is
-    none. GPU tensors are sent with NCCL, CPU tensors with gloo.
+    Use it in a `with` block around the run. Each process gets the accelerator of its `LOCAL_RANK` (`torch.accelerator`),
+    or the CPU if there is none. Its tensors are sent with torch's default backend for it (NCCL for GPUs of NVIDIA and
+    AMD, XCCL for those of Intel), CPU tensors with gloo. Several processes on a Mac get the CPU, since they would share
+    its one GPU.
 
     An error inside the block is written to torchrun's error file, so torchrun shows the traceback of the rank that
     failed first. The process then exits at once, which ends the others too, so no rank waits for a timeout.
@@ -73,7 +75,7 @@ def setup(
 
     Raises:
         RuntimeError: the script was not started by torchrun (the message names the missing environment variables), or
-            there are more processes than GPUs on this host.
+            there are more processes than accelerators on this host.
     """
     missing = [name for name in _NEEDED if name not in os.environ]
     if missing:
@@ -83,20 +85,20 @@ def setup(
                 f"`torchrun --nproc-per-node 2 {Path(sys.argv[0]).name or 'train.py'}`, or by a launcher that sets "
                 "what it sets; for one process give setup(required=False)"
             )
-        yield _device(0)
+        yield _device(0, launched=False)
         return
     from torch.distributed.rendezvous import rendezvous  # imported here, since torch may be built without it
 
-    device = _device(int(os.environ["LOCAL_RANK"]))
+    device = _device(int(os.environ["LOCAL_RANK"]), launched=True)
     options: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
     store, rank, processes = next(iter(rendezvous("env://", **options)))
     # torchrun keeps one store over restarts, which would still hold the addresses of processes that have ended.
     attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     store = distributed.distributed_c10d.PrefixStore(attempt, store)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
         options["device_id"] = device
-    backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    backend = backend or _backend(device)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=processes, **options)
     try:
         with _output_in(output_dir):
@@ -114,15 +116,22 @@ def setup(
     time.sleep(0.1)
 
 
-def _device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
+def _device(local_rank: int, launched: bool) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or (launched and accelerator.type == "mps"):
         return torch.device("cpu")
-    if local_rank >= (count := torch.cuda.device_count()):
+    if local_rank >= (count := torch.accelerator.device_count()):
         raise RuntimeError(
             f"this process has LOCAL_RANK {local_rank}, and this host {count} GPUs: start at most one per GPU, "
             f"torchrun --nproc-per-node {count}"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device(accelerator.type, local_rank)
+
+
+def _backend(device: torch.device) -> str:
+    """Backends for CPU tensors and for those of the device."""
+    own = distributed.get_default_backend_for_device(device)
+    return own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
 
 
 @contextmanager
@@ -217,7 +226,7 @@ def set_data_parallel_group(group: Any) -> None:
 
     For a two-dimensional mesh:
 
-        mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh(device.type, (4, 2), mesh_dim_names=("data", "tensor"))
         ll.distributed.set_data_parallel_group(mesh["data"])
 
     From then on, `rank()` and `world_size()` refer to the group. Loaders divide batches by them, random draws depend

@@ -310,7 +310,7 @@ def _(model, loss_fn, batch):
     "`torchrun`.",
 )
 def _(model, train_set, optimizer):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     loader = ll.make_loader(train_set, batch_size=8, device=device)
     state = ll.init_state(model.to(device), optimizer, epoch_length=len(loader))
     # shows
@@ -331,7 +331,7 @@ def _(model, torchrun):
     with ll.distributed.setup(required=False) as device:
         model = DistributedDataParallel(model.to(device))
     # shows
-    assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert device.type == getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
     assert model.device == device  # which DDP refuses to be made without the processes
     assert not distributed.is_initialized()
 
@@ -1720,7 +1720,7 @@ nothing(
     text="Copies do not wait where the loader pins its memory.",
 )
 def _(train_set):
-    loader = ll.make_loader(train_set, batch_size=8, device="cpu", pin_memory=torch.cuda.is_available())
+    loader = ll.make_loader(train_set, batch_size=8, device="cpu", pin_memory=torch.accelerator.is_available())
     # shows
     assert sum(len(x) for x, y in loader(ll.TrainState())) == 40
 

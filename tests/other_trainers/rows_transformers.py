@@ -314,7 +314,7 @@ def _(train_set):
     text="As for a DataLoader; the copy to `device` is then not waited for.",
 )
 def _(train_set, state):
-    loader = ll.make_loader(train_set, batch_size=8, pin_memory=torch.cuda.is_available(), device="cpu")
+    loader = ll.make_loader(train_set, batch_size=8, pin_memory=torch.accelerator.is_available(), device="cpu")
     # shows
     assert next(iter(loader(state)))[0].device.type == "cpu"
 
@@ -977,7 +977,7 @@ def _(model, loss_fn, state, batch):
 def _(state):
     clear_now = ll.every_n_steps(100)
     if clear_now(state):
-        torch.cuda.empty_cache()
+        torch.accelerator.memory.empty_cache()
     # shows
     assert [step for step in range(300) if clear_now(state.replace(step=step))] == [100, 200]
 
@@ -1486,7 +1486,7 @@ def _(torchrun):
         place = ll.distributed.rank(), ll.distributed.world_size(), torch.distributed.get_backend()
     # shows
     assert place == (0, 1, "gloo")
-    assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert device.type == getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
 
 
 @plain(
@@ -1569,7 +1569,7 @@ def _(test_set):
 
 @here("AcceleratorConfig.non_blocking", text="With `pin_memory=True` the copy to the device is not waited for.")
 def _(train_set):
-    loader = ll.make_loader(train_set, batch_size=8, pin_memory=torch.cuda.is_available(), device="cpu")
+    loader = ll.make_loader(train_set, batch_size=8, pin_memory=torch.accelerator.is_available(), device="cpu")
     # shows
     assert next(iter(loader(ll.TrainState())))[0].device.type == "cpu"
 
