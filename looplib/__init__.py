@@ -44,7 +44,7 @@ from looplib.data import make_loader
 from looplib.evaluation import evaluate, predict, predict_to
 from looplib.gradients import make_grad_fn
 from looplib.grads import accumulate, clip_by_global_norm
-from looplib.log import console, jsonl, plot, progress, read_jsonl, tee
+from looplib.log import console, jsonl, plot, progress, tee
 from looplib.losses import autocast, next_token_loss
 from looplib.metrics import Mean, Window, accuracy, compute, merge
 from looplib.optim import ema, eval_state, optimizer
@@ -119,7 +119,6 @@ __all__ = [
     "predict",
     "predict_to",
     "progress",
-    "read_jsonl",
     "schedules",
     "state",
     "steps",

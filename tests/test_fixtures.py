@@ -289,7 +289,7 @@ def test_the_bytes_of_logs(name, tmp_path):
 
 
 def test_logs_are_read_back():
-    rows = ll.read_jsonl(DATA / "logs" / "log.jsonl")
+    rows = ll.log.read_jsonl(DATA / "logs" / "log.jsonl")
     given = cases.log_rows() + cases.metrics_rows()
     assert [row["step"] for row in rows] == [state.step for state, _ in given]
     for row, (state, values) in zip(rows, given, strict=True):

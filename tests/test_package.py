@@ -55,7 +55,6 @@ EVERYDAY = [
     "predict",
     "predict_to",
     "progress",
-    "read_jsonl",
     "tee",
     "update_best",
     "vmap_step",

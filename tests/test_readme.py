@@ -69,7 +69,7 @@ def test_the_first_diff_clips_and_follows_a_schedule():
 def test_the_second_diff_logs_the_mean_of_each_epoch(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = run(program(2))
-    rows = ll.read_jsonl("runs/first/log.jsonl")
+    rows = ll.log.read_jsonl("runs/first/log.jsonl")
     assert [row["step"] for row in rows] == list(range(13, 131, 13))
     assert capsys.readouterr().out.count("eval/accuracy") == 10
     assert rows[-1]["eval/accuracy"] > 0.7
@@ -97,7 +97,7 @@ def test_the_third_diff_resumes_to_the_same_bits(tmp_path, monkeypatch):
     assert run(program(3).replace("after_epochs(10)", "after_epochs(4)"))["state"].epoch == 4
     assert not ll.debug.differences(run(program(3))["state"], whole)
     assert not ll.debug.differences(run(program(3))["state"], whole)  # a finished run stays as it is
-    assert ll.read_jsonl("runs/first/log.jsonl") == ll.read_jsonl("../whole/runs/first/log.jsonl")
+    assert ll.log.read_jsonl("runs/first/log.jsonl") == ll.log.read_jsonl("../whole/runs/first/log.jsonl")
 
 
 def test_the_fourth_diff_trains_on_two_ranks_as_on_one(tmp_path, monkeypatch):
@@ -110,7 +110,7 @@ def test_the_fourth_diff_trains_on_two_ranks_as_on_one(tmp_path, monkeypatch):
         folder = tmp_path / str(ranks)
         folder.mkdir()
         launch(ranks, run_in, str(folder), str(tmp_path / "train.py"))
-    one, two = (ll.read_jsonl(tmp_path / str(ranks) / "runs/first/log.jsonl") for ranks in (1, 2))
+    one, two = (ll.log.read_jsonl(tmp_path / str(ranks) / "runs/first/log.jsonl") for ranks in (1, 2))
     assert len(one) == len(two) == 10
     for first, second in zip(one, two, strict=True):
         assert second == pytest.approx(first, rel=1e-3)

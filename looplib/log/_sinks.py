@@ -52,7 +52,7 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
     >>> log(ll.TrainState(step=5, batch=5, samples=320), {"train/loss": 0.25, "grad_norm": float("inf")})
     >>> print(pathlib.Path(path).read_text(), end="")
     {"step":5,"epoch":0,"batch":5,"samples":320,"train/loss":0.25,"grad_norm":"Infinity"}
-    >>> ll.read_jsonl(path)[0]["grad_norm"]
+    >>> ll.log.read_jsonl(path)[0]["grad_norm"]
     inf
 
     Numbers that JSON cannot represent are written as the strings "NaN", "Infinity" and "-Infinity". `read_jsonl`,
@@ -97,10 +97,10 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     >>> import looplib as ll, tempfile
     >>> path = tempfile.mkdtemp() + "/log.jsonl"
     >>> ll.jsonl(path)(ll.TrainState(step=1), {"train/loss": float("nan")})
-    >>> ll.read_jsonl(path)
+    >>> ll.log.read_jsonl(path)
     [{'step': 1, 'epoch': 0, 'batch': 0, 'samples': 0, 'train/loss': nan}]
 
-    `pandas.DataFrame(ll.read_jsonl(path))` makes a table of it. An incomplete last line, from a killed process, is
+    `pandas.DataFrame(ll.log.read_jsonl(path))` makes a table of it. An incomplete last line, from a killed process, is
     left out. A str logged as exactly "NaN", "Infinity" or "-Infinity" also becomes a float. If a run went back to a
     checkpoint, the repeated steps appear twice.
 
@@ -164,7 +164,7 @@ def tee(*sinks: Sink) -> Sink:
     >>> log = ll.tee(ll.jsonl(path), ll.console())
     >>> log(ll.TrainState(step=3), {"train/loss": 0.5})
     step      3  epoch      0  train/loss 0.5
-    >>> ll.read_jsonl(path)[0]["train/loss"]
+    >>> ll.log.read_jsonl(path)[0]["train/loss"]
     0.5
 
     If a sink raises an error, the others are still called. Then the first error is raised, with a note that names the

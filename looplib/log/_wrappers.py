@@ -154,7 +154,7 @@ def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 10.0
     >>> log = ll.log.in_background(ll.jsonl(path))
     >>> log(ll.TrainState(step=5), {"train/loss": 0.5})
     >>> log.flush()
-    >>> ll.read_jsonl(path)[0]["train/loss"]
+    >>> ll.log.read_jsonl(path)[0]["train/loss"]
     0.5
 
     Calls reach the inner sink in order, with a copy of the values (tensors are copied to the CPU) and a state that

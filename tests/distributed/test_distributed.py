@@ -273,7 +273,7 @@ def test_each_sample_is_evaluated_and_predicted_once_and_in_order(tmp_path, rank
     one, many = (ll.evaluation.read_predictions(tmp_path / name / "predictions") for name in ("one", "many"))
     torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-14)
     assert many["user"].tolist() == [n % 7 for n in range(101)]
-    (row,) = ll.read_jsonl(tmp_path / "many" / "log.jsonl")
+    (row,) = ll.log.read_jsonl(tmp_path / "many" / "log.jsonl")
     assert row["rank"] == (ranks + 1) / 2
     assert row["weighed"] == 2.0
     assert run.stdout.count("weighed") == run.stdout.count("printed") == 1
@@ -446,7 +446,7 @@ with ll.distributed.setup(required=False):
 def test_tensor_parallel_models_train_as_one_process_does(tmp_path):
     launch(tmp_path, 0, TENSOR, tmp_path / "one")
     launch(tmp_path, 4, TENSOR, tmp_path / "many")
-    one, many = ll.read_jsonl(tmp_path / "one"), ll.read_jsonl(tmp_path / "many")
+    one, many = ll.log.read_jsonl(tmp_path / "one"), ll.log.read_jsonl(tmp_path / "many")
     assert len(one) == len(many) == 9
     assert one[-1]["samples"] == 56
     for expected, found in zip(one, many, strict=True):

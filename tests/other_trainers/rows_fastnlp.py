@@ -1561,9 +1561,9 @@ def _(state, train_step, batch):
     state, metrics = train_step(state, batch)
     log(state, ll.compute(metrics, prefix="train/"))
     # shows
-    assert sent == [(row["train/loss"], row["step"]) for row in ll.read_jsonl("log.jsonl")]
+    assert sent == [(row["train/loss"], row["step"]) for row in ll.log.read_jsonl("log.jsonl")]
     assert on_each_of_two_ranks(lambda: log(state, {"train/loss": 0.5})) == [None, None]
-    assert len(sent) == len(ll.read_jsonl("log.jsonl")) == 2
+    assert len(sent) == len(ll.log.read_jsonl("log.jsonl")) == 2
 
 
 @here("FitlogCallback.log_exception", text="A sink takes strings; the log has them beside the numbers.")
@@ -1574,7 +1574,7 @@ def _(state):
     except RuntimeError as error:
         log(state, {"exception": repr(error)})
     # shows
-    assert ll.read_jsonl("log.jsonl")[0]["exception"] == "RuntimeError('no space left')"
+    assert ll.log.read_jsonl("log.jsonl")[0]["exception"] == "RuntimeError('no space left')"
 
 
 @here(

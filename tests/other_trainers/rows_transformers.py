@@ -1050,7 +1050,7 @@ def _(state):
     log = ll.log.every_rank(ll.jsonl(f"runs/small/log-{ll.distributed.rank()}.jsonl"))
     # shows
     log(state, {"train/loss": 0.5})
-    assert ll.read_jsonl("runs/small/log-0.jsonl")[0]["train/loss"] == 0.5
+    assert ll.log.read_jsonl("runs/small/log-0.jsonl")[0]["train/loss"] == 0.5
 
 
 nothing(
@@ -1089,7 +1089,7 @@ def _(state):
     log = ll.tee(ll.jsonl("log.jsonl"), ll.log.tensorboard("runs/tb"), wandb)
     # shows
     log(state, {"train/loss": 0.5})
-    assert ll.read_jsonl("log.jsonl")[0]["train/loss"] == 0.5
+    assert ll.log.read_jsonl("log.jsonl")[0]["train/loss"] == 0.5
     assert list(Path("runs/tb").glob("events.*"))
 
 

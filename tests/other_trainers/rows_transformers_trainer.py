@@ -367,7 +367,7 @@ def _(state):
     log = ll.tee(ll.jsonl("log.jsonl"), ll.console())
     log(state.replace(step=50), {"train/loss": 0.5})
     # shows
-    row = ll.read_jsonl("log.jsonl")[0]
+    row = ll.log.read_jsonl("log.jsonl")[0]
     assert (row["step"], row["train/loss"]) == (50, 0.5)
 
 

@@ -45,7 +45,7 @@ def load():
 def values(folder):
     """The log, and the steps of the checkpoints."""
     steps = ll.checkpoint_io(folder / "checkpoints").steps()
-    return ll.read_jsonl(folder / "log.jsonl"), [found.step for found in steps]
+    return ll.log.read_jsonl(folder / "log.jsonl"), [found.step for found in steps]
 
 
 def test_the_recipe_is_short():

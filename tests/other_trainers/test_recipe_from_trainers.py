@@ -52,7 +52,7 @@ def run(name, folder):
 def values(folder):
     """The log, and the tensors of the last checkpoint."""
     last = ll.checkpoint_io(folder / "checkpoints").latest()
-    return ll.read_jsonl(folder / "log.jsonl"), load_file(last.path / "tensors.safetensors")
+    return ll.log.read_jsonl(folder / "log.jsonl"), load_file(last.path / "tensors.safetensors")
 
 
 class Order(torch.utils.data.Sampler):

@@ -23,7 +23,7 @@ def test_both_scripts_are_short_and_train_alike(tmp_path, monkeypatch):
     order = lambda trainer, train_set=None: Order(len(trainer.train_dataset), trainer.args.seed)  # noqa: E731
     monkeypatch.setattr(Trainer, "_get_train_sampler", order)
     theirs, ours = (runpy.run_path(HERE / f"script_{name}.py") for name in ("transformers", "looplib"))
-    history, rows = theirs["trainer"].state.log_history, ll.read_jsonl("runs/loop/log.jsonl")
+    history, rows = theirs["trainer"].state.log_history, ll.log.read_jsonl("runs/loop/log.jsonl")
 
     losses = [[row["step"], row["loss"]] for row in history if "loss" in row]
     found = [[row["step"], row["train/loss"]] for row in rows if "train/loss" in row]

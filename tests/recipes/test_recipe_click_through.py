@@ -100,7 +100,7 @@ def test_new_users_and_cold_items_are_those_seldom_seen_in_training(whole):
 
 def test_it_learns_and_logs_and_keeps_the_best(whole, capsys):
     recipe, folder, _ = whole
-    rows = ll.read_jsonl(folder / "log.jsonl")
+    rows = ll.log.read_jsonl(folder / "log.jsonl")
     evaluated = [50, 100, 150, 186]
     assert [row["step"] for row in rows if "eval/all/auc" in row] == evaluated
     assert [row["step"] for row in rows if "train/loss" in row] == sorted({*range(20, 187, 20), *evaluated})
@@ -121,9 +121,11 @@ def test_it_learns_and_logs_and_keeps_the_best(whole, capsys):
 def test_logged_losses_are_means_over_the_steps_since_the_last(whole, tmp_path):
     recipe, folder, _ = whole
     recipe.main(**SMALL | {"log_every": 1}, directory=str(tmp_path))
-    single = {row["step"]: row["train/loss"] for row in ll.read_jsonl(tmp_path / "log.jsonl") if "train/loss" in row}
+    single = {
+        row["step"]: row["train/loss"] for row in ll.log.read_jsonl(tmp_path / "log.jsonl") if "train/loss" in row
+    }
     last = 0
-    for row in ll.read_jsonl(folder / "log.jsonl"):
+    for row in ll.log.read_jsonl(folder / "log.jsonl"):
         if "train/loss" in row:
             losses = [single[step] for step in range(last + 1, row["step"] + 1)]
             assert row["train/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-12)

@@ -61,7 +61,7 @@ def of(network):
 
 def test_two_updates_a_batch_are_counted_and_logged(recipe, tmp_path, capsys):
     scores = run(recipe, tmp_path)
-    rows = ll.read_jsonl(tmp_path / "log.jsonl")
+    rows = ll.log.read_jsonl(tmp_path / "log.jsonl")
     assert [(row["step"], row["epoch"], row["batch"], row["samples"]) for row in rows] == [
         (8 * epoch, epoch, 0, 4 * 256 * epoch) for epoch in (1, 2, 3)
     ]
@@ -74,7 +74,7 @@ def test_two_updates_a_batch_are_counted_and_logged(recipe, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert all(f"{name:16} {score:.3f}" in shown for name, score in scores.items())
     assert run(recipe, tmp_path) == scores  # a finished run is judged again, and not trained
-    assert ll.read_jsonl(tmp_path / "log.jsonl") == rows
+    assert ll.log.read_jsonl(tmp_path / "log.jsonl") == rows
 
 
 @pytest.mark.parametrize("loss", ["discriminator_loss", "generator_loss"])

@@ -38,7 +38,7 @@ def test_it_learns_logs_and_writes(recipe, tmp_path, capsys):
     settings = {**SMALL, "steps": 60, "width": 32, "lr": 1e-2, "eval_every": 30}
     scores = recipe.main(**settings, directory=str(tmp_path))
     assert scores["bits_per_byte"] == scores["loss"] / math.log(2) < 5  # 8 for one who knows nothing
-    rows = ll.read_jsonl(tmp_path / "log.jsonl")
+    rows = ll.log.read_jsonl(tmp_path / "log.jsonl")
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(2, 61, 2))
     assert [row["step"] for row in rows if "eval/loss" in row] == [30, 60]
     assert all(row["tokens_per_second"] > 0 for row in rows if "train/loss" in row)

@@ -53,7 +53,7 @@ def torchrun(ranks, *command):
 
 
 def values(folder):
-    rows = ll.read_jsonl(folder / "log.jsonl")
+    rows = ll.log.read_jsonl(folder / "log.jsonl")
     assert all(row.pop("tokens_per_second") > 0 for row in rows if "train/loss" in row)
     return rows
 

@@ -163,7 +163,7 @@ def test_a_run_that_was_stopped_goes_on_with_what_the_callbacks_remember(tmp_pat
 
 def test_the_recipe_writes_what_its_callbacks_write_and_returns_the_best(tmp_path, capsys):
     scores = recipe.main(epochs=3, every=10, directory=str(tmp_path))
-    rows = ll.read_jsonl(tmp_path / "log.jsonl")
+    rows = ll.log.read_jsonl(tmp_path / "log.jsonl")
     evaluated = [row for row in rows if "eval_accuracy" in row]
     steps, accuracies = [row["step"] for row in evaluated], [row["eval_accuracy"] for row in evaluated]
     assert steps == [10, 20, 30, 40, 50, 60, 69]

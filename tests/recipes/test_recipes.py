@@ -52,7 +52,7 @@ def test_digits_are_learned_and_logged(tmp_path, capsys):
     recipe = load("classify_digits")
     scores = recipe.main(epochs=4, width=16, directory=str(tmp_path / "run"))
     assert scores["accuracy"] > 0.9
-    rows = ll.read_jsonl(tmp_path / "run/log.jsonl")
+    rows = ll.log.read_jsonl(tmp_path / "run/log.jsonl")
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(10, 93, 10))
     evaluated = [row for row in rows if "eval/loss" in row]
     assert [row["epoch"] for row in evaluated] == [1, 2, 3, 4]
@@ -128,7 +128,7 @@ def test_interrupted_digits_go_on_to_the_same_bits(tmp_path, monkeypatch, interr
 
     log = (tmp_path / "parts/log.jsonl").read_bytes()
     again = recipe.main(**DIGITS, directory=str(tmp_path / "parts"))  # a finished run is not trained again
-    assert again["accuracy"] == ll.read_jsonl(tmp_path / "whole/log.jsonl")[-1]["eval/accuracy"]
+    assert again["accuracy"] == ll.log.read_jsonl(tmp_path / "whole/log.jsonl")[-1]["eval/accuracy"]
     assert (tmp_path / "parts/log.jsonl").read_bytes() == log
     assert f"already finished at step 36; delete {tmp_path / 'parts'} to start again" in capsys.readouterr().out
 
