@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from inspect import CO_GENERATOR
 from itertools import islice
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+F = TypeVar("F", bound=FunctionType)
 
 
 _HELD = tuple(
@@ -52,6 +53,9 @@ _stopping = False  # a first Ctrl-C has arrived and will be raised at the next b
 _bodies: dict[object, tuple[int, CodeType]] = {}  # loop -> frame whose loop body is working on a batch
 
 
+_swallowing: set[CodeType] = set()  # destructors and callbacks, whose exceptions Python only prints
+
+
 before_raising: list[Callable[[], None]] = []  # registered by _donation, which knows the result in flight
 
 
@@ -77,8 +81,8 @@ class Guard:
             _stopping = True
             with suppress(OSError):  # the reader may be gone: Ctrl-C also ends the `tee` of a pipe
                 os.write(2, _NOTICE)  # not print: the signal may have arrived during a print
-        elif _leave.__code__ in running:
-            _send_later(signum)  # since exceptions in destructors are swallowed,
+        elif not _swallowing.isdisjoint(running):
+            _send_later(signum)
             if _close.__code__ in running:
                 self.handlers[signum](signum, frame)  # although they end what the destructor waits for
         else:
@@ -183,6 +187,12 @@ def _send_later(signum: int) -> None:
     timer.start()
 
 
+def swallows(function: F) -> F:
+    """Mark a destructor or a weak reference's callback: a signal that arrives in it is sent again afterwards."""
+    _swallowing.add(function.__code__)
+    return function
+
+
 def interruptible(iterator: Iterator[T]) -> Iterator[T]:
     """Iterate, and raise an interrupt of the loop's body when the next item is requested."""
     loop = object()
@@ -219,6 +229,7 @@ def _body(frame: FrameType | None) -> tuple[int, CodeType] | None:
     return None
 
 
+@swallows
 def _leave(loop: object, iterator: Iterator[T]) -> None:
     """End a loop and, if no others are running, restore the previous handlers."""
     global _stopping

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import fields
+from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, Generic, TypeVar
 
@@ -186,17 +187,15 @@ def own(chain: Chain, tensors: Iterable[Tensor]) -> None:
         if key := _storage(tensor):
             if (before := _owners.get(key)) is not None:
                 before[0].storages.discard(key)
-            _owners[key] = (chain, weakref.ref(tensor, _forgetting(key)))
+            _owners[key] = (chain, weakref.ref(tensor, partial(_forget, key)))
             chain.storages.add(key)
 
 
-def _forgetting(key: int) -> Any:
-    def forget(reference: weakref.ref[Tensor]) -> None:
-        if (owner := _owners.get(key)) is not None and owner[1] is reference:
-            owner[0].storages.discard(key)
-            del _owners[key]
-
-    return forget
+@_interrupts.swallows
+def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
+    if (owner := _owners.get(key)) is not None and owner[1] is reference:
+        owner[0].storages.discard(key)
+        del _owners[key]
 
 
 def claim(writer: str, tensors: Iterable[Tensor]) -> Chain:

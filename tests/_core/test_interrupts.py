@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import looplib as ll
 from looplib._core import interrupts as _interrupts
+from looplib._core import ownership
 
 EPOCHS, BATCHES = 2, 6
 NOTICE = "\nlooplib: stopping at the next batch; press Ctrl-C again to stop at once\n"
@@ -241,6 +242,9 @@ class Bombardment:
             return True
         finally:
             self.sender.stdout.readline()
+            for thread in threading.enumerate():  # a signal that is sent again belongs to this attempt
+                if isinstance(thread, threading.Timer):
+                    thread.join()
         return False
 
     def run(self, donate, over, form, presses, count):
@@ -663,6 +667,25 @@ def test_other_signals_are_taken_at_once(name):
 
     assert train(parts.state, parts.step, parts.loader(parts.state), after, Stop).step == 1
     assert not done
+
+
+def test_a_signal_is_not_lost_in_the_callback_that_forgets_a_freed_tensor():
+    parts, struck = Parts(donate=True), []
+    signal.signal(signal.SIGALRM, stop)
+
+    def strike(frame, event, arg):
+        if event == "call" and frame.f_code is ownership._forget.__code__ and not struck:
+            struck.append(True)
+            signal.raise_signal(signal.SIGALRM)
+
+    def after(state):
+        branch, _ = parts.step(ll.copy_state(state), parts.batches[0])
+        with profiled(strike):
+            del branch
+        time.sleep(60)  # the signal ends it: Python would only print an exception of the callback
+
+    assert train(parts.state, parts.step, parts.loader(parts.state), after, Stop).step == 1
+    assert struck
 
 
 def test_ctrl_c_is_taken_at_once_while_a_batch_is_read():
