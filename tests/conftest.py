@@ -21,6 +21,18 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(params=["far", "cpu"])
+def device(request):
+    """A test that takes it runs on the far device, a stand-in for an accelerator, and on the CPU in the full suite."""
+    if request.param == "cpu":
+        yield torch.device("cpu")
+    else:
+        from far.device import far  # the first test that needs it compiles it
+
+        with far() as first:
+            yield first
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """The fast tier runs the first case of each parametrized test; the others are marked `slow`."""

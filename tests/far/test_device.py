@@ -1,0 +1,168 @@
+"""The far device itself: what the other tests of this folder rely on."""
+
+import copy
+
+import pytest
+import torch
+
+from far.device import far, host_reads
+
+
+@pytest.fixture(autouse=True)
+def available():
+    with far():
+        yield
+
+
+def ones(device="far:0"):
+    return torch.ones(3, device=device)
+
+
+def test_a_model_trains_with_the_bits_of_the_cpu():
+    torch.manual_seed(1)
+    near = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.Flatten()
+    )
+    away, x = copy.deepcopy(near).to("far"), torch.randn(8, 1, 5, 5)
+    for model, batch in ((near, x), (away, x.to("far"))):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        torch.manual_seed(2)
+        for _ in range(3):
+            model(batch).square().mean().backward()
+            optimizer.step()
+    for one, other in zip(near.state_dict().values(), away.state_dict().values(), strict=True):
+        assert other.device == torch.device("far:0")
+        assert torch.equal(one, other.cpu())
+
+
+@pytest.mark.parametrize(
+    "meet",
+    [
+        lambda x: x + torch.ones(3),
+        lambda x: torch.ones(3).add_(x),
+        lambda x: x + ones("far:1"),
+        lambda x: torch.cat([x, torch.ones(3)]),
+        lambda x: torch.stack([x.sum(), torch.ones(())]),
+        lambda x: torch.nn.functional.linear(x, torch.ones(2, 3)),
+        lambda x: torch.where(torch.ones(3) > 0, x, x),
+        lambda x: x.normal_(generator=torch.Generator()),
+        lambda x: x.normal_(generator=torch.Generator("far:1")),
+        lambda x: x.numpy(),
+    ],
+)
+def test_tensors_of_two_devices_do_not_meet(meet):
+    with pytest.raises((RuntimeError, TypeError), match=r"device|generator"):
+        meet(ones())
+
+
+def test_a_scalar_of_the_cpu_is_a_number_and_a_copy_is_asked_for():
+    assert (ones() + torch.tensor(1.0)).tolist() == [2, 2, 2]
+    assert ones("far:1").copy_(ones()).device == torch.device("far:1")
+    assert torch.zeros(3).copy_(ones()).tolist() == [1, 1, 1]
+
+
+READS = {
+    "item": lambda x: x.sum().item(),
+    "if": lambda x: bool(x.sum() > 0),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "copy_": lambda x: torch.zeros(3).copy_(x),
+    "equal": lambda x: torch.equal(x, x),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "unique": lambda x: x.unique(),
+    "synchronize": lambda x: torch.accelerator.synchronize(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_read_by_the_host_is_counted_with_its_line(read):
+    x = ones()
+    with host_reads() as reads:
+        read(x)
+    assert reads
+    assert all(str(one.line).startswith("tests/far/test_device.py:") for one in reads), reads
+    assert "lambda x: " in reads[0].line
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x * 2 + 1,
+        lambda x: x.sort().values.cumsum(0)[1:].view(2, 1).t(),
+        lambda x: torch._foreach_norm([x, x]),
+        lambda x: torch.where(x > 0, x, 0.0),
+        lambda x: torch.zeros(5, device="far").index_add_(0, torch.arange(3, device="far"), x),
+        lambda x: x.to("far:1").to("far:0"),
+        lambda x: torch.tensor([1.0, 2.0], device=x.device),
+        lambda x: torch.zeros(3).to("far", non_blocking=True),
+    ],
+)
+def test_computing_reads_nothing(compute):
+    x = ones()
+    with host_reads() as reads:
+        compute(x)
+    assert reads == []
+
+
+def test_each_device_has_a_random_generator_of_its_own():
+    before = torch.get_rng_state()
+    torch.far.manual_seed_all(5)
+    one, other = torch.randn(4, device="far:0"), torch.randn(4, device="far:1")
+    torch.nn.functional.dropout(one, 0.5)
+    assert torch.equal(torch.get_rng_state(), before)
+    expected = torch.randn(4, generator=torch.Generator().manual_seed(5))
+    assert one.tolist() == other.tolist() == expected.tolist()
+    state = torch.far.get_rng_state(0)
+    drawn = torch.rand(2, device="far:0")
+    torch.far.set_rng_state(state, 0)
+    assert torch.rand(2, device="far:0").tolist() == drawn.tolist()
+
+
+def test_views_share_their_storage_and_resizing_keeps_it():
+    x = ones()
+    x.view(3, 1)[1:].t().zero_()
+    assert x.tolist() == [1, 0, 0]
+    assert x[1:].untyped_storage().data_ptr() == x.untyped_storage().data_ptr() != 0
+    out = torch.empty(0, device="far")
+    storage = out.untyped_storage()
+    torch.add(x, x, out=out)
+    assert out.tolist() == [2, 0, 0]
+    assert storage.nbytes() == 12
+    other = torch.empty(0, device="far").set_(x.untyped_storage(), 1, (2,), (1,))
+    other.fill_(7)
+    assert x.tolist() == [1, 7, 7]
+
+
+def test_saving_and_vmap_and_autocast(tmp_path):
+    torch.save({"x": ones("far:1")}, tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt")["x"].device == torch.device("far:1")
+    assert torch.load(tmp_path / "x.pt", map_location="cpu")["x"].tolist() == [1, 1, 1]
+    assert torch.func.vmap(lambda x: x * 2)(ones()).tolist() == [2, 2, 2]
+    with torch.autocast("far", torch.bfloat16):
+        assert torch.nn.functional.linear(ones(), torch.ones(2, 3, device="far")).dtype is torch.bfloat16
+
+
+def test_a_non_blocking_copy_waits_for_its_stream():
+    x, pinned = ones(), torch.zeros(3).pin_memory()
+    side, done = torch.Stream("far"), torch.Event("far")
+    with side, host_reads() as reads:
+        pinned.copy_(x, non_blocking=True)
+        done.record(side)
+    assert pinned.is_pinned()
+    assert pinned.tolist() == [0, 0, 0]
+    x.fill_(5)  # on another stream, which nobody told to wait
+    done.synchronize()
+    assert pinned.tolist() == [5, 5, 5]
+    assert reads == []
+    pinned.copy_(x, non_blocking=True)
+    x.fill_(6)  # on the same stream, so after it
+    assert pinned.tolist() == [5, 5, 5]
+
+
+def test_the_device_is_there_only_while_it_is_used():
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.device_count() == 2
+    torch.ops.far.set_available(False)
+    assert not torch.accelerator.is_available()
+    assert torch.accelerator.device_count() == 0
