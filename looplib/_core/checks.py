@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,30 @@ def is_count(value: Any, least: float = 1) -> bool:
 def is_number(value: Any) -> bool:
     """True for a finite int or float that is not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check(holds: Any, message: str, error: Callable[[str], Exception] = ValueError) -> None:
+    """Raise an error with this message unless a condition holds.
+
+    The message is made in any case, so it must be cheap and must not depend on the condition.
+
+    >>> check(1 + 1 == 3, "two ones are 2", ArithmeticError)
+    Traceback (most recent call last):
+    ArithmeticError: two ones are 2
+    """
+    if not holds:
+        raise error(message)
+
+
+def few(items: Collection[Any], most: int = 8, between: str = ", ") -> str:
+    """The first few of many items, for messages.
+
+    >>> few("abc", 2), few([]), few("abc", 2, "; ")
+    ('a, b and 1 more', 'none', 'a; b; and 1 more')
+    """
+    shown = between.join(map(str, islice(items, most))) or "none"
+    more = len(items) - most
+    return f"{shown}{between.replace(', ', ' ')}and {more} more" if more > 0 else shown
 
 
 def check_argument(holds: bool, name: str, value: Any, advice: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from looplib._core import ownership
+from looplib._core.checks import few
 from looplib._core.descriptions import differences
 from looplib._core.ownership import Marked
 from looplib._core.ranks import rank
@@ -73,10 +74,11 @@ def _comparable(before: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> 
     return {"loader": shared}, {"loader": {key: now[key] for key in shared}}
 
 
-def restored_into(template: Marked, saved: Any, path: str, step: int, loader_is_compared: bool) -> MadeWith:
+def restored_into(
+    template: Marked, saved: Mapping[str, Any], path: str, step: int, loader_is_compared: bool
+) -> MadeWith:
     """Provenance of a restored state; `saved` is the manifest's entry."""
-    known, before = known_of(template), saved if isinstance(saved, Mapping) else {}
-    optimizer, loaders = before.get("optimizer"), before.get("loaders")
+    known, optimizer, loaders = known_of(template), saved.get("optimizer"), saved.get("loaders")
     if known.optimizer is None and isinstance(optimizer, Mapping):
         known = replace(known, optimizer=optimizer)
     if loader_is_compared or not isinstance(loaders, list):
@@ -85,19 +87,18 @@ def restored_into(template: Marked, saved: Any, path: str, step: int, loader_is_
     return replace(known, loaders=described, restored=path if described else "", at_step=step)
 
 
-def other_settings(path: Any, changed: Sequence[str], seed: str = "") -> str:
+def other_settings(path: Any, changed: Sequence[str], seed: Sequence[str] = ()) -> str:
     """Warning about settings that differ from those of the saved run.
 
     Args:
         path: path of the checkpoint.
         changed: settings with which the run continues, each in words.
-        seed: the seed in words, which the restored state takes from the checkpoint.
+        seed: the seed in words, if the restored state takes a different one from the checkpoint.
     """
-    more = f"; and {len(changed) - 10} more" if len(changed) > 10 else ""
-    named = [*changed[:10], seed] if seed else changed[:10]
-    taken = [*(["the new ones"] if changed else []), *(["the checkpoint's seed"] if seed else [])]
-    how_to_change = " (state.replace(seed=...) changes it)" if seed else ""
+    settings = [few(changed, 10, "; ")] * bool(changed) + [*seed]
+    taken = ["the new ones"] * bool(changed)
+    taken += ["the checkpoint's seed (state.replace(seed=...) changes it)"] * bool(seed)
     return (
-        f"{path} was saved with other settings: {'; '.join(named)}{more}. The run continues from it with "
-        f"{' and '.join(taken)}{how_to_change}; to start over, give checkpoint_io another directory or delete this one"
+        f"{path} was saved with other settings: {'; '.join(settings)}. The run continues from it with "
+        f"{' and '.join(taken)}; to start over, give checkpoint_io another directory or delete this one"
     )

@@ -7,11 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from looplib._core.checks import check
 from looplib.checkpoint._directory import in_words
 from looplib.checkpoint._format import MANIFEST, sound
 from looplib.checkpoint._format_read import check_files, read_manifest
@@ -46,16 +48,16 @@ class Checkpoints(list[Checkpoint]):
     """List of the checkpoints in a directory, oldest first, which prints as a table."""
 
     def _rows(self) -> list[list[str]]:
-        parts = list(dict.fromkeys(name for checkpoint in self for name in checkpoint.parts))
-        names = list(dict.fromkeys(name for checkpoint in self for name in checkpoint.metrics))
+        parts = dict.fromkeys(chain.from_iterable(checkpoint.parts for checkpoint in self), "")
+        names = dict.fromkeys(chain.from_iterable(checkpoint.metrics for checkpoint in self), "")
         rows = [["step", "epoch", "batch", "samples", "saved", "size", *parts, *names]]
         for checkpoint in self:
             counts = checkpoint.step, checkpoint.epoch, checkpoint.batch, checkpoint.samples
             saved = checkpoint.created.replace("T", " ").replace("Z", " UTC")
-            sizes = [in_words(checkpoint.parts[name]) if name in checkpoint.parts else "" for name in parts]
-            metrics = checkpoint.metrics
-            scores = [f"{metrics[name]:.5g}" if name in metrics else "" for name in names]
-            rows.append([*map(str, counts), saved, in_words(checkpoint.bytes), *sizes, *scores])
+            sizes = parts | {name: in_words(size) for name, size in checkpoint.parts.items()}
+            scores = names | {name: f"{value:.5g}" for name, value in checkpoint.metrics.items()}
+            size = in_words(checkpoint.bytes)
+            rows.append([*map(str, counts), saved, size, *sizes.values(), *scores.values()])
         return rows
 
     def __repr__(self) -> str:
@@ -97,26 +99,22 @@ def describe(path: Path) -> Checkpoint:
 
 def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Counts and seed stored in a manifest."""
-    counts = {**manifest["counts"], "seed": _read_seed(manifest["counts"]["seed"])}
-    wrong = [name for name in COUNTS if name != "seed" and type(counts[name]) is not int]
-    if counts.keys() != set(COUNTS) or (wrong and (wrong != ["epoch_length"] or counts["epoch_length"] is not None)):
-        raise ValueError(f"counts that are no counts of a state: {counts}")
-    return counts
+    counts: dict[str, Any] = manifest["counts"]
+    ints = {name: count for name, count in counts.items() if name not in ("seed", "epoch_length")}
+    kinds = {*map(type, ints.values())} == {int} and type(counts["epoch_length"]) in (int, type(None))
+    check(kinds and counts.keys() == set(COUNTS), f"counts that are no counts of a state: {counts}")
+    seed = counts["seed"]
+    return {**counts, "seed": tuple(map(int, seed)) if isinstance(seed, list) else int(seed)}
 
 
 def counts_of(state: TrainState) -> dict[str, Any]:
     """Counts and seed of a state, in the form stored in a manifest."""
     seed = state.seed
     # Stored as text, since JSON numbers have 64 bits. The seeds of a stack are a list.
-    written = [str(member) for member in seed] if isinstance(seed, tuple) else str(seed)
+    written = [*map(str, seed)] if isinstance(seed, tuple) else str(seed)
     return {**{name: getattr(state, name) for name in COUNTS}, "seed": written}
-
-
-def _read_seed(written: str | list[str]) -> Any:
-    return tuple(int(member) for member in written) if isinstance(written, list) else int(written)
 
 
 def trees_of(state: TrainState) -> dict[str, Any]:
     """Trees of a state that a checkpoint stores: those that are not None."""
-    trees = {name: getattr(state, name) for name in TREES}
-    return {name: tree for name, tree in trees.items() if tree is not None}
+    return {name: tree for name in TREES if (tree := getattr(state, name)) is not None}

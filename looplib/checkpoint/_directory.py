@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from looplib.checkpoint._format import sync_directory
+from looplib.checkpoint._format import WEIGHTS, sync_directory
 from looplib.checkpoint._format_read import read_manifest
 from looplib.checkpoint._format_write import Parts, write, write_document
 
@@ -70,60 +70,45 @@ def take_place(entry: Entry) -> None:
     each moment one of the two is complete, and a listing, which uses the latest number of a step, never shows both.
     """
     writing, target = entry
-    earlier = entries_of(target.parent, _step_of(target))
-    if not earlier:
-        writing.rename(target)
+    step, _ = number_of(target)  # type: ignore[misc]
+    if earlier := entries_of(target.parent, step):
+        _keep_metrics(earlier[-1], writing)
+        _, last = number_of(earlier[-1])  # type: ignore[misc]
+        newest = target.with_name(f"{target.name}.{last + 1}")
+        writing.rename(newest)
         sync_directory(target.parent)
-        return
-    _keep_metrics(earlier[-1], writing)
-    newest = target.with_name(f"{target.name}.{_save_of(earlier[-1]) + 1}")
-    writing.rename(newest)
+        for path in earlier:
+            remove(path)
+        writing = newest
+    writing.rename(target)
     sync_directory(target.parent)
-    for path in earlier:
-        remove(path)
-    newest.rename(target)
-    sync_directory(target.parent)
-
-
-def _step_of(path: Path) -> int:
-    return number_of(path)[0]  # type: ignore[misc]
-
-
-def _save_of(path: Path) -> int:
-    return number_of(path)[1]  # type: ignore[misc]
 
 
 def _keep_metrics(earlier: Path, later: Path) -> None:
     """Carry metrics over from an earlier save with identical weights to a save without metrics."""
-    try:
+    with contextlib.suppress(ValueError, LookupError):  # a damaged one has no metrics to carry over
         old, new = read_manifest(earlier), read_manifest(later)
-        if new["metrics"] or not old["metrics"] or _weights(old) != _weights(new):
-            return
-    except (ValueError, LookupError):  # a damaged one has no metrics to carry over
-        return
-    write_document(later, {**new, "metrics": old["metrics"]})
+        if old["metrics"] and not new["metrics"] and _weights(old) == _weights(new):
+            write_document(later, {**new, "metrics": old["metrics"]})
 
 
 def _weights(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Checksums and layouts of parameters and buffers, by path."""
-    data, weights = manifest["data"], {}
-    for path, entry in (*manifest["tensors"].items(), *manifest.get("shards", {}).items()):
-        if path.startswith(("/params/", "/buffers/")):
-            chunks = entry.get("chunks", [{"data": entry.get("data")}])
-            checksums = [data[chunk["data"]]["crc32"] for chunk in chunks]
-            layout = [(chunk.get("offsets"), chunk.get("sizes")) for chunk in chunks]
-            view = [entry.get(key) for key in ("dtype", "shape", "stride", "offset")]
-            weights[path] = checksums, layout, view
-    return weights
+    data = manifest["data"]
+
+    def content(entry: Mapping[str, Any]) -> Any:
+        chunks = entry.get("chunks", [entry])
+        return entry["dtype"], entry["shape"], [{**chunk, "data": data[chunk["data"]]["crc32"]} for chunk in chunks]
+
+    leaves = {**manifest["tensors"], **manifest.get("shards", {})}
+    return {path: content(entry) for path, entry in leaves.items() if path.startswith(WEIGHTS)}
 
 
 def clear(path: Path) -> None:
     """Delete an entry that is no longer listed. If it is a symbolic link, delete only the link."""
-    if path.is_symlink() or path.is_file():
-        with contextlib.suppress(OSError):
-            path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)  # refuses links and files
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 @contextlib.contextmanager
@@ -132,10 +117,10 @@ def naming_the_checkpoint(target: Path, size: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        folder = target.parent
         room = ""
-        if folder.exists():
-            room = f" ({in_words(size)} to write, {in_words(shutil.disk_usage(folder).free)} free there)"
+        with contextlib.suppress(OSError):  # the folder is gone
+            free = shutil.disk_usage(target.parent).free
+            room = f" ({in_words(size)} to write, {in_words(free)} free there)"
         raise OSError(
             error.errno,
             f"{target.name} could not be saved: {error.strerror}{room}; the checkpoints before it are untouched",
@@ -216,8 +201,7 @@ class Lock:
             os.ftruncate(self.file, 0)
             os.pwrite(self.file, str(os.getpid()).encode(), 0)
 
-    def __del__(
-        self, close: Callable[[int], None] = os.close
-    ) -> None:  # os is no longer available when the interpreter exits
+    # `os` is no longer available when the interpreter exits. A lock that could not be made has no file.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if hasattr(self, "file"):
             close(self.file)

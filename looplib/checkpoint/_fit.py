@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check, few
 from looplib.checkpoint._format_read import Reader
 
 
@@ -22,15 +23,12 @@ def check_fit(
     ]
     misfits += [
         f"{leaf_path} is in the checkpoint, and not in the state"
-        for leaf_path in saved
-        if selected(leaf_path) and leaf_path not in wanted
+        for leaf_path in filter(selected, saved)
+        if leaf_path not in wanted
     ]
-    for leaf_path, leaf in wanted.items():
-        if leaf_path in saved and (difference := _difference(leaf_path, leaf, reader, convert)):
-            misfits.append(f"{leaf_path} {difference}")
-    if misfits:
-        more = f"\n  and {len(misfits) - 10} more" if len(misfits) > 10 else ""
-        raise ValueError(f"{path} does not fit the state:\n  " + "\n  ".join(misfits[:10]) + more)
+    common = {leaf_path: leaf for leaf_path, leaf in wanted.items() if leaf_path in saved}
+    misfits += filter(None, (_difference(leaf_path, leaf, reader, convert) for leaf_path, leaf in common.items()))
+    check(not misfits, f"{path} does not fit the state:\n  " + few(misfits, 10, "\n  "))
 
 
 def without_later_entries(tree: Any, reader: Reader, leaf_path: str = "") -> Any:
@@ -44,36 +42,30 @@ def without_later_entries(tree: Any, reader: Reader, leaf_path: str = "") -> Any
     return {
         key: without_later_entries(value, reader, f"{leaf_path}/{key}")
         for key, value in tree.items()
-        if not _is_later(key, value) or f"{leaf_path}/{key}" in reader.tensors
+        if key != "started"
+        or getattr(value, "dtype", None) is not torch.bool
+        or f"{leaf_path}/{key}" in reader.tensors
     }
-
-
-def _is_later(key: Any, value: Any) -> bool:
-    return key == "started" and isinstance(value, Tensor) and value.dtype is torch.bool
 
 
 def _difference(leaf_path: str, leaf: Any, reader: Reader, convert: bool) -> str:
     about = reader.about(leaf_path)
-    if about is None:
-        value = reader.values[leaf_path]
-        if isinstance(leaf, Tensor):
-            return f"is {type(value).__name__} in the checkpoint, a tensor in the state"
-        if not _same_kind(leaf, value):
-            return f"is {type(value).__name__} in the checkpoint, {type(leaf).__name__} in the state"
-        return ""
-    if leaf is None:
-        return ""  # a value that had not been set yet
-    if not isinstance(leaf, Tensor):
-        return f"is a tensor in the checkpoint, {type(leaf).__name__} in the state"
+    if about is None or not isinstance(leaf, Tensor):
+        saved, new = "a tensor" if about else _kind(reader.values[leaf_path]), _kind(leaf)
+        return "" if _fits(saved, new) else f"{leaf_path} is {saved} in the checkpoint, {new} in the state"
     dtype, saved_shape = str(leaf.dtype).removeprefix("torch."), tuple(about["shape"])
     if saved_shape != tuple(leaf.shape):
-        return f"has shape {saved_shape} in the checkpoint, {tuple(leaf.shape)} in the state"
+        return f"{leaf_path} has shape {saved_shape} in the checkpoint, {tuple(leaf.shape)} in the state"
     if about["dtype"] != dtype and not convert:
-        return f"is {about['dtype']} in the checkpoint, {dtype} in the state (or convert=True)"
+        return f"{leaf_path} is {about['dtype']} in the checkpoint, {dtype} in the state (or convert=True)"
     return ""
 
 
-def _same_kind(one: Any, other: Any) -> bool:
-    """True if two plain values are compatible: an int may become a float, and a None may be set later."""
-    kinds = {type(one), type(other)}
-    return len(kinds) == 1 or kinds == {int, float} or type(None) in kinds
+def _kind(leaf: Any) -> str:
+    return "a tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def _fits(saved: str, new: str) -> bool:
+    """True for compatible kinds of leaves: an int may become a float, and a None may be set later."""
+    unset = "NoneType" in (saved, new) and new != "a tensor"
+    return saved == new or {saved, new} == {"int", "float"} or unset

@@ -13,7 +13,7 @@ import base64
 import ctypes
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ MANIFEST, DATA = "manifest.json", "tensors.safetensors"
 
 
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+WEIGHTS = ("/params/", "/buffers/")  # beginnings of the paths of a module's leaves
 
 
 class DamagedCheckpointError(ValueError):
@@ -83,40 +86,41 @@ def extent(shape: Iterable[int], stride: Iterable[int]) -> int:
     return sum((n - 1) * step for n, step in pairs) + 1 if all(n for n, _ in pairs) else 0
 
 
+# Plain types, each with a test for the values that JSON can represent.
+_JSON: dict[type, Callable[[Any], bool]] = {
+    **dict.fromkeys((type(None), bool, str), lambda value: True),
+    int: lambda value: -(2**63) <= value < 2**63,
+    float: math.isfinite,
+}
+
+# For the other values, by the name of their type: a function that makes JSON of a value, and its inverse.
+_CODES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "float": (str, float),
+    "int": (hex, lambda text: int(text, 16)),
+    "bytes": (lambda value: base64.b64encode(value).decode(), lambda text: base64.b64decode(text, validate=True)),
+    "complex": (lambda value: [str(value.real), str(value.imag)], lambda pair: complex(*map(float, pair))),
+}
+
+
 def encoded(leaf_path: str, value: Any) -> dict[str, Any]:
     """Encode a plain value as JSON without loss."""
     kind = type(value)
-    if kind is float and not math.isfinite(value):
-        return {"float": str(value)}
-    if kind is int and not -(2**63) <= value < 2**63:
-        return {"int": hex(value)}
-    if value is None or kind in (bool, int, float, str):
+    if kind in _JSON and _JSON[kind](value):
         return {"value": value}
-    if kind is bytes:
-        return {"bytes": base64.b64encode(value).decode()}
-    if kind is complex:
-        return {"complex": [str(value.real), str(value.imag)]}
-    raise TypeError(
-        f"{leaf_path} is a {kind.__name__}, which a checkpoint cannot hold: keep tensors, Python's own numbers, "
-        "strings, bytes, None, and dicts, lists, tuples or registered pytrees of these"
-    )
+    if kind not in (float, int, bytes, complex):
+        raise TypeError(
+            f"{leaf_path} is a {kind.__name__}, which a checkpoint cannot hold: keep tensors, Python's own numbers, "
+            "strings, bytes, None, and dicts, lists, tuples or registered pytrees of these"
+        )
+    return {kind.__name__: _CODES[kind.__name__][0](value)}
 
 
 def decoded(entry: Mapping[str, Any]) -> Any:
     """Decode a plain value written by `encoded`."""
     ((kind, value),) = entry.items()
-    if kind == "value" and (value is None or type(value) in (bool, int, float, str)):
+    if kind == "value" and type(value) in _JSON:
         return value
-    if kind == "complex":
-        real, imaginary = value
-        return complex(float(real), float(imaginary))
-    if kind == "bytes":
-        return base64.b64decode(value, validate=True)
-    if kind == "float":
-        return float(value)
-    if kind == "int":
-        return int(value, 16)
-    raise ValueError(f"a value of kind {kind!r}")
+    return _CODES[kind][1](value)
 
 
 def envelope(checksum: int) -> bytes:

@@ -10,8 +10,9 @@ import math
 import mmap
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import orjson
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check
 from looplib.checkpoint._format import (
     DATA,
     MANIFEST,
@@ -42,28 +44,27 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 def read_document(directory: Path) -> tuple[dict[str, Any], int]:
     """Read a manifest and return it with its checksum."""
-    path, data = directory / MANIFEST, directory / DATA
+    path = directory / MANIFEST
     try:
         document = path.read_bytes()
-        size = data.stat().st_size
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise DamagedCheckpointError(f"{error.filename} is missing, or of another kind ({error.strerror})") from None
+        raise DamagedCheckpointError(f"{path} is missing, or of another kind ({error.strerror})") from None
     try:
         parsed = orjson.loads(document)
         checksum, manifest = int(parsed["crc32"]), parsed["manifest"]
     except (LookupError, TypeError, ValueError, ArithmeticError):
         raise DamagedCheckpointError(f"{path} is no manifest of a looplib checkpoint, or is cut short") from None
     head = envelope(checksum)
-    if not document.startswith(head) or zlib.crc32(document[len(head) : -2]) != checksum:
-        raise DamagedCheckpointError(f"{path} has been changed since it was written: its checksum is wrong")
+    unchanged = document.startswith(head) and zlib.crc32(document[len(head) : -2]) == checksum
+    check(unchanged, f"{path} has been changed since it was written: its checksum is wrong", DamagedCheckpointError)
     with sound(path):
-        version, expected = manifest["format"], manifest["bytes"]
-        if version > SHARDED:
-            raise CheckpointVersionError(
-                f"{path} is of format {version}, and this looplib reads up to {SHARDED}: install a newer looplib"
-            )
-    if size != expected:
-        raise DamagedCheckpointError(f"{data} has {size} bytes; {expected} were written")
+        version = manifest["format"]
+        check(
+            version <= SHARDED,
+            f"{path} is of format {version}, and this looplib reads up to {SHARDED}: install a newer looplib",
+            CheckpointVersionError,
+        )
+        _sized(directory / DATA, manifest["bytes"])
     return manifest, checksum
 
 
@@ -77,8 +78,7 @@ def check_files(directory: Path, manifest: Mapping[str, Any]) -> int:
 
 def _shard_name(name: str) -> str:
     """Name of a shard file. Anything else, such as a path outside the directory, is refused."""
-    if not _SHARD.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a file of tensors")
+    check(_SHARD.fullmatch(name), f"{name!r} is no name of a file of tensors")
     return name
 
 
@@ -87,16 +87,20 @@ def _sized(path: Path, expected: int) -> int:
         size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedCheckpointError(f"{path} is missing ({error.strerror})") from None
-    if size != expected:
-        raise DamagedCheckpointError(f"{path} has {size} bytes; {expected} were written")
+    check(size == expected, f"{path} has {size} bytes; {expected} were written", DamagedCheckpointError)
     return size
 
 
 def _dtype(leaf_path: str, name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or dtype in QUANTIZED:
-        raise ValueError(f"{leaf_path} has dtype {name!r}, unknown to this torch")
+    dtype: Any = getattr(torch, name, None)
+    known = isinstance(dtype, torch.dtype) and dtype not in QUANTIZED
+    check(known, f"{leaf_path} has dtype {name!r}, unknown to this torch")
     return dtype
+
+
+def _are_counts(numbers: Iterable[Any]) -> bool:
+    """True for ints from 0 on whose products and sums stay within 64 bits."""
+    return all(type(number) is int and 0 <= number < 2**48 for number in numbers)
 
 
 class Reader:
@@ -123,9 +127,8 @@ class Reader:
 
     def _check_run(self, name: str) -> None:
         begin, length, size = self.data[name]["begin"], self.data[name]["bytes"], self.files[self._file(name)]
-        are_counts = type(begin) is int and type(length) is int and begin >= 0 and length >= 0
-        if not are_counts or begin + length > size:
-            raise ValueError(f"the bytes of {name} are {length!r} from {begin!r} on, of {size}")
+        inside = _are_counts([begin, length]) and begin + length <= size
+        check(inside, f"the bytes of {name} are {length!r} from {begin!r} on, of {size}")
 
     def _check_entry(self, leaf_path: str) -> None:
         entry = self.tensors[leaf_path]
@@ -133,33 +136,29 @@ class Reader:
         dtype = _dtype(leaf_path, entry["dtype"])
         offset = entry.get("offset", 0)
         stride = entry.get("stride", [math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
-        numbers = [offset, *shape, *stride]
-        are_counts = type(shape) is list and all(type(number) is int and number >= 0 for number in numbers)
-        if not are_counts or max(math.prod(shape), *numbers) >= 2**48 or offset % dtype.itemsize:
-            raise ValueError(f"{leaf_path} has shape {shape}, stride {stride} and offset {offset}")
-        if offset + extent(shape, stride) * dtype.itemsize > length:
-            raise ValueError(f"{leaf_path} reaches beyond its {length} bytes: shape {shape}, stride {stride}")
+        layout = f"shape {shape}, stride {stride} and offset {offset}"
+        are_counts = type(shape) is list and _are_counts([offset, *shape, *stride, math.prod(shape)])
+        check(are_counts and offset % dtype.itemsize == 0, f"{leaf_path} has {layout}")
+        end = offset + extent(shape, stride) * dtype.itemsize
+        check(end <= length, f"{leaf_path} reaches beyond its {length} bytes: {layout}")
 
     def _check_shards(self, leaf_path: str) -> None:
         entry = self.shards[leaf_path]
         shape, chunks = entry["shape"], entry["chunks"]
         dtype = _dtype(leaf_path, entry["dtype"])
-        if type(shape) is not list or not all(type(number) is int and 0 <= number < 2**48 for number in shape):
-            raise ValueError(f"{leaf_path} has shape {shape}")
+        check(type(shape) is list and _are_counts(shape), f"{leaf_path} has shape {shape}")
         for chunk in chunks:
             self._check_chunk(leaf_path, chunk, shape, dtype)
         numbers = sum(math.prod(chunk["sizes"]) for chunk in chunks)
-        if numbers != math.prod(shape):
-            raise ValueError(f"{leaf_path} has shape {shape}, and chunks of {numbers} numbers")
+        check(numbers == math.prod(shape), f"{leaf_path} has shape {shape}, and chunks of {numbers} numbers")
 
     def _check_chunk(self, leaf_path: str, chunk: Mapping[str, Any], shape: list[int], dtype: torch.dtype) -> None:
         offsets, sizes, length = chunk["offsets"], chunk["sizes"], self.data[chunk["data"]]["bytes"]
-        if any(type(number) is not int or number < 0 for number in (*offsets, *sizes)):
-            raise ValueError(f"{leaf_path} has shape {shape}, and a chunk of {sizes} at {offsets}")
-        if any(low + n > of for low, n, of in zip(offsets, sizes, shape, strict=True)):
-            raise ValueError(f"{leaf_path} has shape {shape}, and a chunk of {sizes} at {offsets} beyond it")
-        if math.prod(sizes) * dtype.itemsize != length:
-            raise ValueError(f"{leaf_path} has a chunk of {sizes} in {length} bytes")
+        check(_are_counts([*offsets, *sizes]), f"{leaf_path} has a chunk of {sizes} at {offsets}")
+        inside = all(low + n <= of for low, n, of in zip(offsets, sizes, shape, strict=True))
+        check(inside, f"{leaf_path} has shape {shape}, and a chunk of {sizes} at {offsets} beyond it")
+        full = math.prod(sizes) * dtype.itemsize == length
+        check(full, f"{leaf_path} has a chunk of {sizes} in {length} bytes")
 
     def _file(self, name: str) -> str:
         """Name of the file that contains a run of bytes."""
@@ -170,12 +169,11 @@ class Reader:
         """Dtype and shape of the tensor at a path, or None for a plain value."""
         return self.tensors.get(leaf_path) or self.shards.get(leaf_path)
 
-    def chunks(self, leaf_path: str) -> list[tuple[list[int], list[int]]]:
-        """Offsets and sizes of the chunks in which the tensor at a path is stored: one for an unsharded tensor."""
-        if leaf_path in self.shards:
-            return [(chunk["offsets"], chunk["sizes"]) for chunk in self.shards[leaf_path]["chunks"]]
-        shape = self.tensors[leaf_path]["shape"]
-        return [([0] * len(shape), shape)]
+    def chunks(self, leaf_path: str) -> Sequence[Mapping[str, Any]]:
+        """Chunks in which the tensor at a path is stored: an unsharded tensor is one without `offsets` and `sizes`."""
+        entry = self.about(leaf_path) or {}
+        chunks: Sequence[Mapping[str, Any]] = entry.get("chunks", [entry])
+        return chunks
 
     def chunk(self, leaf_path: str, index: int) -> Tensor:
         """One of these chunks, mapped from the file."""
@@ -186,12 +184,10 @@ class Reader:
         return self._run(chunk["data"]).view(getattr(torch, entry["dtype"])).view(chunk["sizes"])
 
     def verify(self, leaf_paths: Iterable[str], chunks: Iterable[tuple[str, int]] = ()) -> None:
-        """Compare the checksums of all bytes of these leaves and chunks, on all cores."""
-        names = {self.tensors[leaf_path]["data"] for leaf_path in leaf_paths if leaf_path in self.tensors}
-        for leaf_path, index in chunks:
-            entry = self.tensors.get(leaf_path) or self.shards[leaf_path]["chunks"][index]
-            names.add(entry["data"])
-        for file in {self._file(name) for name in names}:
+        """Compare the checksums of all bytes of these unsharded leaves and of these chunks, on all cores."""
+        chunks = [*zip(leaf_paths, repeat(0)), *chunks]
+        names = {self.chunks(leaf_path)[index]["data"] for leaf_path, index in chunks}
+        for file in set(map(self._file, names)):
             self._map(file)
         with ThreadPoolExecutor() as pool:
             list(pool.map(self._run, sorted(names)))
@@ -210,11 +206,12 @@ class Reader:
     def _run(self, name: str) -> Tensor:
         if name not in self.runs:
             begin, size, memory = self.data[name]["begin"], self.data[name]["bytes"], self._map(self._file(name))
-            if zlib.crc32(memoryview(memory)[begin : begin + size]) != self.data[name]["crc32"]:
-                raise DamagedCheckpointError(
-                    f"{self.directory / self._file(name)}: the bytes of {name} have been changed since they were "
-                    "written: wrong checksum"
-                )
+            check(
+                zlib.crc32(memoryview(memory)[begin : begin + size]) == self.data[name]["crc32"],
+                f"{self.directory / self._file(name)}: the bytes of {name} have been changed since they were "
+                "written: wrong checksum",
+                DamagedCheckpointError,
+            )
             empty = torch.empty(0, dtype=torch.uint8)
             self.runs[name] = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=size) if size else empty
         return self.runs[name]

@@ -85,23 +85,17 @@ class Listing:
         return path in self.damaged
 
     def _nothing_for(self, which: str | int, checkpoints: Checkpoints, monitor: str | None) -> ValueError:
-        steps = [str(checkpoint.step) for checkpoint in checkpoints if checkpoint.path not in self.damaged]
-        complete = ", ".join(steps) or "none"
+        complete = ", ".join(str(checkpoint.step) for checkpoint in checkpoints) or "none"
         damaged = ", ".join(sorted(path.name for path in self.damaged))
         if which == "best":
             return ValueError(
                 f"no checkpoint in {self.folder} was saved with the metric {monitor!r}; steps there: {complete}"
             )
+        asked = "no whole checkpoint" if which == "latest" else f"no {which!r} (give 'latest', 'best' or a step)"
         if type(which) is int:
             asked = f"no checkpoint of step {which}"
-        elif which == "latest":
-            asked = "no whole checkpoint"
-        else:
-            asked = f"no {which!r} (give 'latest', 'best' or a step)"
-        kind = DamagedCheckpointError if damaged else ValueError
-        return kind(
-            f"{self.folder} has {asked}; steps there: {complete}" + (f"; damaged: {damaged}" if damaged else "")
-        )
+        where = f"{self.folder} has {asked}; steps there: {complete}"
+        return DamagedCheckpointError(f"{where}; damaged: {damaged}") if damaged else ValueError(where)
 
 
 def _chosen(checkpoints: Checkpoints, which: str | int, policy: Policy) -> Checkpoint | None:

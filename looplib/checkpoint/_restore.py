@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import ownership as _donation
+from looplib._core.descriptions import differences
 from looplib._core.made_with import MadeWith, known_of, other_settings, restored_into
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib.checkpoint._describe import counts_in, trees_of
 from looplib.checkpoint._fit import check_fit, without_later_entries
-from looplib.checkpoint._format import MANIFEST, leaves_of, local, sound
+from looplib.checkpoint._format import MANIFEST, WEIGHTS, leaves_of, local, sound
 from looplib.checkpoint._format_read import Reader, read_document
 from looplib.checkpoint._position import position
 from looplib.checkpoint._settings import Settings
@@ -42,12 +43,8 @@ class Selection:
         return not self.weights_only and self.names is None
 
     def __call__(self, leaf_path: str) -> bool:
-        if self.everything:
-            return True
-        tree, _, name = leaf_path.removeprefix("/").partition("/")
-        if tree not in ("params", "buffers"):
-            return False
-        return self.names is None or self.names(name.replace("~1", "/").replace("~0", "~"))
+        name = leaf_path.split("/", 2)[-1].replace("~1", "/").replace("~0", "~")
+        return self.everything or (leaf_path.startswith(WEIGHTS) and (self.names is None or self.names(name)))
 
 
 class Loaded(NamedTuple):
@@ -76,7 +73,9 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     check_fit(path, wanted, reader, selected, convert)
     run = _Run({name: getattr(template, name) for name in COUNTS}, known_of(template))
     if selected.everything:
-        run = _continued(path, counts, manifest.get("made_with"), template, settings)
+        made_with = manifest.get("made_with")
+        known = made_with if isinstance(made_with, Mapping) else {}  # older checkpoints have none
+        run = _continued(path, counts, known, template, settings)
     saved = _Saved(reader, wanted)
     writes: list[tuple[Tensor, Tensor]] = []
     if template.params and all(isinstance(leaf, nn.Parameter) for leaf in template.params.values()):
@@ -109,22 +108,18 @@ class _Run(NamedTuple):
     warning: str = ""
 
 
-def _continued(path: Path, counts: dict[str, Any], saved: Any, template: TrainState, settings: Settings) -> _Run:
+def _continued(
+    path: Path, counts: dict[str, Any], saved: Mapping[str, Any], template: TrainState, settings: Settings
+) -> _Run:
     """The run of a checkpoint, continued with the settings of `template`. `saved` are those of the checkpoint."""
-    warning = _warning(path, counts, saved, template, settings)
-    made_with = restored_into(template, saved, str(path), counts["step"], settings.compares_loader(saved))
-    resume = settings.resume(saved, counts["epoch_length"] == template.epoch_length)
-    return _Run(position(path, counts, template, resume), made_with, warning)
-
-
-def _warning(path: Path, counts: Mapping[str, Any], saved: Any, template: TrainState, settings: Settings) -> str:
-    """Warning about settings that differ from those the checkpoint was saved with, or ""."""
+    same_length = counts["epoch_length"] == template.epoch_length
     changed = settings.differences(saved, template)
-    length, seed = counts["epoch_length"], counts["seed"]
-    if length != template.epoch_length:
-        changed.append(f"epoch_length was {length}, is {template.epoch_length}")
-    kept_seed = "" if seed == template.seed else f"seed was {seed}, is {template.seed}"
-    return other_settings(path, changed, kept_seed) if changed or kept_seed else ""
+    changed += differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": template.epoch_length})
+    seed = differences({"seed": counts["seed"]}, {"seed": template.seed})
+    warning = other_settings(path, changed, seed) if changed or seed else ""
+    made_with = restored_into(template, saved, str(path), counts["step"], settings.compares_loader(saved))
+    resume = settings.resume(saved, same_length)
+    return _Run(position(path, counts, template, resume), made_with, warning)
 
 
 def _copied(leaf: Tensor) -> Tensor:
@@ -142,7 +137,7 @@ class _Saved:
             for leaf_path, leaf in wanted.items()
             if leaf_path in reader.shards or (is_sharded(leaf) and reader.about(leaf_path) is not None)
         }
-        reader.verify(wanted.keys() - sharded.keys())
+        reader.verify(reader.tensors.keys() & wanted.keys() - sharded.keys())
         self._shards: dict[str, Tensor] = {}
         if sharded:
             from looplib.checkpoint import _shards  # takes a second or two to import, so only for sharded states

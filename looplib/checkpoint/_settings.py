@@ -23,17 +23,17 @@ class Settings:
         advice = 'give a mapping of names to settings, such as {"loader": loader, **vars(args)}'
         check_type("describe is", describe, (Mapping, type(None)), advice)
         self._describe = describe or {}
+        resumes = {str(name): getattr(setting, "resume", None) for name, setting in self._describe.items()}
+        self._resumes = {name: resume for name, resume in resumes.items() if callable(resume)}
 
-    def resume(self, saved: Any, same_length: bool) -> Callable[[TrainState], TrainState] | None:
+    def resume(self, saved: Mapping[str, Any], same_length: bool) -> Callable[[TrainState], TrainState] | None:
         """The described loader's function that converts a state's position to its own batches.
 
         None if there is no such loader, or if it and the length of an epoch are those of the saved run.
         """
-        for name, setting in self._describe.items():
-            if callable(getattr(setting, "resume", None)):
-                known = isinstance(saved, Mapping) and name in saved
-                same = same_length and (not known or saved[name] == self._described[name])
-                return None if same else setting.resume
+        for name, resume in self._resumes.items():
+            same_loader = saved.get(name, self._described[name]) == self._described[name]
+            return None if same_length and same_loader else resume
         return None
 
     @cached_property
@@ -42,20 +42,19 @@ class Settings:
 
     def description(self, state: TrainState) -> dict[str, Any]:
         """Settings as stored in the manifest of a checkpoint of this state."""
-        loaders = known_of(state).loaders
-        return {**({"loaders": [*loaders]} if loaders else {}), **self._compared(state)}
+        known = known_of(state)
+        loaders = {"loaders": [*known.loaders]} if known.loaders else {}
+        return loaders | self._compared(state)
 
-    def differences(self, saved: Any, template: TrainState) -> list[str]:
-        """Settings that differ from those in a manifest, in words. Empty for an old manifest."""
-        return differences(saved, self._compared(template)) if isinstance(saved, Mapping) else []
+    def differences(self, saved: Mapping[str, Any], template: TrainState) -> list[str]:
+        """Settings that differ from those in a manifest, in words."""
+        return differences(saved, self._compared(template))
 
     def _compared(self, state: TrainState) -> dict[str, Any]:
         """Settings without the loaders that a state knows, which are compared when they are called."""
         optimizer = known_of(state).optimizer
         return {**({} if optimizer is None else {"optimizer": optimizer}), **self._described}
 
-    def compares_loader(self, saved: Any) -> bool:
+    def compares_loader(self, saved: Mapping[str, Any]) -> bool:
         """True if a loader is among the settings that `differences` compares."""
-        return isinstance(saved, Mapping) and any(
-            name in saved and callable(getattr(setting, "resume", None)) for name, setting in self._describe.items()
-        )
+        return not self._resumes.keys().isdisjoint(saved)

@@ -144,9 +144,10 @@ def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
         Metadata({**saved}),
     )
     plan = planner.finish_plan(planner.create_local_plan())  # each rank plans only for itself
-    reader.verify((), {(item.storage_index.fqn, item.storage_index.index or 0) for item in plan.items})
-    for item in plan.items:
-        chunk = reader.chunk(item.storage_index.fqn, item.storage_index.index or 0)
+    needed = [(item.storage_index.fqn, item.storage_index.index or 0) for item in plan.items]
+    reader.verify((), needed)
+    for item, (leaf_path, index) in zip(plan.items, needed, strict=True):
+        chunk = reader.chunk(leaf_path, index)
         for axis, (low, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             chunk = chunk.narrow(axis, low, size)
         planner.resolve_tensor(item).copy_(chunk)
@@ -155,10 +156,15 @@ def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _saved(reader: Reader, leaf_path: str) -> TensorStorageMetadata:
     """A checkpoint's leaf in the form of torch's planner."""
-    about = reader.about(leaf_path)
-    assert about is not None
-    chunks = [ChunkStorageMetadata(torch.Size(low), torch.Size(sizes)) for low, sizes in reader.chunks(leaf_path)]
-    return TensorStorageMetadata(TensorProperties(getattr(torch, about["dtype"])), torch.Size(about["shape"]), chunks)
+    about = reader.about(leaf_path) or {}
+    shape = about["shape"]
+    chunks = [
+        ChunkStorageMetadata(
+            torch.Size(chunk.get("offsets", [0] * len(shape))), torch.Size(chunk.get("sizes", shape))
+        )
+        for chunk in reader.chunks(leaf_path)
+    ]
+    return TensorStorageMetadata(TensorProperties(getattr(torch, about["dtype"])), torch.Size(shape), chunks)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
