@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from looplib._core import torch_private
 from looplib.optim._kernels import clone
 from looplib.optim._lbfgs_state import packed_into, unpacked
 from looplib.optim._mismatch import mismatch
-from looplib.optim._recipe import Recipe, value_at
+from looplib.optim._recipe import Recipe, values_at
 from looplib.types import Grads, Params
 
 Evaluate = Callable[[Params], tuple[Any, Grads]]
@@ -51,34 +52,28 @@ def lbfgs_update(
     donate: bool,
     extra: Mapping[str, Any],
 ) -> tuple[Params, dict[str, Any]]:
-    """LBFGS update by torch's own step. `extra` holds `evaluate`, and the metrics of `grads` if they are known."""
+    """LBFGS update by torch's own step. `extra` holds `evaluate`, and the metrics of `grads` if they are known.
+
+    The step works on copies, so that the given state stays as it is if an evaluation fails.
+    """
     states = opt_state["state"]
     first = next(iter(states))
     if "old_dirs" not in states[first]:
         raise mismatch(recipe, opt_state, first, ["old_dirs", "old_stps", "prev_flat_grad"])
-    tensors = {name: params[name] for name in states}
-    with torch.no_grad():
-        copies = {name: clone(tensor) for name, tensor in tensors.items()}
-    if not donate:
-        tensors = {name: copies[name].requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
+    tensors = {name: clone(params[name].detach()).requires_grad_(params[name].requires_grad) for name in states}
     instance = recipe.build(tensors, recipe.members(tensors))
     group, injected = instance.param_groups[0], opt_state.get("hyperparameters", [{}])[0]
-    group.update({key: value_at(value, step) for key, value in recipe.moving[0].items()})
+    group.update(values_at(recipe.moving[0], step))
     group.update({key: value.item() for key, value in injected.items()})
     instance.state[tensors[first]] = unpacked(states[first])
     # The first evaluation is at the parameters where the gradients were taken.
     known = [(extra["metrics"]["loss"].compute(), grads)] if "metrics" in extra else []
-    stale = {name: tensor.grad for name, tensor in tensors.items()}
-    try:
-        instance.step(closure_over(extra.get("evaluate"), recipe.cls, tensors, known))
-    except BaseException:
-        if donate:  # leave the given state unchanged
-            with torch.no_grad():
-                for name, tensor in tensors.items():
-                    tensor.copy_(copies[name])
-        raise
-    finally:
-        for name, tensor in tensors.items():
-            tensor.grad = stale[name]
+    instance.step(closure_over(extra.get("evaluate"), recipe.cls, tensors, known))
     packed = packed_into(states[first], instance.state[tensors[first]], donate)
+    for tensor in tensors.values():
+        tensor.grad = None
+    if donate:
+        with torch.no_grad():
+            torch_private.foreach_copy_([*map(params.__getitem__, tensors)], [*tensors.values()])
+        tensors = {}
     return {**params, **tensors}, {**opt_state, "state": {**states, first: packed}}

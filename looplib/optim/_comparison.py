@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from looplib._core.random import mix
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
+from looplib._core.trees import same
 from looplib.optim._first_state import first_state
-from looplib.optim._recipe import Recipe, value_at
+from looplib.optim._recipe import Recipe, values_at
 from looplib.optim._rehearsal import sample_gradient, streams_at
 from looplib.optim._update import STREAM, Plan, eager_update
 from looplib.types import Params
@@ -31,19 +30,17 @@ def check_against_raw_loop(recipe: Recipe, params: Params) -> None:
     try:
         pure = _pure_loop(recipe, chosen)
     except Exception as error:
-        raise TypeError(
-            f"{recipe.cls.__name__} keeps something out of reach of a pure update, which fails where a raw loop does "
-            f"not ({type(error).__name__}: {error}); looplib takes optimizers that keep their state in `state` and "
-            "`param_groups`"
-        ) from error
-    for name, tensor in raw.items():
-        other = pure[name].detach()
-        if not ((tensor == other) | ((tensor != tensor) & (other != other))).all():
-            raise TypeError(
-                f"{recipe.cls.__name__} keeps something out of reach of a pure update: after {_STEPS} updates, "
-                f"{name} is not what it is in a raw loop; looplib takes optimizers that keep their state in `state` "
-                "and `param_groups`"
-            )
+        shown = f"which fails where a raw loop does not ({type(error).__name__}: {error})"
+        raise _out_of_reach(recipe, shown) from error
+    if changed := [name for name, tensor in raw.items() if not same(tensor, pure[name].detach())]:
+        raise _out_of_reach(recipe, f"after {_STEPS} of which {changed[0]} is not what it is in a raw loop")
+
+
+def _out_of_reach(recipe: Recipe, shown: str) -> TypeError:
+    return TypeError(
+        f"{recipe.cls.__name__} keeps something out of reach of a pure update, {shown}; looplib takes optimizers that "
+        "keep their state in `state` and `param_groups`"
+    )
 
 
 def _pure_loop(recipe: Recipe, params: Params) -> Params:
@@ -61,26 +58,25 @@ def _pure_loop(recipe: Recipe, params: Params) -> Params:
 
 def _small(recipe: Recipe, params: Params) -> Params:
     """Copies of the smallest parameters of each group, one for each number of dimensions."""
-    found: dict[Any, str] = {}
-    for number, names in enumerate(recipe.members(params)):
-        for name in names:
-            kind = number, params[name].ndim
-            if kind not in found or params[name].numel() < params[found[kind]].numel():
-                found[kind] = name
-    chosen = set(found.values())
-    return {name: p.detach().clone().requires_grad_() for name, p in params.items() if name in chosen}
+    group_of = {name: number for number, names in enumerate(recipe.members(params)) for name in names}
+    falling = sorted(params, key=lambda name: params[name].numel(), reverse=True)
+    smallest = {(group_of[name], params[name].ndim): name for name in falling}  # the last of each kind
+    return _copies({name: tensor for name, tensor in params.items() if name in smallest.values()})
+
+
+def _copies(params: Params) -> Params:
+    return {name: tensor.detach().clone().requires_grad_() for name, tensor in params.items()}
 
 
 def _raw_loop(recipe: Recipe, params: Params) -> Params | None:
     """Parameters after a few steps of the class itself."""
-    copies = {name: tensor.detach().clone().requires_grad_() for name, tensor in params.items()}
+    copies = _copies(params)
     made = recipe.build(copies, recipe.members(copies))
     device = next(iter(copies.values())).device
     try:
         for step in range(_STEPS):
-            values = [{key: value_at(value, step) for key, value in moving.items()} for moving in recipe.moving]
-            for group, moving in zip(made.param_groups, values, strict=True):
-                group.update(moving)
+            for group, moving in zip(made.param_groups, recipe.moving, strict=True):
+                group.update(values_at(moving, step))
             for tensor in copies.values():
                 tensor.grad = sample_gradient(tensor, step)
             with streams_at(mix(0, step, STREAM), device):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -13,12 +14,10 @@ from looplib._core import torch_private
 from looplib._core.torch_private import pytree
 from looplib.optim._hyperparameters import injected
 from looplib.optim._kernels import fused_groups
-from looplib.optim._lbfgs_state import first_state_of_lbfgs, is_lbfgs
+from looplib.optim._lbfgs_state import first_state_of_lbfgs
 from looplib.optim._recipe import Recipe
 from looplib.optim._rehearsal import rehearse
 from looplib.types import Params
-
-SGD, SparseAdam = torch.optim.SGD, torch.optim.SparseAdam
 
 
 def first_state(recipe: Recipe, params: Params) -> dict[str, Any]:
@@ -35,27 +34,16 @@ def first_state(recipe: Recipe, params: Params) -> dict[str, Any]:
     recipe.check_predicates(params)
     members = recipe.members(params)
     params = {name: tensor.detach() for name, tensor in params.items()}
-    if recipe.cls is SGD:
-        state = _of_sgd(recipe, params, members)
-    elif recipe.cls is SparseAdam:
-        recipe.build(params, members)  # for what it refuses
-        state = {
-            name: {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            for name, p in params.items()
-        }
-    elif is_lbfgs(recipe):
-        state = first_state_of_lbfgs(recipe, params)
-    elif recipe.ours:
-        state = _of_torch(recipe, params, members)
-    else:
+    if not recipe.ours:
         return {**_of_others(recipe, params, members), **numbers}
+    state = _OF_CLASS.get(recipe.cls, _of_torch)(recipe, params, members)
     starts = {"started": _none_yet(params)} if dampened(recipe) else {}
     return {"state": state, **starts, **numbers}
 
 
 def dampened(recipe: Recipe) -> bool:
     """True for SGD with dampening, whose first momentum buffer is not an average with zeros."""
-    return recipe.cls is SGD and any(map(bool, recipe.group_values("dampening")))
+    return recipe.cls is torch.optim.SGD and any(map(bool, recipe.group_values("dampening")))
 
 
 def makes_state_late(recipe: Recipe) -> bool:
@@ -82,25 +70,28 @@ def _none_yet(params: Params) -> Tensor:
     return torch.zeros(len(params), dtype=torch.bool)
 
 
-def _of_sgd(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
+State = dict[str, dict[str, Any]]
+
+
+def _of_sgd(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> State:
     """Momentum buffers for SGD, if there is momentum or a schedule may introduce it.
 
     A buffer starts as -0.0: applying momentum and adding the first gradient then gives the gradient's own bits, for
     0.0 and -0.0 as well. So the first update is not a special case, at whatever step a parameter has it.
     """
     recipe.build(params, members)  # for what it refuses
-    with_momentum = {
-        name
-        for names, momentum in zip(members, recipe.group_values("momentum", 0), strict=True)
-        for name in (names if momentum else ())
-    }
-    return {
-        name: {"momentum_buffer": torch.full_like(p, -0.0)} if name in with_momentum else {}
-        for name, p in params.items()
-    }
+    with_momentum = chain.from_iterable(compress(members, recipe.group_values("momentum", 0)))
+    buffers = {name: {"momentum_buffer": torch.full_like(params[name], -0.0)} for name in with_momentum}
+    return {name: buffers.get(name, {}) for name in params}
 
 
-def _of_torch(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
+def _of_sparse_adam(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> State:
+    recipe.build(params, members)  # for what it refuses
+    zeros = torch.zeros_like
+    return {name: {"step": 0, "exp_avg": zeros(p), "exp_avg_sq": zeros(p)} for name, p in params.items()}
+
+
+def _of_torch(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> State:
     """State that torch's classes create at a parameter's first gradient, of which only the presence matters."""
     made = recipe.build(params, members, fused_groups(recipe, params, members))
     for tensor in params.values():
@@ -112,9 +103,17 @@ def _of_torch(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) 
     return {name: dict(made.state[tensor]) for name, tensor in params.items()}
 
 
+# Classes that create state in another way than the others of torch.optim.
+_OF_CLASS: dict[Any, Callable[[Recipe, Params, Sequence[Sequence[str]]], State]] = {
+    torch.optim.SGD: _of_sgd,
+    torch.optim.SparseAdam: _of_sparse_adam,
+    torch.optim.LBFGS: first_state_of_lbfgs,
+}
+
+
 def _of_others(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> dict[str, Any]:
     kept = rehearse(recipe, params, members)
     empty = pytree.tree_map_only(Tensor, torch.zeros_like, kept.state)
-    state: dict[str, Any] = {"state": empty, "started": _none_yet(params)}
-    state |= {"groups": kept.groups} if any(kept.groups) else {}
-    return {**state, "shared": kept.shared} if kept.shared else state
+    groups = {"groups": kept.groups} if any(kept.groups) else {}
+    shared = {"shared": kept.shared} if kept.shared else {}
+    return {"state": empty, "started": _none_yet(params), **groups, **shared}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,23 +20,19 @@ def is_lbfgs(recipe: Recipe) -> bool:
     return recipe.cls is torch.optim.LBFGS
 
 
-def first_state_of_lbfgs(recipe: Recipe, params: Params) -> dict[str, dict[str, Any]]:
+def first_state_of_lbfgs(
+    recipe: Recipe, params: Params, members: Sequence[Sequence[str]]
+) -> dict[str, dict[str, Any]]:
     """LBFGS state before the first update, in tensors that hold a full history, stored with the first parameter."""
-    made = recipe.build(params, recipe.members(params))
-    size = int(made.param_groups[0]["history_size"])
-    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in params.values()]
-    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in real])
-    count = sum(tensor.numel() for tensor in real)
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=real[0].device)
-
+    size = int(recipe.build(params, members).param_groups[0]["history_size"])
+    flat = torch.cat([torch.view_as_real(t).flatten() if t.is_complex() else t.flatten() for t in params.values()])
+    zeros, count = flat.new_zeros, flat.numel()
     state = {
         **{"func_evals": 0, "n_iter": 0, "history": 0, "t": 0.0, "prev_loss": 0.0},
-        **{"d": zeros(count), "prev_flat_grad": zeros(count), "H_diag": zeros()},
+        **{"d": zeros(count), "prev_flat_grad": zeros(count), "H_diag": zeros(())},
         **{"old_dirs": zeros(size, count), "old_stps": zeros(size, count), "ro": zeros(size)},
     }
-    return {name: state if index == 0 else {} for index, name in enumerate(params)}
+    return {**{name: {} for name in params}, next(iter(params)): state}
 
 
 def unpacked(kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +43,7 @@ def unpacked(kept: Mapping[str, Any]) -> dict[str, Any]:
     counts = {key: kept[key] for key in ("func_evals", "n_iter")}
     if not kept["n_iter"]:
         return counts
-    rows = {key: [row.clone() for row in kept[key][: kept["history"]]] for key in _ROWS}
+    rows = {key: [*map(Tensor.clone, kept[key][: kept["history"]])] for key in _ROWS}
     flat = {key: kept[key].clone() for key in _FLAT}
     return {**counts, **rows, **flat, "t": kept["t"], "prev_loss": kept["prev_loss"]}
 

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import torch
@@ -54,16 +55,18 @@ class Recipe:
         return [*(values for _, values in self.groups), {}]
 
     @cached_property
+    def values(self) -> list[dict[str, Any]]:
+        """All hyperparameters of each group, as passed by the user."""
+        return [{**self.defaults, **values} for values in self.overrides]
+
+    @cached_property
     def moving(self) -> list[dict[str, Any]]:
         """For each group, the hyperparameters that are schedules or injected."""
-        return [
-            {key: value for key, value in {**self.defaults, **values}.items() if moves(value)}
-            for values in self.overrides
-        ]
+        return [{key: value for key, value in values.items() if moves(value)} for values in self.values]
 
     def group_values(self, key: str, default: Any = None) -> list[Any]:
         """A hyperparameter's value in each group, as passed by the user."""
-        return [{**self.defaults, **values}.get(key, default) for values in self.overrides]
+        return [values.get(key, default) for values in self.values]
 
     def members(self, params: Params) -> list[list[str]]:
         """Parameter names in each group. The first predicate that matches wins."""
@@ -89,22 +92,22 @@ class Recipe:
         `fused` marks the groups that use the fused kernel without the user having asked for it.
         """
         groups = [
-            {"params": [params[name] for name in names], **{key: value_at(v, 0) for key, v in values.items()}}
+            {"params": [*map(params.__getitem__, names)], **values_at(values, 0)}
             for names, values in zip(members, self.overrides, strict=True)
         ]
-        for group, fuse in zip(groups, fused, strict=False):
-            group |= {"fused": True} if fuse else {}
-        made = self.cls(groups, **{key: value_at(value, 0) for key, value in self.defaults.items()})
+        for group in compress(groups, fused):
+            group["fused"] = True
+        made = self.cls(groups, **values_at(self.defaults, 0))
         if not self.ours and callable(getattr(made, "train", None)):
             made.train()  # schedule-free optimizers refuse to step before this call
         return made
 
     def check(self) -> None:
         """Let the class refuse a hyperparameter now instead of at the first step."""
-        defaults = {key: value_at(value, 0) for key, value in self.defaults.items()}
+        defaults = values_at(self.defaults, 0)
         known = inspect.signature(self.cls).parameters.keys()
         for overrides in ({}, *self.overrides[:-1]):
-            values = {key: value_at(value, 0) for key, value in overrides.items()}
+            values = values_at(overrides, 0)
             beyond = {} if self.ours else {key: values.pop(key) for key in values.keys() - known}
             for key in beyond:
                 if near := difflib.get_close_matches(key, known, 1, 0.85):
@@ -122,8 +125,13 @@ def value_at(value: Any, step: int) -> Any:
     if callable(value):
         return value(step)
     if isinstance(value, (tuple, list)):
-        return tuple(member(step) if callable(member) else member for member in value)
+        return tuple(value_at(member, step) for member in value)
     return value
+
+
+def values_at(values: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Values of several hyperparameters at a step."""
+    return {key: value_at(value, step) for key, value in values.items()}
 
 
 def moves(value: Any) -> bool:

@@ -9,17 +9,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from looplib._core import trees
 from looplib._core.modules import _generators
 from looplib._core.random import restored
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib.optim._recipe import Recipe, copied
 from looplib.types import Params
+
+_PLAIN = (Tensor, int, float, complex, str, torch.dtype, type(None))
 
 
 @functools.cache
@@ -76,13 +80,11 @@ def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
             f"{recipe.cls.__name__} draws from the random streams of Python or NumPy in its step, which no seed of a "
             "state reaches; looplib takes optimizers that draw from torch's"
         )
-    after = _pictures(made, names)
-    kept = Kept(groups=_numbers_of_groups(recipe, groups, made.param_groups))
-    kept.flags = _flags(recipe, before, after)
-    for key, value in made.state.items():
-        if not isinstance(key, Tensor):
-            _check_plain(recipe, f"for all parameters, under {key!r},", value if isinstance(key, str) else key)
-            kept.shared[key] = shared.get(key)
+    flags = _flags(recipe, before, _pictures(made, names))
+    kept = Kept(groups=_numbers_of_groups(recipe, groups, made.param_groups), flags=flags)
+    for key in [key for key in made.state if not isinstance(key, Tensor)]:
+        _check_plain(recipe, f"for all parameters, under {key!r},", made.state[key] if isinstance(key, str) else key)
+        kept.shared[key] = shared.get(key)
     for name, tensor in copies.items():
         kept.state[name], kinds = packed(recipe, name, made.state.get(tensor, {}))
         kept.objects |= {name: kinds} if kinds else {}
@@ -123,16 +125,13 @@ def _numbers_of_groups(
 ) -> list[dict[str, Any]]:
     """For each group, the class's own numbers in it, and those that its step has changed."""
     known = inspect.signature(recipe.cls).parameters.keys()
-
-    def own(key: str, value: Any, old: Mapping[str, Any], number: int) -> bool:
-        if key == "params" or key in recipe.moving[number] or not isinstance(value, (int, float, Tensor)):
-            return False
-        return key not in known | recipe.overrides[number].keys() or bool(old[key] != value)
-
-    return [
-        {key: copied(old.get(key)) for key, value in group.items() if own(key, value, old, number)}
-        for number, (old, group) in enumerate(zip(before, after, strict=True))
-    ]
+    numbers = []
+    for old, group, moving, given in zip(before, after, recipe.moving, recipe.overrides, strict=True):
+        settings = {key for key in known | given.keys() if old.get(key) == group.get(key)}
+        own = {key: value for key, value in group.items() if isinstance(value, (int, float, Tensor))}
+        changing = own.keys() - settings - moving.keys()
+        numbers.append({key: copied(old.get(key)) for key in own if key in changing})
+    return numbers
 
 
 def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -140,42 +139,36 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
     plain, kinds = {}, {}
     for key, value in state.items():
         kind: Any = type(value)
-        if kind.__new__ is object.__new__ and hasattr(value, "__dict__"):
-            kinds[key] = kind
-            value = dict(vars(value))
-            inner = [getattr(each, "__dict__", {}) for each in value.values()]
-            if any(isinstance(part, Tensor) for attributes in inner for part in attributes.values()):
-                raise TypeError(
-                    f"{recipe.cls.__name__} keeps a {kind.__name__} for {name}, with an object in it that holds "
-                    "tensors: looplib takes objects whose own attributes are tensors and numbers"
-                )
-        else:
+        if kind.__new__ is not object.__new__ or not hasattr(value, "__dict__"):
             _check_plain(recipe, f"for {name}, under {key!r},", value)
-        plain[key] = value
+            plain[key] = value
+            continue
+        plain[key], kinds[key] = dict(vars(value)), kind
+        inner = chain.from_iterable(getattr(each, "__dict__", {}).values() for each in plain[key].values())
+        if any(isinstance(part, Tensor) for part in inner):
+            raise TypeError(
+                f"{recipe.cls.__name__} keeps a {kind.__name__} for {name}, with an object in it that holds "
+                "tensors: looplib takes objects whose own attributes are tensors and numbers"
+            )
     return plain, kinds
 
 
 def unpacked(state: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `packed`, on copies, since it is not known which tensors an object writes to."""
     entries = dict(state)
-    for key, kind in kinds.items():
-        if key in state:
-            entries[key] = object.__new__(kind)
-            vars(entries[key]).update(pytree.tree_map(copied, state[key]))
+    for key in kinds.keys() & state.keys():
+        entries[key] = object.__new__(kinds[key])
+        vars(entries[key]).update(pytree.tree_map(copied, state[key]))
     return entries
 
 
 def _check_plain(recipe: Recipe, where: str, value: Any) -> None:
     """Raise for state that a pure update cannot copy or a checkpoint cannot hold."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for member in value:
-            _check_plain(recipe, where, member)
-    elif not isinstance(value, (Tensor, int, float, complex, str, torch.dtype, type(None))):
+    leaves = trees.leaves(value, lambda node: not isinstance(node, (dict, list, tuple)))
+    if beyond := [type(leaf).__name__ for _, leaf in leaves if not isinstance(leaf, _PLAIN)]:
         raise TypeError(
-            f"{recipe.cls.__name__} keeps {where} a {type(value).__name__}, which a pure update cannot copy; looplib "
-            "takes optimizers that keep tensors and numbers, in dicts and lists of a fixed length"
+            f"{recipe.cls.__name__} keeps {where} a {beyond[0]}, which a pure update cannot copy; looplib takes "
+            "optimizers that keep tensors and numbers, in dicts and lists of a fixed length"
         )
 
 
@@ -186,14 +179,15 @@ def own_attributes(made: Any) -> dict[str, Any]:
 
 def _flags(recipe: Recipe, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Attributes that record that an optimizer has started. Any other attribute that its step changes is refused."""
-    changed = [key for key in after if key not in before or not _same(before[key], after[key])]
-    for key in changed:
-        if after[key] is not True:  # such as bitsandbytes' `initialized`, which is set after any update
-            raise TypeError(
-                f"{recipe.cls.__name__} keeps {key!r} on the optimizer itself, out of reach of a pure update; "
-                "looplib takes optimizers that keep their state in `state` and `param_groups`"
-            )
-    return changed
+    leaves = trees.paired(trees.leaves(before), trees.leaves(after))
+    changed = {path[0].name: after.get(path[0].name) for path, one, other in leaves if not trees.same(one, other)}
+    # A flag that is set after any update, such as bitsandbytes' `initialized`, is the one change allowed.
+    if kept := [key for key, value in changed.items() if value is not True]:
+        raise TypeError(
+            f"{recipe.cls.__name__} keeps {kept[0]!r} on the optimizer itself, out of reach of a pure update; "
+            "looplib takes optimizers that keep their state in `state` and `param_groups`"
+        )
+    return list(changed)
 
 
 def _picture(value: Any, names: Mapping[int, str], depth: int = 4) -> Any:
@@ -213,13 +207,3 @@ def _picture(value: Any, names: Mapping[int, str], depth: int = 4) -> Any:
     if isinstance(value, (Sequence, Set)):
         return [_picture(member, names, depth - 1) for member in value]
     return _picture(getattr(value, "__dict__", {}), names, depth - 1)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and bool(one == other)
