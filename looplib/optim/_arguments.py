@@ -22,7 +22,7 @@ class NotGiven(Enum):
         return "required"
 
 
-_NO_RATES = bool, str, list, tuple, Mapping
+_NO_RATES = bool, str, list, tuple, Mapping, type(None)
 
 # The schedule that corresponds to each of torch's schedulers.
 _SCHEDULES = {
@@ -78,26 +78,27 @@ def check_lr(lr: Any) -> None:
             f"lr is {named(lr)}, which changes an optimizer in place; give a schedule, a function of the step. In "
             f"place of {scheduler.__name__}: lr={instead}. There is no step() to call"
         )
-    if lr is None or isinstance(lr, _NO_RATES):
+    if isinstance(lr, _NO_RATES):
         raise TypeError(f"lr is {named(lr)}; give {advice}")
     if callable(lr):
         try:
             first = lr(0)
         except TypeError as error:
             raise TypeError(f"lr is {named(lr)}, and lr(0) raised {error}; give {advice}") from error
-        if first is None or isinstance(first, _NO_RATES):
+        if isinstance(first, _NO_RATES):
             raise TypeError(f"lr(0) is {named(first)}; a schedule gives a number for each step")
 
 
 def check_groups(groups: Any) -> None:
     """Raise TypeError for groups that are not (predicate, hyperparameters)."""
-    for group in [groups] if isinstance(groups, Mapping) else groups:
-        pair = group if isinstance(group, (tuple, list)) and len(group) == 2 else (None, None)
-        if not callable(pair[0]) or not isinstance(pair[1], Mapping):
-            raise TypeError(
-                "a group is (predicate(name, tensor), {hyperparameter: value}), such as (lambda name, tensor: "
-                f'tensor.ndim < 2, {{"weight_decay": 0.0}}), in a list of them; found {group!r}'
-            )
+    for group in groups:
+        match group:
+            case (predicate, Mapping()) if callable(predicate):
+                continue
+        raise TypeError(
+            "a group is (predicate(name, tensor), {hyperparameter: value}), such as (lambda name, tensor: "
+            f'tensor.ndim < 2, {{"weight_decay": 0.0}}), in a list of them; found {group!r}'
+        )
 
 
 def refuse_hyperparameters(cls: type, error: TypeError, values: Mapping[str, Any]) -> NoReturn:

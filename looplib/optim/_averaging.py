@@ -8,6 +8,7 @@ interrupted and checkpointed with them. It counts the updates of the optimizer i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from looplib._core.calls import remember
 from looplib._core.checks import check_argument, is_count
 from looplib._core.kinds import check_kind
 from looplib._core.ranks import shards
+from looplib._core.trees import map_leaves
 from looplib.optim._hyperparameters import of_another
 from looplib.optim._wrap import act_after_updates
 from looplib.types import Grads, Optimizer, Params, TrainState
@@ -124,10 +126,9 @@ def _averaging(
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         inner = optimizer.init(params, **extra)
-        averaged = {"params": {name: _wide(tensor).clone() for name, tensor in params.items()}}
+        averaged = {"params": _wide_copies(params)}
         if with_buffers:
-            floating = {name: t for name, t in extra.get("buffers", {}).items() if t.is_floating_point()}
-            averaged["buffers"] = {name: _wide(tensor).clone() for name, tensor in floating.items()}
+            averaged["buffers"] = _wide_copies(extra.get("buffers", {}), Tensor.is_floating_point)
         count = torch.tensor(int(start == 0))
         return {"inner_state": inner, "average": averaged, "n_averaged": count, "updates": torch.tensor(0)}
 
@@ -148,10 +149,7 @@ def _averaging(
         counted = {"updates": torch.tensor(updates), "n_averaged": torch.tensor(count + 1)}
         return counted, (count == 0, float(weight(count)) if count else 1.0)
 
-    def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
-        return _evaluated(optimizer, params, buffers, opt_state)
-
-    return act_after_updates(optimizer, init, moment, act, evaluation)
+    return act_after_updates(optimizer, init, moment, act, partial(_evaluated, optimizer))
 
 
 def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
@@ -164,18 +162,17 @@ def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state
     averaged = {**params, **chosen}, {**buffers, **statistics}
     if begun.all():
         return averaged
+
+    def of_member(one: Tensor, other: Tensor) -> Tensor:
+        return torch.where(begun.to(one.device).reshape(-1, *[1] * (one.dim() - 1)), one.detach(), other.detach())
+
     # Only some members of a stack have an average so far.
     without = optimizer.evaluation(params, buffers, opt_state["inner_state"])
-    return _member_by_member(begun, averaged[0], without[0]), _member_by_member(begun, averaged[1], without[1])
+    return map_leaves(of_member, averaged, without)  # type: ignore[no-any-return]
 
 
-def _member_by_member(flags: Tensor, tensors: Tensors, others: Tensors) -> Tensors:
-    def chosen(one: Tensor, other: Tensor) -> Tensor:
-        if one is other:
-            return one
-        return torch.where(flags.to(one.device).reshape(-1, *[1] * (one.dim() - 1)), one.detach(), other.detach())
-
-    return {name: chosen(tensor, others[name]) for name, tensor in tensors.items()}
+def _wide_copies(tensors: Tensors, chosen: Callable[[Tensor], bool] = lambda tensor: True) -> Tensors:
+    return {name: _wide(tensor).clone() for name, tensor in tensors.items() if chosen(tensor)}
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -58,9 +58,10 @@ def _pure_loop(recipe: Recipe, params: Params) -> Params:
 
 def _small(recipe: Recipe, params: Params) -> Params:
     """Copies of the smallest parameters of each group, one for each number of dimensions."""
-    group_of = {name: number for number, names in enumerate(recipe.members(params)) for name in names}
     falling = sorted(params, key=lambda name: params[name].numel(), reverse=True)
-    smallest = {(group_of[name], params[name].ndim): name for name in falling}  # the last of each kind
+    smallest = {
+        (recipe.group_of(name, params[name]), params[name].ndim): name for name in falling
+    }  # the last of each
     return _copies({name: tensor for name, tensor in params.items() if name in smallest.values()})
 
 

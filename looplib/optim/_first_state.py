@@ -15,7 +15,7 @@ from looplib._core.torch_private import pytree
 from looplib.optim._hyperparameters import injected
 from looplib.optim._kernels import fused_groups
 from looplib.optim._lbfgs_state import first_state_of_lbfgs
-from looplib.optim._recipe import Recipe
+from looplib.optim._recipe import Recipe, chosen_by_kind
 from looplib.optim._rehearsal import rehearse
 from looplib.types import Params
 
@@ -31,7 +31,7 @@ def first_state(recipe: Recipe, params: Params) -> dict[str, Any]:
     if not params:
         raise ValueError(f"{recipe.cls.__name__} got no parameters to optimize")
     numbers = _injected(recipe)
-    recipe.check_predicates(params)
+    chosen_by_kind(recipe.group_of, params, "group")
     members = recipe.members(params)
     params = {name: tensor.detach() for name, tensor in params.items()}
     if not recipe.ours:

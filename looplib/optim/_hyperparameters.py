@@ -109,18 +109,13 @@ def of_another(optimizer: Optimizer, state: TrainState, error: Exception) -> Val
 def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
     """Learning rate and changing hyperparameters at a step, by name and group."""
     numbers: dict[str, float] = {}
-    count = len(recipe.groups)
-    moving = recipe.moving
-    for number in (count, *range(count)):  # defaults come first
-        overrides = recipe.groups[number][1] if number < count else recipe.defaults
-        injected_values = opt_state.get("hyperparameters", [{}] * (count + 1))[number]
-        kept = {**opt_state.get("groups", [{}] * (count + 1))[number], **injected_values}
-        values = {**recipe.defaults, **overrides}
-        suffix = f"/{number}" if number < count else ""
-        for key in dict.fromkeys(["lr", *moving[number]]):
-            if key in overrides or key in injected_values:
-                value = kept[key] if key in kept else value_at(values[key], step)
-                numbers |= _named(key, suffix, value, values[key])
+    nothing: list[dict[str, Any]] = [{} for _ in recipe.values]
+    for number in (-1, *range(len(recipe.groups))):  # defaults come first
+        given, injected_values = recipe.values[number], opt_state.get("hyperparameters", nothing)[number]
+        values = {**given, **opt_state.get("groups", nothing)[number], **injected_values}
+        suffix, own = (f"/{number}", {*recipe.overrides[number], *injected_values}) if number >= 0 else ("", given)
+        for key in filter(own.__contains__, dict.fromkeys(["lr", *recipe.moving[number]])):
+            numbers |= _named(key, suffix, value_at(values[key], step), given[key])
     return numbers
 
 

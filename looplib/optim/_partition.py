@@ -10,6 +10,7 @@ from torch import Tensor
 
 from looplib._core.calls import remember
 from looplib._core.tracing import on_host
+from looplib.optim._recipe import chosen_by_kind
 from looplib.optim._wrap import Flag, Updated, wrap
 from looplib.types import Grads, Optimizer, Params
 
@@ -120,9 +121,8 @@ def _first_divided(
     optimizers: Mapping[str, Optimizer], params: Params, label: Callable[[str, Tensor], str]
 ) -> dict[str, Params]:
     """The parameters of each optimizer, after checking the labels."""
-    label_of = {name: label(name, tensor) for name, tensor in params.items()}
+    label_of = chosen_by_kind(label, params, "label")
     _check_labels(optimizers, params, label_of)
-    _check_by_kind(label, params, label_of)
     members = _divided(optimizers, params, label_of)
     if empty := [key for key, subset in members.items() if not subset]:
         raise ValueError(f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
@@ -148,16 +148,6 @@ def _check_labels(optimizers: Mapping[str, Optimizer], names: Params, label_of: 
         if label_of[name] not in optimizers:
             raise ValueError(
                 f"{name} has the label {label_of[name]!r}, and there are optimizers for {', '.join(optimizers)}"
-            )
-
-
-def _check_by_kind(label: Callable[[str, Tensor], str], params: Params, label_of: Mapping[str, str]) -> None:
-    """Raise if labels depend on the identity of a tensor."""
-    for name, tensor in params.items():
-        if label(name, tensor.detach().requires_grad_(tensor.requires_grad)) != label_of[name]:
-            raise ValueError(
-                f"the label of {name} is {label_of[name]!r}, and another for an equal tensor, and each update makes "
-                "new tensors: choose labels by name, shape or dtype"
             )
 
 

@@ -70,21 +70,15 @@ class Recipe:
 
     def members(self, params: Params) -> list[list[str]]:
         """Parameter names in each group. The first predicate that matches wins."""
-        names: list[list[str]] = [[] for _ in range(len(self.groups) + 1)]
+        names: list[list[str]] = [[] for _ in self.overrides]
         for name, tensor in params.items():
-            matches = (number for number, (predicate, _) in enumerate(self.groups) if predicate(name, tensor))
-            names[next(matches, -1)].append(name)
+            names[self.group_of(name, tensor)].append(name)
         return names
 
-    def check_predicates(self, params: Params) -> None:
-        """Raise if predicates depend on the identity of a tensor, since each update makes new ones."""
-        others = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in params.items()}
-        for number, (one, other) in enumerate(zip(self.members(params), self.members(others), strict=True)):
-            if changed := sorted(set(one) ^ set(other)):
-                raise ValueError(
-                    f"the predicate of group {number} says something else of {changed[0]} for an equal tensor, and each "
-                    "update makes new tensors: choose a parameter by its name, shape or dtype"
-                )
+    def group_of(self, name: str, tensor: Tensor) -> int:
+        """Number of a parameter's group. The default group comes last."""
+        matches = (number for number, (predicate, _) in enumerate(self.groups) if predicate(name, tensor))
+        return next(matches, len(self.groups))
 
     def build(self, params: Params, members: Sequence[Sequence[str]], fused: Sequence[bool] = ()) -> Any:
         """An instance over these tensors, with the hyperparameters of step 0.
@@ -118,6 +112,18 @@ class Recipe:
                 self.cls([{"params": [torch.zeros(2, 2)], **beyond}], **{**defaults, **values})
             except TypeError as error:
                 refuse_hyperparameters(self.cls, error, {**defaults, **values})
+
+
+def chosen_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: str) -> dict[str, Any]:
+    """Choice for each parameter. Raise if it depends on the identity of a tensor, since each update makes new ones."""
+    choices = {name: choose(name, tensor) for name, tensor in params.items()}
+    for name, tensor in sorted(params.items()):
+        if choose(name, tensor.detach().requires_grad_(tensor.requires_grad)) != choices[name]:
+            raise ValueError(
+                f"{what} {choices[name]!r} is chosen for {name}, and another for an equal tensor, and each update "
+                "makes new tensors: choose a parameter by its name, shape or dtype"
+            )
+    return choices
 
 
 def value_at(value: Any, step: int) -> Any:

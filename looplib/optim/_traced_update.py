@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
@@ -22,7 +23,7 @@ from looplib._core import tracing as _tracing
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.optim._first_state import makes_state_late
 from looplib.optim._recipe import Recipe
-from looplib.optim._update import LR_IN_STATE
+from looplib.optim._update import LR_IN_STATE, not_started
 from looplib.types import Grads, Params
 
 # Their plain forms need the value of a count, which torch.compile does not have; those for CUDA graphs do not.
@@ -79,13 +80,14 @@ def _check(recipe: Recipe, grads: Grads, opt_state: Mapping[str, Any]) -> None:
 
 def _not_started(recipe: Recipe, opt_state: Mapping[str, Any], step: int) -> frozenset[str]:
     """Parameters whose state the class creates now. There is one graph for each set of them."""
-    names = list(opt_state["state"])
     if not makes_state_late(recipe):
         return frozenset()
-    if "started" not in opt_state:
-        return frozenset(names if on_host(lambda step: step == 0, step) else ())
-    flags = on_host(lambda started: tuple(bool(flag) for flag in started), opt_state["started"])
-    return frozenset(name for name, flag in zip(names, flags, strict=True) if not flag)
+    names = dict.fromkeys(opt_state["state"])
+
+    def late(started: Tensor | None, step: int) -> frozenset[str]:
+        return not_started(recipe, {"state": names, "started": started}, step)
+
+    return on_host(late, opt_state.get("started"), step)
 
 
 def _with_started(started: Tensor, begun: list[bool]) -> Tensor:
@@ -112,10 +114,8 @@ def _lent(
         # (capturable) divide 0 by 0 at a learning rate of 0, so they are only for classes that need more.
         forms = {"fused": False, "foreach": False, "capturable": recipe.cls in _BRANCHING}
         group |= {key: form for key, form in forms.items() if key in group}
-    constructed = {name: dict(instance.state[params[name]]) for name in tensors if params[name] in instance.state}
-    instance.state.clear()
-    for name, state in constructed.items():
-        instance.state[tensors[name]] = state
+    made = {tensors[name]: dict(instance.state[params[name]]) for name in tensors if params[name] in instance.state}
+    instance.state = defaultdict(dict, made)
     return instance, numbers
 
 
@@ -188,8 +188,8 @@ class _Numbers(TorchFunctionMode):
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    name: getattr(operator, name.strip("_")) for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
-} | {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+    form: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge") for form in (name, f"__{name}__")
+}
 
 _DRAWS = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "bernoulli"}
 _DRAWS |= {
