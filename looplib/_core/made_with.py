@@ -95,10 +95,9 @@ def other_settings(path: Any, changed: Sequence[str], seed: Sequence[str] = ()) 
         changed: settings with which the run continues, each in words.
         seed: the seed in words, if the restored state takes a different one from the checkpoint.
     """
-    settings = [few(changed, 10, "; ")] * bool(changed) + [*seed]
-    taken = ["the new ones"] * bool(changed)
-    taken += ["the checkpoint's seed (state.replace(seed=...) changes it)"] * bool(seed)
+    taken = {few(changed, 10, "; "): "the new ones"} if changed else {}
+    taken |= dict.fromkeys(seed, "the checkpoint's seed (state.replace(seed=...) changes it)")
     return (
-        f"{path} was saved with other settings: {'; '.join(settings)}. The run continues from it with "
-        f"{' and '.join(taken)}; to start over, give checkpoint_io another directory or delete this one"
+        f"{path} was saved with other settings: {'; '.join(taken)}. The run continues from it with "
+        f"{' and '.join(taken.values())}; to start over, give checkpoint_io another directory or delete this one"
     )

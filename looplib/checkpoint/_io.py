@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from looplib._core import ownership as _donation
-from looplib._core.checks import named
+from looplib._core.checks import check, check_type, few
 from looplib._core.collective import Together, together
+from looplib._core.trees import paired
 from looplib.checkpoint._background import BackgroundWriter
 from looplib.checkpoint._describe import Checkpoint, Checkpoints, counts_of, trees_of
 from looplib.checkpoint._directory import Entry, Lock, new_entry, put, put_aside, remove
@@ -102,12 +103,12 @@ def checkpoint_io(
     The methods of `CheckpointIO` list what they raise. Each also raises CheckpointVersionError for a checkpoint that
     a newer looplib wrote.
     """
-    if not isinstance(directory, (str, os.PathLike)):
-        raise TypeError(f'directory is {named(directory)}; give a path: ll.checkpoint_io("runs/checkpoints")')
-    if Path(directory).is_file():
-        raise NotADirectoryError(
-            f"{directory} is a file, and checkpoint_io needs a directory: it writes a folder for each checkpoint"
-        )
+    check_type("directory is", directory, (str, os.PathLike), 'give a path: ll.checkpoint_io("runs/checkpoints")')
+    check(
+        not Path(directory).is_file(),
+        f"{directory} is a file, and checkpoint_io needs a directory: it writes a folder for each checkpoint",
+        NotADirectoryError,
+    )
     policy = Policy(keep_last, keep_best, monitor, mode, keep_every, keep)
     return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe))
 
@@ -263,9 +264,8 @@ class CheckpointIO:
         self.wait()
 
         def delete_later() -> None:
-            for checkpoint in self._locked_listing():
-                if checkpoint.step > after:
-                    remove(checkpoint.path)
+            for path in [checkpoint.path for checkpoint in self._locked_listing() if checkpoint.step > after]:
+                remove(path)
 
         together().on_first(delete_later)
 
@@ -297,15 +297,15 @@ class CheckpointIO:
         """Entry to write a checkpoint of this step to, after checking that it may be written."""
         checkpoints, folder = self._locked_listing(), self._listing.folder
         later = [str(checkpoint.step) for checkpoint in checkpoints if checkpoint.step > step]
-        if later:
-            raise ValueError(
-                f"{folder} holds later steps ({', '.join(later)}) than this state's {step}: they are of another run, or "
-                "this run has continued from here before. To continue from the latest, state = ckpt.restore(state); to "
-                f"delete the later ones, ckpt.delete(after={step}); to keep both, use another directory"
-            )
-        for path in list(self._listing.damaged):
+        check(
+            not later,
+            f"{folder} holds later steps ({', '.join(later)}) than this state's {step}: they are of another run, or "
+            "this run has continued from here before. To continue from the latest, state = ckpt.restore(state); to "
+            f"delete the later ones, ckpt.delete(after={step}); to keep both, use another directory",
+        )
+        for path in self._listing.damaged:
             put_aside(path)
-            self._listing.damaged.discard(path)
+        self._listing.damaged.clear()
         return new_entry(folder, step)
 
     def _write(self, entry: Entry, parts: Parts, about: Mapping[str, Any], ranks: Together) -> None:
@@ -338,21 +338,17 @@ def _check_same(ranks: Together, leaves: dict[str, Any]) -> None:
         return
     first, *others = ranks.gather(leaves)
     for rank, other in enumerate(others, 1):
-        paths = [path for path in {**first, **other} if first.get(path) != other.get(path)]
-        if paths:
-            differences = [f"{p} is {_brief(first, p)} on rank 0, {_brief(other, p)} on rank {rank}" for p in paths]
-            more = f"\n  and {len(paths) - 10} more" if len(paths) > 10 else ""
-            raise ValueError(
-                "the state differs between ranks, so it is not one state to save:\n  "
-                + "\n  ".join(differences[:10])
-                + more
-            )
+        differences = [
+            f"{path} is {_brief(one)} on rank 0, {_brief(another)} on rank {rank}"
+            for path, one, another in paired(first.items(), other.items())
+            if one != another
+        ]
+        title = "the state differs between ranks, so it is not one state to save:\n  "
+        check(not differences, title + few(differences, 10, "\n  "))
 
 
-def _brief(leaves: Mapping[str, Any], path: str) -> str:
-    if path not in leaves:
-        return "not there"
-    entry = leaves[path]
+def _brief(entry: Any) -> str:
     if isinstance(entry, list):
-        return f"a tensor of {entry[0]} and shape {tuple(entry[1])}" + ", sharded" * len(entry[2:])
+        dtype, shape, *sharded = entry
+        return f"a tensor of {dtype} and shape {tuple(shape)}" + ", sharded" * len(sharded)
     return repr(next(iter(entry.values()))) if isinstance(entry, dict) else repr(entry)

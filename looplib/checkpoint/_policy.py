@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from looplib._core.checks import check_argument, check_optional_count
+from looplib._core.checks import check, check_argument, check_optional_count
 from looplib.checkpoint._describe import Checkpoint
 
 
@@ -31,23 +31,22 @@ class Policy:
         check_optional_count("keep_every", self.keep_every)
         advice = "give 'min' where the smallest is best, or 'max'"
         check_argument(self.mode in ("min", "max"), "mode", self.mode, advice)
-        if self.keep_best and self.monitor is None:
-            raise ValueError(
-                f"keep_best={self.keep_best} needs monitor=, the name of the metric that the best is judged by"
-            )
+        check(
+            self.monitor is not None or not self.keep_best,
+            f"keep_best={self.keep_best} needs monitor=, the name of the metric that the best is judged by",
+        )
 
     def ranked(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Checkpoints that have the monitored metric, best first. Among equal ones, the earlier comes first."""
-        if self.monitor is None:
-            return []
-        monitor, sign = self.monitor, 1 if self.mode == "min" else -1
-        scored = [checkpoint for checkpoint in checkpoints if not math.isnan(_score(checkpoint, monitor))]
-        return sorted(scored, key=lambda checkpoint: sign * _score(checkpoint, monitor))
+        scored = [checkpoint for checkpoint in checkpoints if not math.isnan(self._score(checkpoint))]
+        return sorted(scored, key=self._score, reverse=self.mode == "max")
+
+    def _score(self, checkpoint: Checkpoint) -> float:
+        return checkpoint.metrics.get(self.monitor, math.nan)  # type: ignore[arg-type]
 
     def check_monitors(self) -> None:
         """Raise ValueError if no metric is monitored."""
-        if self.monitor is None:
-            raise ValueError("there is no best without a metric: give checkpoint_io(..., monitor=...)")
+        check(self.monitor is not None, "there is no best without a metric: give checkpoint_io(..., monitor=...)")
 
     def best(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
         """The best of these checkpoints. Raises ValueError if no metric is monitored."""
@@ -56,10 +55,9 @@ class Policy:
 
     def dropped(self, checkpoints: Sequence[Checkpoint]) -> list[Path]:
         """Paths of the checkpoints to delete, given a list ordered oldest first."""
-        count_of_best = max(self.keep_best, 0 if self.monitor is None else 1)
-        kept = {checkpoint.path for checkpoint in checkpoints[-1:]}
-        kept |= {checkpoint.path for checkpoint in self.ranked(checkpoints)[:count_of_best]}
-        kept |= {checkpoint.path for checkpoint in checkpoints[-(self.keep_last or len(checkpoints)) :]}
+        best = self.ranked(checkpoints)[: max(self.keep_best, 1)]
+        latest = checkpoints[-(self.keep_last or len(checkpoints)) :]
+        kept = {checkpoint.path for checkpoint in (*best, *latest)}
         return [
             checkpoint.path
             for checkpoint in checkpoints
@@ -72,17 +70,11 @@ class Policy:
 
     def check_scores(self, scores: Mapping[str, float]) -> None:
         """Raise ValueError if the monitored metric is missing or NaN."""
-        if self.monitor is None:
-            return
-        if self.monitor not in scores:
-            names = ", ".join(scores) or "none"
-            raise ValueError(f"the monitored metric {self.monitor!r} is not among the metrics given: {names}")
-        if math.isnan(scores[self.monitor]):
-            raise ValueError(
-                f"the monitored metric {self.monitor!r} is NaN, which cannot be compared with other checkpoints; to "
-                "save this state all the same, leave out the metrics"
-            )
-
-
-def _score(checkpoint: Checkpoint, monitor: str) -> float:
-    return checkpoint.metrics.get(monitor, math.nan)
+        title = f"the monitored metric {self.monitor!r} is"
+        known = self.monitor is None or self.monitor in scores
+        check(known, f"{title} not among the metrics given: {', '.join(scores) or 'none'}")
+        check(
+            not math.isnan(scores.get(self.monitor, 0.0)),  # type: ignore[arg-type]
+            f"{title} NaN, which cannot be compared with other checkpoints; to save this state all the same, leave out "
+            "the metrics",
+        )

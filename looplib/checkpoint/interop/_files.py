@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from looplib._core.checks import check
+
 
 def safetensors_package() -> Any:
     """Import safetensors, or raise an ImportError that says how to install it."""
@@ -38,6 +40,5 @@ def read_state_dict(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         raise ValueError(
             f"{os.fspath(path)} is damaged, or holds more than tensors and plain values, and was not loaded"
         ) from error
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{os.fspath(path)} holds a {type(content).__name__}, not a state_dict")
-    return content
+    check(isinstance(content, Mapping), f"{os.fspath(path)} holds a {type(content).__name__}, not a state_dict")
+    return content  # type: ignore[no-any-return]

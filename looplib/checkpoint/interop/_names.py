@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -33,10 +33,10 @@ def cleaner(model: nn.Module) -> Callable[[str], str]:
     """Make a function that removes what wrappers add to the names in a module's `state_dict`."""
 
     def parts_of(path: str) -> list[str]:
-        return [part for part in path.split(".") if part not in _modules.TRANSPARENT]
+        return [part for part in path.split(".") if part not in ("", *_modules.TRANSPARENT)]
 
     parallel = [
-        parts_of(path) if path else []
+        parts_of(path)
         for path, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, (DataParallel, DistributedDataParallel))
     ]
@@ -57,9 +57,3 @@ def state_names(model: nn.Module) -> dict[str, str]:
     with forgotten.export():
         entries = model.state_dict(keep_vars=True)
     return {clean(key): names[id(entry)] for key, entry in entries.items() if id(entry) in names}
-
-
-def some(items: Collection[Any]) -> str:
-    """The first few of many items, for messages."""
-    shown = ", ".join(map(str, list(items)[:8])) or "none"
-    return f"{shown} and {len(items) - 8} more" if len(items) > 8 else shown

@@ -5,7 +5,8 @@ A torch optimizer numbers its parameters by group; a state has them under the na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from looplib._core import modules as _modules
 from looplib._core import ranks as _ranks
-from looplib._core.checks import check_type
-from looplib.checkpoint.interop._names import check_state, some
+from looplib._core.checks import check, check_type, few
+from looplib._core.trees import map_tensors
+from looplib.checkpoint.interop._names import check_state
 from looplib.checkpoint.interop._whole import copied_like, shape_of, whole
 from looplib.optim._state_of_class import kept_by_class
 from looplib.types import TrainState
@@ -67,23 +69,19 @@ def optimizer_state_dict(
 
     def exported(value: Tensor, like: Tensor, _: str) -> Tensor | None:
         value = whole(value) if full_state_dict else value
-        device = torch.device("cpu") if cpu_offload else like.device
-        return value.detach().to(device, like.dtype, copy=True) if keeps else None
+        return value.detach().to("cpu" if cpu_offload else like.device, like.dtype, copy=True) if keeps else None
 
     packed: dict[str, Any] = torch_optimizer.state_dict()
     packed["state"] = {}
-    for group, described, names in zip(
-        torch_optimizer.param_groups, packed["param_groups"], matched.names, strict=True
-    ):
+    groups = zip(torch_optimizer.param_groups, packed["param_groups"], matched.names, matched.groups, strict=True)
+    for group, described, names, values in groups:
         entries = _entries_of_group(type(torch_optimizer), group, state, matched.opt_state, names, exported)
         packed["state"] |= {
             id: entries[name]
             for name, id in zip(names, described["params"], strict=True)
             if entries.get(name)  # a torch optimizer has no entry for a parameter without state
         }
-    if state.step and "groups" in matched.opt_state:
-        for described, values in zip(packed["param_groups"], matched.opt_state["groups"], strict=True):
-            described.update({key: _copied(value) for key, value in values.items()})
+        described |= _copied(values) if state.step else {}
     return packed if keeps else {}
 
 
@@ -141,43 +139,35 @@ def load_optimizer_state_dict(
     """
     matched = _matched(model, state, torch_optimizer)
     cls = type(torch_optimizer).__name__
-    entries = dict(matched.opt_state["state"])
-    loaded: set[str] = set()
+    entries = matched.opt_state["state"]
 
     def fitted(value: Tensor, like: Tensor, title: str) -> Tensor:
-        if value.shape != like.shape:
-            raise ValueError(
-                f"{title} has shape {tuple(value.shape)} in this {cls}, the state's has {shape_of(like)}"
-            )
+        shapes = f"has shape {tuple(value.shape)} in this {cls}, the state's has {shape_of(like)}"
+        check(value.shape == like.shape, f"{title} {shapes}")
         return copied_like(value, like)
 
-    for group, names in zip(torch_optimizer.param_groups, matched.names, strict=True):
-        for name, param in zip(names, group["params"], strict=True):
-            if name in entries and (kept := torch_optimizer.state.get(param)):
-                entries[name] = _converted(name, kept, entries[name], f"this {cls}", "the state", fitted)
-                loaded.add(name)
-    _check_steps(cls, bool(loaded), any(entries.values()), state.step)
-    new: dict[str, Any] = {**matched.opt_state, "state": entries}
-    if "started" in matched.opt_state:
-        new["started"] = torch.tensor([name in loaded for name in entries])
-    if "groups" in matched.opt_state:
-        new["groups"] = [
-            {key: _copied(group[key]) for key in values}
-            for group, values in zip(torch_optimizer.param_groups, matched.opt_state["groups"], strict=True)
-        ]
-    return state.replace(opt_state=_with_innermost(state.opt_state, new))
-
-
-def _check_steps(cls: str, loaded: bool, expected: bool, step: int) -> None:
-    if expected and not loaded:
-        raise ValueError(
-            f"this {cls} keeps nothing for any parameter: it has made no step, and no load_state_dict has filled it"
-        )
-    if loaded and step == 0:
-        raise ValueError(
-            f"the state is at step 0, where an optimizer starts from nothing, and this {cls} has made steps: give "
-            "state.replace(step=..., epoch=..., batch=..., samples=...)"
-        )
+    loaded = {
+        name: _converted(name, kept, entries[name], f"this {cls}", "the state", fitted)
+        for name, param in matched.params.items()
+        if name in entries and (kept := torch_optimizer.state.get(param))
+    }
+    check(
+        loaded or not any(entries.values()),
+        f"this {cls} keeps nothing for any parameter: it has made no step, and no load_state_dict has filled it",
+    )
+    check(
+        state.step or not loaded,
+        f"the state is at step 0, where an optimizer starts from nothing, and this {cls} has made steps: give "
+        "state.replace(step=..., epoch=..., batch=..., samples=...)",
+    )
+    groups = [
+        _copied({key: group[key] for key in values})
+        for group, values in zip(torch_optimizer.param_groups, matched.groups, strict=True)
+    ]
+    started = torch.tensor([name in loaded for name in entries])
+    new = {"state": {**entries, **loaded}, "started": started, "groups": groups}
+    known = {key: new.get(key, value) for key, value in matched.opt_state.items()}
+    return state.replace(opt_state=_with_innermost(state.opt_state, known))
 
 
 class _Matched(NamedTuple):
@@ -185,10 +175,14 @@ class _Matched(NamedTuple):
 
     Attributes:
         names: the state's names of the parameters in each of the optimizer's groups.
+        params: the optimizer's parameters by these names.
+        groups: values that the class keeps in each of its groups, by name.
         opt_state: state of the innermost `ll.optimizer`, without its wrappers.
     """
 
     names: list[list[str]]
+    params: dict[str, Tensor]
+    groups: list[dict[str, Any]]
     opt_state: dict[str, Any]
 
 
@@ -197,54 +191,43 @@ def _matched(model: nn.Module, state: TrainState, torch_optimizer: torch.optim.O
     check_type("torch_optimizer is", torch_optimizer, torch.optim.Optimizer, advice)
     check_state(model, state)
     opt_state = _innermost(state.opt_state)
-    cls, names = type(torch_optimizer).__name__, _names_by_group(model, torch_optimizer)
-    _check_same_parameters(torch_optimizer, names, opt_state["state"].keys())
-    if "groups" in opt_state and len(opt_state["groups"]) != len(names):
-        raise ValueError(
-            f"this {cls} has {len(names)} groups, and the state's optimizer {len(opt_state['groups'])}: make "
-            "the groups of ll.optimizer in its order, those of the defaults last"
-        )
-    return _Matched(names, opt_state)
+    title = f"this {type(torch_optimizer).__name__}"
+    members = [group["params"] for group in torch_optimizer.param_groups]
+    name_of = {id(param): name for name, param in _modules.tensors(_modules.members(model).params).items()}
+    strange = [tuple(param.shape) for param in chain(*members) if id(param) not in name_of]
+    check(
+        not strange,
+        f"{title} has parameters that are not this {type(model).__name__}'s own, of shapes {few(strange)}: make it "
+        "over model.parameters(), after all that gives the module new ones",
+    )
+    params = {name_of[id(param)]: param for param in chain(*members)}
+    in_state = opt_state["state"].keys()
+    missing, unexpected = in_state - params.keys(), {name for name in params if params[name].requires_grad} - in_state
+    check(
+        not (missing or unexpected),
+        f"{title} and the state's optimizer train different parameters: missing {few(sorted(missing))}, unexpected "
+        f"{few(sorted(unexpected))}; make it over the others, or the state with the same trainable=",
+    )
+    groups = opt_state.get("groups", [{}] * len(members))
+    check(
+        len(groups) == len(members),
+        f"{title} has {len(members)} groups, and the state's optimizer {len(groups)}: make the groups of ll.optimizer "
+        "in its order, those of the defaults last",
+    )
+    return _Matched([[name_of[id(param)] for param in group] for group in members], params, groups, opt_state)
 
 
 def _innermost(opt_state: Any) -> dict[str, Any]:
     """State of the `ll.optimizer` inside wrappers such as apply_if_finite."""
     while isinstance(opt_state, Mapping) and "inner_state" in opt_state:
         opt_state = opt_state["inner_state"]
-    if not isinstance(opt_state, dict) or "state" not in opt_state:
-        raise TypeError(
-            f"the state's opt_state is a {type(opt_state).__name__}, not what an ll.optimizer keeps: make the state "
-            "with ll.init_state(model, ll.optimizer(...))"
-        )
-    return opt_state
-
-
-def _check_same_parameters(
-    torch_optimizer: torch.optim.Optimizer, names: list[list[str]], in_state: Set[str]
-) -> None:
-    params = [param for group in torch_optimizer.param_groups for param in group["params"]]
-    names_of_params = [name for members in names for name in members]
-    trained = {name for name, param in zip(names_of_params, params, strict=True) if param.requires_grad}
-    missing, unexpected = in_state - {*names_of_params}, trained - in_state
-    if missing or unexpected:
-        raise ValueError(
-            f"this {type(torch_optimizer).__name__} and the state's optimizer train different parameters: missing "
-            f"{some(sorted(missing))}, unexpected {some(sorted(unexpected))}; make it over the others, or the state "
-            "with the same trainable="
-        )
-
-
-def _names_by_group(model: nn.Module, torch_optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    name_of = {id(param): name for name, param in _modules.tensors(_modules.members(model).params).items()}
-    names: list[list[str]] = []
-    for group in torch_optimizer.param_groups:
-        if strange := [tuple(param.shape) for param in group["params"] if id(param) not in name_of]:
-            raise ValueError(
-                f"this {type(torch_optimizer).__name__} has parameters that are not this {type(model).__name__}'s own, "
-                f"of shapes {some(strange)}: make it over model.parameters(), after all that gives the module new ones"
-            )
-        names.append([name_of[id(param)] for param in group["params"]])
-    return names
+    check(
+        isinstance(opt_state, dict) and "state" in opt_state,
+        f"the state's opt_state is a {type(opt_state).__name__}, not what an ll.optimizer keeps: make the state with "
+        "ll.init_state(model, ll.optimizer(...))",
+        TypeError,
+    )
+    return opt_state  # type: ignore[no-any-return]
 
 
 def _with_innermost(opt_state: Any, innermost: Any) -> Any:
@@ -263,11 +246,11 @@ def _converted(
     copied: Callable[[Tensor, Tensor, str], Tensor | None],
 ) -> dict[str, Any]:
     """Copy one parameter's entries, converting tensors with `copied(value, like, what)`."""
-    if entry.keys() != like.keys():
-        raise ValueError(
-            f"for {name}, {giver} keeps {sorted(entry) or 'nothing'}, and {taker} keeps {sorted(like) or 'nothing'}: "
-            "both need the same class of optimizer, with the same hyperparameters"
-        )
+    check(
+        entry.keys() == like.keys(),
+        f"for {name}, {giver} keeps {sorted(entry) or 'nothing'}, and {taker} keeps {sorted(like) or 'nothing'}: "
+        "both need the same class of optimizer, with the same hyperparameters",
+    )
     return {
         key: copied(torch.as_tensor(value), like[key], f"{name}'s {key}")
         if isinstance(like[key], Tensor)
@@ -276,5 +259,5 @@ def _converted(
     }
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def _copied(values: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.detach().clone(), values)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from looplib._core import modules as _modules
+from looplib._core.checks import check
 from looplib._core.collective import together
 from looplib.checkpoint.interop._names import lend
 from looplib.checkpoint.interop._state_dict import state_dict
@@ -47,24 +48,32 @@ def save_pretrained(model: nn.Module, state: TrainState, directory: str | os.Pat
         DonatedStateError: the state was donated to a step.
     """
     inner: Any = [module for name, module in _modules.named_modules(model) if not name][-1]
-    if not callable(getattr(inner, "save_pretrained", None)):
-        raise TypeError(
-            f"{type(inner).__name__} has no save_pretrained, which the models of transformers have; for other models "
-            "take ll.checkpoint.save_safetensors, or torch.save(ll.checkpoint.state_dict(model, state), path)"
-        )
+    check(
+        callable(getattr(inner, "save_pretrained", None)),
+        f"{type(inner).__name__} has no save_pretrained, which the models of transformers have; for other models "
+        "take ll.checkpoint.save_safetensors, or torch.save(ll.checkpoint.state_dict(model, state), path)",
+        TypeError,
+    )
     ranks = together()
-    divided = getattr(getattr(inner, "config", None), "distributed_config", None) is not None
-    if ranks.several and (divided or arguments.get("distributed_checkpoint")):
-        raise ValueError(
-            f"{'config.distributed_config' if divided else 'distributed_checkpoint=True'} has all ranks write, and "
-            "here the first alone does, whole tensors: shard the model by fully_shard, or, for checkpoints in parts, "
-            "take ll.checkpoint_io"
+    of_all_ranks = {
+        "config.distributed_config": getattr(getattr(inner, "config", None), "distributed_config", None) is not None,
+        "distributed_checkpoint=True": arguments.get("distributed_checkpoint"),
+    }
+    for setting in filter(of_all_ranks.get, of_all_ranks):
+        check(
+            not ranks.several,
+            f"{setting} has all ranks write, and here the first alone does, whole tensors: shard the model by "
+            "fully_shard, or, for checkpoints in parts, take ll.checkpoint_io",
         )
     weights = state_dict(model, state, cpu_offload=True)
 
     def write() -> None:
-        if Path(directory).is_file():  # transformers only logs this case and returns
-            raise NotADirectoryError(f"{directory} is a file; save_pretrained needs a folder")
+        # transformers only logs this case and returns
+        check(
+            not Path(directory).is_file(),
+            f"{directory} is a file; save_pretrained needs a folder",
+            NotADirectoryError,
+        )
         # The module holds the values too, because transformers reads the dtype for config.json from it.
         lend(model, state, lambda: inner.save_pretrained(directory, state_dict=weights, **arguments))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from looplib._core.collective import together
+from looplib._core.trees import map_tensors
 from looplib.checkpoint.interop._files import safetensors_package
 from looplib.checkpoint.interop._names import state_names
 from looplib.checkpoint.interop._state_dict import state_dict
@@ -53,7 +54,7 @@ def save_safetensors(model: nn.Module, state: TrainState, path: str | os.PathLik
             if (first := first_key.setdefault(names.get(key, key), key)) != key:
                 metadata[key] = first
             else:
-                tensors[key] = value.contiguous() if isinstance(value, Tensor) else value
+                tensors[key] = map_tensors(Tensor.contiguous, value)
         part = Path(f"{os.fspath(path)}.part")
         try:
             safetensors.torch.save_file(tensors, part, metadata)

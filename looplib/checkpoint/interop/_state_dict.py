@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import ranks as _ranks
-from looplib._core.checks import check_type
+from looplib._core.checks import check_type, few
+from looplib._core.trees import map_tensors
 from looplib.checkpoint.interop._files import read_state_dict
-from looplib.checkpoint.interop._names import check_state, cleaner, lend, some, state_names
+from looplib.checkpoint.interop._names import check_state, cleaner, lend, state_names
 from looplib.checkpoint.interop._whole import copied_like, same_values, shape_of, whole
 from looplib.types import TrainState
 
@@ -58,17 +59,15 @@ def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False
     def exported() -> dict[str, Any]:
         clean, names = cleaner(model), state_names(model)
         entries: dict[str, Any] = model.state_dict()
-        gathered: dict[str, Tensor | None] = {}  # one tensor for all names of tied weights
+        gathered: dict[str, Any] = {}  # one tensor for all names of tied weights
         for key in list(entries):
             value, key = entries.pop(key), clean(key)
-            if isinstance(value, Tensor):
-                name = names.get(key, key)
-                if name not in gathered:
-                    value = whole(value, trim=keeps)
-                    gathered[name] = (value.cpu() if cpu_offload else value) if keeps else None
-                value = gathered[name]
+            name = names.get(key, key)
+            if name not in gathered:
+                full = whole(value, trim=keeps)
+                gathered[name] = (map_tensors(Tensor.cpu, full) if cpu_offload else full) if keeps else None
             if keeps:
-                entries[key] = value
+                entries[key] = gathered[name]
         versions = getattr(entries, "_metadata", {})  # by module name
         for key in list(versions):
             versions[clean(key)] = versions.pop(key)
@@ -124,15 +123,12 @@ def load_state_dict(
     check_state(model, state)
     tensors = source if isinstance(source, Mapping) else read_state_dict(source)
     name_of, clean = state_names(model), cleaner(model)
-    chosen = {
-        key: value
-        for key, value in ((clean(str(key)), value) for key, value in tensors.items())
-        if (names is None or names(key))
-        and not key.endswith("_extra_state")  # an `_extra_state` belongs to the module
-    }
-    problems = _unmatched(name_of, chosen, strict, names)
+    selected = names or (lambda key: True)
+    given = {clean(str(key)): value for key, value in tensors.items()}
+    # An `_extra_state` belongs to the module.
+    chosen = {key: value for key, value in given.items() if selected(key) and not key.endswith("_extra_state")}
     loaded, misfits = _fitted(name_of, chosen, {**state.params, **state.buffers})
-    problems += misfits
+    problems = _unmatched(name_of, chosen, strict, selected) + misfits
     if problems:
         title = "the mapping" if isinstance(source, Mapping) else os.fspath(source)
         raise ValueError(
@@ -146,19 +142,22 @@ def load_state_dict(
 
 
 def _unmatched(
-    name_of: Mapping[str, str], chosen: Mapping[str, Any], strict: bool, names: Callable[[str], bool] | None
+    name_of: Mapping[str, str], chosen: Mapping[str, Any], strict: bool, selected: Callable[[str], bool]
 ) -> list[str]:
     """Missing and unexpected names, in words."""
-    expected = [key for key in name_of if names is None or names(key)]
+    expected = [*filter(selected, name_of)]
     if name_of and not (expected or chosen):
         return ["names= chose none"]
-    loaded = {name_of.get(key) for key in chosen} - {None}
+    loaded = {name_of[key] for key in chosen.keys() & name_of.keys()}
     if loaded and not strict:
         return []
     missing = [key for key in expected if name_of[key] not in loaded]
     unexpected = [key for key in chosen if key not in name_of]
-    problems = [f"missing {some(missing)}"] if missing else []
-    return problems + ([f"unexpected {some(unexpected)}{_hint(unexpected, chosen, name_of)}"] if unexpected else [])
+    problems = {
+        f"missing {few(missing)}": missing,
+        f"unexpected {few(unexpected)}{_hint(unexpected, chosen, name_of)}": unexpected,
+    }
+    return [problem for problem, keys in problems.items() if keys]
 
 
 def _fitted(
@@ -194,7 +193,7 @@ def _hint(unexpected: list[str], chosen: Mapping[str, Any], name_of: Mapping[str
     """Advice for common mismatches."""
     if nested := [key for key in unexpected if isinstance(chosen[key], Mapping)]:
         return f" ({nested[0]} is a dict: if the weights are in it, give that)"
-    prefix = unexpected[0].partition(".")[0] + "."
+    prefix = next(iter(unexpected), "").partition(".")[0] + "."
     if all(key.startswith(prefix) and key.removeprefix(prefix) in name_of for key in unexpected):
         return f' (they fit without "{prefix}": give {{name.removeprefix("{prefix}"): ... for each}})'
     return ""
