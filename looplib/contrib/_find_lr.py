@@ -64,12 +64,12 @@ class LRCurve:
             axes.axvline(self.suggestion, color="C1", linestyle="--", linewidth=1.6, label=label)
         dress(axes, "", "learning rate", [])
         axes.set_xscale("log")
-        axes.set_ylabel("loss")
+        axes.set_ylabel("loss", color=axes.xaxis.label.get_color())
         # Diverging losses would flatten the rest of the curve.
         kept = self.losses[: self.smoothed.index(min(self.smoothed)) + 1]
         room = 0.1 * (max(kept) - min(self.losses)) or 1.0
         axes.set_ylim(min(self.losses) - room, max(kept) + room)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, labelcolor=axes.xaxis.label.get_color())
         if path is not None:
             save(figure, path)
         return figure

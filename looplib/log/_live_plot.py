@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from looplib._core.ranks import is_first
-from looplib.log._plots import _COUNTS, Row, _draw, _figure_class, _lines, _panels, _panels_of, save
+from looplib.log._plots import _COUNTS, Row, _draw, _lines, _panels, _panels_of, figure_class, save
 from looplib.log._sinks import CodedSink, plain_values, read_jsonl
 from looplib.types import Sink, TrainState
 
@@ -52,7 +52,7 @@ def live_plot(
         RuntimeError: `path` is None and there is no notebook (or IPython shell) to draw in.
         ImportError: matplotlib, or for a notebook IPython, is not installed.
     """
-    _figure_class()
+    figure_class()
     canvas = _Canvas(names, x, smooth, every, None if path is None else Path(path).absolute())
     if history is not None and Path(history).exists() and is_first():
         canvas.rows += read_jsonl(history)

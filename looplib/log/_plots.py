@@ -35,6 +35,9 @@ _COUNTS = ("step", "epoch", "batch", "samples")
 _STYLES = ("-", "--", ":", "-.")
 
 
+_GREY = "#797979"  # text and axes: on white and on a dark page, its contrast is above 4
+
+
 _MARKED = 25  # lines with at most this many points are not smoothed and show each point
 
 
@@ -224,11 +227,13 @@ class _Key:
 
     def add_to(self, figure: Figure) -> None:
         entries = list(self.entries.items())
-        entries += [(source or self.sources[source], _sample("0.4", style)) for source, style in self.styles.items()]
+        entries += [(source or self.sources[source], _sample(_GREY, style)) for source, style in self.styles.items()]
         if len(entries) > 1:
             labels, handles = zip(*entries, strict=True)
             title = None if self.several else self.labels[0] or None
-            figure.legend(handles, labels, loc="outside right upper", frameon=False, title=title)
+            legend = figure.legend(handles, labels, loc="outside right upper", frameon=False, title=title)
+            for text in (legend.get_title(), *legend.get_texts()):
+                text.set_color(_GREY)
 
 
 def _key(lines: Lines, panels: Mapping[str, list[str]]) -> _Key:
@@ -268,8 +273,10 @@ def _draw_line(axes: Axes, points: list[tuple[float, float]], colour: str, style
 def dress(axes: Axes, title: str, x: str, values: list[float]) -> None:
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
-    axes.set_title(title)
-    axes.set_xlabel(x)
+    axes.set_title(title, color=_GREY)
+    axes.set_xlabel(x, color=_GREY)
+    axes.tick_params(which="both", colors=_GREY)
+    axes.spines[:].set_color(_GREY)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if x in _COUNTS:
@@ -312,26 +319,27 @@ def smoothed(values: Iterable[float], keep: float) -> list[float]:
 
 
 def figure_of(**options: Any) -> Figure:
-    made: Figure = _figure_class()(**options)
+    made: Figure = figure_class()(**options)
     return made
 
 
-@functools.cache
-def _figure_class() -> Any:
+def figure_class() -> Any:
+    """The class of figures; ImportError if matplotlib is missing."""
     try:
-        from matplotlib.colors import to_rgb
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install matplotlib") from error
+    return _picture_class(Figure)
 
-    class Picture(Figure):
-        """A Figure that a notebook displays without pyplot."""
+
+@functools.cache
+def _picture_class(base: Any) -> Any:
+    class Picture(base):  # type: ignore[misc]
+        """A Figure that a notebook displays without pyplot, on a light page or a dark one."""
 
         def _repr_png_(self) -> bytes:
             file = io.BytesIO()
-            # Opaque whatever the settings: with a clear background, black text is lost on a dark page.
-            background = (*to_rgb(self.get_facecolor()), 1.0)
-            self.savefig(file, format="png", facecolor=background, transparent=False)
+            self.savefig(file, format="png", transparent=True)
             return file.getvalue()
 
     return Picture

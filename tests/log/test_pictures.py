@@ -5,6 +5,7 @@ import gc
 import io
 import itertools
 import math
+import operator
 import subprocess
 import sys
 import textwrap
@@ -13,12 +14,12 @@ from types import SimpleNamespace
 import matplotlib.image
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 import looplib as ll
 from looplib.log import live_plot, plot
-from looplib.log._plots import smoothed
 
 
 def rows_of(count=100, scale=1.0):
@@ -81,8 +82,8 @@ def test_runs_have_colours_and_sources_line_styles(tmp_path):
     assert legend(figure) == {
         "small": ("C0", "-"),
         "large": ("C1", "-"),
-        "train": ("0.4", "-"),
-        "eval": ("0.4", "--"),
+        "train": ("#797979", "-"),
+        "eval": ("#797979", "--"),
     }
     alone = plot({"small": small}, "loss")  # a colour for each source, as without a label
     assert (alone.legends[0].get_title().get_text(), list(legend(alone))) == ("small", ["train", "eval"])
@@ -184,29 +185,15 @@ def test_the_ticks_of_a_log_axis_are_even_and_plain(low, high, labels):
     assert len(axes.get_yticks(minor=True)) == 0
 
 
-@given(
-    values=st.lists(st.floats(-1e3, 1e3) | st.just(math.nan), min_size=1, max_size=20),
-    keep=st.floats(0, 0.99),
-)
-@settings(max_examples=100, deadline=None)
-def test_smoothing_is_the_weighted_mean_of_the_past(values, keep):
-    found = smoothed(values, keep)
-    for index, average in enumerate(found):
-        past = [value for value in values[: index + 1] if not math.isnan(value)]
-        weights = [keep ** (len(past) - 1 - place) for place in range(len(past))]
-        if math.isnan(values[index]):
-            assert math.isnan(average)
-        else:
-            exact = math.fsum(w * v for w, v in zip(weights, past, strict=True)) / math.fsum(weights)
-            assert average == pytest.approx(exact, abs=1e-9)
-
-
 def test_a_smooth_line_stands_before_its_values_and_few_points_stay():
     rows = rows_of()
     (axes,) = plot(rows, "loss", smooth=0.9).axes
     values, line, few = axes.lines
     assert points(values) == expected(rows, "train/loss")
-    assert list(line.get_ydata()) == smoothed(values.get_ydata(), 0.9)
+    weights = [0.9**k for k in range(100)]
+    past = [values.get_ydata()[step::-1] for step in range(100)]
+    means = [math.fsum(map(operator.mul, weights, ys)) / math.fsum(weights[: len(ys)]) for ys in past]
+    assert list(line.get_ydata()) == pytest.approx(means)
     assert points(few) == expected(rows, "eval/loss")
 
 
@@ -233,8 +220,6 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
 
 
 def without(monkeypatch, package):
-    from looplib.log import _plots as pictures
-
     real = builtins.__import__
 
     def missing(name, *args):
@@ -242,7 +227,6 @@ def without(monkeypatch, package):
             raise ImportError(f"No module named {name!r}")
         return real(name, *args)
 
-    pictures._figure_class.cache_clear()
     monkeypatch.setattr(builtins, "__import__", missing)
 
 
@@ -263,16 +247,14 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
 
 def drawings(monkeypatch, draws=lambda: None):
     """Number of rows in each drawing, as they are made."""
-    from looplib.log import _live_plot as pictures
+    made, real = [], Figure.savefig
 
-    made, real = [], pictures._draw
-
-    def draw(lines, *args):
-        made.append(len(lines[""]["train/loss"]))
+    def savefig(figure, *args, **options):
+        made.append(len(figure.axes[0].lines[0].get_xdata()))
         draws()
-        return real(lines, *args)
+        real(figure, *args, **options)
 
-    monkeypatch.setattr(pictures, "_draw", draw)
+    monkeypatch.setattr(Figure, "savefig", savefig)
     return made
 
 
@@ -294,7 +276,7 @@ def test_a_live_picture_is_drawn_now_and_then_and_at_the_end(monkeypatch, tmp_pa
 
 def test_drawing_takes_a_tenth_of_the_time_at_most(monkeypatch, tmp_path):
     clock, took = SimpleNamespace(now=0.0), 3.0
-    monkeypatch.setattr("looplib.log._live_plot.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
     made = drawings(monkeypatch, lambda: setattr(clock, "now", clock.now + took))
     log = live_plot(path=tmp_path / "loss.png", every=0)
     log(ll.TrainState(step=1), {"train/loss": 1.0})  # slower than the others, and not counted
@@ -351,11 +333,24 @@ def test_the_last_picture_is_drawn_when_the_program_ends(tmp_path):
     assert (tmp_path / "loss.png").exists()
 
 
-def test_a_picture_in_a_notebook_is_opaque():
-    settings = {"figure.facecolor": (1.0, 1.0, 1.0, 0.0), "savefig.transparent": True}
-    with matplotlib.rc_context(settings):
-        shown = plot(rows_of())._repr_png_()
-    assert matplotlib.image.imread(io.BytesIO(shown))[..., 3].min() == 1
+def luminance(colour):
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("runs", [rows_of(), {"a": rows_of(), "b": rows_of(scale=2.0)}], ids=["one", "two"])
+def test_a_picture_in_a_notebook_is_readable_on_a_light_and_on_a_dark_page(runs):
+    with matplotlib.rc_context({"savefig.transparent": False}):
+        figure = plot(runs, "loss")
+        shown = matplotlib.image.imread(io.BytesIO(figure._repr_png_()))
+    assert [shown[at][3] for at in ((0, 0), (-1, -1), (shown.shape[0] // 2, 0))] == [0, 0, 0]
+    texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    assert len(texts) > 10
+    edges = [spine for axes in figure.axes for spine in axes.spines.values()]
+    for colour in [text.get_color() for text in texts] + [spine.get_edgecolor() for spine in edges]:
+        for page in ("#ffffff", "#111111"):
+            dark, light = sorted((luminance(colour), luminance(page)))
+            assert (light + 0.05) / (dark + 0.05) > 4, (colour, page)
 
 
 CELL = """
