@@ -16,8 +16,9 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 multiprocessing.set_forkserver_preload(
     [
         "hypothesis",
-        "looplib.checkpoint._shards",
+        "looplib",
         "pytest",
+        "torch.distributed.checkpoint",
         "torch.distributed.tensor.debug",
         "torch.distributed.tensor.parallel",
     ]

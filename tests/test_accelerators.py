@@ -8,7 +8,6 @@ import torch
 from torch import distributed
 
 import looplib as ll
-from looplib._core.modules import _generators
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,10 +106,3 @@ def test_more_processes_than_accelerators_are_refused(host):
     host("xpu", 2, local_rank=2)
     with pytest.raises(RuntimeError, match=r"LOCAL_RANK 2, and this host 2 GPUs.*--nproc-per-node 2"):
         ll.distributed.setup().__enter__()
-
-
-def test_the_random_stream_of_each_accelerator_is_found_by_its_module(monkeypatch):
-    own = torch.Generator()
-    monkeypatch.setattr(torch.xpu, "default_generators", (torch.Generator(), own))
-    assert _generators(torch.device("xpu", 1)) == (torch.default_generator, own)
-    assert _generators(torch.device("meta")) == _generators(torch.device("cpu")) == (torch.default_generator,)

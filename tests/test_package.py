@@ -1,5 +1,7 @@
 """The package as a newcomer meets it."""
 
+import ast
+import re
 import subprocess
 import sys
 import sysconfig
@@ -143,3 +145,23 @@ def test_importing_looplib_leaves_signals_and_random_streams_alone():
         "assert handlers == [signal.getsignal(s) for s in signal.valid_signals()]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def _names_of_looplib(tree):
+    """Dotted names that a file imports from looplib, or has in its strings: paths to patch, code of other processes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"\blooplib[.\w]*(?: import \w+)?", node.value)
+
+
+def test_private_names_are_imported_by_tests_of_the_core_alone():
+    here = Path(__file__).parent
+    for path in [*here.rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]:
+        if here / "_core" not in path.parents:
+            names = set(_names_of_looplib(ast.parse(path.read_text())))
+            private = [name for name in names if re.match(r"looplib\b.*[. ]_(?!_)", name)]
+            assert not private, (path, private)

@@ -12,7 +12,6 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import TensorDataset
 
 import looplib as ll
-from looplib._core.calls import shown
 
 MODEL = nn.Linear(2, 1)
 DATA = TensorDataset(torch.ones(8, 2))
@@ -117,12 +116,9 @@ def test_comments_say_what_code_does_not():
     assert "  # kernel: fused" in repr(ll.optimizer(AdamW, lr=0.1))
 
 
-def test_what_has_no_code_is_shown_by_its_name(tmp_path):
+def test_a_lambda_is_shown_without_its_body():
     optimizer = ll.optimizer(SGD, lr=lambda step: 0.1)
     assert code_of(optimizer) == "ll.optimizer(SGD, lr=lambda step: ...)"
-    assert shown(list(range(20))) == "list of 20"
-    assert shown(torch.zeros(1000)) == "Tensor(...)"
-    assert shown(object()) == "object(...)"
 
 
 def test_an_optimizer_with_an_update_of_ones_own_does_not_claim_to_be_the_inner_one():

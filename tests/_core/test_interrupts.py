@@ -848,6 +848,17 @@ def test_handlers_come_back_after_the_loop(way, capfd):
     assert {number: signal.getsignal(number) for number in before} == before
 
 
+def test_handlers_come_back_from_under_each_of_the_guards_of_a_loop():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    _interrupts.install()  # before SIGINT's handler, and again where the predicate has put its own
+    stop_now = ll.after_signal(signal.SIGTERM, signal.SIGINT)
+    _interrupts.install()
+    assert signal.getsignal(signal.SIGTERM) is not signal.getsignal(signal.SIGINT)
+    stop_now.close()
+    _interrupts._uninstall()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
 def test_signals_that_are_ignored_or_deadly_stay_so():
     parts, seen = Parts(donate=True), []
     signal.signal(signal.SIGINT, signal.SIG_IGN)

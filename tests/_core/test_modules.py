@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import looplib as ll
+from looplib._core.modules import _generators
 
 
 class Bags(nn.Module):
@@ -209,3 +210,10 @@ def test_each_microbatch_runs_in_the_same_modes():
 
     ll.accumulate(ll.make_grad_fn(model, loss_fn), 3)(ll.init_state(model), torch.ones(6, 3))
     assert seen == [[True] * 3] * 3
+
+
+def test_the_random_stream_of_each_accelerator_is_found_by_its_module(monkeypatch):
+    own = torch.Generator()
+    monkeypatch.setattr(torch.xpu, "default_generators", (torch.Generator(), own))
+    assert _generators(torch.device("xpu", 1)) == (torch.default_generator, own)
+    assert _generators(torch.device("meta")) == _generators(torch.device("cpu")) == (torch.default_generator,)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -132,19 +133,25 @@ def test_killed_at_any_moment_one_of_the_two_is_whole(tmp_path, kills):
 @pytest.mark.parametrize("after", ["remove", "rename"])
 def test_a_replacement_that_was_cut_short_is_finished_by_the_next_run(tmp_path, after, monkeypatch):
     """At each moment between its renames: the later save is the one that counts."""
-    from looplib.checkpoint import _directory
-
     ckpt = ll.checkpoint_io(tmp_path)
     ckpt.save(state_of(1))
 
-    def killed(*args):
-        raise KeyboardInterrupt
+    rename, rmtree = Path.rename, shutil.rmtree
+
+    def killed_before_it_is_removed(path, target):  # both are there
+        if Path(target).name.startswith(".deleting-"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    def killed_after_it_is_removed(path, **options):  # the later one alone
+        rmtree(path, **options)
+        if path.name.startswith(".deleting-"):
+            raise KeyboardInterrupt
 
     if after == "rename":
-        monkeypatch.setattr(_directory, "remove", killed)  # both are there
+        monkeypatch.setattr(Path, "rename", killed_before_it_is_removed)
     else:
-        remove = _directory.remove
-        monkeypatch.setattr(_directory, "remove", lambda path: (remove(path), killed()))  # the later one alone
+        monkeypatch.setattr(shutil, "rmtree", killed_after_it_is_removed)
     with pytest.raises(KeyboardInterrupt):
         ckpt.save(state_of(2))
     monkeypatch.undo()

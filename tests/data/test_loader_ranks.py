@@ -24,7 +24,6 @@ from torch.utils.data import (
 )
 
 import looplib as ll
-from looplib._core import ranks as _ranks
 from looplib.data import make_loader
 from looplib.state import end_epoch
 from looplib.types import TrainState
@@ -38,8 +37,9 @@ pytestmark = [
 @contextmanager
 def as_rank(rank, ranks):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_ranks, "rank", lambda: rank)
-        patch.setattr(_ranks, "world_size", lambda: ranks)
+        patch.setattr(distributed, "is_initialized", lambda: True)
+        patch.setattr(distributed, "get_rank", lambda group=None: rank)
+        patch.setattr(distributed, "get_world_size", lambda group=None: ranks)
         yield
 
 
@@ -429,7 +429,7 @@ def write_batches(path, *numbers):
     for ranks in numbers:
         group = distributed.new_group(range(ranks))
         if distributed.get_rank() < ranks:
-            _ranks.use(None if ranks == distributed.get_world_size() else group)
+            ll.distributed.set_data_parallel_group(None if ranks == distributed.get_world_size() else group)
             own = [read_as_everybody_does(*which, *PLACES[ranks]) for which in SETS]
             everybodys = [None] * ranks
             distributed.all_gather_object(everybodys, own, group)

@@ -6,7 +6,6 @@ import math
 import random
 import re
 import time
-import types
 
 import numpy as np
 import pytest
@@ -412,16 +411,13 @@ def test_what_a_checkpoint_lacks_is_not_taken_from_the_template(monkeypatch):
     model = mlp()
     model[0].weight.requires_grad_(False)  # so that it is the same at the beginning and at the end
 
-    def forgetful(folder):
-        ckpt = ll.checkpoint_io(folder)
+    restore = ll.checkpoint.CheckpointIO.restore
 
-        def restore(state):
-            found = ckpt.restore(state)
-            return found.replace(params={**found.params, "0.weight": state.params["0.weight"]})
+    def forgetful(ckpt, state):
+        restored = restore(ckpt, state)
+        return restored.replace(params={**restored.params, "0.weight": state.params["0.weight"]})
 
-        return types.SimpleNamespace(save=ckpt.save, restore=restore)
-
-    monkeypatch.setattr("looplib.testing._resume.checkpoint_io", forgetful)
+    monkeypatch.setattr(ll.checkpoint.CheckpointIO, "restore", forgetful)
     with fails("stopped after 1 batches", "metrics['loss'].total", ", then nan"):
         testing.assert_resumes(*put_together(model), [rows()] * 3)
 
