@@ -1,5 +1,6 @@
 """Distributed training: start processes, number them, and combine their results."""
 
+from looplib.distributed._launch import launch
 from looplib.distributed._processes import (
     barrier,
     is_rank_zero,
@@ -15,6 +16,7 @@ from looplib.distributed._reduce import reduce
 __all__ = [
     "barrier",
     "is_rank_zero",
+    "launch",
     "launched",
     "rank",
     "rank_zero_only",
