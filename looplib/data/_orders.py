@@ -16,7 +16,11 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from looplib._core.checks import check_optional_count
+from looplib.data._permutation import Computed, permutation
 from looplib.data._plan import Draw, Plan, listed, same_plan
+
+_LARGE = 1 << 24  # samples, whose order would take 128 MiB on each rank
+
 
 Sampler = Callable[[int, torch.Generator], Any] | Iterable[Any]
 
@@ -76,6 +80,9 @@ class shuffled(Order):
     >>> loader = ll.make_loader(range(4), batch_size=2, order=ll.data.shuffled())
     >>> loader.order
     shuffled()
+
+    Up to 2**24 samples, it is `torch.randperm`, held in memory. For more samples, each index is computed when its
+    batch is read: a billion samples take no memory, and a run resumes at any batch at once.
     """
 
     shuffles = True
@@ -83,6 +90,8 @@ class shuffled(Order):
 
     def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
         count = _length_of(dataset)
+        if count > _LARGE:
+            return lambda epoch, generator: permutation(count, generator)
         return lambda epoch, generator: torch.randperm(count, generator=generator)
 
 
@@ -103,6 +112,8 @@ class in_order(Order):
 
     def draw(self, dataset: Any, batch_size: int | None, drop_last: bool) -> Draw:
         count = _length_of(dataset)
+        if count > _LARGE:
+            return lambda epoch, generator: Computed(count, lambda positions: positions)
         return lambda epoch, generator: torch.arange(count)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.random import mix
+from looplib.data._permutation import Computed
 from looplib.data._random_streams import ORDER, kept_streams, seed_streams
 
 Draw = Callable[[int, torch.Generator], Any]  # (epoch, generator) -> the epoch's keys, or its batches of keys
@@ -39,12 +40,13 @@ class Plan:
     """Global batches of one epoch, as keys of the dataset.
 
     Attributes:
-        keys: every sample of the epoch in order: int64 of shape (samples,), or a list if keys are not ints.
+        keys: every sample of the epoch in order: int64 of shape (samples,), a list if keys are not ints, or for very
+            large datasets a function.
         ends: index in `keys` at which each batch ends; the last one may lie beyond the end.
         visits: (samples,) number of earlier occurrences of that key in the epoch; None if all are distinct.
     """
 
-    keys: Tensor | list[Any]
+    keys: Tensor | list[Any] | Computed
     ends: Sequence[int]
     visits: Tensor | None
 
@@ -62,6 +64,8 @@ class Plan:
 
     def without(self, keys: Collection[Any]) -> Plan:
         """The same batches without these keys. A batch that would be empty takes a key from its neighbors."""
+        if isinstance(self.keys, Computed):  # takes the memory of all keys
+            return replace(self, keys=self.keys[:]).without(keys)
         if isinstance(self.keys, Tensor):
             kept = ~torch.isin(self.keys, torch.tensor([operator.index(key) for key in keys], dtype=torch.int64))
             left: Tensor | list[Any] = self.keys[kept]
@@ -81,6 +85,9 @@ class Plan:
 
     def smallest(self, first: int) -> int:
         """Batch with the fewest samples, from `first` on."""
+        if isinstance(self.ends, range) and first < len(self):  # all are alike, except maybe the last
+            last = len(self) - 1
+            return last if self.size(last) < self.size(first) else first
         ends = torch.tensor([0, *self.ends]).clamp_(max=len(self.keys))
         return first + int(ends.diff()[first:].argmin())
 
@@ -117,7 +124,8 @@ class Epochs:
             else:
                 keys, size = _as_keys(drawn), self.batch_size
                 ends = range(size, len(keys) + (1 if self.drop_last else size), size)[: self.limit]
-                keys = keys[: ends[-1]] if ends else keys
+                if not isinstance(keys, Computed):
+                    keys = keys[: ends[-1]] if ends else keys
         return Plan(keys, ends, None if self.distinct else _visits(keys))
 
     def samples(self, epoch: int) -> int:
@@ -143,7 +151,9 @@ def number_of(key: Any) -> int:
         return crc32(repr(key).encode())
 
 
-def _as_keys(drawn: Iterable[Any] | Tensor) -> Tensor | list[Any]:
+def _as_keys(drawn: Iterable[Any] | Tensor | Computed) -> Tensor | list[Any] | Computed:
+    if isinstance(drawn, Computed):
+        return drawn
     if isinstance(drawn, Tensor):
         if drawn.dim() != 1 or drawn.is_floating_point() or drawn.dtype == torch.bool:
             raise TypeError(
@@ -158,7 +168,8 @@ def _as_keys(drawn: Iterable[Any] | Tensor) -> Tensor | list[Any]:
         return keys
 
 
-def _visits(keys: Tensor | list[Any]) -> Tensor:
+def _visits(keys: Tensor | list[Any] | Computed) -> Tensor:
+    assert not isinstance(keys, Computed), "its keys are distinct"
     numbers = keys if isinstance(keys, Tensor) else torch.tensor([number_of(key) for key in keys])
     ranked, positions = numbers.sort(stable=True)
     visits = torch.empty_like(positions)
