@@ -15,7 +15,7 @@ from looplib.types import TrainState
 
 T = TypeVar("T")
 
-NO_BATCH = object()
+NO_BATCH = ()  # stands for a batch that is not there: it has no samples
 _END = object()
 
 
@@ -146,12 +146,10 @@ def _in_turn(batches: Iterator[Any], rank: int, ranks: int) -> Iterator[tuple[An
     """Give each rank one of `ranks` consecutive batches. If too few are left, the first of them is used again."""
     for first in batches:
         mine, counts = first, rank == 0
-        for other_rank in range(1, ranks):
-            other = next(batches, _END)
-            if other is _END:
-                break
+        for other_rank, batch in enumerate(islice(batches, ranks - 1), 1):
             if other_rank == rank:
-                mine, counts = other, True
+                mine, counts = batch, True
+            del batch
         yield mine, counts
         del first, mine
 

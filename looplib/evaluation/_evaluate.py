@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from looplib._core.checks import check
 from looplib._core.kinds import check_kind, checked
 from looplib._core.random import restored
 from looplib._core.ranks import gather
@@ -86,9 +87,10 @@ def evaluate(
         _check_sets(batches)
         options: dict[str, Any] = {"limit": limit, "progress": progress, "rates": rates, "tokens": tokens}
         values: dict[str, float] = {}
+        steps = eval_step if isinstance(eval_step, Mapping) else dict.fromkeys(batches, eval_step)
         for name, members in batches.items():
-            step = _step_of(name, eval_step)
-            values |= evaluate(step, state, members, f"{prefix}{name}/", divide=divide, **options)
+            check(name in steps, f"no eval_step for the set {name!r}: there are those of {', '.join(steps)}")
+            values |= evaluate(steps[name], state, members, f"{prefix}{name}/", divide=divide, **options)
         return values
     if isinstance(eval_step, Mapping):
         raise ValueError(f"eval_step has {', '.join(eval_step)}, and the batches no names: give a dict of sets too")
@@ -99,15 +101,6 @@ def evaluate(
         records = _measured("evaluate", eval_step, state, Reading(batches, limit, title, divide), counter)
         values = compute(records, prefix)  # waits for the device
     return values | counter.rates(prefix) if counter else values
-
-
-def _step_of(name: str, eval_step: EvalFn | Mapping[str, EvalFn]) -> EvalFn:
-    """The step for the set of this name."""
-    if not isinstance(eval_step, Mapping):
-        return eval_step
-    if name not in eval_step:
-        raise ValueError(f"no eval_step for the set {name!r}: there are those of {', '.join(eval_step)}")
-    return eval_step[name]
 
 
 class _Counter:
@@ -202,19 +195,21 @@ def _measured(
 
 
 def check_order(function: str, step: Any, state: Any, before: str = "") -> None:
-    if not isinstance(state, TrainState) or not (callable(step) or isinstance(step, Mapping)):
-        raise TypeError(
-            f"{function} takes a step and then a state, and found a {type(step).__name__} and then a "
-            f"{type(state).__name__}: write {function}({before}step, state, batches)"
-        )
+    check(
+        isinstance(state, TrainState) and (callable(step) or isinstance(step, Mapping)),
+        f"{function} takes a step and then a state, and found a {type(step).__name__} and then a "
+        f"{type(state).__name__}: write {function}({before}step, state, batches)",
+        TypeError,
+    )
 
 
 def _check_sets(sets: Mapping[str, Any]) -> None:
-    if tensors := [name for name, value in sets.items() if isinstance(value, torch.Tensor)]:
-        raise ValueError(
-            f"batches is a dict of tensors ({', '.join(map(str, tensors))}), as one batch is, and a dict here is of "
-            "several sets by name: give a list of batches, such as [batch]"
-        )
+    tensors = [name for name, value in sets.items() if isinstance(value, torch.Tensor)]
+    check(
+        not tensors,
+        f"batches is a dict of tensors ({', '.join(map(str, tensors))}), as one batch is, and a dict here is of "
+        "several sets by name: give a list of batches, such as [batch]",
+    )
 
 
 def _hold(held: list[tuple[int, Metrics]], metrics: Metrics) -> None:

@@ -7,6 +7,7 @@ caller gets the result of the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.calls import remember
-from looplib._core.checks import check_optional_count
+from looplib._core.checks import check, check_optional_count
 from looplib._core.kinds import checked, mark_alike
 from looplib._core.memory import half, out_of_memory
 from looplib._core.trees import batch_size as count_examples
@@ -85,11 +86,11 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
 
 def _check_split(step: Any, size: Any) -> None:
     check_optional_count("size", size, advice="give a whole number of examples, at least 1")
-    if not callable(step) or isinstance(step, torch.nn.Module):
-        raise TypeError(
-            f"split_on_oom got a {type(step).__name__}; give a step, as ll.make_eval_step or ll.make_predict_step "
-            "returns"
-        )
+    check(
+        callable(step) and not isinstance(step, torch.nn.Module),
+        f"split_on_oom got a {type(step).__name__}; give a step, as ll.make_eval_step or ll.make_predict_step returns",
+        TypeError,
+    )
 
 
 def _attempt(
@@ -127,31 +128,32 @@ def end_to_end(counts: list[int], outs: list[Any]) -> Any:
 
 
 def _check_part(name: str, leaf: Any, count: int) -> None:
-    if not isinstance(leaf, Tensor) and not is_texts(leaf):
-        raise TypeError(
-            f"the output's {name!r} is a {type(leaf).__name__}; parts of a batch need tensors or lists of strings"
-        )
-    shape = (len(leaf),) if is_texts(leaf) else tuple(leaf.shape)
-    if not shape or len(leaf) != count:
-        raise ValueError(
-            f"the output's {name!r} has shape {shape} for {count} examples, which are part "
-            "of a batch: give one row for each example"
-        )
+    title = f"the output's {name!r}"
+    check(
+        isinstance(leaf, Tensor) or is_texts(leaf),
+        f"{title} is a {type(leaf).__name__}; parts of a batch need tensors or lists of strings",
+        TypeError,
+    )
+    shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else (len(leaf),)
+    check(
+        shape[:1] == (count,),
+        f"{title} has shape {shape} for {count} examples, which are part of a batch: give one row for each example",
+    )
 
 
 def _joined(name: str, parts: Sequence[Any]) -> Any:
     """Concatenate rows. Tensors whose rows differ in shape, as for generated text, become a nested tensor."""
     if all(map(is_texts, parts)):
-        return [text for part in parts for text in part]
-    if not all(isinstance(part, Tensor) for part in parts):
-        raise ValueError(f"{name!r} is a {' and a '.join(type(part).__name__ for part in parts)}")
+        return [*chain.from_iterable(parts)]
+    kinds = [type(part).__name__ for part in parts]
+    check(all(isinstance(part, Tensor) for part in parts), f"{name!r} is a {' and a '.join(kinds)}")
     if not any(part.is_nested for part in parts) and len({part.shape[1:] for part in parts}) == 1:
         return torch.cat(list(parts))
     return _nested(name, parts)
 
 
 def _nested(name: str, parts: Sequence[Tensor]) -> Tensor:
-    rows = [row for part in parts for row in part.unbind()]
+    rows = [*chain.from_iterable(part.unbind() for part in parts)]
     try:
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     except RuntimeError as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from looplib._core import trees
+from looplib._core.checks import check
 from looplib._core.kinds import checked
 from looplib._core.ranks import gather, several
 from looplib._core.trees import batch_size
@@ -74,9 +76,6 @@ def predicted(
     check_order("predict", predict_step, state)
     _check_unshuffled(reading.batches)
 
-    def move(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, Tensor) and device is not None else leaf
-
     by_rows = divides_rows(reading)
     size_of = batch_size if by_rows else samples_of
     gathered = reading.divide and several()
@@ -86,7 +85,7 @@ def predicted(
         if gathered:
             parts = _of_all_ranks(parts, by_rows)
         for size, part in parts:
-            yield size, trees.map_leaves(move, part)
+            yield size, trees.map_tensors(lambda tensor: tensor.to(device), part)
 
 
 def _in_own_stream(read: Callable[[], Iterator[T]]) -> Iterator[T]:
@@ -108,17 +107,17 @@ def _in_own_stream(read: Callable[[], Iterator[T]]) -> Iterator[T]:
 
 def _check_unshuffled(batches: Any) -> None:
     sampler = getattr(batches, "sampler", None)
-    if getattr(batches, "shuffles", False) or isinstance(sampler, torch.utils.data.RandomSampler):
-        raise ValueError(
-            "predictions would come out in a shuffled order, and nothing says which is whose: give a loader made "
-            "with order=ll.data.in_order()"
-        )
+    check(
+        not (getattr(batches, "shuffles", False) or isinstance(sampler, torch.utils.data.RandomSampler)),
+        "predictions would come out in a shuffled order, and nothing says which is whose: give a loader made with "
+        "order=ll.data.in_order()",
+    )
 
 
 def _of_all_ranks(parts: list[tuple[Any, Any]], by_rows: bool) -> list[tuple[Any, Any]]:
     """Outputs of all ranks in order. Those of parts of one batch are concatenated."""
     on_host = [(size, trees.map_tensors(Tensor.cpu, output)) for size, output in parts]
-    gathered = [part for mine in gather(on_host) for part in mine]
+    gathered = [*chain.from_iterable(gather(on_host))]
     if by_rows and len(gathered) > 1:
         sizes = [size for size, _ in gathered]
         return [(sum(sizes), end_to_end(sizes, [part for _, part in gathered]))]

@@ -9,12 +9,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from looplib._core.checksums import checksum
 from looplib._core.collective import together
 from looplib._core.kinds import checked
 from looplib._core.ranks import any_rank, is_first
+from looplib.checkpoint.interop._whole import whole
 from looplib.evaluation._batches import Reading
 from looplib.evaluation._evaluate import check_order
 from looplib.evaluation._predict import predicted
@@ -89,19 +88,11 @@ def _fingerprint(state: TrainState) -> dict[str, Any]:
 
     `weights` is a checksum of only the first 16 numbers of each weight, which earlier versions wrote.
     """
-    tensors = {**state.params, **state.buffers}
-    rows, facts = [], []
-    for name, tensor in tensors.items():
-        full: Any = tensor.detach()
-        full = full.full_tensor() if hasattr(full, "full_tensor") else full
-        first = full.flatten()[: 16 if name in state.params else 0].float()
-        rows.append(torch.cat([checksum(full).reshape(1), first.view(torch.int32).long()]))
-        facts.append((name, str(full.dtype), tuple(full.shape), len(first)))
-    numbers = iter(torch.cat([row.to(rows[0].device) for row in rows]).tolist() if rows else [])  # the one transfer
     bits = weights = 0
-    for name, dtype, shape, count in facts:
-        bits = zlib.crc32(repr((name, dtype, shape, next(numbers))).encode(), bits)
+    for name, tensor in {**state.params, **state.buffers}.items():
+        full = whole(tensor).detach()  # one at a time, since a sharded model may not fit as a whole
+        facts = name, str(full.dtype), tuple(full.shape), int(checksum(full))
+        bits = zlib.crc32(repr(facts).encode(), bits)
         if name in state.params:
-            some = torch.tensor([next(numbers) for _ in range(count)], dtype=torch.int32).view(torch.float32)
-            weights = zlib.crc32(repr((name, some.tolist())).encode(), weights)
+            weights = zlib.crc32(repr((name, full.flatten()[:16].float().tolist())).encode(), weights)
     return {"step": state.step, "seed": state.seed, "weights": weights, "bits": bits}

@@ -19,17 +19,10 @@ from typing import Any
 import orjson
 from torch.utils.data import BatchSampler
 
+from looplib._core.checks import check, few
 from looplib._core.ranks import world_size
-from looplib.evaluation._batches import NO_BATCH, is_estimate, length_of
-from looplib.evaluation._columns import (
-    TEXT,
-    bytes_by_column,
-    check_alike,
-    columns_of,
-    described,
-    lines_of,
-    special_runs,
-)
+from looplib.evaluation._batches import is_estimate, length_of
+from looplib.evaluation._columns import TEXT, check_alike, columns_of, described, line_of, lines_of, special_runs
 from looplib.evaluation._predict import samples_of
 
 _SUFFIXES = (".bin", ".strings.jsonl")
@@ -41,13 +34,19 @@ class Index:
 
     Attributes:
         target: path passed to `predict_to`.
-        head: the line about the columns, or None if nothing is written yet.
+        head: the line about the columns; empty if nothing is written yet.
         batches: the lines of the complete batches.
     """
 
     target: Path
-    head: dict[str, Any] | None = None
+    head: dict[str, Any] = field(default_factory=dict)
     batches: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def outputs(self) -> dict[str, Any]:
+        """Dtype and shape of each column."""
+        outputs: dict[str, Any] = self.head.get("outputs", {})
+        return outputs
 
     @property
     def ends(self) -> dict[str, int]:
@@ -74,12 +73,10 @@ def index_path(target: Path) -> Path:
 
 def read_index(target: Path) -> Index:
     """Read the index, without a last line that is incomplete after a kill or a power failure."""
-    path = index_path(target)
     lines: list[Any] = []
-    if path.exists():
-        with open(path, "rb") as file, suppress(orjson.JSONDecodeError):
-            lines.extend(takewhile(_is_record, (orjson.loads(line) for line in file if line.endswith(b"\n"))))
-    return Index(target, lines[0], lines[1:]) if lines else Index(target)
+    with suppress(FileNotFoundError, orjson.JSONDecodeError), open(index_path(target), "rb") as file:
+        lines.extend(takewhile(_is_record, (orjson.loads(line) for line in file if line.endswith(b"\n"))))
+    return Index(target, *lines[:1], batches=lines[1:])
 
 
 def _is_record(line: Any) -> bool:
@@ -100,13 +97,10 @@ def file_names(outputs: Mapping[str, Any]) -> dict[str, str]:
     return files
 
 
-def too_short(index: Index, batch: Mapping[str, Any]) -> Path | None:
-    """A file in which the batch is incomplete although the index lists it."""
-    for name, end in batch["ends"].items():
-        file = index.file(name)
-        if (file.stat().st_size if file.exists() else 0) < end:
-            return file
-    return None
+def too_short(index: Index) -> Path | None:
+    """A file in which the last batch is incomplete although the index lists it."""
+    files = ((index.file(name), end) for name, end in index.ends.items())
+    return next((file for file, end in files if not file.exists() or file.stat().st_size < end), None)
 
 
 def resume(target: Path, run: Mapping[str, Any], batches: Any) -> Index:
@@ -117,30 +111,31 @@ def resume(target: Path, run: Mapping[str, Any], batches: Any) -> Index:
         _refuse_strangers(target)
         return Index(target)
     index = read_index(target)
-    if index.head is not None:
-        if not index.head["run"].items() <= run.items():  # an earlier version knew less of the state
-            raise ValueError(
-                f"{target} holds predictions of another state ({index.head['run']}, this one is {run}): delete it, "
-                "or give another path"
-            )
-        _check_cut(index, batches)
+    before = index.head.get("run", {})
+    check(
+        before.items() <= run.items(),  # an earlier version knew less of the state
+        f"{target} holds predictions of another state ({before}, this one is {run}): delete it, or give another path",
+    )
+    _check_cut(index, batches)
     _drop_lost(index)
     for name, end in index.ends.items():
         os.truncate(index.file(name), end)
-    kept = sum(len(line) for line in path.read_bytes().splitlines(keepends=True)[: len(index.batches) + 1])
-    os.truncate(path, kept if index.batches else 0)
-    return index if index.batches else Index(target)
+    # Without a batch, the head is written again.
+    kept = path.read_bytes().splitlines(keepends=True)[: len(index.batches) + bool(index.batches)]
+    os.truncate(path, sum(map(len, kept)))
+    return index
 
 
 def _refuse_strangers(target: Path) -> None:
     """Raise for files without an index, which looplib must not overwrite."""
     files: Iterable[Path] = [target] if is_lines(target) else target.iterdir()
-    strange = [file for file in files if file.name.endswith((*_SUFFIXES, ".jsonl")) and file.exists()]
-    if any(file.stat().st_size for file in strange):
-        raise ValueError(
-            f"{strange[0]} is there without {index_path(target).name}, which says which batches it holds: delete it, "
-            "or give another path"
-        )
+    suffixes = (*_SUFFIXES, ".jsonl")
+    strange = [file for file in files if file.name.endswith(suffixes) and file.exists() and file.stat().st_size]
+    check(
+        not strange,
+        f"{', '.join(map(str, strange[:1]))} is there without {index_path(target).name}, which says which batches it "
+        "holds: delete it, or give another path",
+    )
 
 
 def _drop_lost(index: Index) -> None:
@@ -173,18 +168,18 @@ def _first_lost(index: Index) -> tuple[int, str] | None:
 
 def _check_cut(index: Index, batches: Any) -> None:
     """Raise for batches of different sizes, which would start at a sample other than the next one."""
-    size, new_size = (index.head or {})["batch_size"], size_of(batches)
-    if index.batches and size is not None and new_size is not None and size != new_size:
-        raise ValueError(
-            f"{index.target} holds predictions of a loader with batch_size={size}, and this one has "
-            f"batch_size={new_size}: give the same, or delete it to start over"
-        )
+    if not index.batches:
+        return
+    size, new_size = index.head["batch_size"], size_of(batches)
+    check(
+        None in (size, new_size) or size == new_size,
+        f"{index.target} holds predictions of a loader with batch_size={size}, and this one has "
+        f"batch_size={new_size}: give the same, or delete it to start over",
+    )
     length, done = None if is_estimate(batches) else length_of(batches), len(index.batches)
-    if length is not None and length < done:
-        raise ValueError(_other_cut(index, f"{length} batches"))
-    sizes = _sizes_of(batches)
-    if sizes is not None and sizes[:done] != index.sizes:
-        raise ValueError(_other_cut(index, _listed(sizes[:done])))
+    check(length is None or length >= done, _other_cut(index, f"{length} batches"))
+    sizes = index.sizes if (known := _sizes_of(batches)) is None else known[:done]
+    check(sizes == index.sizes, _other_cut(index, few(sizes)))
 
 
 def _sizes_of(batches: Any) -> list[int | None] | None:
@@ -208,21 +203,18 @@ def check_of_skipped(index: Index, batches: Any) -> Callable[[int, Any], None] |
         return None
     ranks = world_size() if getattr(batches, "divide", False) else 1
 
-    def check(number: int, batch: Any) -> None:
-        if batch is None:
-            return
-        expected, size = index.sizes[number], 0 if batch is NO_BATCH else samples_of(batch)
-        if expected is None or size is None:
-            return
-        if not expected // ranks <= size <= -(-expected // ranks):  # this rank's part of a divided batch
-            raise ValueError(_other_cut(index, f"{size} in batch {number}"))
+    def check_size(number: int, batch: Any) -> None:
+        expected, size = index.sizes[number], samples_of(batch)
+        if expected is not None and size is not None:
+            of_a_rank = expected // ranks <= size <= -(-expected // ranks)  # this rank's part of a divided batch
+            check(of_a_rank, _other_cut(index, f"{size} in batch {number}"))
 
-    return check
+    return check_size
 
 
 def _other_cut(index: Index, sizes: str) -> str:
     return (
-        f"{index.target} holds batches of {_listed(index.sizes)} examples, and those given have {sizes}: give the "
+        f"{index.target} holds batches of {few(index.sizes)} examples, and those given have {sizes}: give the "
         "same batches, or delete it to start over"
     )
 
@@ -232,17 +224,13 @@ def size_of(batches: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _listed(sizes: list[int | None]) -> str:
-    return ", ".join(map(str, sizes[:8])) + (f", ... ({len(sizes)} batches)" if len(sizes) > 8 else "")
-
-
 class Writer:
     """Append batches to the files, and a line to the index once a batch's data are written."""
 
     def __init__(self, index: Index, run: Mapping[str, Any], batch_size: int | None) -> None:
         self._index, self._run, self._batch_size = index, run, batch_size
         self._number, self._ends = len(index.batches), dict(index.ends)
-        self._outputs: dict[str, Any] = index.head["outputs"] if index.head else {}
+        self._outputs = index.outputs
 
     def __enter__(self) -> Writer:
         self._record = open(index_path(self._index.target), "ab")
@@ -261,36 +249,32 @@ class Writer:
         columns = columns_of(output)
         if self._number == 0:
             self._outputs = described(columns)
-            self._write({"run": self._run, "outputs": self._outputs, "batch_size": self._batch_size})
+            head = {"run": self._run, "outputs": self._outputs, "batch_size": self._batch_size}
+            self._record.write(line_of(head))
         check_alike(self._number, columns, self._outputs)
         target = self._index.target
         if is_lines(target):
             data = {target.name: lines_of(columns)}
         else:
-            files = file_names(self._outputs)
-            data = {files[name]: raw for name, raw in bytes_by_column(columns).items()}
+            data = {file: columns[name].raw() for name, file in file_names(self._outputs).items()}
+        checksums = {}
         for name, raw in data.items():
             self._ends[name] = _write_after(self._index.file(name), self._ends.get(name, 0), raw)
-        checksums = {name: zlib.crc32(raw) for name, raw in data.items()}
+            checksums[name] = zlib.crc32(raw)
         line: dict[str, Any] = {"examples": samples, "ends": self._ends, "checksums": checksums}
         if runs := special_runs(columns, self._outputs):
             line["shapes"] = runs
-        self._write(line)  # the batch counts from here on
+        self._record.write(line_of(line))  # the batch counts from here on
         self._record.flush()
         self._number += 1
-
-    def _write(self, line: Mapping[str, Any]) -> None:
-        self._record.write(orjson.dumps(line) + b"\n")
 
 
 def _write_after(path: Path, end: int, data: bytes) -> int:
     """Write the data at `end`, replacing what follows, and return the new end."""
     path.touch()
     with open(path, "r+b") as file:
-        if file.seek(0, os.SEEK_END) < end:
-            raise ValueError(
-                f"{path} has become shorter since {end} bytes of it were written; does another run use it?"
-            )
+        whole = file.seek(0, os.SEEK_END) >= end
+        check(whole, f"{path} has become shorter since {end} bytes of it were written; does another run use it?")
         file.seek(end)
         file.write(data)
         file.truncate()

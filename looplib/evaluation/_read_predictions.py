@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import orjson
 import torch
 from torch import Tensor
 
-from looplib.evaluation._columns import TEXT, tensor_of
+from looplib._core.checks import check
+from looplib.evaluation._columns import TEXT, numbers_of
 from looplib.evaluation._prediction_files import Index, file_names, index_path, is_lines, read_index, too_short
 
 Run = tuple[int, list[int]]  # number of rows, and the shape of each
@@ -43,89 +44,78 @@ def read_predictions(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     target = Path(path)
     index = read_index(target)
-    if index.head is None:
+    if not index.head:
         about = "empty" if index_path(target).exists() else "not there"
         raise FileNotFoundError(
             f"{target} holds no predictions: {index_path(target)} is {about}; give the path that ll.predict_to returned"
         )
-    if index.batches and (file := too_short(index, index.batches[-1])):
-        raise ValueError(
-            f"{file} is shorter than its index says, as a power cut may leave it: call ll.predict_to as before, which "
-            "predicts the lost batches again"
-        )
-    return _read_lines(index) if is_lines(target) else _map_files(index)
+    file = too_short(index)
+    check(
+        file is None,
+        f"{file} is shorter than its index says, as a power cut may leave it: call ll.predict_to as before, which "
+        "predicts the lost batches again",
+    )
+    return _read_lines(index) if is_lines(target) else _read_files(index)
 
 
-def _map_files(index: Index) -> dict[str, Any]:
-    outputs: dict[str, Any] = (index.head or {})["outputs"]
+def _read_files(index: Index) -> dict[str, Any]:
     columns: dict[str, Any] = {}
-    for name, file in file_names(outputs).items():
-        if index.batches and file not in index.ends:
-            raise ValueError(f"the index of {index.target} knows no file {file!r} for {name!r}; predict again")
-        about, end = outputs[name], index.ends.get(file, 0)
-        if about["dtype"] == TEXT:
-            columns[name] = _lines(index.target / file, end) if end else []
-            continue
-        dtype = getattr(torch, about["dtype"])
-        ends = [0, *[batch["ends"][file] for batch in index.batches]]
-        width = dtype.itemsize * math.prod(about["shape"])  # bytes in a row; if it is 0, the index lists each run
-        runs = _runs(index, name, about["shape"], [(b - a) // (width or 1) for a, b in pairwise(ends)])
-        count = end // dtype.itemsize
-        path = str(index.target / file)
-        flat = torch.from_file(path, shared=False, size=count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
-        columns[name] = _rows(flat, runs, about["shape"])
+    for name, file in file_names(index.outputs).items():
+        about, path, end = index.outputs[name], index.target / file, index.ends.get(file, 0)
+        check(
+            file in index.ends or not index.batches,
+            f"the index of {index.target} knows no file {file!r} for {name!r}; predict again",
+        )
+        columns[name] = _lines(path, [0, end])[0] if about["dtype"] == TEXT else _map_file(index, name, file, end)
     return columns
+
+
+def _map_file(index: Index, name: str, file: str, end: int) -> Tensor | list[Tensor]:
+    shape, dtype = index.outputs[name]["shape"], getattr(torch, index.outputs[name]["dtype"])
+    width = dtype.itemsize * math.prod(shape)  # bytes in a row; if it is 0, the index lists each run
+    ends = [0, *[batch["ends"][file] for batch in index.batches]]
+    runs = _runs(index, name, [(b - a) // (width or 1) for a, b in pairwise(ends)])
+    if not end:
+        return _rows(torch.empty(0, dtype=dtype), runs, shape)
+    flat = torch.from_file(str(index.target / file), shared=False, size=end // dtype.itemsize, dtype=dtype)
+    return _rows(flat, runs, shape)
 
 
 def _read_lines(index: Index) -> dict[str, Any]:
-    outputs: dict[str, Any] = (index.head or {})["outputs"]
-    ends = [0, *[batch["ends"][index.target.name] for batch in index.batches]]
-    batches = _batches_of_lines(index.target, ends)
-    rows = [row for batch in batches for row in batch]
+    batches = _lines(index.target, [0, *[batch["ends"][index.target.name] for batch in index.batches]])
     columns: dict[str, Any] = {}
-    for name, about in outputs.items():
-        values = [row[name] for row in rows]
-        if about["dtype"] == TEXT:
-            columns[name] = values
-            continue
-        dtype, runs = getattr(torch, about["dtype"]), _runs(index, name, about["shape"], [*map(len, batches)])
-        if (shape := _one_shape(runs, about["shape"])) is not None:
-            columns[name] = tensor_of(values, dtype, [len(values), *shape])
-        else:
-            shapes = [shape for count, shape in runs for _ in range(count)]
-            columns[name] = [tensor_of(value, dtype, shape) for value, shape in zip(values, shapes, strict=True)]
+    for name, about in index.outputs.items():
+        columns[name] = [row[name] for row in chain.from_iterable(batches)]
+        if about["dtype"] != TEXT:
+            dtype, values, runs = (
+                getattr(torch, about["dtype"]),
+                iter(columns[name]),
+                _runs(index, name, [*map(len, batches)]),
+            )
+            parts = [numbers_of([*islice(values, count)], dtype) for count, _ in runs]
+            columns[name] = _rows(torch.cat([torch.empty(0, dtype=dtype), *parts]), runs, about["shape"])
     return columns
 
 
-def _batches_of_lines(file: Path, ends: list[int]) -> list[list[Any]]:
-    if len(ends) == 1:
-        return []
-    data = file.read_bytes()
-    return [[orjson.loads(line) for line in data[a:b].splitlines()] for a, b in pairwise(ends)]
+def _lines(file: Path, ends: list[int]) -> list[list[Any]]:
+    """Lines of JSON in each part of a file, which need not exist if the parts are empty."""
+    data = file.read_bytes() if ends[-1] else b""
+    return [[*map(orjson.loads, data[a:b].splitlines())] for a, b in pairwise(ends)]
 
 
-def _lines(file: Path, end: int) -> list[Any]:
-    with open(file, "rb") as lines:
-        return [orjson.loads(line) for line in lines.read(end).splitlines()]
-
-
-def _runs(index: Index, name: str, shape: list[int], counts: list[int]) -> list[Run]:
+def _runs(index: Index, name: str, counts: list[int]) -> list[Run]:
     """Shapes of the rows of all batches: the head's, except for those listed in the index."""
-    runs: list[Run] = []
+    shape, runs = index.outputs[name]["shape"], []
     for batch, count in zip(index.batches, counts, strict=True):
         runs += batch.get("shapes", {}).get(name, [(count, shape)])
     return runs
 
 
-def _one_shape(runs: list[Run], first: list[int]) -> list[int] | None:
-    """Shape of all rows, or None if they differ."""
-    shapes = {tuple(shape) for count, shape in runs if count} or {tuple(first)}
-    return [*shapes.pop()] if len(shapes) == 1 else None
-
-
 def _rows(flat: Tensor, runs: list[Run], first: list[int]) -> Tensor | list[Tensor]:
-    if (shape := _one_shape(runs, first)) is not None:
-        return flat.view(sum(count for count, _ in runs), *shape)
+    """Rows of these shapes as one tensor, or if the shapes differ, as a list."""
+    shapes = {tuple(shape) for count, shape in runs if count} or {tuple(first)}
+    if len(shapes) == 1:
+        return flat.view(sum(count for count, _ in runs), *shapes.pop())
     sizes = [count * math.prod(shape) for count, shape in runs]
     parts = zip(torch.split(flat, sizes), runs, strict=True)
-    return [row for part, (count, shape) in parts for row in part.view(count, *shape).unbind()]
+    return [*chain.from_iterable(part.view(count, *shape).unbind() for part, (count, shape) in parts)]
