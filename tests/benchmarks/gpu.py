@@ -1,0 +1,103 @@
+"""Everything that only a GPU can tell: throughput, memory, CUDA graphs, traces and saves, beside other loops.
+
+    pip install -c tests/constraints.txt -e ".[tests,gpu]" && python -m pytest -m gpu && python tests/benchmarks/gpu.py
+    python tests/benchmarks/gpu.py --device cpu --dry-run       (all of it at a tiny size, where there is no GPU)
+
+- language: GPT-2 small (124 million parameters) in bfloat16, 12 x 1,024 tokens: looplib eager, compiled by blocks and
+  compiled whole, beside nanoGPT's loop with a compiled model, the transformers Trainer and Lightning.
+- small: an MLP and a ResNet-20 at batch 128: CUDA graphs of the whole step, beside the raw loop eager, compiled, and
+  captured by hand.
+- saves: how long the loop stands still for a synchronous, an asynchronous donated and an asynchronous pure save.
+- traces: one step of each kind as a Chrome trace, with its kernel launches and waits. The contenders of the other rows
+  are traced there.
+
+Contenders take turns in shuffled order, and each ratio has its 95% interval over the rounds. Goals stand beside the
+figures. Progress is printed, and `gpu.json` and `gpu.md` in the folder are complete after each figure, so the command
+may be stopped at any time. A contender that fails is reported by name, and the rest goes on. Rows for which no time
+is left (--seconds) are named as well. The exit status is 1 if something was not measured for another reason than
+time or a missing library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from on_gpu.device import name_of, peak_of
+from on_gpu.report import Report
+from on_gpu.rows import ROWS, Settings
+
+import looplib as ll
+
+BESIDE = ("transformers", "accelerate", "lightning", "triton")
+
+
+def commit() -> str:
+    """The commit of the checkout, or "unknown" outside of one."""
+    command = ["git", "-C", str(Path(ll.__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "looplib": commit()}
+    for package in BESIDE:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def main(options: argparse.Namespace) -> int:
+    device = torch.device(options.device)
+    if device.type != "cpu":
+        device = torch.device(device.type, device.index or 0)
+        torch.accelerator.set_device_index(device)
+        torch.set_float32_matmul_precision("high")  # TF32 for all contenders, which torch.compile asks for
+    options.out.mkdir(parents=True, exist_ok=True)
+    about = {"device": name_of(device), **versions()}
+    if options.dry_run:
+        about["DRY RUN"] = "tiny models and no Inductor: the figures mean nothing"
+    report = Report(options.out, about, time.perf_counter() + options.seconds)
+    report.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    peak = options.peak * 1e12 if options.peak else peak_of(device)
+    small = options.dry_run
+    settings = Settings(
+        device,
+        small,
+        steps=1 if small else 10,
+        rounds=2 if small else 20,
+        compile={"backend": "eager"} if small else {},
+        peak=peak or (1e12 if small else None),
+        left_out=frozenset(options.leave_out),
+    )
+    for name in options.rows:
+        measure, share = ROWS[name]
+        with report.attempt(name, "all"):
+            measure(report, settings, share * options.seconds)
+    report.write()
+    print(f"\n{report.markdown()}\nWritten to {options.out}/gpu.json and gpu.md, with the traces beside them.")
+    expected = ("ImportError", "ModuleNotFoundError", "OutOfTime")
+    return int(any(not failure["error"].startswith(expected) for failure in report.failures))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    parser.add_argument("--device", default=None if found is None else str(found), required=found is None)
+    parser.add_argument("--dry-run", action="store_true", help="tiny models, two rounds of one step, no Inductor")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="all of them unless given")
+    parser.add_argument("--seconds", type=float, default=330.0, help="after which nothing new is begun")
+    parser.add_argument("--leave-out", nargs="*", default=[], metavar="NAME", help="contenders, by their names")
+    parser.add_argument("--peak", type=float, help="dense bfloat16 TFLOP/s, if the device is not among those known")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder for the results")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    sys.exit(main(arguments))

@@ -1,0 +1,1 @@
+"""Parts of `python tests/benchmarks/gpu.py`."""

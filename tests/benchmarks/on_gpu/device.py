@@ -1,0 +1,108 @@
+"""What the rows ask of a device: waiting, memory, reads by the host, kernels and synchronisations of a step."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Dense bfloat16 peaks in FLOP/s, from the vendors' data sheets, by a part of the device's name.
+PEAKS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+    "MI300X": 1307e12,
+}
+
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "hipLaunchKernel", "hipModuleLaunchKernel")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "hipStreamSynchronize")
+
+
+def name_of(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "CPU"
+    module: Any = torch.get_device_module(device)
+    return str(module.get_device_name(device))
+
+
+def peak_of(device: torch.device) -> float | None:
+    name = name_of(device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+def wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def allocated(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+
+
+def free(device: torch.device) -> None:
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def peak_memory(device: torch.device, run: Callable[[], object], before: int) -> int | None:
+    """Bytes allocated at most during `run`, above `before`; None on a CPU, whose allocator does not count."""
+    if device.type == "cpu":
+        run()
+        return None
+    wait(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    run()
+    wait(device)
+    return torch.accelerator.max_memory_allocated(device) - before
+
+
+def host_reads(device: torch.device, run: Callable[[], object]) -> int | None:
+    """Number of times that `run` waits for the device, as torch counts it; None where torch does not."""
+    if device.type != "cuda":
+        run()
+        return None
+    wait(device)
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchronizing" in str(warning.message) for warning in caught)
+
+
+def trace(device: torch.device, run: Callable[[], object], path: Path) -> dict[str, int | None]:
+    """Write a Chrome trace of one run, and count kernel launches, graph launches, waits and copies to the host in it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type != "cpu":
+        activities.append(getattr(torch.profiler.ProfilerActivity, device.type.upper()))
+    wait(device)
+    with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.record_function("one step"):
+            run()
+        wait(device)
+    profile.export_chrome_trace(str(path))
+    events: Any = profile.events()
+    step = next(event for event in events if event.name == "one step")
+    inside = [event.name for event in events if step.time_range.start <= event.time_range.start < step.time_range.end]
+    if device.type == "cpu":
+        return {"launches": None, "graph launches": None, "waits": None, "operators": len(inside)}
+    return {
+        "launches": sum(name.startswith(LAUNCHES) for name in inside),
+        "graph launches": sum(name.startswith("cudaGraphLaunch") for name in inside),
+        "waits": sum(name.startswith(WAITS) for name in inside),
+        "operators": sum(name.startswith("aten::") for name in inside),
+    }

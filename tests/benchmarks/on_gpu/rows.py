@@ -1,0 +1,335 @@
+"""The rows of the table: a language model, small models, and saves."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import looplib as ll
+from on_gpu import contenders
+from on_gpu.contenders import Contender, Make
+from on_gpu.device import allocated, free, host_reads, peak_memory, trace, wait
+from on_gpu.models import Task, gpt2, small_tasks
+from on_gpu.report import OutOfTime, Ratio, Report, ratio
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        small: tiny models and few steps, to see that everything runs.
+        steps: of a contender's turn.
+        rounds: at most, of turns of all contenders.
+        compile: arguments of torch.compile for all, in place of a mode.
+        peak: of the device, in FLOP/s, or None if it is not known.
+        left_out: names of contenders that are not wanted.
+    """
+
+    device: torch.device
+    small: bool
+    steps: int
+    rounds: int
+    compile: Mapping[str, Any]
+    peak: float | None
+    left_out: frozenset[str] = frozenset()
+
+
+@dataclass
+class Entry:
+    """A contender with its first figures and its turns."""
+
+    contender: Contender
+    first_seconds: float
+    peak: int | None
+    times: list[float]
+
+
+LANGUAGE: dict[str, Make] = {
+    "raw loop, eager": contenders.raw(),
+    "looplib, eager": contenders.looplib(),
+    "nanoGPT's loop, compiled": contenders.raw(compiled=True),
+    "looplib, compiled by blocks": contenders.looplib(compiled="blocks"),
+    "looplib, compiled whole": contenders.looplib(compiled="whole"),
+    "Trainer, compiled": contenders.trainer,
+    "Lightning, compiled": contenders.lightning,
+}
+
+FIRST = 6  # steps in which all is compiled and captured, after which all have the same loss
+GRAPHS = "reduce-overhead"
+SMALL: dict[str, Make] = {
+    "raw loop, eager": contenders.raw(),
+    "raw loop, compiled": contenders.raw(compiled=True),
+    "raw loop, compiled, CUDA graphs": contenders.raw(compiled=True, mode=GRAPHS),
+    "raw loop, captured by hand": contenders.captured,
+    "looplib, eager": contenders.looplib(),
+    "looplib, pure, eager": contenders.looplib(donate=False),
+    "looplib, compiled": contenders.looplib(compiled="whole"),
+    "looplib, CUDA graphs": contenders.looplib(compiled="whole", mode=GRAPHS),
+    "looplib, pure, CUDA graphs": contenders.looplib(False, compiled="whole", mode=GRAPHS),
+}
+
+
+def made(report: Report, settings: Settings, row: str, task: Task, makers: Mapping[str, Make]) -> dict[str, Entry]:
+    """Each contender after its first steps, which compile, with its peak memory."""
+    entries: dict[str, Entry] = {}
+    first_loss = 0.0
+    for name, make in makers.items():
+        with report.attempt(row, name):
+            if name in settings.left_out:
+                continue
+            report.check_time(needed=0 if settings.small else 20)
+            free(settings.device)
+            before = allocated(settings.device)
+            begin = time.perf_counter()
+            contender = make(task, settings.device, settings.compile)
+            contender.measure(FIRST - contender.more)
+            seconds, loss = time.perf_counter() - begin, contender.loss()
+            first_loss = first_loss or loss
+            if task.tokens and abs(loss / first_loss - 1) > 0.02:  # bfloat16 has 3 digits
+                raise AssertionError(
+                    f"the loss after {FIRST} steps is {loss:.4f}, and the first one's {first_loss:.4f}"
+                )
+
+            def two_steps(contender: Contender = contender) -> None:
+                contender.measure(2)
+
+            peak = peak_memory(settings.device, two_steps, before)
+            entries[name] = Entry(contender, seconds, peak, [])
+            report.say(f"{row}, {name}: the first {FIRST} steps took {seconds:.1f} s, loss {loss:.4f}")
+    return entries
+
+
+def take_turns(
+    report: Report, settings: Settings, row: str, entries: dict[str, Entry], steps: int, until: float
+) -> None:
+    """Rounds of turns in shuffled order, until the time of the row is over. At least one round is measured."""
+    for number in range(settings.rounds):
+        if number and time.perf_counter() > until:
+            break
+        for name in random.sample(list(entries), len(entries)):
+            with report.attempt(row, name):
+                entries[name].times.append(entries[name].contender.measure(steps))
+        for name in [name for name, entry in entries.items() if len(entry.times) <= number]:
+            del entries[name]  # it failed, and its error is reported
+        report.say(f"{row}: round {number + 1} of {settings.rounds}")
+
+
+def looked_into(report: Report, settings: Settings, row: str, name: str, entry: Entry) -> dict[str, Any]:
+    """Host reads of a step, and what its trace shows."""
+    figures: dict[str, Any] = {}
+    if (step := entry.contender.step) is not None:
+        with report.attempt(row, f"{name}, trace"):
+            figures["host reads"] = host_reads(settings.device, step)
+            file = "".join(letter if letter.isalnum() else "-" for letter in f"{row} {name}")
+            figures |= trace(settings.device, step, report.folder / f"{file}.json.gz")
+    return figures
+
+
+def best_other(entries: Mapping[str, Entry]) -> str:
+    others = [name for name in entries if not name.startswith("looplib")]
+    return min(others, key=lambda name: statistics.median(entries[name].times))
+
+
+def inverse(times: Ratio) -> Ratio:
+    """Ratio of throughputs from that of times."""
+    return Ratio(1 / times.value, 1 / times.high, 1 / times.low if times.low else float("inf"))
+
+
+def compare(
+    report: Report, settings: Settings, row: str, task: Task, makers: Mapping[str, Make], seconds: float
+) -> dict[str, Entry]:
+    """One model with all its contenders, to the last line of its table."""
+    entries = made(report, settings, row, task, makers)
+    steps = settings.steps * (1 if task.tokens or settings.small else 10)  # short steps need longer turns
+    take_turns(report, settings, row, entries, steps, time.perf_counter() + seconds)
+    if not entries:
+        return entries
+    best = best_other(entries) if any(not name.startswith("looplib") for name in entries) else next(iter(entries))
+    for name, entry in entries.items():
+        median = statistics.median(entry.times)
+        figures: dict[str, Any] = {"ms a step": 1000 * median}
+        if task.tokens:
+            figures["tokens a second"] = task.tokens / median
+            figures["MFU"] = task.flops / median / settings.peak if settings.peak else None
+        figures["throughput over the best other"] = inverse(ratio(entry.times, entries[best].times))
+        figures["peak GiB"] = None if entry.peak is None else entry.peak / 2**30
+        figures["first steps, s"] = entry.first_seconds
+        figures["rounds"] = len(entry.times)
+        figures |= looked_into(report, settings, row, name, entry)
+        report.add(row, name, **figures)
+    return entries
+
+
+def language_model(report: Report, settings: Settings, seconds: float) -> None:
+    """GPT-2 small in bfloat16."""
+    row = "a tiny GPT-2" if settings.small else "GPT-2 small, 12 x 1,024 tokens, bfloat16"
+    entries = compare(report, settings, row, gpt2(settings.device, settings.small), LANGUAGE, seconds)
+    ours = [name for name in entries if name.startswith("looplib")]
+    if not ours or len(ours) == len(entries):
+        return
+    best = best_other(entries)
+    fastest = min(ours, key=lambda name: statistics.median(entries[name].times))
+    speed = inverse(ratio(entries[fastest].times, entries[best].times))
+    report.goal(f"throughput, {fastest} over {best}", speed, 1.0, at_least=True)
+    peaks = {name: entry.peak for name, entry in entries.items() if entry.peak}
+    least = min((peak for name, peak in peaks.items() if name not in ours), default=None)
+    for name in ours:
+        if least and (peak := peaks.get(name)):
+            report.goal(f"peak memory, {name} over the least of the others", peak / least, 1.0, at_least=False)
+    no_reads(report, row)
+
+
+def no_reads(report: Report, row: str) -> None:
+    for figures in report.rows:
+        if figures["row"] == row and figures["name"].startswith("looplib") and figures.get("host reads") is not None:
+            report.goal(f"host reads, {figures['name']}", figures["host reads"], 0, at_least=False)
+
+
+def small_models(report: Report, settings: Settings, seconds: float) -> None:
+    """An MLP and a ResNet-20 whose kernels are so short that launching them rules."""
+    tasks = small_tasks(settings.device, settings.small)
+    for row, task in tasks.items():
+        entries = compare(report, settings, row, task, SMALL, seconds / len(tasks))
+        if "looplib, CUDA graphs" in entries and any(not name.startswith("looplib") for name in entries):
+            best = best_other(entries)
+            speed = inverse(ratio(entries["looplib, CUDA graphs"].times, entries[best].times))
+            report.goal(f"{row}: throughput, looplib with CUDA graphs over {best}", speed, 1.0, at_least=True)
+        no_reads(report, row)
+        entries.clear()
+
+
+def conditional_steps(report: Report, settings: Settings, seconds: float) -> None:
+    """Traces of the steps that are in no other row: float16 with a loss scale, recomputation, accumulation."""
+    row = "traces of one step"
+    task = gpt2(settings.device, settings.small)
+    kinds: dict[str, Callable[[nn.Module], tuple[Any, Any]]] = {
+        "float16 with a loss scale": _loss_scaled(task),
+        "recomputed blocks": _recomputed(task),
+        "accumulated over 4 microbatches": _accumulated(task),
+    }
+    for name, make in kinds.items():
+        with report.attempt(row, name):
+            report.check_time(needed=0 if settings.small else 5)
+            free(settings.device)
+            model = task.make()
+            grad_fn, optimizer = make(model)
+            train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+            state = ll.init_state(model, optimizer)
+
+            def step(train_step: Any = train_step, held: list[Any] = [state]) -> None:  # noqa: B006
+                held[0], _ = train_step(held[0], task.batches[0])
+
+            contender = contenders.own_loop(step, settings.device, lambda: 0.0)
+            seconds_of_one = contender.measure(3)
+            entry = Entry(contender, 0.0, None, [seconds_of_one])
+            report.add(row, name, **looked_into(report, settings, row, name, entry))
+
+
+def _loss_scaled(task: Task) -> Callable[[nn.Module], tuple[Any, Any]]:
+    def make(model: nn.Module) -> tuple[Any, Any]:
+        grad_fn = ll.grads.scale_loss(ll.make_grad_fn(model, ll.autocast(task.loss_fn, torch.float16)))
+        return grad_fn, ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.AdamW, lr=1e-4))
+
+    return make
+
+
+def _recomputed(task: Task) -> Callable[[nn.Module], tuple[Any, Any]]:
+    def make(model: nn.Module) -> tuple[Any, Any]:
+        loss_fn = ll.losses.recompute(ll.autocast(task.loss_fn, torch.bfloat16), task.blocks)
+        return ll.make_grad_fn(model, loss_fn), ll.optimizer(torch.optim.AdamW, lr=1e-4)
+
+    return make
+
+
+def _accumulated(task: Task) -> Callable[[nn.Module], tuple[Any, Any]]:
+    def make(model: nn.Module) -> tuple[Any, Any]:
+        grad_fn = ll.make_grad_fn(model, ll.autocast(task.loss_fn, torch.bfloat16))
+        return ll.accumulate(grad_fn, microbatches=4), ll.optimizer(torch.optim.AdamW, lr=1e-4)
+
+    return make
+
+
+def saves(report: Report, settings: Settings, seconds: float) -> None:
+    """How long the loop stands still for a save of GPT-2 small with Adam's moments, 1.5 GB."""
+    task = gpt2(settings.device, settings.small)
+    kinds = {
+        "synchronous": (True, False),
+        "asynchronous, donated": (True, True),
+        "asynchronous, pure": (False, True),
+    }
+    until = time.perf_counter() + seconds
+    for number, (name, (donate, asynchronous)) in enumerate(kinds.items(), 1):
+        with report.attempt("saves", name):
+            report.check_time(needed=0 if settings.small else 10)
+            free(settings.device)
+            begin = time.perf_counter()
+            _save(report, settings, task, name, donate, asynchronous, begin + (until - begin) * number / len(kinds))
+
+
+def _save(
+    report: Report, settings: Settings, task: Task, name: str, donate: bool, asynchronous: bool, until: float
+) -> None:
+    model = task.make()
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-4)
+    grad_fn = ll.make_grad_fn(model, ll.autocast(task.loss_fn, torch.bfloat16))
+    train_step, state = ll.make_train_step(grad_fn, optimizer, donate=donate), ll.init_state(model, optimizer)
+    batch, steps = task.batches[0], settings.steps
+    called, stood, done = [], [], []
+
+    def train(state: ll.TrainState) -> ll.TrainState:
+        for _ in range(steps):
+            state, _ = train_step(state, batch)
+        wait(settings.device)
+        return state
+
+    with tempfile.TemporaryDirectory() as folder:
+        ckpt = ll.checkpoint_io(folder, asynchronous=asynchronous, keep_last=1)
+        state = train(state)
+        for number in range(settings.rounds + 1):
+            begin = time.perf_counter()
+            state = train(state)
+            usual, begin = time.perf_counter() - begin, time.perf_counter()
+            ckpt.save(state)
+            call = time.perf_counter() - begin
+            state = train(state)
+            delay = time.perf_counter() - begin - usual
+            ckpt.wait()
+            if number:  # the first one allocates
+                called.append(call)
+                stood.append(delay)
+                done.append(time.perf_counter() - begin)
+            if len(done) > 1 and time.perf_counter() > until:
+                break
+        size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+    report.add(
+        "saves",
+        name,
+        **{
+            "GB": size / 1e9,
+            "the call, ms": 1000 * statistics.median(called),
+            f"delay of {steps} steps beside it, ms": 1000 * statistics.median(stood),
+            "on disk after, ms": 1000 * statistics.median(done),
+            "saves": len(done),
+        },
+    )
+
+
+ROWS: dict[str, tuple[Callable[[Report, Settings, float], None], float]] = {
+    # with the share of the time for their turns, beside what compiles
+    "language": (language_model, 0.2),
+    "saves": (saves, 0.12),
+    "traces": (conditional_steps, 0.05),
+    "small": (small_models, 0.12),
+}
+
+__all__ = ["ROWS", "OutOfTime", "Settings"]
