@@ -1,6 +1,7 @@
 """Everything that only a GPU can tell: throughput, memory, CUDA graphs, traces and saves, beside other loops.
 
-    pip install -c tests/constraints.txt -e ".[tests,gpu]" && python -m pytest -m gpu && python tests/benchmarks/gpu.py
+    pip install -c tests/constraints-cuda.txt -e ".[tests,gpu]"
+    python -m pytest -m gpu && python tests/benchmarks/gpu.py
     python tests/benchmarks/gpu.py --device cpu --dry-run       (all of it at a tiny size, where there is no GPU)
 
 - language: GPT-2 small (124 million parameters) in bfloat16, 12 x 1,024 tokens: looplib eager, compiled by blocks and
@@ -13,7 +14,7 @@
 
 Contenders take turns in shuffled order, and each ratio has its 95% interval over the rounds. Goals stand beside the
 figures. Progress is printed, and `gpu.json` and `gpu.md` in the folder are complete after each figure, so the command
-may be stopped at any time. A contender that fails is reported by name, and the rest goes on. Rows for which no time
+may be stopped at any time. A contender that fails is reported by name, and the others continue. Rows for which no time
 is left (--seconds) are named as well. The exit status is 1 if something was not measured for another reason than
 time or a missing library.
 """

@@ -1,4 +1,4 @@
-"""What the rows ask of a device: waiting, memory, reads by the host, kernels and synchronisations of a step."""
+"""Functions of a device: waiting, memory, reads by the host, kernels and synchronisations of a step."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from on_gpu.report import OutOfTime, Ratio, Report, ratio
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure.
+    """Settings of all measurements.
 
     Attributes:
         small: tiny models and few steps, to see that everything runs.
@@ -260,7 +260,7 @@ def _accumulated(task: Task) -> Callable[[nn.Module], tuple[Any, Any]]:
 
 
 def saves(report: Report, settings: Settings, seconds: float) -> None:
-    """How long the loop stands still for a save of GPT-2 small with Adam's moments, 1.5 GB."""
+    """Time for which the loop stands still for a save of GPT-2 small with Adam's moments, 1.5 GB."""
     task = gpt2(settings.device, settings.small)
     kinds = {
         "synchronous": (True, False),

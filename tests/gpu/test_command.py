@@ -1,0 +1,65 @@
+"""The command for a GPU runs from end to end on a CPU, at its smallest size."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def measured(folder, *arguments):
+    """Results of a dry run, and its output."""
+    command = [sys.executable, ROOT / "tests" / "benchmarks" / "gpu.py", "--device", "cpu", "--dry-run"]
+    run = subprocess.run(
+        [*map(str, command), "--out", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return json.loads((folder / "gpu.json").read_text()), run.stdout
+
+
+def names(found, row):
+    return {entry["name"] for entry in found["rows"] if entry["row"].startswith(row)}
+
+
+def test_saves_and_traces_are_measured_without_a_gpu(tmp_path):
+    found, printed = measured(tmp_path, "--rows", "saves", "traces")
+    assert names(found, "saves") == {"synchronous", "asynchronous, donated", "asynchronous, pure"}
+    assert len(names(found, "traces")) == len(list(tmp_path.glob("*.json.gz"))) == 3
+    assert not found["failures"]
+    assert "DRY RUN" in printed
+    assert "| asynchronous, pure |" in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.slow
+def test_small_models_are_measured_without_a_gpu(tmp_path):
+    found, _ = measured(tmp_path, "--rows", "small")
+    assert len(names(found, "MLP")) == len(names(found, "a tiny ResNet")) == 9
+    assert {goal["goal"] for goal in found["goals"]} == {">= 1.00"}
+    assert not found["failures"]
+
+
+@pytest.mark.slow
+def test_language_models_are_measured_without_a_gpu_and_a_missing_library_is_named(tmp_path):
+    found, printed = measured(tmp_path, "--rows", "language", "--leave-out", "looplib, compiled whole")
+    assert {"raw loop, eager", "looplib, eager", "nanoGPT's loop, compiled", "Trainer, compiled"} <= names(
+        found, "a tiny"
+    )
+    missing = {failure["name"]: failure["error"] for failure in found["failures"]}
+    assert missing.keys() <= {"Lightning, compiled"}
+    assert all("No module named 'lightning'" in error and error in printed for error in missing.values())
+    for entry in found["rows"]:
+        assert entry["tokens a second"] > 0 < entry["throughput over the best other"]["value"]
+
+
+@pytest.mark.slow
+def test_what_there_is_no_time_for_is_named(tmp_path):
+    found, _ = measured(tmp_path, "--rows", "saves", "--seconds", "0")
+    assert [failure["error"][:9] for failure in found["failures"]] == ["OutOfTime"] * 3
+    assert not found["rows"]
