@@ -7,11 +7,12 @@ the purity checks in `looplib.testing`.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator, Set
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Set
+from functools import partial, singledispatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ def walk(*roots: Any, in_whole: Callable[[Any], bool] = lambda thing: False) -> 
         names = searched.setdefault(id(value), (value, set()))[1]
         if _SEARCHED not in names or not (mentioned <= names or isinstance(value, _NAMING)):
             names |= {_SEARCHED, *mentioned}  # an object is searched again if other code mentions more of its names
-            waiting += list(_referred_to(variable, in_whole))[::-1]
+            waiting += list(_referred_to(value, variable, in_whole))[::-1]
 
 
 def is_plain(value: Any) -> bool:
@@ -95,28 +96,6 @@ def is_installed(function: Any) -> bool:
     return isinstance(function, types.FunctionType) and function.__code__.co_filename.startswith(_INSTALLED)
 
 
-def _referred_to(variable: Variable, in_whole: Callable[[Any], bool]) -> Iterator[Variable]:
-    """Variables that a value refers to directly."""
-    value = variable.value
-    if isinstance(value, nn.Module):
-        return _of_module(value)
-    if isinstance(value, types.FunctionType):
-        return _of_function(value, in_whole(value))
-    if isinstance(value, partial):
-        return _of_partial(value, variable)
-    if isinstance(value, types.MethodType):
-        return _of_method(value, variable)
-    if isinstance(value, dict):
-        return _of_dict(value, variable)
-    if isinstance(value, (list, tuple)):
-        return _of_sequence(value, variable)
-    if isinstance(value, (type, types.ModuleType)):
-        return _of_namespace(value, variable)
-    if isinstance(value, Host):
-        return iter([_constant(value, "model", variable.path, value.model, frozenset())])
-    return _of_object(value, variable, in_whole(value))
-
-
 def _constant(owner: Any, key: str, path: str, value: Any, mentioned: Set[str]) -> Variable:
     """A variable that cannot be reassigned."""
     return Variable(owner, key, path, partial(_itself, value), value, mentioned)
@@ -126,7 +105,26 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _of_module(model: nn.Module) -> Iterator[Variable]:
+@singledispatch
+def _referred_to(thing: Any, variable: Variable, in_whole: Callable[[Any], bool]) -> Iterator[Variable]:
+    """Variables that a value refers to directly: here, an object of any other type than those below."""
+    kind, attributes, whole = type(thing), _attributes(thing), in_whole(thing)
+    if not whole and kind.__module__.split(".")[0] in ("looplib", "torch"):
+        return
+    mentioned = variable.mentioned
+    called = [method for method in _methods(kind) if method.__name__ in mentioned | {"__call__"}]
+    for method in called:
+        yield _constant(thing, f"{method.__qualname__}()", method.__name__, method, mentioned)
+    mentioned = _all_names(called) | mentioned
+    for key in attributes if whole else sorted(mentioned & attributes.keys()):
+        in_dict = key in getattr(thing, "__dict__", ())
+        read = partial(vars(thing).get, key) if in_dict else partial(getattr, thing, key, None)
+        yield Variable(thing, key, f"{variable.path}.{key}", read, attributes[key], mentioned)
+    yield _constant(thing, "class", variable.path, kind, mentioned)
+
+
+@_referred_to.register
+def _of_module(model: nn.Module, *_: Any) -> Iterator[Variable]:
     for prefix, module in named_modules(model):
         attributes = vars(module)
         for key, value in attributes.items():
@@ -136,17 +134,20 @@ def _of_module(model: nn.Module) -> Iterator[Variable]:
         methods = _methods(type(module))
         for method in methods:
             yield _constant(module, f"{prefix}.{method.__qualname__}", method.__name__, method, frozenset())
-        mentioned = frozenset[str]().union(*(_names(method.__code__) for method in methods))
-        yield _constant(module, f"{prefix}'s class", prefix or type(module).__name__, type(module), mentioned)
+        name = prefix or type(module).__name__
+        yield _constant(module, f"{prefix}'s class", name, type(module), _all_names(methods))
 
 
-def _of_function(function: types.FunctionType, whole: bool) -> Iterator[Variable]:
+@_referred_to.register
+def _of_function(
+    function: types.FunctionType, variable: Variable, in_whole: Callable[[Any], bool]
+) -> Iterator[Variable]:
     code, installed = function.__code__, is_installed(function)
     mentioned = _names(code)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield Variable(function, name, name, partial(_content, cell), _content(cell), mentioned)
     attributes = vars(function)
-    for name in attributes if whole else () if installed else sorted(mentioned & attributes.keys()):
+    for name in attributes if in_whole(function) else () if installed else sorted(mentioned & attributes.keys()):
         path = f"{function.__name__}.{name}"
         yield Variable(function, f".{name}", path, partial(attributes.get, name), attributes[name], mentioned)
     if installed:
@@ -158,32 +159,38 @@ def _of_function(function: types.FunctionType, whole: bool) -> Iterator[Variable
         yield _constant(function, f"default {index}", f"a default of {function.__name__}", value, mentioned)
 
 
-def _of_partial(bound: partial[Any], variable: Variable) -> Iterator[Variable]:
+@_referred_to.register
+def _of_partial(bound: partial, variable: Variable, _: Any) -> Iterator[Variable]:  # type: ignore[type-arg]
     for key, value in (("func", bound.func), ("args", bound.args), ("keywords", bound.keywords)):
         yield _constant(bound, key, variable.path, value, variable.mentioned)
 
 
-def _of_method(method: types.MethodType, variable: Variable) -> Iterator[Variable]:
+@_referred_to.register
+def _of_method(method: types.MethodType, variable: Variable, _: Any) -> Iterator[Variable]:
     yield _constant(method, "__func__", variable.path, method.__func__, variable.mentioned)
     mentioned = _names(getattr(method.__func__, "__code__", None))
     yield _constant(method, "__self__", variable.path, method.__self__, mentioned)
 
 
-def _of_dict(values: dict[Any, Any], variable: Variable) -> Iterator[Variable]:
-    if len(values) <= _MANY:
-        for key, value in list(values.items()):
-            path = f"[{key!r}]"
-            yield Variable(values, path, variable.path + path, partial(values.get, key), value, variable.mentioned)
+@_referred_to.register(dict)
+@_referred_to.register(list)
+@_referred_to.register(tuple)
+def _of_container(values: Any, variable: Variable, _: Any) -> Iterator[Variable]:
+    members = values if isinstance(values, dict) else dict(enumerate(values))
+    read = values.get if isinstance(values, dict) else partial(_member, values)
+    for key, value in list(members.items()) if len(values) <= _MANY else ():
+        path = f"[{key!r}]"
+        yield Variable(values, path, variable.path + path, partial(read, key), value, variable.mentioned)
 
 
-def _of_sequence(values: list[Any] | tuple[Any, ...], variable: Variable) -> Iterator[Variable]:
-    if len(values) <= _MANY:
-        for index, value in enumerate(values):
-            read = partial(_member, values, index)
-            yield Variable(values, f"[{index}]", f"{variable.path}[{index}]", read, value, variable.mentioned)
+@_referred_to.register
+def _of_host(host: Host, variable: Variable, _: Any) -> Iterator[Variable]:
+    yield _constant(host, "model", variable.path, host.model, frozenset())
 
 
-def _of_namespace(space: type | types.ModuleType, variable: Variable) -> Iterator[Variable]:
+@_referred_to.register(type)
+@_referred_to.register(types.ModuleType)
+def _of_namespace(space: type | types.ModuleType, variable: Variable, _: Any) -> Iterator[Variable]:
     """Variables of a user's class or module that code on the way names: `settings.scale`."""
     for owner in space.__mro__ if isinstance(space, type) else (space,):
         module = sys.modules.get(owner.__module__) if isinstance(owner, type) else owner
@@ -201,40 +208,11 @@ def _is_installed_module(module: types.ModuleType | None) -> bool:
     return (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED)
 
 
-def _of_object(thing: Any, variable: Variable, whole: bool) -> Iterator[Variable]:
-    kind, attributes = type(thing), _attributes(thing)
-    if not whole and kind.__module__.split(".")[0] in ("looplib", "torch"):
-        return
-    mentioned = variable.mentioned
-    called = [method for method in _methods(kind) if method.__name__ in mentioned | {"__call__"}]
-    for method in called:
-        yield _constant(thing, f"{method.__qualname__}()", method.__name__, method, mentioned)
-    mentioned = frozenset(mentioned).union(*(_names(method.__code__) for method in called))
-    for key in attributes if whole else sorted(mentioned & attributes.keys()):
-        read = (
-            partial(vars(thing).get, key)
-            if key in getattr(thing, "__dict__", ())
-            else partial(getattr, thing, key, None)
-        )
-        yield Variable(thing, key, f"{variable.path}.{key}", read, attributes[key], mentioned)
-    yield _constant(thing, "class", variable.path, kind, mentioned)
-
-
 def _attributes(thing: Any) -> dict[str, Any]:
     """Attributes of an object itself, including slots."""
-    slots = {
-        name
-        for kind in type(thing).__mro__
-        for name in _listed(vars(kind).get("__slots__", ()))
-        if not name.startswith("__")
-    }
-    return {name: getattr(thing, name) for name in sorted(slots) if hasattr(thing, name)} | getattr(
-        thing, "__dict__", {}
-    )
-
-
-def _listed(names: Any) -> list[str]:
-    return [names] if isinstance(names, str) else list(names)
+    members = {name: member for kind in type(thing).__mro__[::-1] for name, member in vars(kind).items()}
+    slots = [name for name in sorted(members) if inspect.ismemberdescriptor(members[name]) and hasattr(thing, name)]
+    return {name: getattr(thing, name) for name in slots} | getattr(thing, "__dict__", {})
 
 
 def _methods(kind: type) -> list[types.FunctionType]:
@@ -254,6 +232,10 @@ def _content(cell: types.CellType) -> Any:
 
 def _member(values: list[Any] | tuple[Any, ...], index: int) -> Any:
     return values[index] if index < len(values) else None
+
+
+def _all_names(functions: Iterable[types.FunctionType]) -> frozenset[str]:
+    return frozenset[str]().union(*(_names(function.__code__) for function in functions))
 
 
 def _names(code: types.CodeType | None) -> frozenset[str]:

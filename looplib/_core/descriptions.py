@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.calls import Function
+from looplib._core.trees import MISSING, paired
 
 _CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST"}  # names of instructions in several Python versions
 
@@ -40,51 +41,55 @@ def described(value: Any) -> Any:
     If an object has a `description`, that is used. A function is described by its name, its constants and the plain
     values it closes over; other objects by their repr, or only their type if the repr contains an address.
     """
-    if value is None or isinstance(value, (bool, str, int, float, complex)):
-        return _plain(value)
-    if isinstance(value, Tensor):
-        return described(value.tolist()) if value.numel() <= 16 else _of_many(value, value.shape)
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    members = _members(value)
-    if members is not None:
-        return members
-    return _function(value) if callable(value) else _text(value)
+    return _described(value)
 
 
-def _plain(value: Any) -> Any:
-    """A JSON value: a 64-bit number or text, of Python's own types and not subclasses."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return int(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return float(value)
-    return str(value)
-
-
-def _members(value: Any) -> Any:
-    """Descriptions of the members of a container or record; None for anything else."""
+@functools.singledispatch
+def _described(value: Any) -> Any:
+    """Description of an object of any other type than those below."""
     if isinstance(getattr(value, "description", None), Mapping):
-        value = value.description
-    elif isinstance(value, argparse.Namespace):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        return {str(key): described(member) for key, member in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [described(member) for member in value] if len(value) <= _MANY else _of_many(value, len(value))
+        return described(value.description)
     if dataclasses.is_dataclass(value):
         fields = {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"type": type(value).__qualname__, **fields}
     if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # a NumPy number
         return described(value.item())
-    return None
+    return _function(value) if callable(value) else _text(value)
 
 
-def _of_many(value: Any, size: Any) -> str:
-    members = value.tolist() if isinstance(value, Tensor) else [described(member) for member in value]
+# JSON values: 64-bit numbers and text, of Python's own types and not subclasses.
+_described.register(type(None), lambda value: None)
+_described.register(bool, bool)
+_described.register(str, str)
+_described.register(complex, str)
+_described.register(int, lambda value: int(value) if -(2**63) <= value < 2**63 else str(value))
+_described.register(float, lambda value: float(value) if math.isfinite(value) else str(value))
+_described.register(argparse.Namespace, lambda value: described(vars(value)))
+
+
+@_described.register
+def _class(value: type) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+@_described.register
+def _mapping(value: Mapping) -> dict[str, Any]:  # type: ignore[type-arg]
+    return {str(key): described(member) for key, member in value.items()}
+
+
+@_described.register(list)
+@_described.register(tuple)
+def _sequence(value: Any) -> Any:
+    members = [described(member) for member in value]
+    return members if len(value) <= _MANY else _of_many(value, len(value), members)
+
+
+@_described.register
+def _tensor(value: Tensor) -> Any:
+    return described(value.tolist()) if value.numel() <= 16 else _of_many(value, value.shape, value.tolist())
+
+
+def _of_many(value: Any, size: Any, members: list[Any]) -> str:
     return f"{type(value).__qualname__} of {size}, checksum {zlib.crc32(repr(members).encode()):08x}"
 
 
@@ -104,13 +109,10 @@ def _function(function: Any) -> str:
     name = function.__qualname__.rpartition(".")[2]
     if name == "<lambda>":
         name = f"lambda {', '.join(inspect.signature(function).parameters)}"
-    numbers = [
-        instruction.argval
-        for instruction in dis.get_instructions(function)
-        if instruction.opname in _CONSTANTS and isinstance(instruction.argval, (int, float))
-    ]
+    loaded = [each.argval for each in dis.get_instructions(function) if each.opname in _CONSTANTS]
+    numbers = [str(constant) for constant in loaded if isinstance(constant, (int, float))]
     settings = [f"{name}={setting}" for name, setting in closure_settings(function).items()]
-    constants = ", ".join(map(str, [*numbers, *settings]))
+    constants = ", ".join([*numbers, *settings])
     return f"{name} ({constants})" if constants else name
 
 
@@ -150,12 +152,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     Settings that only one of them describes are not compared.
     """
     changes = []
-    for key in dict.fromkeys([*old, *new]):
-        if key in old and key in new and old[key] == new[key]:
-            continue
-        if isinstance(old.get(key), Mapping) and isinstance(new.get(key), Mapping):
-            changes += differences(old[key], new[key], f"{prefix}{key} ")
-        elif prefix or (key in old and key in new):
-            values = [str(each[key]) if key in each else "not given" for each in (old, new)]
-            changes.append(f"{prefix}{key} was {values[0]}, is {values[1]}")
+    for key, before, now in paired(old.items(), new.items()):
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            changes += differences(before, now, f"{prefix}{key} ")
+        elif before != now and (prefix or MISSING not in (before, now)):
+            was, is_ = ("not given" if value is MISSING else value for value in (before, now))
+            changes.append(f"{prefix}{key} was {was}, is {is_}")
     return changes

@@ -81,8 +81,6 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any, is_leaf: A
     node = _node(tree, is_leaf)
     if node is None:
         return function(tree, *others)
-    if not others:
-        return node.rebuild([map_leaves(function, child, is_leaf=is_leaf) for child in node.children])
     columns = [node.children, *(_children_like(node, other) for other in others)]
     return node.rebuild([map_leaves(function, *members, is_leaf=is_leaf) for members in zip(*columns, strict=True)])
 
@@ -190,19 +188,16 @@ def batch_size(batch: Any) -> int:
 
 def _first_length(tree: Any) -> int | None:
     """Length of the first tensor or array."""
-    if _dimensions(tree):
-        return len(tree)
-    return next((length for length in map(_first_length, _children(tree)) if length is not None), None)
+    return next((len(leaf) for _, leaf in leaves(tree, _dimensions) if _dimensions(leaf)), None)
 
 
 def _lists(tree: Any) -> Iterator[Sequence[Any]]:
     """Lists and tuples that contain only leaves."""
-    children = _children(tree)
-    if _is_list(tree) and all(node_of(child) is None for child in children):
-        yield tree
-        return
-    for child in children:
-        yield from _lists(child)
+
+    def plain(node: Any) -> bool:
+        return _is_list(node) and all(node_of(child) is None for child in node)
+
+    return (leaf for _, leaf in leaves(tree, plain) if _is_list(leaf))
 
 
 def _is_list(node: Any) -> bool:
@@ -273,22 +268,18 @@ def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, abo
 
     `above` is the path so far, as (the same for the container, key), which is only converted to a path for messages.
     """
-    if _dimensions(node):
-        if len(node) != count:
-            raise UnevenBatchError(node, _path(above), count)
-        return cut(node)
-    if one_for_each(node, count):
+    if _dimensions(node) and len(node) != count:
+        raise UnevenBatchError(node, _path(above), count)
+    if _dimensions(node) or one_for_each(node, count):
         return cut(node)
     inner = node_of(node)
-    if inner is None:
-        if above is not None and _hides_samples(node, count):
-            raise ValueError(
-                f"{named(_path(above), 'batch')} is a {type(node).__name__}, an object that cannot be cut into "
-                f"{count} samples: each part of the batch would have all of it. Give tensors, arrays or lists with "
-                "one item for each sample, or make it a dataclass or a registered pytree"
-            )
-        return [node] * parts
-    if not inner.children:
+    if inner is None and above is not None and _hides_samples(node, count):
+        raise ValueError(
+            f"{named(_path(above), 'batch')} is a {type(node).__name__}, an object that cannot be cut into "
+            f"{count} samples: each part of the batch would have all of it. Give tensors, arrays or lists with "
+            "one item for each sample, or make it a dataclass or a registered pytree"
+        )
+    if inner is None or not inner.children:
         return [node] * parts
     columns = [
         _cut(child, count, cut, parts, (above, Key(name, inner.attributes)))
@@ -363,9 +354,8 @@ def _joined_rows(parts: list[Any], counts: list[int], name: str) -> Any:
             raise ValueError(f"{name} has shape {shape} in a part of {count} samples: give one row for each sample")
     if all(isinstance(part, Tensor) for part in parts):
         return torch.cat(parts)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and all(isinstance(part, numpy.ndarray) for part in parts):
-        return numpy.concatenate(parts)
+    if {type(part).__module__ for part in parts} == {"numpy"}:
+        return sys.modules["numpy"].concatenate(parts)
     kinds = sorted({type(part).__name__ for part in parts})
     raise TypeError(f"{name} is a {' or a '.join(kinds)}, whose parts cannot be joined; give tensors or NumPy arrays")
 
@@ -382,14 +372,16 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        if not same_kind(one, other):
-            return False
-        return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+        return same_kind(one, other) and (torch.equal(one, other) or bool(_equal_or_nan(one, other).all()))
     if hasattr(one, "tobytes") and hasattr(one, "shape"):  # NumPy values
-        return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
+        return bool((one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes()))
     return bool(one == other or (one != one and other != other))
+
+
+def _equal_or_nan(one: Tensor, other: Tensor) -> Tensor:
+    return (one == other) | ((one != one) & (other != other))
 
 
 def same_kind(one: Tensor, other: Tensor) -> bool:
     """True if two tensors have the same shape, dtype and device."""
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
