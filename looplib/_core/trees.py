@@ -268,9 +268,10 @@ def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, abo
 
     `above` is the path so far, as (the same for the container, key), which is only converted to a path for messages.
     """
-    if _dimensions(node) and len(node) != count:
+    rows = _dimensions(node)
+    if rows and len(node) != count:
         raise UnevenBatchError(node, _path(above), count)
-    if _dimensions(node) or one_for_each(node, count):
+    if rows or one_for_each(node, count):
         return cut(node)
     inner = node_of(node)
     if inner is None and above is not None and _hides_samples(node, count):

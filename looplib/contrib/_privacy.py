@@ -118,14 +118,11 @@ def add_noise(
 
     Source: Abadi et al., "Deep learning with differential privacy", 2016.
     """
-    for name, value, fine in (
-        ("max_norm", max_norm, 0 < max_norm < math.inf),
-        ("noise_multiplier", noise_multiplier, 0 <= noise_multiplier < math.inf),
-        ("expected_batch_size", expected_batch_size, expected_batch_size is None or expected_batch_size > 0),
-    ):
-        if not fine:
-            least = "0 or more" if name == "noise_multiplier" else "above 0"
-            raise ValueError(f"{name} is {value}; give a finite number {least}")
+    above, size = "give a finite number above 0", expected_batch_size
+    check_argument(0 < max_norm < math.inf, "max_norm", max_norm, above)
+    advice = "give a finite number 0 or more"
+    check_argument(0 <= noise_multiplier < math.inf, "noise_multiplier", noise_multiplier, advice)
+    check_argument(size is None or size > 0, "expected_batch_size", size, above)
     grad_fn = check_parts(grad_fn, "add_noise")
     _check_norm(grad_fn, max_norm)
 

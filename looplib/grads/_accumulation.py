@@ -193,15 +193,10 @@ def _check_summed(grad_fn: GradFn, out: Gradients, dtype: torch.dtype | None) ->
 
 def _untouched(out: Gradients) -> bool:
     """True if these are the gradients that an engine has accumulated, unwritten since."""
-    before = out.added_up
-    return (
-        before is not None
-        and before.keys() == out.grads.keys()
-        and all(
-            out.grads[name] is grad and torch_private.version(grad) == writes
-            for name, (grad, writes) in before.items()
-        )
-    )
+    if out.added_up is None or out.added_up.keys() != out.grads.keys():
+        return False
+    added = out.added_up.items()
+    return all(out.grads[name] is grad and torch_private.version(grad) == writes for name, (grad, writes) in added)
 
 
 def _moved_on(state: TrainState, out: Gradients) -> TrainState:
@@ -240,8 +235,7 @@ def _even(count: int, pieces: int) -> list[int]:
 
 
 def _add(wide: dict[str, Tensor], grads: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-    new = [name for name in grads if name not in wide]
-    old = [name for name in grads if name in wide]
-    if old:
-        torch_private.foreach_add_([wide[name] for name in old], [grads[name] for name in old])
-    wide.update({name: grads[name] if dtype is None else grads[name].to(dtype) for name in new})
+    if old := [*filter(wide.__contains__, grads)]:
+        torch_private.foreach_add_([*map(wide.__getitem__, old)], [*map(grads.__getitem__, old)])
+    new = {name: grad for name, grad in grads.items() if name not in wide}
+    wide |= new if dtype is None else {name: grad.to(dtype) for name, grad in new.items()}

@@ -186,10 +186,8 @@ def _unwritten(value: Any, version: int | None) -> bool:
 
 def _copies(places: list[Place]) -> list[Place]:
     """The same entries with copied values; entries that share a value share its copy."""
-    copies: dict[int, Any] = {}
-    for _, _, value in places:
-        if id(value) not in copies:
-            copies[id(value)] = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+    values = {id(value): value for _, _, value in places}
+    copies = {key: v.detach().clone() if isinstance(v, Tensor) else copy.copy(v) for key, v in values.items()}
     return [(owner, key, copies[id(value)]) for owner, key, value in places]
 
 

@@ -83,16 +83,10 @@ def _copies(program: Program, editing: _Editing) -> dict[int, tuple[Node, Node]]
 def _keep_old_values(program: Program, editing: _Editing, written: set[int]) -> None:
     """Clone other outputs that use overwritten memory, such as a metric that is a tensor of the old state."""
     replaced = {index for index, _ in program.successors}
-    for index, (kind, source) in enumerate(editing.outputs):
-        if index in replaced:
-            continue
-        node = (
-            editing.returned[source]
-            if kind == "o"
-            else editing.placeholders.get((1, source))
-            if kind == "f"
-            else None
-        )
+    holders: dict[tuple[str, int], Node] = {("o", i): node for i, node in enumerate(editing.returned)}
+    holders |= {("f", i): node for (kind, i), node in editing.placeholders.items() if kind == 1}
+    for index, output in enumerate(editing.outputs):
+        node = None if index in replaced else holders.get(output)
         if node is not None and storage(node) in written:
             editing.outputs[index] = "o", len(editing.returned)
             editing.returned.append(editing.clone(node))

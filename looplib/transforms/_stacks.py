@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
+from looplib._core.trees import same, same_kind
 from looplib.types import TREES, Metric, TrainState
+
+
+_MOMENT = ("step", "epoch", "batch", "epoch_length", "samples")  # counts that all members share
 
 
 def stack_states(states: Sequence[TrainState]) -> TrainState:
@@ -36,47 +42,43 @@ def stack_states(states: Sequence[TrainState]) -> TrainState:
     if not states:
         raise ValueError("stack_states got no states; give a list of at least one")
     first = states[0]
-    for number, state in enumerate(states):
-        for name in ("step", "epoch", "batch", "epoch_length", "samples"):
-            if getattr(state, name) != getattr(first, name):
-                raise ValueError(
-                    f"member {number} is at {name} {getattr(state, name)}, member 0 at {getattr(first, name)}: "
-                    "members are stepped together, so take states of one moment"
-                )
+    for (number, state), name in itertools.product(enumerate(states), _MOMENT):
+        if getattr(state, name) != getattr(first, name):
+            raise ValueError(
+                f"member {number} is at {name} {getattr(state, name)}, member 0 at {getattr(first, name)}: "
+                "members are stepped together, so take states of one moment"
+            )
     trees = {name: _stacked([getattr(state, name) for state in states], name) for name in TREES}
     return first.replace(**trees, seed=tuple(state.seed for state in states))
 
 
 def _stacked(trees: Sequence[Any], name: str) -> Any:
-    columns = []
-    for number, tree in enumerate(trees):
-        leaves = {name + keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
-        columns.append(leaves)
-        if differing := leaves.keys() ^ columns[0].keys():
+    paths = [{name + keystr(path) for path, _ in tree_flatten_with_path(tree)[0]} for tree in trees]
+    for number, of_member in enumerate(paths):
+        if differing := of_member ^ paths[0]:
             raise ValueError(
                 f"{', '.join(sorted(differing)[:5])} stands in one of the members 0 and {number} and not in the "
                 "other; members have the same model and optimizer"
             )
-    spec = tree_flatten(trees[0])[1]
-    return tree_unflatten([_stacked_leaves(path, [leaves[path] for leaves in columns]) for path in columns[0]], spec)
+    return tree_map_with_path(lambda path, *leaves: _stacked_leaves(name + keystr(path), leaves), *trees)
 
 
-def _stacked_leaves(path: str, leaves: list[Any]) -> Any:
+def _stacked_leaves(path: str, leaves: Sequence[Any]) -> Any:
     first = leaves[0]
     for number, leaf in enumerate(leaves):
-        if isinstance(first, Tensor) and isinstance(leaf, Tensor):
-            if (leaf.shape, leaf.dtype, leaf.device) != (first.shape, first.dtype, first.device):
+        if not isinstance(first, Tensor) or not isinstance(leaf, Tensor):
+            if not same(first, leaf):
                 raise ValueError(
-                    f"{path} has shape {tuple(leaf.shape)}, {leaf.dtype} on {leaf.device} in member {number}, and "
-                    f"{tuple(first.shape)}, {first.dtype} on {first.device} in member 0; a stack has one of each"
+                    f"{path} is {first!r} in member 0 and {leaf!r} in member {number}; only tensors may differ"
                 )
-        elif type(leaf) is not type(first) or not (leaf == first or leaf != leaf):
+        elif not same_kind(first, leaf):
             raise ValueError(
-                f"{path} is {first!r} in member 0 and {leaf!r} in member {number}; only tensors may differ"
+                f"{path} has shape {tuple(leaf.shape)}, {leaf.dtype} on {leaf.device} in member {number}, and "
+                f"{tuple(first.shape)}, {first.dtype} on {first.device} in member 0; a stack has one of each"
             )
     if not isinstance(first, Tensor):
         return first
-    return torch.stack([leaf.detach() for leaf in leaves]).requires_grad_(first.requires_grad)
+    return torch.stack([*map(Tensor.detach, leaves)]).requires_grad_(first.requires_grad)
 
 
 def unstack_states(stack: TrainState) -> list[TrainState]:
@@ -149,21 +151,17 @@ def _member(stack: TrainState, number: int) -> TrainState:
 
 
 def _changed(stack: TrainState, count: int, change: Callable[[Tensor], Tensor]) -> TrainState:
-    def leaf(path: str, tensor: Any) -> Any:
+    def leaf(name: str, path: Any, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        if not tensor.dim() or len(tensor) != count:
+        if tensor.shape[:1] != (count,):
             raise ValueError(
-                f"{path} has shape {tuple(tensor.shape)}, and no first dimension of the stack's {count} members; "
-                "what is put into the state of a stack needs one"
+                f"{name}{keystr(path)} has shape {tuple(tensor.shape)}, and no first dimension of the stack's {count} "
+                "members; what is put into the state of a stack needs one"
             )
         return change(tensor.detach()).requires_grad_(tensor.requires_grad)
 
-    trees = {}
-    for name in TREES:
-        leaves, spec = tree_flatten_with_path(getattr(stack, name))
-        trees[name] = tree_unflatten([leaf(name + keystr(path), tensor) for path, tensor in leaves], spec)
-    return stack.replace(**trees)
+    return stack.replace(**{name: tree_map_with_path(partial(leaf, name), getattr(stack, name)) for name in TREES})
 
 
 class _Records(NamedTuple):

@@ -8,7 +8,7 @@ graph, so the former are requested from the host at each step, and the latter ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,28 +139,17 @@ def _decided(out: Outcome, state: TrainState) -> Outcome:
 
 
 def _successors(out: Outcome, old: TrainState, known: dict[int, int]) -> list[tuple[int, int]]:
-    """Map each tensor of the outcome to the tensor of the state that it replaces."""
-    indices = iter(range(len(expression(tuple(out)).tensors)))
-    pairs = zip(out[:3], (old.params, old.opt_state, old.buffers), strict=True)
-    return [(index, known[id(before)]) for new, old in pairs for index, before in _replaced(new, old, indices)]
+    """Map each tensor of the outcome to the tensor of the state that it replaces, in trees that keep their structure."""
+    pairs: list[tuple[Tensor, Tensor | None]] = []
+    for new, before in zip(out[:3], (old.params, old.opt_state, old.buffers), strict=True):
+        made, replaced = expression(new), expression(before)
+        kept = made.source == replaced.source
+        pairs += zip(made.tensors, replaced.tensors if kept else [None] * len(made.tensors), strict=True)
+    return [(i, known[id(was)]) for i, (is_, was) in enumerate(pairs) if was is not None and _fits(is_, was)]
 
 
-def _replaced(new: Any, before: Any, indices: Iterator[int]) -> Iterator[tuple[int, Tensor]]:
-    """Each tensor of a tree, by index, with the matching tensor at the same path of another tree."""
-    if isinstance(new, Tensor):
-        index = next(indices)
-        if isinstance(before, Tensor) and (new.shape, new.dtype) == (before.shape, before.dtype):
-            yield index, before
-    elif isinstance(new, dict):
-        for key, value in new.items():
-            yield from _replaced(value, before.get(key) if isinstance(before, dict) else None, indices)
-    elif isinstance(new, (list, tuple)):
-        alike = isinstance(before, (list, tuple)) and len(before) == len(new)
-        for value, old in zip(new, before if alike else [None] * len(new), strict=True):
-            yield from _replaced(value, old, indices)
-    else:
-        for _ in expression(new).tensors:
-            next(indices)
+def _fits(new: Tensor, old: Tensor) -> bool:
+    return (new.shape, new.dtype) == (old.shape, old.dtype)
 
 
 class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -118,7 +118,7 @@ class _Stacked(Compiler):
         self.count = members_of(state)
         if self.own_batches:
             for leaf in expression(batch).tensors:
-                if not leaf.dim() or len(leaf) != self.count:
+                if leaf.shape[:1] != (self.count,):
                     raise ValueError(
                         f"the batch has a tensor of shape {tuple(leaf.shape)}, and the stack {self.count} members: "
                         "with own_batches=True each tensor has a first dimension of members"
@@ -183,14 +183,13 @@ def _answers(
         # torch's optimizers skip a term whose factor is 0. Unless it is 0 for all members, all have the term.
         answers, varies = _asked_for_each(question, count, flat, counts, without_zeros=True)
         keys = [answer.key() for answer in answers]
-    for number, key in enumerate(keys):
-        if key != keys[0]:
-            raise ValueError(
-                f"members 0 and {number} of the stack part in what their step does (on_host said "
-                f"{answers[0].source} and {answers[number].source}): a counter of theirs differs, such as that "
-                "of an average when some updates were skipped. Step them in stacks of their own, by "
-                "ll.transforms.select_members"
-            )
+    if parting := [number for number, key in enumerate(keys) if key != keys[0]]:
+        raise ValueError(
+            f"members 0 and {parting[0]} of the stack part in what their step does (on_host said "
+            f"{answers[0].source} and {answers[parting[0]].source}): a counter of theirs differs, such as that "
+            "of an average when some updates were skipped. Step them in stacks of their own, by "
+            "ll.transforms.select_members"
+        )
     return answers, varies
 
 

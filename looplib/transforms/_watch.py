@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from looplib._core.closures import is_installed, is_plain, walk
+from looplib._core.trees import same
 from looplib.transforms._expression import kind_of
 
 
@@ -45,4 +46,4 @@ def changed(held: Iterable[Held]) -> list[str]:
 def _alike(now: Any, value: Any) -> bool:
     if isinstance(now, Tensor) and isinstance(value, Tensor):
         return kind_of(now) == kind_of(value)
-    return type(now) is type(value) and bool(now == value or now != now)
+    return same(now, value)
