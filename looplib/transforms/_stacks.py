@@ -14,7 +14,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_pa
 from looplib._core.trees import same, same_kind
 from looplib.types import TREES, Metric, TrainState
 
-
 _MOMENT = ("step", "epoch", "batch", "epoch_length", "samples")  # counts that all members share
 
 
