@@ -13,15 +13,13 @@ import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial, singledispatch
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from looplib._core.modules import Host, named_modules
-
-LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])  # torch and looplib
+from looplib._core.notices import LIBRARIES
 
 _INSTALLED = (*LIBRARIES, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 

@@ -9,7 +9,6 @@ this; `Alone` has the same methods and does nothing, and `Apart` is for passes t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from looplib._core import torch_private
+from looplib._core.notices import warn
 from looplib._core.ranks import Sums, is_sharded, largest_over_ranks, shards, world_size
 from looplib._core.tracing import UntraceableError, tracing
 
@@ -186,12 +186,11 @@ class NoEngine:
         """Passes for the microbatches of one call. `bound` returns True if the state holds the module's own parameters."""
         if not (self.warned or part.context.local) and (ranks := world_size()) > 1:
             self.warned = True
-            warnings.warn(
+            warn(
                 f"there are {ranks} ranks and the model is in no engine that reduces its gradients: each rank "
                 "trains one of its own. Wrap the model in DistributedDataParallel or fully_shard, or the grad_fn in "
                 "ll.grads.reduce_gradients",
                 RuntimeWarning,
-                stacklevel=5,
             )
         return ALONE
 

@@ -7,7 +7,6 @@ its initial weights, which `torch.save(model.state_dict())` then saves. Each get
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from looplib._core import kinds
+from looplib._core.notices import warn
 from looplib._core.ranks import is_sharded
 from looplib._core.tracing import tracing
 
@@ -58,12 +58,11 @@ class Watch:
             self._repeats += 1
         if self._repeats == _LIMIT - 1 and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"train_step was given the same state {_LIMIT} times in a row, with different batches, so the run stays "
                 f"at step {state.step}. A pure step returns the next state and leaves the one that it is given as it "
                 "is: write `state, metrics = train_step(state, batch)`. If you mean to take one step from the same "
-                "state on many batches, ignore this warning",
-                stacklevel=4,
+                "state on many batches, ignore this warning"
             )
 
 
@@ -79,13 +78,12 @@ class _StaleWeights:
             return
         if self._first_elements and _first_elements(module) == self._first_elements:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"this {type(module).__name__} still has the weights of before training: its steps were pure, so the "
                 "trained weights are in the state that the last step returned. Call ll.bind(model, state) before you "
                 "save the module, or save the state: ll.checkpoint.state_dict(model, state), "
                 "ll.checkpoint.save_pretrained(model, state, folder). If you mean to save the weights that the module "
-                "has, ignore this warning",
-                stacklevel=3,
+                "has, ignore this warning"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from typing import Any
 
 from torch import Tensor
 
+from looplib._core.notices import warn
 from looplib._core.tracing import tracing
 from looplib._core.trees import leaves, named
 
@@ -41,7 +40,7 @@ class Watch:
         for path, leaf in leaves(batch):
             if _holds_ignored(leaf):
                 self._warned = True
-                warnings.warn(_MESSAGE.format(path=named(path, "batch")), stacklevel=_users_level())
+                warn(_MESSAGE.format(path=named(path, "batch")))
                 return
 
 
@@ -49,11 +48,3 @@ def _holds_ignored(leaf: Any) -> bool:
     if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex() or leaf.dtype.itemsize == 1:
         return False
     return bool((leaf == IGNORED).any())
-
-
-def _users_level() -> int:
-    """Stack level of the line that called looplib, for a warning."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("looplib."):
-        level, frame = level + 1, frame.f_back
-    return level

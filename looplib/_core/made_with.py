@@ -6,7 +6,6 @@ records what the checkpoint contains. Steps and `replace` pass on one reference,
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from looplib._core import ownership
 from looplib._core.checks import few
 from looplib._core.descriptions import differences
+from looplib._core.notices import warn
 from looplib._core.ownership import Marked
 from looplib._core.ranks import rank
 
@@ -59,7 +59,7 @@ def note_loader(state: Any, description: Mapping[str, Any]) -> None:
         if changed := differences(*_comparable(before, description)):
             loaders = tuple(loader for loader in loaders if loader not in before)
             if rank() == 0:
-                warnings.warn(other_settings(known.restored, changed), stacklevel=3)
+                warn(other_settings(known.restored, changed))
     ownership.note_made_with(state, replace(known, loaders=(*loaders, description)[-_KEPT:]))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-import warnings
 
 import torch
+
+from looplib._core.notices import warn
 
 _SIGNS = (
     "out of memory",
@@ -23,7 +24,7 @@ def half(pieces: int, count: int) -> int:
     if torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()
     smaller = -(-pieces // 2)
-    warnings.warn(f"out of memory on a batch of {count}: from now on in pieces of {smaller}", stacklevel=3)
+    warn(f"out of memory on a batch of {count}: from now on in pieces of {smaller}")
     return smaller
 
 

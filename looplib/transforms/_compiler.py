@@ -24,13 +24,13 @@ from torch import Tensor
 
 from looplib._core import tracing
 from looplib._core.modules import _generators
+from looplib._core.notices import warn
 from looplib._core.random import mix
 from looplib._core.ranks import rank, several
 from looplib._core.tracing import UntraceableError
 from looplib.steps import Outcome
 from looplib.transforms._compile_clock import compile_clock
 from looplib.transforms._donation import donated
-from looplib.transforms._explain import warn
 from looplib.transforms._expression import as_answer, expression, reader
 from looplib.transforms._inductor import Compiled, backend
 from looplib.transforms._program import COUNTS, Core, Inputs, Program, Question

@@ -1,14 +1,11 @@
-"""Errors and warnings of compiled steps, with the user's line that they refer to."""
+"""Errors of compiled steps, with the user's line that they refer to."""
 
 from __future__ import annotations
 
 import linecache
-import sys
 import traceback
-import types
-import warnings
 
-from looplib._core.closures import LIBRARIES, is_library
+from looplib._core.closures import is_library
 from looplib._core.tracing import UntraceableError
 
 _SIGNS = ("DataDependent", "DynamicOutputShape", "Unsupported", "value out of a tracing tensor", "numpy")
@@ -31,12 +28,3 @@ def explained(error: Exception) -> Exception:
 
 def _is_untraceable(error: Exception) -> bool:
     return any(sign in f"{type(error).__name__}: {error}" for sign in _SIGNS)
-
-
-def warn(message: str) -> None:
-    """Warn at the user's line that called a step."""
-    frame: types.FrameType | None = sys._getframe(1)
-    level = 2
-    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level if frame is not None else level - 1)
