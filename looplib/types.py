@@ -11,7 +11,7 @@ from torch import Tensor
 
 from looplib._core import absent, ownership, records, updates
 from looplib._core.calls import Call
-from looplib._core.checks import named
+from looplib._core.checks import check_type
 from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.kinds import instances_are
 
@@ -54,8 +54,8 @@ class TrainState(ownership.Marked):
     >>> state.replace(step=7).step
     7
 
-    It is a pytree. Its leaves are the tensors of `params`, `buffers`, `opt_state` and `extra`; counts and seed belong
-    to its structure, so `torch.func` and `tree_map` see only tensors.
+    It is a pytree whose leaves are the tensors of `params`, `buffers`, `opt_state` and `extra`. The counts and the
+    seed belong to its structure.
 
     Attributes:
         step: optimizer updates completed.
@@ -104,9 +104,8 @@ class TrainState(ownership.Marked):
         >>> TrainState(step=3).replace(step=4, extra={"note": "kept"}).extra
         {'note': 'kept'}
 
-        If you compute new values from parameters that require a gradient, do it inside `with torch.no_grad():`, as in
-        a raw loop. The values would otherwise carry a graph, which steps refuse unless they are
-        `ll.transforms.differentiable`.
+        Compute new values from parameters inside `with torch.no_grad():`, as in a raw loop. Steps refuse values with a
+        graph, unless they are `ll.transforms.differentiable`.
 
         Raises:
             TypeError: TrainState has no such field.
@@ -131,18 +130,13 @@ def _unpickled(made_with: Any, *values: Any) -> TrainState:
 
 absent.explain_assignment(TrainState)
 
-
 TREES = ("params", "buffers", "opt_state", "extra")  # hold tensors; the other fields are counts and settings
-
 
 _record = ownership.Guarded(TrainState, TREES, DonatedStateError)
 
-
 FIELDS, COUNTS = _record.fields, _record.counts
 
-
 records.register(TrainState, FIELDS, TREES)
-
 
 # For steps, which know who owns a state's tensors.
 counts_of, trees_of = _record.counts_of, _record.trees_of
@@ -151,21 +145,13 @@ made, written, unwritten = _record.made, _record.written, _record.unwritten
 
 def check_state(value: Any, call: str) -> None:
     """Raise TypeError unless this is a state; `call` shows how the function is called."""
-    if not isinstance(value, TrainState):
-        raise TypeError(
-            f"state is {named(value)}; give a TrainState, as ll.init_state returns: {call}{_unpack(value)}"
-        )
+    if isinstance(value, tuple) and isinstance((*value, None)[0], TrainState):
+        call += ". A train step returns two values: state, metrics = train_step(state, batch)"
+    check_type("state is", value, TrainState, f"give a TrainState, as ll.init_state returns: {call}")
 
 
-def _unpack(value: Any) -> str:
-    """Advice for the result of a train step that is passed in place of a state."""
-    if not isinstance(value, tuple) or not value or not isinstance(value[0], TrainState):
-        return ""
-    return ". A train step returns two values: state, metrics = train_step(state, batch)"
-
-
+Params = dict[str, Tensor]
 Grads = dict[str, Tensor]
-
 
 LossFn = Callable[[Any, Any], Any]
 """Loss function: `loss_fn(model, batch)`, for `make_grad_fn`.
@@ -309,9 +295,6 @@ class Metric(Protocol):
 Metrics = Mapping[str, Metric]
 
 
-Params = dict[str, Tensor]
-
-
 class Init(Protocol):
     """Optimizer initialization: `init(params, **extra) -> opt_state`, a pytree with a fixed structure.
 
@@ -371,8 +354,6 @@ class Update(Protocol):
 
 
 Evaluation = Callable[[Params, dict[str, Tensor], Any], tuple[Params, dict[str, Tensor]]]
-
-
 Numbers = Callable[[Any, int], dict[str, float]]
 
 
@@ -393,8 +374,7 @@ class Optimizer:
     `**extra` are not passed any, and an `update` without `when` is wrapped so that it accepts it.
 
     Attributes:
-        init: `init(params, **extra) -> opt_state`, a pytree; `extra` holds `buffers`. See `Init`.
-        update: `update(grads, opt_state, params, step, **options) -> (params, opt_state, applied)`. See `Update`.
+        init, update: see `Init` and `Update`.
         evaluation: `evaluation(params, buffers, opt_state) -> (params, buffers)`, the weights to evaluate with if
             they differ from the trained ones, such as averages. See `eval_state`.
         hyperparameters: `hyperparameters(opt_state, step) -> {name: float}`, the values for the next update. See
@@ -428,8 +408,6 @@ class Optimizer:
 
 
 Schedule = Callable[[int], float]
-
-
 """Schedule: a hyperparameter as a function of the number of updates made so far.
 
 >>> import looplib as ll, torch
@@ -440,8 +418,6 @@ Schedule = Callable[[int], float]
 
 
 Sink = Callable[[TrainState, Mapping[str, float]], None]
-
-
 """Sink: a function that logs values, given the state (for its counts) and a dict of names and floats.
 
 >>> import looplib as ll
@@ -456,7 +432,7 @@ step      5  epoch      0  loss 0.5
 class TrainStep(Protocol):
     """Training step: `train_step(state, batch) -> (state, metrics)`.
 
-    `make_train_step` returns one. Any such function is one, such as a wrapper:
+    `make_train_step` returns one, and a wrapper like this is one:
 
     >>> import looplib as ll, torch
     >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
@@ -471,9 +447,7 @@ class TrainStep(Protocol):
 
 
 class EvalStep(Protocol):
-    """Evaluation step: `eval_step(state, batch) -> metrics`.
-
-    `make_eval_step` returns one. Any function of this form is one:
+    """Evaluation step: `eval_step(state, batch) -> metrics`, as from `make_eval_step` or written by hand.
 
     >>> import looplib as ll, torch
     >>> def eval_step(state, batch):
@@ -486,9 +460,7 @@ class EvalStep(Protocol):
 
 
 class PredictStep(Protocol):
-    """Prediction step: `predict_step(state, batch) -> outputs`.
-
-    `make_predict_step` returns one. Any function of this form is one:
+    """Prediction step: `predict_step(state, batch) -> outputs`, as from `make_predict_step` or written by hand.
 
     >>> import looplib as ll, torch
     >>> def predict_step(state, batch):
