@@ -94,14 +94,12 @@ def _commands(recipe: Path) -> str:
 
 def _missing(recipe: Path) -> list[str]:
     """Modules that a recipe imports and that are not installed here."""
-    files = sorted(recipe.rglob("*.py")) if recipe.is_dir() else [recipe] if recipe.suffix == ".py" else []
-    imported = set()
-    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            imported.add(node.module.partition(".")[0])
-    return sorted(name for name in imported - {file.stem for file in files} if not importlib.util.find_spec(name))
+    files = [path for path in (recipe, *recipe.rglob("*.py")) if path.suffix == ".py"]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    packages = {name.partition(".")[0] for name in imported} - {file.stem for file in files}
+    return sorted(name for name in packages if not importlib.util.find_spec(name))
 
 
 def _main() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from looplib._core import absent, ownership, records, updates
 from looplib._core.calls import Call
-from looplib._core.checks import check_type
+from looplib._core.checks import named
 from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.kinds import instances_are
 
@@ -145,9 +145,11 @@ made, written, unwritten = _record.made, _record.written, _record.unwritten
 
 def check_state(value: Any, call: str) -> None:
     """Raise TypeError unless this is a state; `call` shows how the function is called."""
+    if isinstance(value, TrainState):
+        return
     if isinstance(value, tuple) and isinstance((*value, None)[0], TrainState):
         call += ". A train step returns two values: state, metrics = train_step(state, batch)"
-    check_type("state is", value, TrainState, f"give a TrainState, as ll.init_state returns: {call}")
+    raise TypeError(f"state is {named(value)}; give a TrainState, as ll.init_state returns: {call}")
 
 
 Params = dict[str, Tensor]

@@ -20,7 +20,6 @@ from looplib._core import ranks as _ranks
 
 T = TypeVar("T")
 
-
 _PATIENCE = timedelta(hours=1)  # for ranks that wait for the slowest disk
 
 
@@ -79,7 +78,6 @@ class Together:
 
 
 _alone = Together()
-
 
 _known: weakref.WeakKeyDictionary[Any, Together] = weakref.WeakKeyDictionary()  # by torch's default group
 

@@ -23,9 +23,7 @@ from looplib._core.trees import MISSING, paired
 
 _CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST"}  # names of instructions in several Python versions
 
-
 _MANY = 100  # a longer list is described by a checksum
-
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 

@@ -24,37 +24,27 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 F = TypeVar("F", bound=FunctionType)
 
-
 _HELD = tuple(
     int(getattr(signal, name))
     for name in ("SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGINT")
     if hasattr(signal, name)
 )
 
-
 _STEPS = {"looplib.steps", "looplib.transforms._compile_step"}  # modules whose functions run steps
-
 
 _NOTICE = b"\nlooplib: stopping at the next batch; press Ctrl-C again to stop at once\n"
 
-
 _main_thread = threading.main_thread().ident or 0
-
 
 _holders: list[int] = []  # threads that hold signals back, once for each hold
 
-
 _waiting: list[tuple[Guard, int]] = []  # signals that are held back
-
 
 _stopping = False  # a first Ctrl-C has arrived and will be raised at the next batch
 
-
 _bodies: dict[object, tuple[int, CodeType]] = {}  # loop -> frame whose loop body is working on a batch
 
-
 _swallowing: set[CodeType] = set()  # destructors and callbacks, whose exceptions Python only prints
-
 
 before_raising: list[Callable[[], None]] = []  # registered by _donation, which knows the result in flight
 
@@ -98,7 +88,6 @@ class Guard:
 
 _handle = Guard()
 
-
 _previous = _handle.handlers
 
 
@@ -137,7 +126,6 @@ def _uninstall() -> None:
 # get no signals, they do nothing. Both are C functions, so no signal can arrive between the call and its effect: as
 # the first statement of a `finally` they always run. Call deliver after end_hold.
 begin_hold = _holders.append
-
 
 end_hold = _holders.remove
 

@@ -16,7 +16,6 @@ from looplib._core import torch_private
 
 _group: Any = None  # group of the processes that divide the data; None for all
 
-
 _on_host: dict[Any, Any] = {}  # group -> a group that reduces CPU tensors, if it does not itself
 
 

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,20 +183,18 @@ def _check(
 
 def _again(batches: Any, state: TrainState, count: int) -> Iterator[Any]:
     """This many batches, starting over when they end."""
-    count_read = 0
-    while count_read < count:
-        before = count_read
-        for batch in batches(state) if callable(batches) else batches:
+    done = 0
+    while done < count:
+        before = done
+        for batch in islice(batches(state) if callable(batches) else batches, count - done):
+            done += 1
             yield batch
-            count_read += 1
-            if count_read == count:
-                return
-        state = state.replace(epoch=state.epoch + 1, batch=0)
-        if count_read == before:
+        if done == before:
             raise ValueError(
-                f"the batches ended after {count_read}, and cannot be read again for {count} steps: give a list, a "
+                f"the batches ended after {done}, and cannot be read again for {count} steps: give a list, a "
                 "DataLoader or a loader rather than an iterator, or fewer steps"
             )
+        state = state.replace(epoch=state.epoch + 1, batch=0)
 
 
 def _steepest(lrs: list[float], losses: list[float], averages: list[float], width: int) -> float | None:

@@ -113,7 +113,7 @@ def _check(inputs: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor |
         raise ValueError(
             f"inputs have shape {tuple(inputs.shape)} and dtype {inputs.dtype}; give floats (batch, length, {last})"
         )
-    if labels.shape != inputs.shape[:2] or labels.dtype != torch.int64:
+    if (labels.shape, labels.dtype) != (inputs.shape[:2], torch.int64):
         raise ValueError(
             f"labels have shape {tuple(labels.shape)} and dtype {labels.dtype}; inputs of shape "
             f"{tuple(inputs.shape)} need {tuple(inputs.shape[:2])} and torch.int64"
@@ -122,7 +122,7 @@ def _check(inputs: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor |
         if bias is not None:
             raise ValueError("a bias without a head: inputs are logits then, which have theirs already")
         return
-    if weight.dim() != 2 or weight.shape[1] != inputs.shape[2]:
+    if weight.shape[1:] != inputs.shape[2:]:
         raise ValueError(
             f"the head's weight has shape {tuple(weight.shape)}; hidden states of shape {tuple(inputs.shape)} need "
             f"(vocabulary, {inputs.shape[2]})"

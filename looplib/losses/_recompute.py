@@ -25,9 +25,7 @@ from looplib._core.kinds import check_kind
 
 R = TypeVar("R")
 
-
 Classes: TypeAlias = type[nn.Module] | tuple[type[nn.Module], ...]
-
 
 # A module's dictionary, a key in it, and its value when the module started to run.
 Place: TypeAlias = tuple[dict[str, Any], str, Any]

@@ -100,11 +100,6 @@ def dynamic_loss_scale(
                 "lower the learning rate, clip the gradients, or look at the batch"
             )
 
-    settings = {
-        "init_scale": init_scale,
-        "growth_factor": growth_factor,
-        "backoff_factor": backoff_factor,
-        "growth_interval": growth_interval,
-        "min_scale": min_scale,
-    }
-    return remember(wrap(optimizer, init, update), dynamic_loss_scale, optimizer, **settings)
+    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
+    made = wrap(optimizer, init, update)
+    return remember(made, dynamic_loss_scale, optimizer, init_scale=init_scale, **factors, min_scale=min_scale)

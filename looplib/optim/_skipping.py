@@ -201,13 +201,8 @@ def skip_spikes(
                 "was before it"
             )
 
-    settings: dict[str, Any] = {
-        "window": window,
-        "sigmas": sigmas,
-        "monitor": monitor,
-        "max_consecutive": max_consecutive,
-    }
-    return remember(wrap(optimizer, init, update), skip_spikes, optimizer, **settings)
+    made, limits = wrap(optimizer, init, update), {"window": window, "sigmas": sigmas}
+    return remember(made, skip_spikes, optimizer, **limits, monitor=monitor, max_consecutive=max_consecutive)
 
 
 def _value(metrics: Any, name: str) -> Tensor:
@@ -218,9 +213,8 @@ def _value(metrics: Any, name: str) -> Tensor:
             f"{', '.join(metrics) or 'none'}. Name one that is, and call the optimizer through a train step"
         )
     record = metrics[name] if isinstance(metrics[name], Mean) else Mean(metrics[name].compute())
-    numbers = [torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64) for x in record[:2]]
-    parts = [number.detach().reshape(()) for number in numbers]
-    device = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
-    pair = torch.stack([part.to(device, torch.float32 if device.type == "mps" else torch.float64) for part in parts])
+    device = next((x.device for x in record[:2] if isinstance(x, Tensor) and not x.is_cpu), torch.device("cpu"))
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    pair = torch.stack([torch.as_tensor(x, dtype=wide, device=device).detach().reshape(()) for x in record[:2]])
     total, weight = sum_over_ranks(pair * record.times).unbind()
     return total / weight
