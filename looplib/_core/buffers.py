@@ -42,13 +42,13 @@ class Saved:
     def __init__(self, tensors: Mapping[str, Tensor], copies: dict[str, Tensor], sums: Mapping[str, _Sum]) -> None:
         self.tensors = tensors
         self.copies = copies
-        self.versions = [torch_private.version(tensor) for tensor in tensors.values()]
+        self.versions = dict(zip(tensors, map(torch_private.version, tensors.values()), strict=True))
         self.sums = sums
 
     def changed(self) -> set[str]:
         """Tensors that were written since, as counted by torch. Batch norm's kernels do not count."""
-        pairs = zip(self.tensors.items(), self.versions, strict=True)
-        return {name for (name, tensor), version in pairs if torch_private.version(tensor) != version}
+        versions = self.versions
+        return {name for name, tensor in self.tensors.items() if torch_private.version(tensor) != versions[name]}
 
     def uncounted(self) -> set[str]:
         """Names of tensors with a checksum that were written although torch counted no write."""
@@ -56,12 +56,8 @@ class Saved:
 
     def watch_only(self, names: Set[str]) -> None:
         """Check only these tensors from now on: the update that follows may write the others."""
-        watched = {name for name in self.tensors if name in names}
-        self.versions = [
-            version for name, version in zip(self.tensors, self.versions, strict=True) if name in watched
-        ]
-        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in watched}
-        self.sums = {name: value for name, value in self.sums.items() if name in watched}
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in names}
+        self.sums = {name: value for name, value in self.sums.items() if name in names}
 
     def restore(self) -> set[str]:
         """Restore the values, and return the names of written tensors that cannot be restored."""
@@ -136,14 +132,11 @@ class Written:
             changed &= buffers.keys()
         if self.buffers is None or not changed <= self.buffers:
             # Batch norm's kernels write without counting, but its module counts batches, so compare the values now.
-            uncounted = {
-                name for name, old in saved.copies.items() if name in buffers and not torch.equal(old, buffers[name])
-            }
+            copied = saved.copies.keys() & buffers.keys()
+            uncounted = {name for name in copied if not torch.equal(saved.copies[name], buffers[name])}
             self.buffers = (self.buffers or set()) | changed | uncounted
-            large = {name: buffers[name] for name in buffers.keys() - self.buffers if name in buffers}
-            self.sums = {
-                name: self.sums.get(name) or _Sum(tensor) for name, tensor in large.items() if tensor.numel() > _SMALL
-            }
+            large = [name for name in buffers.keys() - self.buffers if buffers[name].numel() > _SMALL]
+            self.sums = {name: self.sums.get(name) or _Sum(buffers[name]) for name in large}
         return self.buffers
 
 

@@ -30,6 +30,7 @@ from looplib._core import tracing
 from looplib._core.calls import remember
 from looplib._core.cuts import STOPS
 from looplib._core.tracing import UntraceableError
+from looplib._core.trees import map_tensors
 from looplib.steps import Outcome, parts_of
 from looplib.transforms import _decompositions
 from looplib.transforms._compile_step import GraphParts, step_of_graphs
@@ -213,30 +214,30 @@ def _answer(function: Callable[..., Any], values: list[Any]) -> Expression:
             "different graphs: let it be the same for all tasks, or take them one by one"
         )
     # Values that select a graph have no gradient, and torch warns when tracked tensors are converted to numbers.
-    answer = as_answer(function(*[value.detach() if isinstance(value, Tensor) else value for value in values]))
+    answer = as_answer(function(*map_tensors(Tensor.detach, values)))
     tracked = answer.tensors and any(isinstance(value, Tensor) for value in values)
     return as_answer(function(*values)) if tracked else answer
 
 
 def _one_by_one(values: list[Any], mapped: list[int]) -> Iterator[list[Any]]:
-    columns = {index: _innermost(values[index]).detach().reshape(-1, *values[index].shape) for index in mapped}
-    for row in itertools.product(*[columns.get(index, [value]) for index, value in enumerate(values)]):
-        yield list(row)
+    columns: list[Any] = [[value] for value in values]
+    for index in mapped:
+        *_, innermost = _unwrapped(values[index])
+        columns[index] = innermost.detach().reshape(-1, *values[index].shape)
+    yield from map(list, itertools.product(*columns))
 
 
-def _innermost(tensor: Tensor) -> Tensor:
+def _unwrapped(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor, and what it is within each of the surrounding transforms, from the inside out."""
+    yield tensor
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+        yield tensor
 
 
 def _is_mapped(tensor: Tensor) -> bool:
     """True if torch.vmap is mapping over a tensor."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if torch._C._functorch.is_batchedtensor(tensor):
-            return True
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return False
+    return any(map(torch._C._functorch.is_batchedtensor, _unwrapped(tensor)))
 
 
 def _without_cuts(graph: GraphModule) -> GraphModule:
