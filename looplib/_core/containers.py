@@ -58,7 +58,7 @@ def _mapping(node: Mapping[Any, Any]) -> Node:
             new[name] = child
         return new
 
-    return Node(names, [node[name] for name in names], rebuild)
+    return Node(names, [*map(node.__getitem__, names)], rebuild)
 
 
 def _namedtuple(node: Any) -> Node:

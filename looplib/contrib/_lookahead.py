@@ -60,7 +60,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
         meets: bool, new: Params, opt_state: Any, grads: Grads, in_place: bool, old: Params, **extra: Any
     ) -> tuple[Params, dict[str, Any]]:
         with torch.no_grad():
-            slow, fast = [opt_state["slow"][name] for name in grads], [new[name] for name in grads]
+            slow, fast = [*map(opt_state["slow"].__getitem__, grads)], [*map(new.__getitem__, grads)]
             if in_place:
                 slow, fast = shards(slow), shards(fast)
                 torch_private.foreach_lerp_(slow, fast, slow_step_size)

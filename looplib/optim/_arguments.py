@@ -51,7 +51,7 @@ def check_class(cls: Any, parameters: Sequence[Any]) -> None:
             ", without the parameters. They are in the state"
         )
     if not isinstance(cls, type):
-        near = [name for name in dir(torch.optim) if isinstance(cls, str) and name.lower() == cls.lower()]
+        near = [name for name in dir(torch.optim) if name.lower() == str(cls).lower()]
         raise TypeError(
             f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim."
             f"{(near or ['AdamW'])[0]}, lr=...). The parameters are in the state, ll.init_state(model, optimizer)"

@@ -52,13 +52,12 @@ def makes_state_late(recipe: Recipe) -> bool:
 
 
 def _injected(recipe: Recipe) -> dict[str, Any]:
-    for values in recipe.moving:
-        for key, value in values.items():
-            if isinstance(value, (tuple, list)) and any(isinstance(member, injected) for member in value):
-                raise TypeError(
-                    f"{key} has an injected member: injected stands for a hyperparameter as a whole, so give a "
-                    "number or a schedule there"
-                )
+    tuples = [(key, value) for values in recipe.moving for key, value in values.items() if not callable(value)]
+    if inside := [key for key, value in tuples if injected in map(type, value)]:
+        raise TypeError(
+            f"{inside[0]} has an injected member: injected stands for a hyperparameter as a whole, so give a "
+            "number or a schedule there"
+        )
     numbers = [
         {key: torch.tensor(v.value, dtype=torch.float64) for key, v in values.items() if isinstance(v, injected)}
         for values in recipe.moving

@@ -107,7 +107,7 @@ def _lent(
     numbers = _Numbers()
     given = opt_state.get("hyperparameters") or [{}] * len(members)
     for group, names, moving, own in zip(instance.param_groups, members, recipe.moving, given, strict=True):
-        group["params"] = [tensors[name] for name in names if name in tensors]
+        group["params"] = [*map(tensors.__getitem__, filter(tensors.__contains__, names))]
         for key, value in moving.items():
             group[key] = numbers.of_state(own[key]) if key in own else numbers.at(value, step)
         # Use the plain forms, which keep counts as tensors under torch.compile. The forms for CUDA graphs
@@ -144,7 +144,7 @@ def _precise(key: str, value: Any) -> Any:
     """A copy to update in a trace, with counts in double precision, from which bias corrections are computed."""
     if not isinstance(value, Tensor):
         return value
-    wide = key == "step" and value.is_floating_point() and not value.dim() and value.device.type != "mps"
+    wide = (key, value.dtype, value.dim()) == ("step", torch.float32, 0) and value.device.type != "mps"
     return value.double() if wide else value.clone()
 
 

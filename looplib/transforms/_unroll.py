@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress, count, filterfalse
 from typing import Any
 
 import torch
@@ -117,35 +118,35 @@ class _Segment(torch.autograd.Function):
     @staticmethod
     def forward(run: Callable[..., tuple[Tensor, ...]], *flat: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad(), _WithoutStrangers():
-            outputs = run(*[tensor.detach() for tensor in flat])
+            outputs = run(*map(Tensor.detach, flat))
         if any(tensor.requires_grad for tensor in outputs):
             raise ValueError(
                 "a loss function or a schedule closes over a tensor that requires a gradient, which recompute_every "
                 "would keep from it: give it in the batches, or as a hyperparameter in the state (ll.optim.injected), or "
                 "leave out recompute_every"
             )
-        return tuple(tensor.clone() for tensor in outputs)
+        return tuple(map(Tensor.clone, outputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.run = inputs[0]
         ctx.save_for_backward(*inputs[1:])
-        ctx.mark_non_differentiable(*[tensor for tensor in output if not _is_smooth(tensor)])
+        ctx.mark_non_differentiable(*filterfalse(_is_smooth, output))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        indices = [index for index, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+        indices = [*compress(count(), ctx.needs_input_grad[1:])]
 
         def run(*varied: Tensor) -> tuple[Tensor, ...]:
             inputs = {**dict(enumerate(flat)), **dict(zip(indices, varied, strict=True))}
-            return tuple(tensor for tensor in ctx.run(*inputs.values()) if _is_smooth(tensor))
+            return tuple(filter(_is_smooth, ctx.run(*inputs.values())))
 
         with _beneath_gradient() as (down, up):
-            flat = [down(tensor) for tensor in ctx.saved_tensors]
-            _, pull_back = torch.func.vjp(run, *[flat[index] for index in indices])[:2]
-            grads_in = pull_back(tuple(down(grad) for grad in grads if _is_smooth(grad)))
+            flat = [*map(down, ctx.saved_tensors)]
+            _, pull_back = torch.func.vjp(run, *map(flat.__getitem__, indices))[:2]
+            grads_in = pull_back(tuple(map(down, filter(_is_smooth, grads))))
         grad_of = dict(zip(indices, map(up, grads_in), strict=True))
-        return None, *[grad_of.get(index) for index in range(len(flat))]
+        return None, *map(grad_of.get, range(len(flat)))
 
 
 @contextmanager
