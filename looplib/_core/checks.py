@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn, strided
 
 
 def is_count(value: Any, least: float = 1) -> bool:
@@ -43,6 +43,11 @@ def few(items: Collection[Any], most: int = 8, between: str = ", ") -> str:
     shown = between.join(map(str, islice(items, most))) or "none"
     more = len(items) - most
     return f"{shown}{between.replace(', ', ' ')}and {more} more" if more > 0 else shown
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """True for a strided tensor of one of torch's own two classes."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is strided
 
 
 def check_argument(holds: bool, name: str, value: Any, advice: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from looplib._core.checks import is_plain
 from looplib._core.torch_private import functorch_level_of
 
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -44,8 +45,12 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 def has_values(tensor: Tensor) -> bool:
     """True for a plain tensor whose values can be read here: not a shard, and not inside a transform."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return plain and tensor.device.type != "meta" and not tensor.is_quantized and functorch_level_of(tensor) < 1
+    return (
+        is_plain(tensor)
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+        and functorch_level_of(tensor) < 1
+    )
 
 
 def _word_of(rest: Tensor) -> Tensor:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Set
+from itertools import product
 
 import torch
 from torch import Tensor
+
+from looplib._core.checks import is_plain
 
 
 def overlapping(tensors: Mapping[str, Tensor], written: Set[str]) -> tuple[str, str] | None:
@@ -17,21 +20,18 @@ def overlapping(tensors: Mapping[str, Tensor], written: Set[str]) -> tuple[str, 
     """
     by_storage: dict[tuple[torch.device, int], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
-        plain = tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
-        if address := tensor.untyped_storage().data_ptr() if plain else 0:  # 0 for a tensor without memory
+        if address := tensor.untyped_storage().data_ptr() if is_plain(tensor) else 0:  # 0 for one without memory
             by_storage[tensor.device, address].append(name)
     for names in by_storage.values():
-        for one in sorted(written & set(names)) if len(names) > 1 else ():
-            for other in names:
-                if other != one and _share(tensors[one], tensors[other]):
-                    return one, other
+        for one, other in product(sorted(written.intersection(names)), names):
+            if other != one and _share(tensors[one], tensors[other]):
+                return one, other
     return None
 
 
 def share_elements(one: Tensor, other: Tensor) -> bool:
     """True if two tensors of one storage share an element, or if that is unknown."""
-    plain = all(t.layout is torch.strided and type(t) in (Tensor, torch.nn.Parameter) for t in (one, other))
-    return not plain or _share(one, other)
+    return not (is_plain(one) and is_plain(other)) or _share(one, other)
 
 
 def _share(one: Tensor, other: Tensor) -> bool:

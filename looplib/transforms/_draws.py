@@ -25,7 +25,6 @@ _IN_PLACE = {
     "random",
     "uniform",
 }
-
 _LIKE = {"rand_like", "randn_like", "randint_like"}
 
 

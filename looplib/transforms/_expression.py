@@ -8,6 +8,7 @@ the tree faster than a walk over it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from looplib._core.torch_private import pytree
 from looplib._core.tracing import Count, UntraceableError
+
+_LITERALS = {type(None), bool, int, float, str}  # of which repr is code
 
 
 class Expression(NamedTuple):
@@ -42,7 +45,8 @@ class Expression(NamedTuple):
 
     def build(self, names: str = "v") -> Callable[..., Any]:
         """Function of these names whose body is the expression."""
-        built: Callable[..., Any] = eval(f"lambda {names}: {self.source}", {"c": self.constants})
+        known = {"c": self.constants, "nan": math.nan, "inf": math.inf}
+        built: Callable[..., Any] = eval(f"lambda {names}: {self.source}", known)
         return built
 
 
@@ -83,10 +87,8 @@ class _Writer:
             return self.leaf(node, len(self.tensors) - 1)
         if type(node) is Count:
             return f"n[{node.name!r}]"
-        if _has_literal(node):
+        if type(node) in _LITERALS:
             return repr(node)
-        if type(node) is float:
-            return self.constant(node)  # NaN and infinities
         if type(node) in (dict, list, tuple) or (isinstance(node, tuple) and hasattr(node, "_fields")):
             return self.container(node)
         return self.record(node)
@@ -122,10 +124,6 @@ class _Writer:
         return ", ".join([self.write(member) for member in members])
 
 
-def _has_literal(node: Any) -> bool:
-    return node is None or type(node) in (bool, int, str) or (type(node) is float and abs(node) < float("inf"))
-
-
 def _fields(node: Any) -> dict[str, Any] | None:
     """Fields of a record: a dataclass, or an object with tensors as attributes."""
     if isinstance(node, (type, nn.Module)):
@@ -153,14 +151,13 @@ def reader(tree: Any) -> Callable[[Any], list[Tensor]]:
 
 
 def _paths(node: Any, path: str) -> Iterator[str]:
+    if isinstance(node, (list, tuple)):
+        node = dict(enumerate(node))
     if isinstance(node, Tensor):
         yield path
-    elif isinstance(node, dict) and all(type(key) in (str, int) for key in node):
+    elif isinstance(node, dict) and {str, int}.issuperset(map(type, node)):
         for key, value in node.items():
             yield from _paths(value, f"{path}[{key!r}]")
-    elif isinstance(node, (list, tuple)):
-        for index, value in enumerate(node):
-            yield from _paths(value, f"{path}[{index}]")
     elif expression(node).tensors:
         raise LookupError(path)
 

@@ -21,7 +21,7 @@ def backend(
     backend: str = "inductor", mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[[Program], Compiled]:
     """Function that compiles programs with torch.compile's options."""
-    if not isinstance(backend, str) or (mode is not None and mode not in _MODES):
+    if not isinstance(backend, str) or mode not in (None, *_MODES):
         raise TypeError(
             f"compile_step got backend={backend!r} and mode={mode!r}: give torch.compile's backend=, mode= "
             f"(one of {', '.join(_MODES)}) or options="
