@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.calls import remember
+from looplib._core.checks import check
 from looplib._wrapping import check_whole, of_whole_step
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
@@ -45,8 +46,7 @@ def adaptive_grad_clip(
     Source: Brock, De, Smith and Simonyan, "High-performance large-scale image recognition without normalization",
     2021, and `timm.utils.adaptive_clip_grad`.
     """
-    if not (clipping > 0 and eps > 0):
-        raise ValueError(f"clipping is {clipping} and eps {eps}; give numbers above 0")
+    check(clipping > 0 and eps > 0, f"clipping is {clipping} and eps {eps}; give numbers above 0")
     grad_fn = check_whole(grad_fn, "adaptive_grad_clip")
 
     def clipped(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from looplib._core.checks import check_argument, check_count
+from looplib._core.checks import check, check_argument, check_count
 from looplib._core.kinds import checked
 from looplib._core.random import restored
 from looplib.log._plots import dress, figure_of, plain_number, save, smoothed
@@ -163,22 +163,22 @@ def find_lr(
 def _check(
     optimizer_of_lr: Any, state: TrainState, low: float, high: float, steps: int, smooth: float, diverged: float
 ) -> None:
-    if not 0 < low < high < math.inf:
-        raise ValueError(f"low is {low} and high is {high}; give learning rates with 0 < low < high")
+    check(0 < low < high < math.inf, f"low is {low} and high is {high}; give learning rates with 0 < low < high")
     check_count("steps", steps, 10, "give at least 10, for a curve")
     advice = "give the share of the past to keep at each loss, from 0 to below 1"
     check_argument(0 <= smooth < 1, "smooth", smooth, advice)
     advice = "give the multiple of the lowest loss at which to end, above 1, such as 4, or math.inf to go to the end"
     check_argument(diverged > 1, "diverged", diverged, advice)
-    if isinstance(optimizer_of_lr, Optimizer) or not callable(optimizer_of_lr):
-        raise TypeError(
-            f"optimizer_of_lr is a {type(optimizer_of_lr).__name__}; give a function of the learning rate, such as "
-            "lambda lr: ll.optimizer(torch.optim.AdamW, lr=lr)"
-        )
-    if state.opt_state is None:
-        raise ValueError(
-            "the state has no opt_state: make it with the optimizer, ll.init_state(model, optimizer_of_lr(low))"
-        )
+    check(
+        callable(optimizer_of_lr) and not isinstance(optimizer_of_lr, Optimizer),
+        f"optimizer_of_lr is a {type(optimizer_of_lr).__name__}; give a function of the learning rate, such as "
+        "lambda lr: ll.optimizer(torch.optim.AdamW, lr=lr)",
+        TypeError,
+    )
+    check(
+        state.opt_state is not None,
+        "the state has no opt_state: make it with the optimizer, ll.init_state(model, optimizer_of_lr(low))",
+    )
 
 
 def _again(batches: Any, state: TrainState, count: int) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.calls import remember
-from looplib._core.checks import is_count
+from looplib._core.checks import check, is_count
 from looplib._core.ranks import shards
 from looplib.optim._averaging import Tensors
 from looplib.optim._wrap import act_after_updates, kept_by_wrappers
@@ -36,11 +36,11 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
     Source: Zhang, Lucas, Hinton and Ba, "Lookahead optimizer: k steps forward, 1 step back", 2019;
     `optax.lookahead`.
     """
-    if not is_count(sync_period) or not 0 < slow_step_size <= 1:
-        raise ValueError(
-            f"sync_period is {sync_period} and slow_step_size {slow_step_size}; give at least 1 update, and a part "
-            "above 0 and at most 1"
-        )
+    check(
+        is_count(sync_period) and 0 < slow_step_size <= 1,
+        f"sync_period is {sync_period} and slow_step_size {slow_step_size}; give at least 1 update, and a part "
+        "above 0 and at most 1",
+    )
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         inner = optimizer.init(params, **extra)

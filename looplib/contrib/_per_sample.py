@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from looplib._core import modules as _modules
 from looplib._core import torch_private, trees
 from looplib._core.calls import remember
+from looplib._core.checks import check
 from looplib._core.cuts import cuts_marked
 from looplib._core.kinds import Made, check_kind, mark
 from looplib._core.random import mix
@@ -170,11 +171,11 @@ def _batch_of_one(layout: Any, rows: list[Tensor]) -> Any:
 
 def _check_model(host: _modules.Host) -> None:
     """Raise for a model in which a sample's gradient depends on other samples."""
-    if host.engine.name:
-        raise ValueError(
-            f"{host.engine.name} works on gradients of whole batches, which per-sample gradients pass by: give the module "
-            "that it wraps"
-        )
+    check(
+        not host.engine.name,
+        f"{host.engine.name} works on gradients of whole batches, which per-sample gradients pass by: give the module "
+        "that it wraps",
+    )
     if mixing := _batch_norms(host):
         raise ValueError(
             f"{', '.join(mixing)} would normalise each example by the others, so that it has no gradient of its own: "
@@ -184,13 +185,12 @@ def _check_model(host: _modules.Host) -> None:
 
 def _check_part(part: Part) -> None:
     """Raise if summed or scaled gradients are requested."""
-    if part.summed:
-        raise ValueError(
-            "gradients of each example do not add up within accumulate: bring them together inside, "
-            "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)"
-        )
-    if part.scale is not None:
-        raise ValueError(PER_SAMPLE_SCALED)
+    check(
+        not part.summed,
+        "gradients of each example do not add up within accumulate: bring them together inside, "
+        "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)",
+    )
+    check(part.scale is None, PER_SAMPLE_SCALED)
 
 
 def _batch_norms(host: _modules.Host) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.calls import remember
-from looplib._core.checks import check_argument
+from looplib._core.checks import check, check_argument
 from looplib._core.kinds import Made, mark
 from looplib._core.random import mix
 from looplib._core.tracing import tracing
@@ -128,14 +128,13 @@ def add_noise(
 
     def noisy(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         out = grad_fn(state, batch, dataclasses.replace(part, reduction="sum"))
-        if "clipped" not in out.metrics:
-            raise ValueError(
-                "add_noise got gradients that are not clipped example by example, which no noise makes private: "
-                "add_noise(clip_per_sample(make_per_sample_grad_fn(...), max_norm), max_norm, ...)"
-            )
+        check(
+            "clipped" in out.metrics,
+            "add_noise got gradients that are not clipped example by example, which no noise makes private: "
+            "add_noise(clip_per_sample(make_per_sample_grad_fn(...), max_norm), max_norm, ...)",
+        )
         size = expected_batch_size or out.samples
-        if not size:
-            raise ValueError("the batch is empty: with Poisson sampling, give add_noise(..., expected_batch_size=)")
+        check(size, "the batch is empty: with Poisson sampling, give add_noise(..., expected_batch_size=)")
         multiply(out.grads, out.normalizer / size)
         generators = {  # while tracing, they are the step's own, which also differ between steps
             device: None if tracing() else torch.Generator(device).manual_seed(mix(state.seed, state.step, _NOISE))
@@ -162,5 +161,6 @@ def _check_norm(grad_fn: GradFn, max_norm: float) -> None:
             "@ll.grads.wrapper(grad_fn, keeps_max_norm=True); one that clips says @ll.grads.wrapper(grad_fn, "
             "max_norm=max_norm)"
         )
-    if norm != max_norm:
-        raise ValueError(f"clip_per_sample has max_norm={norm} and add_noise max_norm={max_norm}: give both the same")
+    check(
+        norm == max_norm, f"clip_per_sample has max_norm={norm} and add_noise max_norm={max_norm}: give both the same"
+    )

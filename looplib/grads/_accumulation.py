@@ -17,7 +17,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.calls import remember
-from looplib._core.checks import check_optional_count
+from looplib._core.checks import check, check_optional_count
 from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.kinds import made
 from looplib._core.ranks import several
@@ -75,8 +75,7 @@ def accumulate(
             (clipping, `scale_loss`).
         TypeError: neither `microbatches` nor `size` is given and the batch is not a list.
     """
-    if microbatches is not None and size is not None:
-        raise ValueError(f"give microbatches={microbatches} or size={size}, not both")
+    check(microbatches is None or size is None, f"give microbatches={microbatches} or size={size}, not both")
     check_optional_count("microbatches", microbatches)
     check_optional_count("size", size)
     grad_fn = check_parts(grad_fn, "accumulate")

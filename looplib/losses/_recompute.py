@@ -21,6 +21,7 @@ from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.calls import remember
+from looplib._core.checks import check
 from looplib._core.kinds import check_kind
 
 R = TypeVar("R")
@@ -96,11 +97,11 @@ def choice(modules: Any) -> Callable[[str, nn.Module], bool]:
     classes = modules if isinstance(modules, tuple) else (modules,)
     if classes and all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
         return lambda name, module: isinstance(module, classes)
-    if not callable(modules) or isinstance(modules, (type, nn.Module)):
-        raise TypeError(
-            f"modules is {modules!r}; give a class of modules, a tuple of classes, or a function "
-            "(name, module) -> bool"
-        )
+    check(
+        callable(modules) and not isinstance(modules, (type, nn.Module)),
+        f"modules is {modules!r}; give a class of modules, a tuple of classes, or a function (name, module) -> bool",
+        TypeError,
+    )
     predicate: Callable[[str, nn.Module], bool] = modules
     return predicate
 

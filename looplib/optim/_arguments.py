@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from looplib._core.checks import named
+from looplib._core.checks import check, named
 
 
 class NotGiven(Enum):
@@ -69,8 +69,7 @@ def check_class(cls: Any, parameters: Sequence[Any]) -> None:
 def check_lr(lr: Any) -> None:
     """Raise TypeError for an `lr` that is neither a number nor a function of the step."""
     advice = "a number such as 1e-3, or a schedule such as ll.warmup_cosine(1e-3, warmup=100, total=2000)"
-    if lr is NotGiven.LR:
-        raise TypeError(f"ll.optimizer needs a learning rate: give lr=, {advice}")
+    check(lr is not NotGiven.LR, f"ll.optimizer needs a learning rate: give lr=, {advice}", TypeError)
     scheduler = lr if isinstance(lr, type) else type(lr)
     if issubclass(scheduler, LRScheduler):
         instead = _SCHEDULES.get(scheduler.__name__, "a function of the step, such as ll.warmup_cosine(...)")
@@ -78,8 +77,7 @@ def check_lr(lr: Any) -> None:
             f"lr is {named(lr)}, which changes an optimizer in place; give a schedule, a function of the step. In "
             f"place of {scheduler.__name__}: lr={instead}. There is no step() to call"
         )
-    if isinstance(lr, _NO_RATES):
-        raise TypeError(f"lr is {named(lr)}; give {advice}")
+    check(not isinstance(lr, _NO_RATES), f"lr is {named(lr)}; give {advice}", TypeError)
     if callable(lr):
         try:
             first = lr(0)

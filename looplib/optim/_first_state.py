@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.checks import check
 from looplib._core.torch_private import pytree
 from looplib.optim._hyperparameters import injected
 from looplib.optim._kernels import fused_groups
@@ -28,8 +29,7 @@ def first_state(recipe: Recipe, params: Params) -> dict[str, Any]:
     update. `groups` and `shared` hold what the class keeps for a group and for all parameters, and `hyperparameters`
     holds the injected ones.
     """
-    if not params:
-        raise ValueError(f"{recipe.cls.__name__} got no parameters to optimize")
+    check(params, f"{recipe.cls.__name__} got no parameters to optimize")
     numbers = _injected(recipe)
     chosen_by_kind(recipe.group_of, params, "group")
     members = recipe.members(params)

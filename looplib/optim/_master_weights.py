@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.calls import remember
+from looplib._core.checks import check
 from looplib._core.tracing import where
 from looplib.optim._wrap import Flag, Updated, wrap
 from looplib.types import Grads, Optimizer, Params
@@ -43,8 +44,7 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
     Raises:
         ValueError: `dtype` is neither of the two, or, from `init`, no parameter is half precision.
     """
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"masters in {dtype}: give torch.float32 or torch.float64")
+    check(dtype in (torch.float32, torch.float64), f"masters in {dtype}: give torch.float32 or torch.float64")
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         narrow = {name: p for name, p in params.items() if p.dtype in (torch.bfloat16, torch.float16)}

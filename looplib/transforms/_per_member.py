@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from looplib._core.checks import check
+
 LEAST = 5e-324  # the smallest positive number
 
 
@@ -32,8 +34,7 @@ class per_member:
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
-        if not len(values):
-            raise ValueError("per_member got no values; give one for each member")
+        check(len(values), "per_member got no values; give one for each member")
         self.values = tuple(value if callable(value) else float(value) for value in values)
 
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
+from looplib._core.checks import check
 from looplib._core.trees import same, same_kind
 from looplib.types import TREES, Metric, TrainState
 
@@ -38,8 +39,7 @@ def stack_states(states: Sequence[TrainState]) -> TrainState:
     Raises:
         ValueError: there are no states, or they differ (the message says where).
     """
-    if not states:
-        raise ValueError("stack_states got no states; give a list of at least one")
+    check(states, "stack_states got no states; give a list of at least one")
     first = states[0]
     for (number, state), name in itertools.product(enumerate(states), _MOMENT):
         if getattr(state, name) != getattr(first, name):
@@ -136,8 +136,10 @@ def select_members(stack: TrainState, numbers: Sequence[int]) -> TrainState:
         ValueError: there is no such member, or `numbers` is empty.
     """
     count = members_of(stack)
-    if not len(numbers) or any(not 0 <= number < count for number in numbers):
-        raise ValueError(f"numbers are {list(numbers)}; a stack of {count} has the members 0 to {count - 1}")
+    check(
+        len(numbers) and all(0 <= number < count for number in numbers),
+        f"numbers are {list(numbers)}; a stack of {count} has the members 0 to {count - 1}",
+    )
     indices = torch.tensor(list(numbers))
     seeds: Any = stack.seed
     chosen = _changed(stack, count, lambda leaf: leaf.index_select(0, indices.to(leaf.device)))
