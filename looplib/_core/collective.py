@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import pickle
 import weakref
+import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import distributed
 
 from looplib._core import ranks as _ranks
+from looplib._core import torch_private, waiting
 
 T = TypeVar("T")
 
@@ -41,6 +44,22 @@ class Together:
                 "torch.distributed has been shut down, and a checkpoint was not finished: wait() first"
             )
         return group
+
+    def meet(self) -> None:
+        """Wait until all ranks are in the same function of looplib. Raise on all of them if they are in different ones.
+
+        The functions that a user calls on all ranks begin with it, so a rank that does not call them is missed here, by
+        name and within the time-out of the process group, and no later message is taken for one of another call.
+        """
+        if not self.several:
+            return
+        call, limit = waiting.call(), torch_private.timeout_of(distributed.group.WORLD)
+        code = torch.tensor([zlib.crc32(call.function.encode())])
+        if len({int(other) for other in _ranks.gather_tensors(code, self.group, limit)}) > 1:
+            calls = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(self.gather(str(call))))
+            raise RuntimeError(
+                f"the ranks have met in different functions, and each of these needs all of them:{calls}"
+            )
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Result of the first rank's work, on all ranks. It must be plain values, since it is pickled."""
@@ -68,31 +87,34 @@ class Together:
         """Values of all ranks in order, on each rank."""
         if not self.several:
             return [value]
-        gathered: list[Any] = [None] * distributed.get_world_size(self.group)
-        distributed.all_gather_object(gathered, value, self.group)
-        return gathered
+        return _ranks.exchange(value, self.group)
 
     def another(self) -> Together:
         """The same processes with a second group, for one thread on each. All ranks must call this."""
-        return Together(_new_group()) if self.several else self
+        return Together(_like(self.group)) if self.several else self
 
 
 _alone = Together()
 
-_known: weakref.WeakKeyDictionary[Any, Together] = weakref.WeakKeyDictionary()  # by torch's default group
+_known: weakref.WeakKeyDictionary[Any, Together] = weakref.WeakKeyDictionary()  # by torch's group of the same ranks
 
 
-def together() -> Together:
-    """All processes that currently exist, including those that hold parts of one model.
+def together_with_data() -> Together:
+    """The processes that divide the data."""
+    return together(_ranks.group()) if _ranks.running() else _alone
+
+
+def together(group: Any = None) -> Together:
+    """All processes that currently exist, including those that hold parts of one model; or those of a group.
 
     The first call is collective if there are several.
     """
-    if not _ranks.running() or distributed.get_world_size() == 1:
+    if not _ranks.running() or distributed.get_world_size(group) == 1:
         return _alone
-    world = distributed.group.WORLD
-    if world not in _known:
-        _known[world] = Together(_new_group())
-    return _known[world]
+    group = group or distributed.group.WORLD
+    if group not in _known:
+        _known[group] = Together(_like(group))
+    return _known[group]
 
 
 _unfinished: set[Future[Any]] = set()
@@ -109,8 +131,9 @@ def finish() -> None:
     wait(list(_unfinished))
 
 
-def _new_group() -> Any:
-    return distributed.new_group(timeout=_PATIENCE, backend="gloo")
+def _like(group: Any) -> Any:
+    """A new group of the same ranks."""
+    return _ranks.new_group(distributed.get_process_group_ranks(group), _PATIENCE)
 
 
 def _tried(rank: int, work: Callable[[], T]) -> tuple[T | None, Exception | None, BaseException | None]:

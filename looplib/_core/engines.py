@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from looplib._core import torch_private
+from looplib._core import torch_private, waiting
 from looplib._core.notices import warn
-from looplib._core.ranks import Sums, is_sharded, largest_over_ranks, shards, world_size
+from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
 from looplib._core.tracing import UntraceableError, tracing
 
 
@@ -168,6 +168,9 @@ class Together(Alone):
         assert self.counted is not None
         return self.counted.read()[0]
 
+    def failure(self, error: Exception, finish: Callable[..., Any]) -> Exception:
+        return waiting.explained(error)
+
     def end(self) -> None:
         self.engine.sync(True)
 
@@ -221,6 +224,7 @@ class Engine(NoEngine):
         modules = list(model.modules())
         self.replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self.learned: set[nn.Module] = set()
+        self.alone: list[DistributedDataParallel] = []  # replicas that send no buffers during this call
         self.shards = [module for module in modules if _is_sharded(module)]
         self.waits = [type(module).__name__ for module in modules if isinstance(module, nn.SyncBatchNorm)]
         self.waits += [name for name, tensor in params.items() if is_sharded(tensor)]
@@ -295,6 +299,8 @@ class Engine(NoEngine):
 
     def lend(self, params: Mapping[str, Tensor], module_params: Callable[[], Mapping[str, Tensor]]) -> Lent | None:
         """Write values into FSDP2's own parameters for the call, since FSDP2 gathers these and ignores the slots."""
+        if is_alone():
+            self._run_alone()
         if not self.shards:
             return None
         own_params = module_params()
@@ -306,7 +312,21 @@ class Engine(NoEngine):
             torch_private.foreach_copy_(lent_to, shards(params[name] for name in own_params))
         return Lent(set(map(id, own_params.values())), lent_to, saved)
 
+    def _run_alone(self) -> None:
+        """Keep replicas from sending the first rank's buffers, for which the other ranks would have to be here."""
+        if self.shards:
+            raise RuntimeError(
+                f"{self.name} gathers its shards in each forward pass, on all ranks together: one rank cannot run the "
+                "model alone. Call this on all ranks, without ll.distributed.rank_zero_only"
+            )
+        for replica in self.replicas:
+            if replica.require_forward_param_sync:
+                replica.require_forward_param_sync = False
+                self.alone.append(replica)
+
     def take_back(self, lent: Lent | None) -> None:
+        while self.alone:
+            self.alone.pop().require_forward_param_sync = True
         for shard in self.shards:  # the outermost module stays gathered after a forward pass without backward
             shard.reshard()  # type: ignore[operator]
         if lent is not None:

@@ -6,13 +6,20 @@ The ranks here are those that divide the data: all processes of torch.distribute
 
 from __future__ import annotations
 
+import math
+import pickle
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, distributed
 
-from looplib._core import torch_private
+from looplib._core import torch_private, waiting
 
 _group: Any = None  # group of the processes that divide the data; None for all
 
@@ -26,11 +33,32 @@ def use(group: Any) -> None:
     _on_host.clear()
 
 
-_available = distributed.is_available()
+_available = distributed.is_available()  # False as well within `alone`
 
 
 def running() -> bool:
     return _available and distributed.is_initialized()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Act as a single process within the block, which this rank may therefore run by itself.
+
+    It holds for the whole process, so threads other than the main one do not enter it.
+    """
+    global _available
+    before = _available
+    if threading.current_thread() is threading.main_thread():
+        _available = False
+    try:
+        yield
+    finally:
+        _available = before
+
+
+def is_alone() -> bool:
+    """True within `alone`, on one of several ranks."""
+    return not _available and distributed.is_available() and distributed.is_initialized()
 
 
 def group() -> Any:
@@ -55,7 +83,7 @@ def several() -> bool:
 
 def is_first() -> bool:
     """True on the first of all processes, whichever group divides the data."""
-    return not running() or distributed.get_rank() == 0
+    return not (running() or is_alone()) or distributed.get_rank() == 0
 
 
 def host_group(process_group: Any = None) -> Any:
@@ -69,15 +97,35 @@ def host_group(process_group: Any = None) -> Any:
             _on_host[process_group] = process_group
         else:
             ranks = distributed.get_process_group_ranks(process_group)
-            _on_host[process_group] = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            _on_host[process_group] = new_group(ranks)
     return _on_host[process_group]
+
+
+_groups_made: Counter[tuple[int, ...]] = Counter()  # by their ranks
+
+
+def new_group(members: Sequence[int], timeout: timedelta | None = None) -> Any:
+    """A group of these ranks that sends CPU tensors. A rank that does not come here is reported."""
+    key = f"looplib/groups/{members}/{_groups_made[*members]}"
+    _groups_made[*members] += 1
+    store, keys = torch_private.default_store(), [f"{key}/{member}" for member in members]
+    store.set(f"{key}/{distributed.get_rank()}", "")
+
+    def complete() -> bool:
+        come: bool = store.check(keys)
+        time.sleep(0 if come else 0.001)
+        return come
+
+    world = distributed.group.WORLD
+    waiting.wait_for(complete, world, torch_private.timeout_of(world))
+    return distributed.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
 
 def any_rank(flag: Tensor | bool) -> bool:
     """True if the flag is set on at least one process. All get the same answer, and all wait for it."""
     if running() and distributed.get_world_size() > 1:
         flag = torch.tensor([float(flag)])
-        distributed.all_reduce(flag, distributed.ReduceOp.MAX, host_group(distributed.group.WORLD))
+        _all_reduce(flag, distributed.ReduceOp.MAX, host_group(distributed.group.WORLD))
     return bool(flag)
 
 
@@ -86,15 +134,15 @@ def all_ranks(flag: Tensor) -> Tensor:
     if not (running() and distributed.get_world_size() > 1):
         return flag
     votes = flag.float().reshape(1)
-    on = host_group(distributed.group.WORLD) if votes.device.type == "cpu" else None
-    distributed.all_reduce(votes, distributed.ReduceOp.MIN, on)
+    world = distributed.group.WORLD
+    _all_reduce(votes, distributed.ReduceOp.MIN, host_group(world) if votes.device.type == "cpu" else world)
     return votes[0] > 0
 
 
 def largest_over_ranks(values: Sequence[float]) -> list[float]:
     """Elementwise maximum of a few numbers over all ranks, the same on each."""
     largest = torch.tensor(values, dtype=torch.float64)
-    distributed.all_reduce(largest, distributed.ReduceOp.MAX, host_group())
+    _all_reduce(largest, distributed.ReduceOp.MAX, host_group())
     return cast(list[float], largest.tolist())
 
 
@@ -131,8 +179,16 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Elementwise sum over all ranks, in place. All ranks pass the same shape and dtype."""
     if several():
-        distributed.all_reduce(values, group=group())
+        _all_reduce(values, distributed.ReduceOp.SUM, group())
     return values
+
+
+def _all_reduce(values: Tensor, op: Any, on: Any) -> None:
+    """All-reduce, watched on the CPU. On a device the host does not wait for it."""
+    if values.device.type == "cpu":
+        waiting.wait(distributed.all_reduce(values, op, on, async_op=True), on)
+    else:
+        distributed.all_reduce(values, op, on)
 
 
 def total_over_ranks(value: Tensor | float) -> Tensor | float:
@@ -153,10 +209,12 @@ class Sums:
         self._work: Any = None
         if several():
             self._work = distributed.all_reduce(self._values, group=host_group(), async_op=True)
+            waiting.request(self._work, host_group())
 
     def read(self) -> list[float]:
         if self._work is not None:
-            self._work.wait()
+            waiting.watch.requested = None
+            waiting.wait(self._work, host_group())
             self._work = None
         return cast(list[float], self._values.tolist())
 
@@ -165,8 +223,25 @@ def gather(value: Any) -> list[Any]:
     """Values of all ranks in order, on each rank. They are pickled, so pass plain values and tensors."""
     if not several():
         return [value]
-    gathered: list[Any] = [None] * world_size()
-    distributed.all_gather_object(gathered, value, host_group())
+    return exchange(value, host_group())
+
+
+def exchange(value: Any, on: Any) -> list[Any]:
+    """Values of all ranks of a group that reduces CPU tensors, in order, on each of them."""
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [int(size) for size in gather_tensors(torch.tensor([len(data)]), on)]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(data)] = data
+    return [
+        pickle.loads(received[:size].numpy().tobytes())
+        for received, size in zip(gather_tensors(padded, on), sizes, strict=True)
+    ]
+
+
+def gather_tensors(values: Tensor, on: Any, limit: float = math.inf) -> list[Tensor]:
+    """Tensors of all ranks of a group, in order, which have the same shape and dtype on each."""
+    gathered = [torch.empty_like(values) for _ in range(distributed.get_world_size(on))]
+    waiting.wait(distributed.all_gather(gathered, values, on, async_op=True), on, limit)
     return gathered
 
 

@@ -6,6 +6,7 @@ If a version of torch moves one of them, only this file changes. Private names t
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -41,6 +42,9 @@ rebuild_buckets: Callable[[Any], None] = operator.methodcaller("_rebuild_buckets
 shutdown_workers: Callable[[Any], None] = operator.methodcaller("_shutdown_workers")
 init_group: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_init_group")
 
+# Of a process group: its number of calls so far.
+calls_of: Callable[[Any], int] = operator.methodcaller("_get_sequence_number_for_group")
+
 # One kernel for many tensors.
 foreach_add_ = torch._foreach_add_
 foreach_clamp_max_ = torch._foreach_clamp_max_
@@ -59,6 +63,17 @@ amp_update_scale_ = torch._amp_update_scale_
 def with_gradient_hooks(params: Iterable[Tensor]) -> list[Tensor]:
     """Parameters for which the user has registered a function that torch calls with the gradient."""
     return [param for param in params if param._backward_hooks or param._post_accumulate_grad_hooks]
+
+
+def default_store() -> Any:
+    """Store through which the processes have found each other."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def timeout_of(group: Any) -> float:
+    """Seconds after which a process group gives up a call."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return math.inf if options is None else float(options._timeout.total_seconds())
 
 
 def thread_value(key: str) -> Any:

@@ -20,13 +20,14 @@ from typing import Any, Literal
 from looplib._core import ownership as _donation
 from looplib._core.checks import check, check_type, few
 from looplib._core.collective import Together, together
+from looplib._core.ranks import is_alone
 from looplib._core.trees import paired
 from looplib.checkpoint._background import BackgroundWriter
 from looplib.checkpoint._describe import Checkpoint, Checkpoints, counts_of, trees_of
 from looplib.checkpoint._directory import Entry, Lock, new_entry, put, put_aside, remove
 from looplib.checkpoint._format import DamagedCheckpointError
 from looplib.checkpoint._format_write import Parts
-from looplib.checkpoint._listing import Listing
+from looplib.checkpoint._listing import Listing, changed_since
 from looplib.checkpoint._policy import Policy
 from looplib.checkpoint._restore import Selection, load
 from looplib.checkpoint._settings import Settings
@@ -61,8 +62,8 @@ def checkpoint_io(
     A checkpoint is complete or it does not exist, because it is written under a temporary name, synced and then
     renamed. A checkpoint is kept as long as at least one policy asks for it; the latest and the best are always kept.
 
-    **Several processes.** Under torchrun, all ranks make the same calls. The first rank applies the policies, chooses
-    checkpoints, and writes states that all ranks hold completely, as with DDP (with its own buffers and metrics, if
+    **Several processes.** Under torchrun, all ranks call `save` and `restore`. The first rank applies the policies,
+    chooses checkpoints, and writes states that all ranks hold completely, as with DDP (with its own buffers and metrics, if
     they differ). If a state has DTensors, as made by FSDP2's `fully_shard` and tensor-parallel plans, each rank
     writes its shards, and the checkpoint exists once all of them are on disk. All ranks must see the same directory.
     An error on one rank is raised on all, with the rank in the message, and `save` and `wait` return when the
@@ -122,7 +123,8 @@ class CheckpointIO:
     its fields has none (`TrainState(...)`, `dataclasses.replace(state)`, `tree_map` over a state), and other loaders
     are not known: use `describe` for those.
 
-    On several ranks, all of them call each of these methods. `checkpoint_io` constructs it from a `folder`, a
+    On several ranks, all of them call `save`, `restore` and `delete`; `restore` verifies that they read the same
+    checkpoint. `steps`, `latest` and `best` read the folder, on any rank. `checkpoint_io` constructs it from a `folder`, a
     `policy`, the `asynchronous` flag and the `settings` of the run.
     """
 
@@ -130,7 +132,7 @@ class CheckpointIO:
         self._policy = policy
         self._settings = settings
         self._asynchronous = asynchronous
-        self._listing = Listing(folder)  # read only by the first rank
+        self._listing = Listing(folder)
         self._background = BackgroundWriter()
         self._lock: Lock | None = None
 
@@ -162,11 +164,16 @@ class CheckpointIO:
         check_state(state, "ckpt.save(state)")
         self.wait()
         ranks = together()
+        ranks.meet()
         copied = self._asynchronous and _donation.written_in_place(state)
 
         def taken_apart() -> tuple[Parts, dict[str, Any]]:
             about = self._about(state, metrics)
             parts = Parts(trees_of(state))
+            if parts.sharded and is_alone():
+                raise ValueError(
+                    "the state is sharded, and this rank holds a part of it: save it on all ranks together"
+                )
             # DTensors are always copied: nearly all come from donated steps, which FSDP2 requires.
             if self._asynchronous and (parts.sharded or (copied and ranks.first)):
                 parts.copy()
@@ -229,6 +236,9 @@ class CheckpointIO:
         check_state(state, "ckpt.restore(state)")
         self.wait()
         ranks = together()
+        ranks.meet()
+        if len(requests := set(ranks.gather(which))) > 1:
+            raise ValueError(f"the ranks ask for different checkpoints: {', '.join(sorted(map(repr, requests)))}")
         selected = Selection(weights_only, names)
         while (chosen := ranks.on_first(lambda: self._listing.choose(which, self._policy))) is not None:
             path, stamp = chosen
@@ -240,28 +250,39 @@ class CheckpointIO:
                         raise
                     warnings.warn(f"{error}; going back to the checkpoint before it", stacklevel=2)
                 continue
-            if len(set(ranks.gather(loaded.checksum))) == 1:  # otherwise it was replaced while the ranks were reading
+            if len(set(digests := ranks.gather(loaded.checksum))) == 1:
                 if loaded.warning and ranks.first:
                     warnings.warn(loaded.warning, stacklevel=2)
                 return loaded.state()
+            # It was replaced while the ranks were reading, or they see different folders.
+            if not ranks.on_first(functools.partial(changed_since, path, stamp)):
+                read = ", ".join(f"{digest:08x} on rank {rank}" for rank, digest in enumerate(digests))
+                raise ValueError(
+                    f"the ranks read different checkpoints at {path}, by the checksum of their manifests: {read}. Give "
+                    "checkpoint_io a directory that all hosts share"
+                )
         return state
 
     def steps(self) -> Checkpoints:
-        """List all checkpoints, oldest first. The list prints as a table."""
-        return together().on_first(self._listing.read)
+        """List all checkpoints, oldest first. The list prints as a table. It needs no other rank."""
+        return self._listing.read()
 
     def latest(self) -> Checkpoint | None:
-        """Return the latest complete checkpoint, or None."""
+        """Return the latest complete checkpoint, or None. It needs no other rank."""
         return checkpoints[-1] if (checkpoints := self.steps()) else None
 
     def best(self) -> Checkpoint | None:
-        """Return the best checkpoint by the monitored metric, or None. Raises ValueError without `monitor`."""
+        """Return the best checkpoint by the monitored metric, or None. It needs no other rank.
+
+        Raises ValueError without `monitor`.
+        """
         self._policy.check_monitors()
         return self._policy.best(self.steps())
 
     def delete(self, *, after: int) -> None:
         """Delete the checkpoints of steps later than `after`, to restart from there."""
         self.wait()
+        together().meet()
 
         def delete_later() -> None:
             for path in [checkpoint.path for checkpoint in self._locked_listing() if checkpoint.step > after]:

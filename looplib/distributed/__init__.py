@@ -9,6 +9,7 @@ from looplib.distributed._processes import (
     rank_zero_only,
     set_data_parallel_group,
     setup,
+    watch,
     world_size,
 )
 from looplib.distributed._reduce import reduce
@@ -23,5 +24,6 @@ __all__ = [
     "reduce",
     "set_data_parallel_group",
     "setup",
+    "watch",
     "world_size",
 ]

@@ -24,6 +24,8 @@ from torch import distributed
 
 from looplib._core import collective as _agreement
 from looplib._core import ranks as _ranks
+from looplib._core import waiting
+from looplib._core.checks import check_argument
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -109,7 +111,7 @@ def setup(
         get_error_handler().record_exception(error)
         raise
     _agreement.finish()
-    barrier()
+    _ranks.any_rank(False)
     _ranks.use(None)
     distributed.destroy_process_group()
     # A thread of gloo may still hold a tensor, and aborts the process if Python exits first.
@@ -196,17 +198,54 @@ def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
     >>> say("once")
     once
 
-    looplib's sinks and checkpoints already do this themselves. The rank is read at each call.
+    Wrap a sink for your tracker, or a validation that the first rank does alone, without the others:
+
+        log = ll.distributed.rank_zero_only(lambda state, values: mlflow.log_metrics(values, step=state.step))
+        validate = ll.distributed.rank_zero_only(lambda state: ll.evaluate(eval_step, state, batches, "eval/"))
+
+    During the call, looplib's functions act as in a single process and wait for no other rank: `evaluate` reads all
+    batches, `save` writes the state of this rank, and `reduce` returns its metrics. A model in DDP runs without sending
+    its buffers. looplib's own sinks write on the first rank alone without it. The rank is read at each call.
 
     Args:
-        function: a function without collective calls, which would wait for the other ranks.
+        function: a function without collective calls of torch, which would wait for the other ranks.
+
+    The function raises RuntimeError if it runs a model that is sharded by FSDP2, which needs all ranks.
     """
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return function(*args, **kwargs) if _ranks.is_first() else None
+        if not _ranks.is_first():
+            return None
+        with _ranks.alone():
+            return function(*args, **kwargs)
 
     return called
+
+
+def watch(seconds: float) -> None:
+    """Set the time after which a call that waits for other ranks is reported. The default is 30 seconds.
+
+    >>> import looplib as ll
+    >>> ll.distributed.watch(seconds=30)
+
+    Functions such as `evaluate`, `reduce`, `save` and a train step on several ranks wait until all ranks call them. If
+    one does not, each rank that waits warns after this time: in which function it is, at which line of your file, which
+    ranks have not come, and where those wait. The time-out of the process group (`setup(timeout=...)`, 30 minutes by
+    default with gloo) then raises RuntimeError with the same words. If the ranks call different functions, all of them
+    raise at once.
+
+    Watched are looplib's own calls, at no cost while they are not late. The calls that DDP and FSDP2 make in their
+    forward and backward passes are not, and neither are background saves.
+
+    Args:
+        seconds: the time, above 0. `math.inf` turns the reports off.
+
+    Raises:
+        ValueError: `seconds` is not above 0.
+    """
+    check_argument(seconds > 0, "seconds", seconds, "give a number of seconds above 0, or math.inf for no reports")
+    waiting.watch.report_after(seconds)
 
 
 def barrier() -> None:
@@ -215,7 +254,7 @@ def barrier() -> None:
     >>> import looplib as ll
     >>> ll.distributed.barrier()
     """
-    _ranks.any_rank(False)
+    _agreement.together().meet()
 
 
 def set_data_parallel_group(group: Any) -> None:

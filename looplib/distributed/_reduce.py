@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from looplib._core import ranks as _ranks
+from looplib._core.collective import together_with_data
 from looplib.metrics._mean import merge
 from looplib.types import Metric, Metrics
 
@@ -32,6 +33,7 @@ def reduce(metrics: Metrics) -> dict[str, Metric]:
     Raises:
         ValueError: the ranks' metrics have different names.
     """
+    together_with_data().meet()
     return merged(metrics, metrics) or {}
 
 

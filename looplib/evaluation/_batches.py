@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from looplib._core.checks import are_columns, check_optional_count, named
-from looplib._core.ranks import any_rank, is_first, rank, world_size
+from looplib._core.collective import together_with_data
+from looplib._core.ranks import alone, any_rank, is_first, is_sharded, rank, several, world_size
 from looplib.types import TrainState
 
 T = TypeVar("T")
@@ -39,6 +41,19 @@ class Reading(NamedTuple):
     divide: bool = True
     start: int = 0
     check: Callable[[int, Any], None] | None = None
+
+
+def ranks_of(reading: Reading, state: TrainState) -> Callable[[], AbstractContextManager[None]]:
+    """Context in which to read and evaluate batches: all ranks have come here, or this one acts alone."""
+    if reading.divide or _needs_all(state):
+        together_with_data().meet()
+        return nullcontext
+    return alone
+
+
+def _needs_all(state: TrainState) -> bool:
+    """True if FSDP2 has sharded the parameters, and gathers them on all ranks in each forward pass."""
+    return several() and any(map(is_sharded, state.params.values()))
 
 
 def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
@@ -104,9 +119,18 @@ def _shares(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     start = state.replace(epoch=0, batch=first, epoch_length=None)
     if divides_rows(reading):
         return islice(_after(batches.parts(start), first, reading, _batch_of_share), reading.limit)
-    every = iter(batches(start) if callable(batches) else batches)
+    with nullcontext() if reading.divide else alone():  # a loader divides its batches among the ranks it finds here
+        every = _undivided(batches, start)
     rest = islice(_after(every, first, reading), reading.limit)
-    return _in_turn(rest, rank(), world_size()) if reading.divide else _together(rest)
+    if reading.divide:
+        return _in_turn(rest, rank(), world_size())
+    return _together(rest) if _needs_all(state) else ((batch, True) for batch in rest)
+
+
+def _undivided(batches: Any, start: TrainState) -> Iterator[Any]:
+    if hasattr(batches, "parts") and hasattr(batches, "divide"):
+        return (batch for batch, _ in batches.parts(start))
+    return iter(batches(start) if callable(batches) else batches)
 
 
 def _batch_of_share(share: tuple[Any, bool]) -> Any:
@@ -155,12 +179,13 @@ def _in_turn(batches: Iterator[Any], rank: int, ranks: int) -> Iterator[tuple[An
 
 
 def _together(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """For ranks with their own batches: a rank that runs out repeats its last batch until all have finished."""
+    """For ranks with their own batches and a sharded model: one that runs out repeats its last batch until all end."""
     last: Any = _END
     while any_rank((batch := next(batches, _END)) is not _END):
         if batch is _END and last is _END:
             raise ValueError(
-                f"rank {rank()} has no batch at all, and others have: with divide=False give each rank at least one"
+                f"rank {rank()} has no batch at all, and others have: with divide=False give each rank at least one "
+                "(FSDP2 gathers the shards of all ranks in each forward pass)"
             )
         last = last if batch is _END else batch
         yield last, batch is not _END

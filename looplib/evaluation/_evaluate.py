@@ -19,7 +19,7 @@ from looplib._core.ranks import gather
 from looplib._core.torch_private import pytree
 from looplib._core.trees import batch_size
 from looplib.distributed._reduce import merged
-from looplib.evaluation._batches import Reading, read
+from looplib.evaluation._batches import Reading, ranks_of, read
 from looplib.metrics._mean import Mean, compute, merge
 from looplib.types import Metric, Metrics, TrainState
 
@@ -57,7 +57,11 @@ def evaluate(
     On several ranks, all ranks call this, each sample counts once, and all get the same values. A looplib loader
     divides each batch among the ranks; with any other iterable, the ranks take turns. A rank that runs out repeats a
     batch, which does not count, since a forward pass may need all ranks. Records are merged as by
-    `ll.distributed.reduce`.
+    `ll.distributed.reduce`. With `divide=False`, a rank evaluates all batches by itself, so a validation on the first
+    rank alone is
+
+        if ll.distributed.is_rank_zero():
+            scores = ll.evaluate(eval_step, state, batches, divide=False)
 
     To get the records themselves, such as a confusion matrix to draw, use `measure`.
 
@@ -72,8 +76,12 @@ def evaluate(
         rates: if True, add `samples_per_second`, `steps_per_second` and `seconds`. They depend on the machine, so a
             log that contains them is not reproduced by a resumed run.
         tokens: function that counts the tokens in a batch, to add `tokens_per_second` as well.
-        divide: if True, several ranks divide the given batches, which must be the same on each. Pass False if each
-            rank already has its own.
+        divide: if True, several ranks divide the given batches, which must be the same on each. If False, this rank
+            evaluates all batches it is given and waits for no other: the result is its own. For ranks that have
+            different batches, merge their records:
+            `ll.compute(ll.distributed.reduce(ll.evaluation.measure(eval_step, state, batches, divide=False)))`. Only a
+            model sharded by FSDP2 needs all ranks in each pass, so all of them must then make the call; the result is
+            still this rank's own.
 
     Raises:
         ValueError: there are no batches; batches have different metric names; a set has no `eval_step`; or a single
@@ -95,7 +103,7 @@ def evaluate(
     if isinstance(eval_step, Mapping):
         raise ValueError(f"eval_step has {', '.join(eval_step)}, and the batches no names: give a dict of sets too")
 
-    counter = _Counter(tokens) if rates or tokens else None
+    counter = _Counter(tokens, divide) if rates or tokens else None
     title = f"{prefix.strip('/') or 'evaluation'}" if progress else None
     with restored(torch.default_generator):
         records = _measured("evaluate", eval_step, state, Reading(batches, limit, title, divide), counter)
@@ -106,7 +114,8 @@ def evaluate(
 class _Counter:
     """Counter of batches, samples, tokens, and seconds since its creation."""
 
-    def __init__(self, tokens: Callable[[Any], int] | None) -> None:
+    def __init__(self, tokens: Callable[[Any], int] | None, divide: bool) -> None:
+        self._divide = divide
         self._began = time.perf_counter()
         self._tokens = tokens
         self._counts = {"samples": 0, "steps": 0} | ({"tokens": 0} if tokens else {})
@@ -118,8 +127,9 @@ class _Counter:
             self._counts["tokens"] += self._tokens(batch)
 
     def rates(self, prefix: str) -> dict[str, float]:
-        """Rates of all ranks together: their total counts over the longest time."""
-        ranks = gather((time.perf_counter() - self._began, self._counts))
+        """Rates of all ranks that divide the batches: their total counts over the longest time."""
+        own = time.perf_counter() - self._began, self._counts
+        ranks = gather(own) if self._divide else [own]
         seconds = max(taken for taken, _ in ranks)
         totals = {name: sum(counts[name] for _, counts in ranks) for name in self._counts}
         values = {f"{prefix}{name}_per_second": total / seconds for name, total in totals.items()}
@@ -179,13 +189,15 @@ def _measured(
     eval_step = checked(eval_step, function, "eval_step")
     metrics: Metrics | None = None
     held: list[tuple[int, Metrics]] = []
-    for batch, counts in read(reading, state):
-        metrics = eval_step(state, batch)
-        if counts:
-            _hold(held, metrics)
-            if counter is not None:
-                counter.add(batch)
-    records = merged(merge(*[part for _, part in held]) if held else None, metrics)
+    with ranks_of(reading, state)():
+        for batch, counts in read(reading, state):
+            metrics = eval_step(state, batch)
+            if counts:
+                _hold(held, metrics)
+                if counter is not None:
+                    counter.add(batch)
+    own = merge(*[part for _, part in held]) if held else None
+    records = merged(own, metrics) if reading.divide else own
     if records is None:
         raise ValueError(
             f"{function} got no batches: the iterable is empty, or a generator that was used up; give a list, a "

@@ -14,7 +14,7 @@ from looplib._core.checks import check
 from looplib._core.kinds import checked
 from looplib._core.ranks import gather, several
 from looplib._core.trees import batch_size
-from looplib.evaluation._batches import Reading, divides_rows, read
+from looplib.evaluation._batches import Reading, divides_rows, ranks_of, read
 from looplib.evaluation._evaluate import check_order
 from looplib.evaluation._oom import end_to_end
 from looplib.types import TrainState
@@ -53,7 +53,8 @@ def predict(
         start: index of the first batch. A looplib loader does not read the earlier ones.
         limit: number of batches.
         progress: if True, show a progress bar, removed when done.
-        divide: as for `evaluate` on several ranks. With False, each rank gets the outputs of its own batches.
+        divide: as for `evaluate` on several ranks. With False, this rank gets the outputs of its own batches, and waits
+            for no other rank.
         device: device to move the outputs to; None leaves them where they are.
 
     Raises:
@@ -78,12 +79,17 @@ def predicted(
 
     by_rows = divides_rows(reading)
     size_of = batch_size if by_rows else samples_of
-    gathered = reading.divide and several()
-    for batch, counts in _in_own_stream(lambda: read(reading, state)):
-        output = predict_step(state, batch)
-        parts = [(size_of(batch), output)] if counts else []
+    gathered, context = reading.divide and several(), ranks_of(reading, state)
+    batches = _in_own_stream(lambda: read(reading, state))
+    while True:
+        with context():
+            if (share := next(batches, None)) is None:
+                return
+            output = predict_step(state, share[0])
+        parts = [(size_of(share[0]), output)] if share[1] else []
         if gathered:
             parts = _of_all_ranks(parts, by_rows)
+        del share, output
         for size, part in parts:
             yield size, trees.map_tensors(lambda tensor: tensor.to(device), part)
 

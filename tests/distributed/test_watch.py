@@ -1,0 +1,153 @@
+"""Ranks that do not come: each collective call is named, with the user's line and the ranks that are missing."""
+
+import re
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import launch
+from torch.nn.parallel import DistributedDataParallel
+
+import looplib as ll
+
+
+def parts(model):
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    eval_step = ll.make_eval_step(model, lambda model, x: {"loss": model(x).square().mean()})
+    predict_step = ll.make_predict_step(model, lambda model, x: model(x))
+    return step, eval_step, predict_step, ll.init_state(model, optimizer)
+
+
+def fails(call):
+    """The warning and the error of a call for which no other rank comes."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        began = time.monotonic()
+        with pytest.raises(RuntimeError) as error:
+            call()
+    assert time.monotonic() - began < 20
+    return [str(one.message) for one in said if one.category is RuntimeWarning], str(error.value), said
+
+
+def one_rank_alone(name, folder):
+    rank, batches = int(torch.distributed.get_rank()), list(torch.ones(8, 2).split(2))
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+    step, eval_step, predict_step, state = parts(model)
+    ckpt = ll.checkpoint_io(folder)
+    calls = {
+        "evaluate": lambda: ll.evaluate(eval_step, state, batches),
+        "predict": lambda: list(ll.predict(predict_step, state, batches)),
+        "CheckpointIO.save": lambda: ckpt.save(state),
+        "CheckpointIO.restore": lambda: ckpt.restore(state),
+        "reduce": lambda: ll.distributed.reduce({"loss": ll.Mean(1.0, 1)}),
+        "barrier": ll.distributed.barrier,
+        "after_seconds": lambda: ll.predicates.after_seconds(100)(state),
+        "train_step": lambda: step(state, batches[0]),
+    }
+    if rank == 0:
+        said, error, warned = fails(calls[name])
+        words = rf"rank 0 has waited [\d.]+ s in {re.escape(name)}, called at {re.escape(__file__)}:\d+\. Rank 1 has not come"
+        assert len(said) == 1, said
+        assert re.search(words, said[0]), said
+        assert re.search(words, error), error
+        assert {one.filename for one in warned if str(one.message) == said[0]} == {__file__}
+    else:
+        time.sleep(3)
+
+
+def waiting(name, folder):
+    ll.distributed.watch(seconds=0.3)
+    with ll.distributed.setup(timeout=2):
+        one_rank_alone(name, folder)
+        torch.distributed.destroy_process_group()  # broken by now
+        raise SystemExit
+
+
+NAMES = ["evaluate", "CheckpointIO.save", "train_step", "reduce", "predict", "CheckpointIO.restore", "barrier"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "after_seconds"])
+def test_a_call_to_which_one_rank_does_not_come_is_named_with_its_line_and_that_rank(tmp_path, name):
+    launch(2, waiting, name, str(tmp_path))
+
+
+def raised(call, kind):
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
+def in_different_functions(folder):
+    ll.distributed.watch(seconds=60)
+    with ll.distributed.setup(timeout=60):
+        rank = ll.distributed.rank()
+        _, eval_step, _, state = parts(torch.nn.Linear(2, 2))
+        ckpt = ll.checkpoint_io(folder)
+        calls = [lambda: ckpt.save(state), lambda: ll.evaluate(eval_step, state, [torch.ones(1, 2)])]
+        found = raised(calls[rank], RuntimeError)
+        for place, name in enumerate(["CheckpointIO.save", "evaluate"]):
+            assert re.search(rf"rank {place}: {name}, called at {re.escape(__file__)}:\d+", found), found
+
+        # The ranks are together again.
+        path = ckpt.save(state)
+        ckpt.save(state.replace(step=1))
+        assert path.name == "step-00000000"
+        found = raised(lambda: ckpt.restore(state, rank), ValueError)
+        assert found == "the ranks ask for different checkpoints: 0, 1"
+
+        # As on two hosts that do not share the folder: the same path holds another checkpoint on rank 1.
+        other = ll.checkpoint_io(f"{folder}-other").save(state.replace(step=1), {"loss": 1.0}) / "manifest.json"
+        read_bytes = Path.read_bytes
+        Path.read_bytes = lambda path: read_bytes(other if rank and path.name == other.name else path)
+        found = raised(lambda: ckpt.restore(state), ValueError)
+        assert re.search(r"different checkpoints at .*step-00000001, .* \w{8} on rank 0, \w{8} on", found), found
+
+
+def test_ranks_in_different_functions_raise_at_once_on_all_ranks(tmp_path):
+    launch(2, in_different_functions, str(tmp_path))
+
+
+def first_rank_alone(folder):
+    ll.distributed.watch(seconds=0.2)
+    with warnings.catch_warnings(), ll.distributed.setup(timeout=20):
+        warnings.simplefilter("error")  # nothing waits
+        rank = ll.distributed.rank()
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+        step, eval_step, predict_step, state = parts(model)
+        data = torch.randn(9, 2)
+        loader = ll.make_loader(data, batch_size=4, order=ll.data.in_order())
+        ckpt = ll.checkpoint_io(folder, keep_best=1, monitor="eval/loss")
+        ckpt.save(state, {"eval/loss": 1.0})
+        expected = ll.evaluate(eval_step, state, loader)
+        tracker = []
+        log = ll.distributed.rank_zero_only(lambda state, values: tracker.append(values))
+        validate = ll.distributed.rank_zero_only(lambda: ll.evaluate(eval_step, state, loader))
+        if rank == 0:
+            assert ckpt.latest().step == ckpt.best().step == len(ckpt.steps()) - 1 == 0
+            for batches in (loader, list(data.split(3)), iter(data.split(2))):
+                found = ll.evaluate(eval_step, state, batches, divide=False)
+                assert found == pytest.approx(expected, rel=1e-6)
+            outputs = torch.cat(list(ll.predict(predict_step, state, loader, divide=False)))
+            assert outputs.shape == (9, 2)
+            assert ll.evaluate(eval_step, state, loader, rates=True, divide=False).keys() > expected.keys()
+        assert validate() == (pytest.approx(expected, rel=1e-6) if rank == 0 else None)
+        ll.distributed.rank_zero_only(ckpt.save)(state.replace(step=state.step + 1), {"eval/loss": 2.0})
+        log(state, expected)
+        assert len(tracker) == (rank == 0)
+        assert ll.distributed.world_size() == 2
+        for _ in range(2):  # DDP sends buffers again
+            state, _ = step(state, data[rank::2])
+        assert ll.evaluate(eval_step, state, loader).keys() == expected.keys()
+        mean = ll.compute(
+            ll.distributed.reduce(ll.evaluation.measure(eval_step, state, [data[rank::2]], divide=False))
+        )
+        assert mean.keys() == expected.keys()
+
+
+def test_reading_a_folder_and_a_validation_need_no_other_rank(tmp_path):
+    launch(2, first_rank_alone, str(tmp_path))
