@@ -215,7 +215,8 @@ def _total_and_weight(name: str, value: Any) -> tuple[Tensor, Tensor]:
         raise TypeError(
             f"{name!r} is a {type(value).__name__}; with per-sample gradients give a scalar or a Mean(total, weight)"
         )
-    return torch.as_tensor(mean.total).reshape(()) * mean.times, torch.as_tensor(mean.weight).reshape(()) * mean.times
+    total = torch.as_tensor(mean.total).reshape(())
+    return total * mean.times, torch.as_tensor(mean.weight, device=total.device).reshape(()) * mean.times
 
 
 def _sum(values: Tensor) -> Tensor:

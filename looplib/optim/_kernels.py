@@ -148,7 +148,7 @@ def realigned(name: str, grad: Tensor, param: Tensor, state: dict[str, Any]) -> 
 
 
 def fused_adam(
-    values: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], one: Tensor
+    values: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], one: Tensor | int
 ) -> bool:
     """Run Adam's or AdamW's fused kernel in place, like the class. Returns False, unchanged, if it would be wrong."""
     lists = [params, grads, [*map(_exp_avg, states)], [*map(_exp_avg_sq, states)]]

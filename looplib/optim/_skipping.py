@@ -67,7 +67,7 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
     check_count("max_consecutive", max_consecutive, 0, "give how many skips in a row to accept, 0 or more")
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
-        zero = torch.zeros((), dtype=torch.int64)
+        zero = torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
         inner = optimizer.init(params, **extra)
         return {"inner_state": inner, "notfinite_count": zero, "total_notfinite": zero.clone()}
 

@@ -75,7 +75,7 @@ class Plan:
         self.moves = any(self.moving)
         nested = any(isinstance(value, dict) for state in states.values() for value in state.values())
         self.objects = self._rehearsed(params).objects if nested else {}
-        self.one = torch.ones((), device=next(iter(params.values())).device)
+        self.one = _one(params)
         self.idle: list[tuple[Any, dict[str, Any]]] = []
         self.give_back((made, own_attributes(made)))
 
@@ -126,6 +126,11 @@ def _step_of(recipe: Recipe) -> Any:
 def _alike(params: Params, members: Sequence[Sequence[str]]) -> bool:
     """True if the parameters of each group share one device and one dtype."""
     return all(len({(params[name].device, params[name].dtype) for name in names}) < 2 for names in members)
+
+
+def _one(params: Params) -> Tensor | int:
+    """The 1 that counts of updates increase by: as a tensor it is faster on a CPU, and other backends may read it."""
+    return torch.ones(()) if all(param.device.type == "cpu" for param in params.values()) else 1
 
 
 def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[str, Any]) -> Plan:

@@ -221,6 +221,7 @@ def _mapped(program: Program, count: int, stacked: int, varied: list[bool]) -> t
         pure = functionalize(program.graph, remove="mutations")
         one = make_fx(pure, mappable(), tracing_mode="fake")(*fakes(program.graph))
     _without_copies(one)
+    _with_numbers_moved(one)
     drawings = drawn_beforehand(one)
     inputs = [*((3, index) for index in range(len(drawings))), *program.inputs]
     dims = [
@@ -262,6 +263,18 @@ def _without_copies(graph: GraphModule) -> None:
         if copies and not any(user.op == "output" or "batch_norm" in str(user.target) for user in node.users):
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
+
+
+def _with_numbers_moved(graph: GraphModule) -> None:
+    """Move numbers on the CPU to the device that uses them, which takes one of them from there, but not a stack."""
+    for node in list(graph.graph.nodes):
+        near = [one for one in node.all_input_nodes if isinstance(one.meta.get("val"), Tensor)]
+        for device in {one.meta["val"].device for one in near} - {torch.device("cpu")}:
+            for one in near:
+                if node.op == "call_function" and one.meta["val"].device.type == "cpu":
+                    with graph.graph.inserting_before(node):
+                        moved = graph.graph.call_function(torch.ops.aten._to_copy.default, (one,), {"device": device})
+                    node.replace_input_with(one, moved)
 
 
 def _of_all(count: int, out: Outcome) -> Outcome:

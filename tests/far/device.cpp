@@ -12,6 +12,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/library.h>
 
 #include <deque>
@@ -19,6 +20,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <thread>
 
 namespace {
 
@@ -486,12 +488,28 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return {input.clone(), noise.fill_(1).to(c10::kBool)};
 }
 
+// autograd starts a thread for each device before the first backward pass of a process, which is long past when a test
+// asks for this device: start those that are missing.
+struct Engine : torch::autograd::Engine {
+  static constexpr auto queues = &Engine::device_ready_queues_;
+};
+
+void start_threads() {
+  auto& engine = torch::autograd::Engine::get_default_engine();
+  auto& ready = engine.*Engine::queues;
+  for (auto index = static_cast<int>(ready.size()); index < COUNT; index++) {
+    ready.push_back(std::make_shared<torch::autograd::ReadyQueue>());
+    std::thread([&engine, index, mine = ready.back()] { engine.thread_init(index, mine); }).detach();
+  }
+}
+
 c10::impl::DeviceGuardImplRegistrar guard(FAR, new Guard());
 
 }  // namespace
 
 TORCH_LIBRARY(far, m) {
   m.def("read(str what) -> ()");  // device.py implements it
+  m.def("start_threads() -> ()", &start_threads);
   m.def("set_available(bool value) -> ()", [](bool value) { available = value; });
   m.def("default_generator(int index) -> Generator?", [](int64_t index) { return std::optional<at::Generator>(default_generator(index)); });
   m.def("is_available() -> bool", []() { return available; });
@@ -526,4 +544,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   KERNEL_PRIVATEUSEONE(conv2d, lower_precision_fp)
   KERNEL_PRIVATEUSEONE(scaled_dot_product_attention, lower_precision_fp)
   KERNEL_PRIVATEUSEONE(mse_loss, fp32)
+  KERNEL_PRIVATEUSEONE(cross_entropy_loss, fp32)
+  KERNEL_PRIVATEUSEONE(nll_loss, fp32)
+  KERNEL_PRIVATEUSEONE(nll_loss2d, fp32)
 }

@@ -95,7 +95,9 @@ def _line() -> str:
 
 @cache
 def _load() -> None:
+    torch.ones(1, requires_grad=True).sum().backward()  # autograd counts the devices, before there is one more
     torch.ops.load_library(str(_compiled()))
+    torch.ops.far.start_threads()
     library = torch.library.Library("far", "IMPL")
     library.impl("read", _note, "CompositeExplicitAutograd")
     _load.library = library  # it unregisters what it holds when it is collected
@@ -125,6 +127,7 @@ def _module() -> types.ModuleType:
     module = types.ModuleType("torch.far")
     module.device = device
     module.default_generators = generators
+    module._initialized = True
     module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module._lazy_init = lambda: None

@@ -1,0 +1,787 @@
+"""One case for each public name that computes with tensors: a function of a device, whose result has the same bits on
+each. `test_cases.py` runs them on the CPU and on the far device, and looks for names that have neither a case nor a
+reason in `EXCEPTIONS`.
+"""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import torch
+import torchmetrics
+from torch.nn import functional as F
+
+import looplib as ll
+
+CASES = {}
+
+
+def case(*names):
+    """Register a case under the names that it shows."""
+
+    def register(function):
+        for name in names:
+            CASES[name] = function
+        return function
+
+    return register
+
+
+# What the cases train.
+
+ADAMW = ll.optimizer(torch.optim.AdamW, lr=0.01)
+SGD = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def classifier(device, dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = (
+        torch.nn.Linear(4, 8),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.ReLU(),
+        torch.nn.Dropout(0.5),
+        torch.nn.Linear(8, 3),
+    )
+    return torch.nn.Sequential(*layers).to(device, dtype)
+
+
+def plain(device):
+    """Without BatchNorm, for what computes the gradient of each sample, or of stacked ones in another order."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(device)
+
+
+def dropping(device):
+    model = plain(device)
+    model[1] = torch.nn.Dropout(0.5)
+    return model
+
+
+def language_model(device):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8)).to(device)
+
+
+@functools.cache
+def samples(count=24):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 4, generator=generator), torch.randint(0, 3, (count,), generator=generator)
+
+
+def data(device, count=24):
+    return tuple(column.to(device) for column in samples(count))
+
+
+def batches(device, size=8):
+    x, y = data(device)
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def tokens(device):
+    return torch.randint(0, 8, (4, 6), generator=torch.Generator().manual_seed(2)).to(device)
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def metric_fn(model, batch):
+    return {"accuracy": ll.accuracy(model(batch[0]), batch[1]), "loss": loss_fn(model, batch)}
+
+
+def started(device, optimizer=ADAMW, make=classifier, **options):
+    model = make(device)
+    return model, ll.init_state(model, optimizer, **options)
+
+
+def train(
+    device, grads=lambda grad_fn: grad_fn, optimizer=ADAMW, loss=loss_fn, make=classifier, donate=False, of=batches
+):
+    """A short run: the last state and the metrics of the last step."""
+    model, state = started(device, optimizer, make)
+    step = ll.make_train_step(grads(ll.make_grad_fn(model, loss)), optimizer, donate=donate)
+    for batch in of(device):
+        state, metrics = step(state, batch)
+    return state, ll.compute(metrics)
+
+
+def per_sample(device, wrap):
+    model, state = started(device, make=plain)
+    return wrap(ll.contrib.make_per_sample_grad_fn(model, loss_fn))(state, data(device))
+
+
+def scores(device):
+    generator = torch.Generator().manual_seed(3)
+    score = torch.rand(32, generator=generator)
+    label = (torch.rand(32, generator=generator) < score).float()
+    return score.to(device), label.to(device), torch.rand(32, generator=generator).to(device)
+
+
+def in_folder(function):
+    """A case that gets a folder as well."""
+
+    @functools.wraps(function)
+    def with_folder(device):
+        with tempfile.TemporaryDirectory() as folder:
+            return function(device, Path(folder))
+
+    return with_folder
+
+
+# Steps, gradients and states.
+
+
+@case("gradients.make_grad_fn", "state.init_state")
+def _(device):
+    model, state = started(device)
+    return ll.make_grad_fn(model, loss_fn)(state, data(device)), state
+
+
+@case("steps.make_train_step")
+def _(device):
+    return (
+        train(device),
+        train(device, donate=True),
+        train(device, optimizer=SGD),
+        train(device, optimizer=SGD, donate=True),
+    )
+
+
+@case("steps.make_eval_step")
+def _(device):
+    model, state = started(device)
+    return ll.make_eval_step(model, metric_fn)(state, data(device))
+
+
+@case("steps.make_predict_step")
+def _(device):
+    model, state = started(device)
+    return ll.make_predict_step(model, lambda model, batch: model(batch[0]))(state, data(device))
+
+
+@case("state.bind", "state.copy_state", "state.end_epoch")
+def _(device):
+    model, state = started(device)
+    kept = ll.copy_state(state)
+    torch.nn.init.zeros_(model[0].weight)
+    bound = ll.bind(model, kept.replace(batch=3))
+    return ll.end_epoch(bound), model[0].weight
+
+
+@case("state.cast")
+def _(device):
+    return ll.state.cast(started(device)[1], torch.bfloat16)
+
+
+# Gradients.
+
+
+@case("grads.accumulate")
+def _(device):
+    return [
+        train(device, lambda g: ll.accumulate(g, 3), donate=True),
+        train(
+            device,
+            lambda g: ll.accumulate(g, size=2, dtype=torch.float32),
+            ll.optim.master_weights(ADAMW),
+            make=half,
+            loss=half_loss,
+        ),
+    ]
+
+
+def half(device):
+    return classifier(device, torch.bfloat16)
+
+
+def half_loss(model, batch):
+    return F.cross_entropy(model(batch[0].bfloat16()), batch[1])
+
+
+@case("grads.clip_by_global_norm")
+def _(device):
+    return train(device, lambda g: ll.clip_by_global_norm(g, 0.1)), train(
+        device, lambda g: ll.clip_by_global_norm(g, 0.1, 1)
+    )
+
+
+@case("grads.clip_by_value")
+def _(device):
+    return train(device, lambda g: ll.grads.clip_by_value(g, 0.01))
+
+
+@case("grads.global_norm")
+def _(device):
+    return ll.grads.global_norm(started(device)[1].params.values())
+
+
+@case("grads.reduce_gradients")
+def _(device):
+    return train(device, lambda g: ll.grads.reduce_gradients(ll.accumulate(g, 2)))
+
+
+@case("grads.retry_on_oom")
+def _(device):
+    failing = [True]
+
+    def loss(model, batch):
+        if len(batch[0]) > 4 and failing:
+            failing.clear()
+            raise torch.OutOfMemoryError("out of memory")
+        return loss_fn(model, batch)
+
+    with no_warnings():
+        return train(device, ll.grads.retry_on_oom, loss=loss)
+
+
+@case("grads.scale_loss", "optim.dynamic_loss_scale")
+def _(device):
+    optimizer = ll.optim.dynamic_loss_scale(ADAMW, 2.0**127, growth_interval=2)  # the first step overflows
+    return train(device, ll.grads.scale_loss, optimizer), train(device, ll.grads.scale_loss, optimizer, donate=True)
+
+
+@case("grads.wrapper")
+def _(device):
+    def halved(grad_fn):
+        @ll.grads.wrapper(grad_fn)
+        def halved_grad_fn(state, batch, part=ll.types.Part()):  # noqa: B008
+            out = grad_fn(state, batch, part)
+            return out._replace(grads={name: grad / 2 for name, grad in out.grads.items()})
+
+        return halved_grad_fn
+
+    return train(device, halved)
+
+
+# Losses.
+
+
+@case("losses.autocast")
+def _(device):
+    return train(device, loss=ll.autocast(loss_fn)), train(device, loss=ll.autocast(loss_fn), donate=True)
+
+
+@case("losses.next_token_loss", "metrics.perplexity")
+def _(device):
+    def loss(model, batch):
+        return ll.next_token_loss(model(batch), batch)
+
+    def of_head(model, batch):
+        return ll.next_token_loss(model[0](batch), batch, head=model[1], z_loss=1e-4)
+
+    runs = [
+        train(device, loss=one, make=language_model, of=lambda device: [tokens(device)] * 2)
+        for one in (loss, of_head)
+    ]
+    return runs, ll.metrics.perplexity(loss(language_model(device), tokens(device))).compute()
+
+
+@case("losses.recompute")
+def _(device):
+    return train(device, loss=ll.losses.recompute(loss_fn, (torch.nn.Linear, torch.nn.Dropout)))
+
+
+# Optimizers.
+
+
+@case("optim.optimizer")
+def _(device):
+    classes = [
+        (torch.optim.SGD, {}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.AdamW, {"foreach": False}),
+        (torch.optim.RMSprop, {"momentum": 0.5}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.Adadelta, {}),
+        (torch.optim.Adamax, {}),
+        (torch.optim.NAdam, {"foreach": True}),  # torch's default there, and not on the CPU
+        (torch.optim.RAdam, {"foreach": True}),
+        (torch.optim.ASGD, {"foreach": True}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.LBFGS, {"max_iter": 3}),
+    ]
+    optimizers = [
+        ll.optimizer(cls, lr=lr, **options)
+        for cls, options in classes
+        for lr in (0.01, lambda step: 0.1 / (1 + step))
+    ]
+    return [train(device, optimizer=optimizer, donate=donate) for optimizer in optimizers for donate in (False, True)]
+
+
+@case("optim.apply_if_finite", "optim.NonFiniteGradientsError")
+def _(device):
+    optimizer = ll.optim.apply_if_finite(ADAMW, 1)
+    runs = [train(device, optimizer=optimizer, donate=donate, of=with_infinity) for donate in (False, True)]
+    try:
+        train(device, optimizer=optimizer, of=lambda device: with_infinity(device)[1:2] * 3)
+    except ll.optim.NonFiniteGradientsError as error:
+        return runs, str(error)
+
+
+def with_infinity(device):
+    first, (x, y), third = batches(device)
+    return first, (x / 0, y), third
+
+
+@case("optim.skip_spikes")
+def _(device):
+    optimizer = ll.optim.skip_spikes(ADAMW, window=4, sigmas=2.0)
+    return [train(device, optimizer=optimizer, donate=donate, of=with_spike) for donate in (False, True)]
+
+
+def with_spike(device):
+    first, (x, y), third = batches(device)
+    return first, third, (x, y), first, (x * 1000, y), (x / 0, y), third
+
+
+@case("optim.ema", "optim.ema_warmup", "optim.eval_state")
+def _(device):
+    runs = []
+    for optimizer in (
+        ll.ema(ADAMW, 0.9),
+        ll.ema(ADAMW, ll.optim.ema_warmup(0.9), buffers=True, every=2),
+        ll.ema(ll.optim.apply_if_finite(SGD, 1), 0.5),
+    ):
+        for donate in (False, True):
+            state, metrics = train(device, optimizer=optimizer, donate=donate, of=with_infinity)
+            runs.append((ll.eval_state(optimizer, state), state, metrics))
+    return runs
+
+
+@case("optim.swa")
+def _(device):
+    optimizer = ll.optim.swa(ADAMW, start=1, buffers=True)
+    return [train(device, optimizer=optimizer, donate=donate) for donate in (False, True)]
+
+
+@case("optim.freeze")
+def _(device):
+    return train(device, optimizer=ll.optim.freeze(ADAMW, lambda name, step: name.startswith("0.") and step < 1))
+
+
+@case("optim.injected", "optim.hyperparameters", "optim.set_hyperparameters")
+def _(device):
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(0.01), weight_decay=ll.optim.injected(0.1))
+    state, metrics = train(device, optimizer=optimizer)
+    state = ll.optim.set_hyperparameters(state, lr=lambda lr: lr / 2)
+    return state, metrics, ll.optim.hyperparameters(optimizer, state)
+
+
+@case("optim.master_weights")
+def _(device):
+    optimizer = ll.optim.master_weights(ADAMW)
+    return [train(device, optimizer=optimizer, make=half, loss=half_loss, donate=donate) for donate in (False, True)]
+
+
+@case("optim.partition")
+def _(device):
+    optimizer = ll.optim.partition({"2": SGD, "1": ADAMW}, lambda name, tensor: str(tensor.ndim))
+    return [train(device, optimizer=optimizer, donate=donate) for donate in (False, True)]
+
+
+@case("optim.where")
+def _(device):
+    return ll.optim.where(torch.tensor(True, device=device), {"x": data(device)[0]}, {"x": data(device)[0] * 2})
+
+
+# Methods.
+
+
+@case("contrib.adaptive_grad_clip")
+def _(device):
+    return train(device, ll.contrib.adaptive_grad_clip)
+
+
+@case("contrib.make_per_sample_grad_fn")
+def _(device):
+    return per_sample(device, lambda grad_fn: grad_fn)
+
+
+@case("contrib.clip_per_sample", "contrib.add_noise")
+def _(device):
+    def private(grad_fn):
+        clipped = ll.accumulate(ll.contrib.clip_per_sample(grad_fn, max_norm=0.5), size=16)
+        return ll.contrib.add_noise(clipped, max_norm=0.5, noise_multiplier=1.1)
+
+    return per_sample(device, private)
+
+
+@case("contrib.gradient_noise_scale")
+def _(device):
+    return per_sample(device, ll.contrib.gradient_noise_scale)
+
+
+@case("contrib.find_lr", "contrib.LRCurve")
+def _(device):
+    model, state = started(device)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    curve = ll.contrib.find_lr(
+        grad_fn, lambda lr: ll.optimizer(torch.optim.AdamW, lr=lr), state, batches(device), steps=10
+    )
+    return curve.losses, curve.suggestion
+
+
+@case("contrib.lookahead")
+def _(device):
+    optimizer = ll.contrib.lookahead(SGD, sync_period=2)
+    return [train(device, optimizer=optimizer, donate=donate) for donate in (False, True)]
+
+
+@case("contrib.make_contrastive_grad_fn")
+def _(device):
+    model, state = started(device, make=plain)
+    grad_fn = ll.contrib.make_contrastive_grad_fn(
+        model,
+        lambda model, x: F.normalize(model(x)),
+        lambda out: F.cross_entropy(out @ out.T, torch.arange(len(out), device=out.device)),
+        microbatches=3,
+    )
+    return grad_fn(state, data(device)[0])
+
+
+@case("contrib.neftune")
+def _(device):
+    def loss(model, batch):
+        return ll.next_token_loss(model(batch), batch)
+
+    return train(device, loss=ll.contrib.neftune(loss, "0"), make=language_model, of=lambda device: [tokens(device)])
+
+
+@case("contrib.sam")
+def _(device):
+    return train(device, ll.contrib.sam), train(device, lambda g: ll.contrib.sam(g, adaptive=True), donate=True)
+
+
+# Metrics.
+
+
+@case("metrics.Mean", "metrics.merge", "metrics.compute", "metrics.Reading", "metrics.mae", "metrics.mse", "metrics.rmse",
+      "metrics.calibration", "metrics.AUC", "metrics.StreamingAUC", "metrics.R2")  # fmt: skip
+def _(device):
+    def of(score, label, weight):
+        auc = ll.metrics.StreamingAUC.of(score, label, bins=4)
+        return {
+            "mean": ll.Mean(score.sum(), weight.sum()),
+            "mae": ll.metrics.mae(score, label, weight),
+            "mse": ll.metrics.mse(score, label),
+            "rmse": ll.metrics.rmse(score, label, weight),
+            "calibration": ll.metrics.calibration(score, label, weight),
+            "auc": ll.metrics.AUC.of(score, label, weight),
+            "streaming": auc,
+            "error": ll.metrics.Reading(auc, ll.metrics.StreamingAUC.error),
+            "r2": ll.metrics.R2.of(score, label),
+        }
+
+    halves = zip(*(column.split(16) for column in scores(device)), strict=True)
+    merged = ll.merge(*(of(*half) for half in halves))
+    return merged, ll.compute(merged)
+
+
+@case("metrics.GroupedAUC")
+def _(device):
+    score, label, _ = scores(device)
+    record = ll.metrics.GroupedAUC.of(score, label, torch.arange(32, device=device) // 8)
+    return record, record.compute(), record.left_out(), record.number_of_groups()
+
+
+@case("metrics.accuracy", "metrics.ConfusionMatrix")
+def _(device):
+    model, (x, y) = plain(device), data(device)
+    matrix = ll.metrics.ConfusionMatrix.of(model(x).argmax(1), y, classes=3)
+    metrics = {"accuracy": ll.accuracy(model(x), y, top_k=2), "matrix": matrix}
+    return metrics, matrix.matrix, ll.compute(metrics), matrix.macro_f1()
+
+
+@case("metrics.Window")
+def _(device):
+    window = ll.Window()
+    for score in scores(device)[0]:
+        window = window.add({"loss": ll.Mean(score, 1)})
+    return ll.compute(window.metrics())
+
+
+@case("metrics.torchmetric", "metrics.TorchMetric")
+def _(device):
+    model, state = started(device, make=plain)
+    f1 = ll.metrics.torchmetric(torchmetrics.F1Score(task="multiclass", num_classes=3).to(device))
+    step = ll.make_eval_step(model, lambda model, batch: {"f1": f1.of(model(batch[0]), batch[1])})
+    return ll.evaluate(step, state, batches(device))
+
+
+# Evaluation and prediction.
+
+
+@case("evaluation.evaluate", "evaluation.measure")
+def _(device):
+    model, state = started(device)
+    step = ll.make_eval_step(model, metric_fn)
+    return ll.evaluate(step, state, batches(device)), ll.evaluation.measure(step, state, batches(device))
+
+
+def predict_fn(model, batch):
+    logits = model(batch[0])
+    return {"logits": logits, "class": logits.argmax(1)}
+
+
+@case("evaluation.predict")
+def _(device):
+    model, state = started(device)
+    return list(ll.predict(ll.make_predict_step(model, predict_fn), state, batches(device), device=device))
+
+
+@case("evaluation.predict_to", "evaluation.read_predictions")
+@in_folder
+def _(device, folder):
+    model, state = started(device)
+    path = ll.predict_to(folder / "out", ll.make_predict_step(model, predict_fn), state, batches(device))
+    return ll.evaluation.read_predictions(path)
+
+
+@case("evaluation.split_on_oom")
+def _(device):
+    model, state = started(device)
+
+    def metrics(model, batch):
+        if len(batch[0]) > 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return metric_fn(model, batch)
+
+    with no_warnings():
+        return ll.evaluate(ll.evaluation.split_on_oom(ll.make_eval_step(model, metrics)), state, batches(device))
+
+
+# Data.
+
+
+@case("data.make_loader", "data.Loader", "data.batch_size", "data.without_samples")
+def _(device):
+    loader = ll.make_loader(torch.utils.data.TensorDataset(*samples()), batch_size=8, device=device)
+    state = started(device, epoch_length=3)[1]
+    one, *_ = left = list(ll.data.without_samples(loader, [0, 1])(state))
+    return list(loader(state)), left, ll.data.batch_size(one)
+
+
+# Checkpoints.
+
+
+@case("checkpoint.checkpoint_io", "checkpoint.CheckpointIO")
+@in_folder
+def _(device, folder):
+    optimizer = ll.ema(ll.optim.skip_spikes(ADAMW))
+    model, fresh = started(device, optimizer)
+    state, _ = train(device, optimizer=optimizer)
+    ckpt = ll.checkpoint_io(folder)
+    ckpt.save(state)
+    bound = ckpt.restore(fresh)
+    return ll.copy_state(bound), ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)(
+        bound, data(device)
+    )[0]
+
+
+@case("checkpoint.state_dict", "checkpoint.load_state_dict")
+def _(device):
+    model, state = started(device)
+    trained, _ = train(device)
+    loaded = ll.checkpoint.load_state_dict(model, state, ll.checkpoint.state_dict(model, trained))
+    return loaded, ll.checkpoint.state_dict(model, trained)
+
+
+@case("checkpoint.optimizer_state_dict", "checkpoint.load_optimizer_state_dict")
+def _(device):
+    trained, _ = train(device)
+    model, state = started(device)
+    raw = torch.optim.AdamW(model.parameters(), lr=0.01)
+    kept = ll.checkpoint.optimizer_state_dict(model, trained, raw)
+    raw.load_state_dict(kept)
+    return kept, ll.checkpoint.load_optimizer_state_dict(model, state.replace(step=3), raw)
+
+
+@case("checkpoint.save_safetensors")
+@in_folder
+def _(device, folder):
+    model, state = started(device)
+    ll.checkpoint.save_safetensors(model, state, folder / "model.safetensors")
+    return ll.checkpoint.load_state_dict(model, train(device)[0], folder / "model.safetensors")
+
+
+@case("checkpoint.save_pretrained")
+@in_folder
+def _(device, folder):
+    import transformers
+
+    settings = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 4}
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=9, **settings)).to(device)
+    ll.checkpoint.save_pretrained(model, ll.init_state(model), folder)
+    return ll.init_state(transformers.AutoModel.from_pretrained(folder).to(device)).params
+
+
+# Looking into a run.
+
+
+@case(
+    "debug.replay", "debug.Replayed", "debug.Run", "debug.first_difference", "debug.Difference", "debug.differences"
+)
+def _(device):
+    model, state = started(device, epoch_length=3)
+    state = ll.copy_state(state)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    step = ll.make_train_step(grad_fn, ADAMW)
+    loader = ll.make_loader(torch.utils.data.TensorDataset(*samples()), batch_size=8, device=device)
+    found = ll.debug.replay(step, state, loader, 4, grad_fn=grad_fn)
+
+    def other(state, batch):
+        return step(state, (batch[0] * 2, batch[1]) if state.step == 3 else batch)
+
+    one, two = ll.debug.Run(step, state, loader, grad_fn), ll.debug.Run(other, state, loader, grad_fn)
+    difference = ll.debug.first_difference(one, two, stop=6)
+    return found.batch, found.grads, found.after, difference.equal, [str(leaf) for leaf in difference.leaves]
+
+
+@case("debug.fingerprint")
+def _(device):
+    return ll.debug.fingerprint(train(device)[0])
+
+
+@case("debug.keep", "debug.nbytes")
+def _(device):
+    model, state = started(device, SGD)
+    step, kept = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD, donate=True), {}
+    for batch in batches(device):
+        kept = ll.debug.keep(kept, state)
+        state, _ = step(state, batch)
+    return kept, ll.debug.nbytes(kept)
+
+
+@case("debug.saved_states")
+@in_folder
+def _(device, folder):
+    ckpt, state = ll.checkpoint_io(folder), started(device)[1]
+    ckpt.save(train(device)[0])
+    return ll.debug.saved_states(ckpt, state)[3]
+
+
+@case("debug.worst_samples", "debug.SampleScore")
+def _(device):
+    model, state = started(device, make=plain)
+    return ll.debug.worst_samples(
+        ll.make_grad_fn(model, loss_fn), state, data(device), torch.arange(24, device=device)
+    )
+
+
+# Stacks and derivatives of steps.
+
+
+@case("transforms.vmap_step", "transforms.stack_states", "transforms.unstack_states", "transforms.members_of",
+      "transforms.select_members", "transforms.compute_members", "transforms.per_member")  # fmt: skip
+def _(device):
+    rates = ll.transforms.per_member([0.01, 0.1, 0.2])
+    changing = ll.optimizer(torch.optim.AdamW, lr=rates, weight_decay=ll.optim.injected(0.1))
+    optimizer = ll.ema(ll.optim.skip_spikes(ll.optim.apply_if_finite(changing, 3)))
+    model = dropping(device)
+    step = ll.vmap_step(ll.make_train_step(ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0), optimizer))
+    stack = ll.transforms.stack_states([ll.init_state(model, optimizer, seed=seed) for seed in range(3)])
+    for batch in batches(device):
+        stack, metrics = step(stack, batch)
+    numbers = ll.transforms.compute_members(metrics), ll.transforms.members_of(stack)
+    return stack, ll.transforms.unstack_states(stack), ll.transforms.select_members(stack, [2, 0]), numbers
+
+
+@case("transforms.differentiable", "transforms.unroll")
+def _(device):
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    model, state = started(device, optimizer, plain)
+    step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer))
+
+    def loss(params):
+        start = state.replace(params=params)
+        _, metrics = ll.transforms.unroll(step, start, batches(device), recompute_every=2)
+        return metrics[-1]["loss"].compute()
+
+    return torch.func.grad(loss)({name: tensor.detach() for name, tensor in model.named_parameters()})
+
+
+@case("transforms.on_host")
+def _(device):
+    return ll.transforms.on_host(float, data(device)[0][0, 0])
+
+
+# Checks of steps.
+
+
+@case("testing.assert_all_gradients", "testing.assert_overfits", "testing.assert_pieces_equal_whole", "testing.assert_pure",
+      "testing.assert_resumes", "testing.assert_rows_independent", "testing.assert_causal")  # fmt: skip
+def _(device):
+    model, state = started(device, make=plain)
+    state = ll.copy_state(state)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    step = ll.make_train_step(grad_fn, ADAMW)
+    ll.testing.assert_all_gradients(grad_fn, state, data(device))
+    ll.testing.assert_pieces_equal_whole(grad_fn, state, data(device))
+    ll.testing.assert_pure(step, state, data(device))
+    ll.testing.assert_overfits(step, state, data(device, 4), steps=60, fraction=0.5)
+    ll.testing.assert_resumes(step, state, batches(device))
+    predict_step = ll.make_predict_step(model, lambda model, batch: model(batch[0]))
+    ll.testing.assert_rows_independent(predict_step, state, data(device))
+    words = language_model(device)
+    ll.testing.assert_causal(
+        ll.make_predict_step(words, lambda model, x: model(x)), ll.init_state(words), tokens(device)
+    )
+
+
+class no_warnings:
+    """Out-of-memory errors warn; the tests of those functions look at the warning."""
+
+    def __enter__(self):
+        import warnings
+
+        self.caught = warnings.catch_warnings()
+        self.caught.__enter__()
+        warnings.simplefilter("ignore")
+
+    def __exit__(self, *error):
+        self.caught.__exit__(*error)
+
+
+_COMPILED = "torch.compile has no compiler for the far device; `pytest -m gpu` runs it on a GPU"
+_RECORD = "a record, which holds what the case of its function shows"
+_ORDER = "indices on the host"
+_RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devices"
+
+EXCEPTIONS = {
+    "checkpoint.Checkpoint": _RECORD,
+    "checkpoint.Checkpoints": _RECORD,
+    "checkpoint.CheckpointVersionError": "an error about a file",
+    "checkpoint.DamagedCheckpointError": "an error about a file",
+    "data.Order": _ORDER,
+    "data.batch_sampler": _ORDER,
+    "data.by_length": _ORDER,
+    "data.in_order": _ORDER,
+    "data.sampler": _ORDER,
+    "data.shuffled": _ORDER,
+    "data.weighted": _ORDER,
+    "debug.LeafDifference": _RECORD,
+    "debug.read_fingerprints": "reads a text file",
+    "testing.assert_compiles": _COMPILED,
+    "testing.assert_ranks_train_alike": _RANKS,
+    "testing.assert_reduces_alike": _RANKS,
+    "transforms.UntraceableError": _COMPILED,
+    "transforms.compile_blocks": _COMPILED,
+    "transforms.compile_step": _COMPILED,
+}
+
+# Results with tensors on the CPU.
+_COUNTS = "the number of updates, which the host reads at each step, and waits for nothing"
+ON_THE_HOST = {
+    "checkpoint.checkpoint_io": _COUNTS,
+    "checkpoint.optimizer_state_dict": "the number of updates, where torch.optim has it",
+    "contrib.lookahead": _COUNTS,
+    "transforms.vmap_step": _COUNTS,
+    "optim.optimizer": "the number of updates, where torch.optim has it",
+    "evaluation.predict_to": "files",
+    "optim.ema": _COUNTS,
+    "optim.injected": "numbers that the host reads at each step",
+    "optim.swa": _COUNTS,
+}
