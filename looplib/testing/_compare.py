@@ -23,8 +23,9 @@ def leaves(tree: Any, root: str = "") -> Iterator[tuple[str, Any]]:
 
 def recorded(result: Any, root: str = "") -> dict[str, Any]:
     """Leaves by name, with copies of the tensors, which later calls cannot overwrite."""
-    if not root and isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], TrainState):
-        return {**recorded(result[1], "metrics"), **recorded(result[0], "state")}
+    match result:
+        case (TrainState() as state, metrics) if not root:
+            return {**recorded(metrics, "metrics"), **recorded(state, "state")}
     return {name: copied_leaf(leaf) for name, leaf in leaves(result, root or "output")}
 
 
@@ -50,8 +51,8 @@ def is_spent(state: TrainState) -> bool:
 
 def same(one: Any, other: Any, margin: float = 0.0) -> bool:
     """True if two leaves are equal bit by bit, or are floats within a margin. NaN equals NaN."""
-    if type(one) is float and type(other) is float and margin:
-        one, other = torch.tensor(one), torch.tensor(other)
+    if type(one) is type(other) is float:
+        one, other = torch.tensor([one, other], dtype=torch.float64)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return trees.same_kind(one, other) and (torch.equal(one, other) or not bool(beyond(one, other, margin).any()))
     if type(one) is type(other) and type(one).__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
@@ -67,19 +68,20 @@ def _plain_attributes(thing: Any) -> dict[str, Any]:
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float = 0.0) -> list[str]:
     """Leaves that differ, in words. Floats may differ by a fraction of the largest number of all."""
     margin = tolerance * max(map(_largest, one.values()), default=0.0) if tolerance else 0.0
-    lines = [f"{name}: is no longer there" for name in one if name not in other]
-    lines += [f"{name}: is new" for name in other if name not in one]
-    for name, leaf in one.items():
-        if name in other and not same(leaf, other[name], margin):
-            lines.append(f"{name}: {_difference(leaf, other[name])}")
-    return lines
+    pairs = trees.paired(one.items(), other.items())
+    return [f"{name}: {_difference(leaf, now)}" for name, leaf, now in pairs if not same(leaf, now, margin)]
 
 
 def _difference(one: Any, other: Any) -> str:
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return f"{one!r}, then {other!r}" if type(one) is type(other) else f"{kind_of(one)}, then {kind_of(other)}"
-    if not trees.same_kind(one, other):
-        return f"{kind_of(one)}, then {kind_of(other)}"
+    if one is trees.MISSING:
+        return "is new"
+    if other is trees.MISSING:
+        return "is no longer there"
+    kinds = kind_of(one), kind_of(other)
+    if kinds[0] != kinds[1]:
+        return f"{kinds[0]}, then {kinds[1]}"
+    if not isinstance(one, Tensor):
+        return f"{one!r}, then {other!r}"
     one, other = one.detach(), other.detach()
     if one.numel() == 1:
         return f"{one.item():.9g}, then {other.item():.9g}"

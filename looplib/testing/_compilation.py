@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.checks import check_count
+from looplib._core.checks import check, check_count
 from looplib._core.tracing import UntraceableError
 from looplib.state import copy_state
 from looplib.steps import Parts, parts_of
@@ -65,8 +65,8 @@ def assert_compiles(
     """
     __tracebackhide__ = True
     parts = parts_of(step, "assert_compiles")
-    if parts.kind != "train":
-        raise TypeError(f"assert_compiles got a step of kind {parts.kind!r}: give what ll.make_train_step returned")
+    kind = f"assert_compiles got a step of kind {parts.kind!r}: give what ll.make_train_step returned"
+    check(parts.kind == "train", kind, TypeError)
     advice = "give 2 or more: the second step shows if it is compiled again"
     check_count("steps", steps, 2, advice)
     compiler = Compiler(parts.core, parts.donate, _options(parts, backend), parts.watched)
@@ -107,32 +107,33 @@ def _compiled_or_refused(compiled: Any, state: TrainState, batch: Any) -> tuple[
         result: tuple[TrainState, Any] = compiled(state, copied(batch))
         return result
     except UntraceableError as error:
-        refusal = str(error)
+        refusal = error
     fail(
         "the step cannot be compiled whole",
-        [refusal],
+        [str(refusal)],
         "Where that is no fault, compile the blocks of the model alone: ll.transforms.compile_blocks(model, Block).",
     )
+    raise refusal
 
 
 def _check_outcome(number: int, expected: Outcome, outcome: Outcome, compiler: Any, tolerance: float) -> None:
     __tracebackhide__ = True
     differing = [line for name in expected for line in differences(expected[name], outcome[name], tolerance)]
-    if differing and any(machine.random for machine in _machines(compiler)):
-        raise ValueError(
-            "the loss draws random numbers by itself, and a compiled step other ones than an eager one, so "
-            "there is nothing to compare. Turn off what draws (dropout of torch's own layers is off already)"
-        )
-    if differing:
-        fail(
-            f"the compiled step is not the eager one: after step {number} numbers differ",
-            differing,
-            "Usually Python that is to run in each step and runs once, while the graph is written down: a "
-            "draw of random or NumPy, the time, a list or dict that is appended to or read, a global or an "
-            "attribute of an object that is set elsewhere. Give what changes in the batch, the state or by "
-            "ll.transforms.on_host. Or rounding, where code insists on float32 or less, or where a gradient is "
-            "nothing else (that of a bias before BatchNorm) and the optimizer blows it up: a larger tolerance.",
-        )
+    draws = any(machine.random for machine in _machines(compiler))
+    check(
+        not (differing and draws),
+        "the loss draws random numbers by itself, and a compiled step other ones than an eager one, so there is nothing "
+        "to compare. Turn off what draws (dropout of torch's own layers is off already)",
+    )
+    fail(
+        f"the compiled step is not the eager one: after step {number} numbers differ",
+        differing,
+        "Usually Python that is to run in each step and runs once, while the graph is written down: a draw of random or "
+        "NumPy, the time, a list or dict that is appended to or read, a global or an attribute of an object that is set "
+        "elsewhere. Give what changes in the batch, the state or by ll.transforms.on_host. Or rounding, where code "
+        "insists on float32 or less, or where a gradient is nothing else (that of a bias before BatchNorm) and the "
+        "optimizer blows it up: a larger tolerance.",
+    )
 
 
 def _by_core(parts: Parts, state: TrainState, batch: Any) -> tuple[TrainState, Outcome]:
@@ -170,7 +171,7 @@ def _reasons(compiler: Any, machines: list[Any], begin: TrainState, now: TrainSt
         one, other = ({n: _layout(leaf) for n, leaf in leaves(getattr(s, tree), tree)} for s in (begin, now))
         lines += differences(one, other)
     questions = [node for node in _asked(compiler) if isinstance(node, Question) and len(node.answers) > 1]
-    return lines + [_answers(question) for question in questions]
+    return [*lines, *map(_answers, questions)]
 
 
 def _answers(question: Question) -> str:

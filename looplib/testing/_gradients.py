@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from looplib._core.checks import check, few
 from looplib._core.engines import Context
 from looplib.state import copy_state
 from looplib.testing._compare import copied
-from looplib.testing._report import fail, listed
+from looplib.testing._report import fail
 from looplib.testing._surroundings import streams_kept
 from looplib.types import GradFn, Part, TrainState
 
@@ -48,20 +49,18 @@ def assert_all_gradients(
         ):  # a parameter that is not reached is an error only for a whole step; other errors will be raised again
             out = grad_fn(copy_state(state), copied(batch), Part(context=Context(last=False)))
     kept = {name for name, tensor in state.params.items() if frozen is not None and frozen(name, tensor)}
-    if frozen is not None and not kept:
-        raise ValueError(f"frozen chose none of the parameters, which are {listed(list(state.params))}")
+    check(kept or frozen is None, f"frozen chose none of the parameters, which are {few(state.params)}")
     faults = {name: _fault(tensor, out.grads.get(name), name in kept) for name, tensor in state.params.items()}
     lines = [f"{name}: {fault}" for name, fault in faults.items() if fault]
-    if lines:
-        fail(
-            f"{len(lines)} of {len(state.params)} parameters do not get the gradient that they should",
-            lines,
-            "No gradient: usually a layer that forward() does not call, requires_grad_(False) or trainable= that "
-            "leaves out too much, or a .detach(), .item(), .data, argmax or no_grad on the way. Zero: a dead ReLU, "
-            "a softmax or sigmoid that is saturated, a mask that hides all, weights at zero in the layer after it. "
-            "NaN: a log, square root or division at zero, also where torch.where throws the value away. What is "
-            "not trained on purpose: frozen=lambda name, tensor: ...",
-        )
+    fail(
+        f"{len(lines)} of {len(state.params)} parameters do not get the gradient that they should",
+        lines,
+        "No gradient: usually a layer that forward() does not call, requires_grad_(False) or trainable= that leaves out "
+        "too much, or a .detach(), .item(), .data, argmax or no_grad on the way. Zero: a dead ReLU, a softmax or sigmoid "
+        "that is saturated, a mask that hides all, weights at zero in the layer after it. NaN: a log, square root or "
+        "division at zero, also where torch.where throws the value away. What is not trained on purpose: "
+        "frozen=lambda name, tensor: ...",
+    )
 
 
 def _fault(param: Tensor, grad: Tensor | None, frozen: bool) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check, few
 from looplib._core.engines import Context
 from looplib._core.kinds import chain
 from looplib._core.trees import batch_size, split
@@ -17,7 +19,7 @@ from looplib._wrapping import check_grad_fn
 from looplib.grads._accumulation import accumulate
 from looplib.testing._compare import copied, same
 from looplib.testing._float64 import WithoutDropout, in_float64
-from looplib.testing._report import fail, listed
+from looplib.testing._report import fail
 from looplib.testing._surroundings import streams_kept
 from looplib.types import GradFn, Gradients, Part, TrainState
 
@@ -54,14 +56,11 @@ def assert_pieces_equal_whole(
     __tracebackhide__ = True
     accumulated = accumulate(_of_parts(grad_fn), microbatches)
     count = batch_size(batch)
-    if not 2 <= microbatches <= count:
-        raise ValueError(
-            f"microbatches is {microbatches}, and the batch has {count} rows: give 2 or more, up to that"
-        )
-    with streams_kept(state), WithoutDropout(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="labels of -100")  # reported below if it matters
-        wide, rows, whole = in_float64(grad_fn, state, batch)
-        _check_draws(grad_fn, wide, rows, whole, tolerance)
+    check(
+        2 <= microbatches <= count,
+        f"microbatches is {microbatches}, and the batch has {count} rows: give 2 or more, up to that",
+    )
+    with _comparable(grad_fn, state, batch, tolerance) as (wide, rows, whole):
         _compare(whole, accumulated(wide, rows).grads, wide, tolerance, f"{microbatches} pieces of {count} rows")
 
 
@@ -94,23 +93,17 @@ def assert_reduces_alike(
     __tracebackhide__ = True
     _of_parts(grad_fn)
     count = batch_size(batch)
-    if not 2 <= ranks <= count:
-        raise ValueError(f"ranks is {ranks}, and the batch has {count} rows: give 2 or more, up to that")
-    with streams_kept(state), WithoutDropout(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="labels of -100")  # reported below if it matters
-        wide, rows, whole = in_float64(grad_fn, state, batch)
-        _check_draws(grad_fn, wide, rows, whole, tolerance)
+    check(2 <= ranks <= count, f"ranks is {ranks}, and the batch has {count} rows: give 2 or more, up to that")
+    with _comparable(grad_fn, state, batch, tolerance) as (wide, rows, whole):
         parts = split(rows, count, [len(part) for part in torch.arange(count).tensor_split(ranks)])
         outs = [grad_fn(wide, part, Part(reduction="sum", context=Context(local=True))) for part in parts]
-        weights = [out.weight for out in outs if out.weight is not None]
-        if len(weights) < ranks:
-            fail(
-                "a part of a batch came without its weight",
-                [f"rank {rank} of {ranks}" for rank, out in enumerate(outs) if out.weight is None],
-                "A GradFn that wraps another hands its third argument on to it, grad_fn(state, batch, part), and the "
-                "weight and normalizer of what that returns: out._replace(grads=...). See ll.types.Part.",
-            )
-        total = sum(weights)
+        fail(
+            "a part of a batch came without its weight",
+            [f"rank {rank} of {ranks}" for rank, out in enumerate(outs) if out.weight is None],
+            "A GradFn that wraps another hands its third argument on to it, grad_fn(state, batch, part), and the "
+            "weight and normalizer of what that returns: out._replace(grads=...). See ll.types.Part.",
+        )
+        total: Any = sum(out.weight for out in outs)  # type: ignore[misc]
         added: dict[str, Tensor] = {}
         for out in outs:
             for name, grad in out.grads.items():
@@ -121,25 +114,32 @@ def assert_reduces_alike(
 
 def _of_parts(grad_fn: GradFn) -> GradFn:
     grad_fn = check_grad_fn(grad_fn, "testing")
-    names = [record.name for record in chain(grad_fn) if record.whole_step and record.name != "retry_on_oom"]
-    if names:
-        name = names[0]
-        raise ValueError(
-            f"this grad_fn ends in {name}, which acts on the gradient of a whole step, not on a part's: give the one "
-            f"that {name} is put around"
+    for record in chain(grad_fn):
+        check(
+            not record.whole_step or record.name == "retry_on_oom",
+            f"this grad_fn ends in {record.name}, which acts on the gradient of a whole step, not on a part's: give the "
+            f"one that {record.name} is put around",
         )
     return grad_fn
 
 
-def _check_draws(grad_fn: GradFn, state: TrainState, batch: Any, first: Gradients, tolerance: float) -> None:
-    other = grad_fn(state.replace(seed=state.seed + 1), copied(batch))
-    if drawn := _apart(first.grads, other.grads, tolerance):
-        raise ValueError(
-            f"the gradient of {listed(list(drawn))} differs from one state.seed to another: the loss draws random "
-            "numbers, and pieces draw others than the whole, so there is nothing to compare. Turn off what draws "
-            "(dropout of torch's own layers is off already), such as by model.eval() on that layer before "
-            "ll.make_grad_fn"
+@contextmanager
+def _comparable(
+    grad_fn: GradFn, state: TrainState, batch: Any, tolerance: float
+) -> Iterator[tuple[TrainState, Any, Gradients]]:
+    """State, batch and gradients of the whole batch, in float64 if supported and without dropout."""
+    with streams_kept(state), WithoutDropout(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="labels of -100")  # reported by the comparison if it matters
+        wide, rows, whole = in_float64(grad_fn, state, batch)
+        other = grad_fn(wide.replace(seed=wide.seed + 1), copied(rows))
+        drawn = _apart(whole.grads, other.grads, tolerance)
+        check(
+            not drawn,
+            f"the gradient of {few(drawn)} differs from one state.seed to another: the loss draws random numbers, and "
+            "pieces draw others than the whole, so there is nothing to compare. Turn off what draws (dropout of torch's "
+            "own layers is off already), such as by model.eval() on that layer before ll.make_grad_fn",
         )
+        yield wide, rows, whole
 
 
 def _apart(whole: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float) -> dict[str, float]:
@@ -155,16 +155,13 @@ def _apart(whole: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: 
 
 def _compare(whole: Gradients, found: Mapping[str, Tensor], state: TrainState, tolerance: float, what: str) -> None:
     __tracebackhide__ = True
-    apart = _apart(whole.grads, found, tolerance)
-    if not apart:
-        return
+    apart = sorted(_apart(whole.grads, found, tolerance).items(), key=lambda item: -item[1])
     lines = [
-        f"{name}: apart by {gap:.3g}, of {float(whole.grads[name].abs().max()):.3g} at most"
-        for name, gap in sorted(apart.items(), key=lambda item: -item[1])
+        f"{name}: apart by {gap:.3g}, of {float(whole.grads[name].abs().max()):.3g} at most" for name, gap in apart
     ]
     written = [name for name, tensor in whole.buffers.items() if not same(tensor, state.buffers[name])]
     why = (
-        f"The forward pass moved {listed(written)}: BatchNorm, or another layer in training mode that takes its "
+        f"The forward pass moved {few(written)}: BatchNorm, or another layer in training mode that takes its "
         "statistics over the batch, sees only a part at a time, so that its result depends on the size of the parts. "
         "GroupNorm or LayerNorm does not; on ranks, torch.nn.SyncBatchNorm sees all; or put the layer in eval mode."
         if written

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from looplib._core.checks import check_count
+from looplib._core.checks import check, check_count
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
 from looplib.testing._compare import copied
@@ -58,8 +58,7 @@ def assert_overfits(
     with streams_kept(state):
         for _ in range(steps):
             current, metrics = step(current, copied(batch))
-            if metric not in metrics:
-                raise ValueError(f"the step has no metric {metric!r}; it has {', '.join(metrics)}")
+            check(metric in metrics, f"the step has no metric {metric!r}; it has {', '.join(metrics)}")
             curve.append(compute({metric: metrics[metric]})[metric])
             skipped += current.skipped
             goal = _goal(metric, curve[0], fraction, below)
@@ -82,10 +81,10 @@ def assert_overfits(
 def _goal(metric: str, first: float, fraction: float, below: float | None) -> float:
     if below is not None:
         return below
-    if first <= 0:
-        raise ValueError(
-            f"the first {metric} is {first:.4g}, of which there is no fraction: give below=, the value to be reached"
-        )
+    check(
+        not first <= 0,  # a NaN goes on to the advice for one
+        f"the first {metric} is {first:.4g}, of which there is no fraction: give below=, the value to be reached",
+    )
     return fraction * first
 
 

@@ -44,40 +44,38 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
         surroundings, positions = Surroundings(step), stream_positions(state)
         mine, rows = copy_state(state), copied(batch)
         first = recorded(step(mine, rows))
-        if moved := [
-            f"{name} moved on" for name, now in stream_positions(state).items() if differences(now, positions[name])
-        ]:
-            fail(
-                "the step drew from a global random stream",
-                moved,
-                "So its result depends on what ran before it, and it changes what runs after. Draw from torch "
-                "within the loss function, where looplib seeds the stream by the state's seed and step and puts it "
-                "back, and make what NumPy or Python draw in the dataset, where the loader seeds them.",
-            )
-        if changed := differences(inputs, dict(leaves(rows, "batch"))):
-            fail(
-                "the step wrote to its batch",
-                changed,
-                "Whoever reads the batch after it (a second step, a metric, the next epoch of a dataset in memory) "
-                "reads something else. Usually an operation in place on an input (x += ..., x.clamp_(...), "
-                "labels[mask] = -100, batch.pop(...)): make a new tensor, such as x = x + ...",
-            )
-        if not is_spent(mine) and (changed := differences(before, dict(leaves(mine)))):
-            fail(
-                "the step wrote to the state that it was given",
-                changed,
-                "A state that was kept is no longer what it was. Usually an operation in place on model.weight.data, "
-                "on a tensor of state.extra, or on one of opt_state in an optimizer of one's own: make a new tensor, "
-                "or make the step with donate=True, which tells everyone that the old state is spent.",
-            )
-        if changed := surroundings.spoiled() or differences(before, dict(leaves(state))):
-            fail(
-                "the step changed tensors or modes that belong to neither its state nor its result",
-                changed,
-                "Usually a loss function that calls model.eval(), model.train() or requires_grad_(...) and does "
-                "not put it back, a torch optimizer that steps on the module itself, or a gradient left in .grad. "
-                "Let the step return what it changes, as a part of the state.",
-            )
+        fail(
+            "the step drew from a global random stream",
+            [
+                f"{name} moved on"
+                for name, now in stream_positions(state).items()
+                if differences(now, positions[name])
+            ],
+            "So its result depends on what ran before it, and it changes what runs after. Draw from torch within the "
+            "loss function, where looplib seeds the stream by the state's seed and step and puts it back, and make "
+            "what NumPy or Python draw in the dataset, where the loader seeds them.",
+        )
+        fail(
+            "the step wrote to its batch",
+            differences(inputs, dict(leaves(rows, "batch"))),
+            "Whoever reads the batch after it (a second step, a metric, the next epoch of a dataset in memory) reads "
+            "something else. Usually an operation in place on an input (x += ..., x.clamp_(...), labels[mask] = -100, "
+            "batch.pop(...)): make a new tensor, such as x = x + ...",
+        )
+        fail(
+            "the step wrote to the state that it was given",
+            [] if is_spent(mine) else differences(before, dict(leaves(mine))),
+            "A state that was kept is no longer what it was. Usually an operation in place on model.weight.data, on a "
+            "tensor of state.extra, or on one of opt_state in an optimizer of one's own: make a new tensor, or make "
+            "the step with donate=True, which tells everyone that the old state is spent.",
+        )
+        fail(
+            "the step changed tensors or modes that belong to neither its state nor its result",
+            surroundings.spoiled() or differences(before, dict(leaves(state))),
+            "Usually a loss function that calls model.eval(), model.train() or requires_grad_(...) and does not put it "
+            "back, a torch optimizer that steps on the module itself, or a gradient left in .grad. Let the step return "
+            "what it changes, as a part of the state.",
+        )
         seed_streams(0)
         step(_perturbed(state), copied(batch if other is None else other))
         second = recorded(step(copy_state(state), copied(batch)))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from looplib.checkpoint.interop._whole import whole
 from looplib.data._loader import Loader
 from looplib.distributed import _processes as distributed
 from looplib.testing._compare import differences
@@ -94,15 +95,14 @@ def _check_that_ranks_agree(trained: list[Params], steps: int) -> None:
     drifted = [
         f"rank {rank}: {line}" for rank, params in enumerate(trained) for line in differences(trained[0], params)
     ]
-    if drifted:
-        fail(
-            f"after {steps} steps the ranks' weights differ from those of rank 0",
-            drifted,
-            "So each trains a model of its own: usually gradients that nothing reduces (wrap the model in "
-            "DistributedDataParallel or fully_shard, or the grad_fn in ll.grads.reduce_gradients, within what "
-            "clips), weights that are initialized by another seed on each rank and not broadcast, or parameters that "
-            "each rank updates by itself.",
-        )
+    fail(
+        f"after {steps} steps the ranks' weights differ from those of rank 0",
+        drifted,
+        "So each trains a model of its own: usually gradients that nothing reduces (wrap the model in "
+        "DistributedDataParallel or fully_shard, or the grad_fn in ll.grads.reduce_gradients, within what clips), "
+        "weights that are initialized by another seed on each rank and not broadcast, or parameters that each rank "
+        "updates by itself.",
+    )
 
 
 def _check_that_ranks_train_like_one(
@@ -112,16 +112,14 @@ def _check_that_ranks_train_like_one(
     largest = max(float((alone[name] - tensor).abs().max()) for name, tensor in before.items() if tensor.numel())
     gaps = {name: float((together[name] - tensor).abs().max()) for name, tensor in alone.items() if tensor.numel()}
     apart = {name: gap for name, gap in gaps.items() if not gap <= tolerance * largest}
-    if apart:
-        fail(
-            f"after {steps} steps {ranks} ranks have other weights than one process",
-            [f"{name}: apart by {gap:.3g}, of changes of {largest:.3g} at most" for name, gap in apart.items()],
-            "Usually a loss or gradient that is divided by the number of ranks once more or once less, a loss that "
-            "is a mean over something else than the rows (return ll.Mean(total, weight); see "
-            "assert_reduces_alike), BatchNorm, batches that are not divided or not the same (a loader of another "
-            "kind), dropout or another draw, weights that depend on the rank or the time, or float32 with Adam: "
-            "use float64 here.",
-        )
+    fail(
+        f"after {steps} steps {ranks} ranks have other weights than one process",
+        [f"{name}: apart by {gap:.3g}, of changes of {largest:.3g} at most" for name, gap in apart.items()],
+        "Usually a loss or gradient that is divided by the number of ranks once more or once less, a loss that is a "
+        "mean over something else than the rows (return ll.Mean(total, weight); see assert_reduces_alike), BatchNorm, "
+        "batches that are not divided or not the same (a loader of another kind), dropout or another draw, weights "
+        "that depend on the rank or the time, or float32 with Adam: use float64 here.",
+    )
 
 
 def _train_on_rank(
@@ -134,6 +132,5 @@ def _train_on_rank(
     with distributed.setup(timeout=timeout):
         step, state, loader = begin()
         *_, (_, _, end) = run(step, state, loader, 0, steps)
-        whole: dict[str, Any] = dict(end.params)
-        params = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in whole.items()}
-        torch.save({name: tensor.detach().cpu() for name, tensor in params.items()}, Path(folder) / f"{rank}.pt")
+        params = {name: whole(tensor).detach().cpu() for name, tensor in end.params.items()}
+        torch.save(params, Path(folder) / f"{rank}.pt")

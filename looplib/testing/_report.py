@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Collection
+from typing import Any
 
 from torch import Tensor
 
+from looplib._core.checks import few
 from looplib.types import TrainState
 
-_SHOWN = 8
 
-
-def fail(what: str, found: Iterable[str], why: str) -> NoReturn:
+def fail(what: str, found: Collection[str], why: str) -> None:
+    """Raise an AssertionError that lists what was found. If nothing was found, the check has passed."""
     __tracebackhide__ = True
-    lines = list(found)
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    raise AssertionError("\n".join([f"{what}:", *(f"  {line}" for line in lines[:_SHOWN] + more), why]))
-
-
-def listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    if found:
+        raise AssertionError("\n".join([f"{what}:", "  " + few(found, between="\n  "), why]))
 
 
 def kind_of(leaf: Any) -> str:

@@ -7,12 +7,13 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from looplib._core import trees
+from looplib._core.checks import check
 from looplib.checkpoint._io import checkpoint_io
 from looplib.data._loader import Loader
 from looplib.state import copy_state
@@ -84,18 +85,19 @@ def assert_resumes(
 
 
 def _checked_steps(steps: int | None, batches: Sequence[Any] | Loader) -> int:
-    most = None if isinstance(batches, Loader) else len(batches)
-    if steps is None:
-        steps = 6 if most is None else most
-    if steps < 2 or (most is not None and steps > most):
-        of_list = "" if most is None else f" and the list has {most}"
-        raise ValueError(f"steps is {steps}{of_list}; a run is stopped between two batches: give 2 or more")
+    usual, most, of_list = (
+        (6, math.inf, "")
+        if isinstance(batches, Loader)
+        else (len(batches), len(batches), f" and the list has {len(batches)}")
+    )
+    steps = usual if steps is None else steps
+    check(2 <= steps <= most, f"steps is {steps}{of_list}; a run is stopped between two batches: give 2 or more")
     return steps
 
 
 def _fail_to_resume(
     stop: int, where: str, differing: list[str], surroundings: Surroundings, state: TrainState
-) -> NoReturn:
+) -> None:
     __tracebackhide__ = True
     fail(
         f"a run that was stopped after {stop} batches and restored is not the run that went on: {where} differs",
@@ -121,21 +123,19 @@ def run(
             yield at, {**read, **recorded(metrics, "metrics")}, state
             if at == stop:
                 return
-        if at == before or state.epoch_length is None:
-            raise ValueError(
-                f"the loader ended after {at - before} batches, and steps is {stop}: give a state with "
-                "epoch_length=len(loader), or, of a stream, fewer steps than it has batches"
-            )
+        check(
+            at > before and state.epoch_length is not None,
+            f"the loader ended after {at - before} batches, and steps is {stop}: give a state with "
+            "epoch_length=len(loader), or, of a stream, fewer steps than it has batches",
+        )
 
 
 def _spoiled(state: TrainState) -> TrainState:
     """A template as in a new process, with different numbers in all tensors and counts."""
 
-    def spoil(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        wrong = math.nan if leaf.is_floating_point() or leaf.is_complex() else 1
-        return torch.full_like(leaf, wrong).requires_grad_(leaf.requires_grad)
+    def spoil(tensor: Tensor) -> Tensor:
+        wrong = math.nan if tensor.is_floating_point() or tensor.is_complex() else 1
+        return torch.full_like(tensor, wrong).requires_grad_(tensor.requires_grad)
 
-    spoiled = {name: trees.map_leaves(spoil, getattr(state, name)) for name in TREES}
+    spoiled = {name: trees.map_tensors(spoil, getattr(state, name)) for name in TREES}
     return state.replace(**spoiled, step=0, epoch=0, batch=0, samples=0)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
+from looplib._core.checks import check, few
 from looplib._core.trees import batch_size
 from looplib.testing._compare import beyond_part, leaves
 from looplib.testing._float64 import in_float64
-from looplib.testing._report import fail, kind_of, listed
+from looplib.testing._report import fail, kind_of
 from looplib.testing._surroundings import streams_kept
 from looplib.types import PredictStep, TrainState
 
@@ -45,8 +46,7 @@ def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any
     """
     __tracebackhide__ = True
     count = batch_size(batch)
-    if count < 2:
-        raise ValueError(f"the batch has {count} row; give 2 or more, which differ, so that one could see another")
+    check(count > 1, f"the batch has {count} row; give 2 or more, which differ, so that one could see another")
     with streams_kept(state):
         wide, rows, out = in_float64(function, state, batch)
         whole = _outputs_of(out, count)
@@ -63,16 +63,14 @@ def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any
                 for name, expected in whole.items()
                 if (text := _rows_apart(name, expected[index], outputs.get(name), index, tolerance))
             ]
-            if changed:
-                fail(
-                    f"rows of a batch see each other: their outputs change when they stand {way}",
-                    changed,
-                    "Usually BatchNorm in training mode, a mean, softmax or normalization over dimension 0, "
-                    "attention with batch and length the wrong way round (batch_first), a reshape or view that "
-                    "mixes rows where a transpose is meant, a squeeze() that drops a batch of one, or random "
-                    "draws. Name the dimension that is meant, reshape with einops, and predict in eval mode, as "
-                    "ll.make_predict_step does.",
-                )
+            fail(
+                f"rows of a batch see each other: their outputs change when they stand {way}",
+                changed,
+                "Usually BatchNorm in training mode, a mean, softmax or normalization over dimension 0, attention with "
+                "batch and length the wrong way round (batch_first), a reshape or view that mixes rows where a "
+                "transpose is meant, a squeeze() that drops a batch of one, or random draws. Name the dimension that "
+                "is meant, reshape with einops, and predict in eval mode, as ll.make_predict_step does.",
+            )
 
 
 def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, tolerance: float = 1e-5) -> None:
@@ -100,18 +98,16 @@ def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, t
         ValueError: all tokens are the same, or an output does not have the shape (batch, length, ...).
     """
     __tracebackhide__ = True
-    if tokens.dim() < 2 or tokens.shape[1] < 2:
-        raise ValueError(
-            f"tokens have the shape {tuple(tokens.shape)}; give (batch, length, ...), of length 2 or more"
-        )
+    check(
+        tokens.dim() > 1 and tokens.shape[1] > 1,
+        f"tokens have the shape {tuple(tokens.shape)}; give (batch, length, ...), of length 2 or more",
+    )
     length = tokens.shape[1]
     with streams_kept(state):
         wide, inputs, out = in_float64(function, state, tokens)
         whole = _outputs_of(out, len(inputs))
-        if odd := [f"{name} {tuple(t.shape)}" for name, t in whole.items() if t.dim() < 2 or t.shape[1] != length]:
-            raise ValueError(
-                f"outputs must be (batch, length, ...) with length {length}, and there is {', '.join(odd)}"
-            )
+        odd = [f"{name} {tuple(t.shape)}" for name, t in whole.items() if t.shape[1:2] != (length,)]
+        check(not odd, f"outputs must be (batch, length, ...) with length {length}, and there is {', '.join(odd)}")
         for cut in sorted({1, length // 4 or 1, length // 2, length - 1}):
             outputs = dict(leaves(function(wide, _with_another_future(inputs, cut)), "output"))
             changed = []
@@ -120,15 +116,13 @@ def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, t
                 if gap.any():
                     first = gap.transpose(0, 1).flatten(1).any(1).nonzero()[0].item()
                     changed.append(f"{name}: from place {first} on, of those before {cut}")
-            if changed:
-                fail(
-                    f"outputs see the future: they change when only the places from {cut} on are others",
-                    changed,
-                    "Usually attention without is_causal or with a mask the wrong way round (True means attend in "
-                    "scaled_dot_product_attention, and do not attend in nn.MultiheadAttention), a convolution "
-                    "padded on both sides, a recurrent layer that is bidirectional, or a normalization over the "
-                    "length.",
-                )
+            fail(
+                f"outputs see the future: they change when only the places from {cut} on are others",
+                changed,
+                "Usually attention without is_causal or with a mask the wrong way round (True means attend in "
+                "scaled_dot_product_attention, and do not attend in nn.MultiheadAttention), a convolution padded on "
+                "both sides, a recurrent layer that is bidirectional, or a normalization over the length.",
+            )
 
 
 def _with_another_future(inputs: Tensor, cut: int) -> Tensor:
@@ -144,10 +138,10 @@ def _outputs_of(out: Any, count: int) -> dict[str, Tensor]:
     """Outputs by name, each with one row per sample."""
     outputs = dict(leaves(out, "output"))
     for name, leaf in outputs.items():
-        if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count:
-            raise ValueError(
-                f"{name} is {kind_of(leaf)}, of a batch of {count} rows; return tensors with one row for each example"
-            )
+        check(
+            isinstance(leaf, Tensor) and leaf.shape[:1] == (count,),
+            f"{name} is {kind_of(leaf)}, of a batch of {count} rows; return tensors with one row for each example",
+        )
     return outputs
 
 
@@ -169,7 +163,7 @@ def _rows_apart(name: str, expected: Tensor, actual: Any, index: list[int], tole
     gap = beyond_part(expected, actual, tolerance)
     if not gap.any():
         return ""
-    rows = gap.flatten(1).any(1) if gap.dim() > 1 else gap
+    rows = gap.reshape(len(gap), -1).any(1)
     which = sorted({index[i] for i in rows.nonzero().flatten().tolist()})
     by = float((expected.double() - actual.double()).abs()[gap].max())
-    return f"{name}: row {listed([str(i) for i in which])} changed by {by:.3g} at most"
+    return f"{name}: row {few(which)} changed by {by:.3g} at most"

@@ -9,18 +9,19 @@ import dataclasses
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from looplib._core import trees
+from looplib._core.checks import few
 from looplib._core.closures import Variable, walk
 from looplib._core.modules import _generators, named_modules
 from looplib._core.torch_private import own_buffers, own_parameters
 from looplib.testing._compare import copied_leaf, differences, recorded, same
-from looplib.testing._report import listed
 from looplib.types import TrainState
 
 
@@ -76,7 +77,7 @@ class Surroundings:
         """Other changes, as a sentence about where the step may keep state."""
         now = self._look()[1]
         changed = [name for name, value in now.items() if not same(value, self.memory.get(name))]
-        return f" Besides the state, {listed(changed)} changed in these calls." if changed else ""
+        return f" Besides the state, {few(changed)} changed in these calls." if changed else ""
 
     def _look(self) -> tuple[dict[str, Any], dict[str, Any]]:
         fixed: dict[str, Any] = {}
@@ -129,10 +130,6 @@ def users_own(function: Callable[..., Any]) -> Any:
 
 def _remembered(name: str, value: Any) -> dict[str, Any]:
     """A number, a str or a tensor, or those in a container."""
-    members = {name: value}
-    if isinstance(value, Mapping):
-        members = {f"{name}[{key!r}]": member for key, member in value.items()}
-    elif isinstance(value, (list, tuple)):
-        members = {f"{name}[{i}]": member for i, member in enumerate(value)}
+    members = trees.leaves(value, is_leaf=lambda member: member is not value)
     plain = (bool, int, float, str, Tensor, type(None))
-    return {place: copied_leaf(leaf) for place, leaf in members.items() if isinstance(leaf, plain)}
+    return {trees.named(path, name): copied_leaf(leaf) for path, leaf in members if isinstance(leaf, plain)}
