@@ -106,7 +106,7 @@ def fit(model: nn.Module, loader: ll.data.Loader, lr: float, steps: int, seed: i
     """Train for `steps` steps. peft, or you, choose the parameters to train by `requires_grad`."""
     model.train()  # from_pretrained returns models in eval mode, also inside peft
     optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.schedules.warmup_linear(lr, warmup=steps // 10, total=steps))
-    grad_fn = ll.make_grad_fn(model, lambda model, batch: model(**batch).loss)
+    grad_fn = ll.make_grad_fn(model, ll.losses.model_loss)
     train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=True)
     state, done = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)), ll.after_steps(steps)
     while not done(state):

@@ -17,7 +17,7 @@ _MESSAGE = (
     "mean is over the labels that count, but microbatches and ranks weigh by their samples, so the loss and the "
     "gradient are not the whole batch's where the numbers of labels differ. Return what is added up and what is "
     "counted: Mean(total, weight), with the sum of the losses and the number of labels that are not -100, or use "
-    "ll.next_token_loss"
+    "ll.next_token_loss, or ll.losses.model_loss for a transformers model's own loss"
 )
 
 

@@ -22,7 +22,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-F = TypeVar("F", bound=FunctionType)
+F = TypeVar("F", bound=Callable[..., Any])
 
 _HELD = tuple(
     int(getattr(signal, name))
@@ -177,6 +177,7 @@ def _send_later(signum: int) -> None:
 
 def swallows(function: F) -> F:
     """Mark a destructor or a weak reference's callback: a signal that arrives in it is sent again afterwards."""
+    assert isinstance(function, FunctionType)
     _swallowing.add(function.__code__)
     return function
 

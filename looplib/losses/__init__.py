@@ -1,7 +1,8 @@
 """Loss functions and wrappers: a loss function goes in and a loss function comes out."""
 
 from looplib.losses._autocast import autocast
+from looplib.losses._model_loss import model_loss
 from looplib.losses._next_token import next_token_loss
 from looplib.losses._recompute import recompute
 
-__all__ = ["autocast", "next_token_loss", "recompute"]
+__all__ = ["autocast", "model_loss", "next_token_loss", "recompute"]

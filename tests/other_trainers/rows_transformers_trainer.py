@@ -659,16 +659,13 @@ def _(model, train_set):
 
 @here(
     "Trainer._get_num_items_in_batch",
-    text="What the loss is averaged over is the weight that it returns: here all labels but -100, in all microbatches "
-    "together.",
+    text="`model_loss` counts the labels that the model's loss is averaged over, without -100 and, for causal models, "
+    "the first of each row. The gradient is that of the mean over all of them, in all microbatches together.",
 )
 def _(gpt2, tokens):
-    def loss_fn(model, batch):
-        return ll.next_token_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"])
-
+    grad_fn = ll.accumulate(ll.make_grad_fn(gpt2, ll.losses.model_loss), microbatches=3)
     # shows
     labels = tokens.masked_fill(torch.arange(10) < torch.tensor([[2], [5], [9]]), -100)
-    grad_fn = ll.accumulate(ll.make_grad_fn(gpt2, loss_fn), microbatches=3)
     found = grad_fn(ll.init_state(gpt2), {"input_ids": tokens, "labels": labels})
     gpt2.loss_type = "ForCausalLM"
     whole = gpt2(input_ids=tokens, labels=labels).loss

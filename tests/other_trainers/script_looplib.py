@@ -24,7 +24,7 @@ eval_batches = ll.make_loader(eval_set, batch_size=64, order=ll.data.in_order())
 lr = ll.warmup_cosine(3e-3, warmup=20, total=5 * len(loader))
 no_decay = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # biases and norms, as in the Trainer
 optimizer = ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=0.1, groups=no_decay)
-grad_fn = ll.accumulate(ll.make_grad_fn(model, lambda model, batch: model(**batch).loss), microbatches=2)
+grad_fn = ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss), microbatches=2)
 train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=True)
 eval_step = ll.make_eval_step(model, metric_fn)
 log = ll.tee(ll.jsonl("runs/loop/log.jsonl"), ll.console())

@@ -1,0 +1,147 @@
+"""Losses that transformers models compute themselves, as a sum and a count."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from looplib.metrics._mean import Mean
+
+
+def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
+    """Loss of a transformers model, weighted by what it averages over: tokens or samples.
+
+    >>> import looplib as ll, torch
+    >>> from transformers import BertConfig, BertForTokenClassification
+    >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    >>> model = BertForTokenClassification(BertConfig(vocab_size=9, **sizes))
+    >>> batch = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "labels": torch.tensor([[0, 1, 1], [0, 1, -100]])}
+    >>> ll.losses.model_loss(model, batch).weight
+    tensor(5)
+    >>> grad_fn = ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss), microbatches=2)
+
+    Pass it to `make_grad_fn` as it is. The gradient is then that of the mean over all tokens with a label, whatever the
+    microbatches and ranks. With `lambda model, batch: model(**batch).loss`, a microbatch with few tokens would count as
+    much as one with many.
+
+    The model is called with the batch's columns as arguments, and with `num_items_in_batch` if it takes that. The count
+    is that of the labels that are not -100. Causal models predict the next token, so the first label of each row is not
+    counted. For regression and for several labels per sample, it is the number of samples.
+
+    Args:
+        model: a transformers model for causal or masked language modeling, sequence-to-sequence generation, or the
+            classification of tokens, sequences or images; also within DDP or peft.
+        batch: arguments of the model by name, `labels` among them.
+
+    Raises:
+        TypeError: the model is of another kind, so the count is unknown: write a loss function that returns
+            `ll.Mean(loss * count, count)`. Or the batch has no labels or is not a mapping.
+
+    Source: transformers' `num_items_in_batch`, which its Trainer hands to the model in the same way.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"model_loss got a batch of type {type(batch).__name__}; give a dict of the model's arguments"
+        )
+    base = _base(model)
+    count = _count_of(base)(base, batch).clamp(min=1)
+    arguments = dict(batch)
+    if _takes_count(type(base).forward) and getattr(base, "accepts_loss_kwargs", True):
+        arguments["num_items_in_batch"] = count
+    return Mean(model(**arguments).loss * count, count)
+
+
+def _base(model: Any) -> Any:
+    """The transformers model within peft, DDP or torch.compile."""
+    while (inner := _inner(model)) is not None:
+        model = inner
+    return model
+
+
+def _inner(model: Any) -> Any:
+    if callable(get_base_model := getattr(model, "get_base_model", None)):  # peft
+        return get_base_model()
+    if compiled := getattr(model, "_orig_mod", None):
+        return compiled
+    return None if hasattr(model, "config") else getattr(model, "module", None)
+
+
+def _count_of(model: Any) -> Callable[[Any, Mapping[str, Any]], Tensor]:
+    """Function that counts what the model's loss averages over."""
+    cls: Any = type(model)
+    name, used = cls.__name__, _names_in(cls.forward)
+    kind = next((kind for kind in _BY_CLASS if name.endswith(kind)), "")
+    if "loss_function" in used:
+        kind = model.loss_function.__name__
+    elif kind == "ForConditionalGeneration" and not model.config.is_encoder_decoder:
+        kind = ""
+    if rule := (_BY_FUNCTION if "loss_function" in used else _BY_CLASS).get(kind):
+        return rule
+    raise TypeError(
+        f"model_loss cannot know what the loss of {name} averages over; write\n    def loss_fn(model, batch):\n"
+        "        loss = model(**batch).loss\n        count = ...  # the labels, tokens or samples that it averages over\n"
+        "        return ll.Mean(loss * count, count)"
+    )
+
+
+@cache
+def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return frozenset(code.co_names if code else ())
+
+
+@cache
+def _takes_count(forward: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(forward).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD or p.name == "num_items_in_batch" for p in parameters)
+
+
+def _labels(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    if not isinstance(labels := batch.get("labels"), Tensor):
+        raise TypeError(
+            f"model_loss got a batch with the columns {sorted(batch)} for {type(model).__name__}; its loss needs a "
+            "tensor `labels`"
+        )
+    return labels
+
+
+def _next_labels(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    if isinstance(shifted := batch.get("shift_labels"), Tensor):
+        return (shifted != -100).sum()
+    return (_labels(model, batch)[..., 1:] != -100).sum()
+
+
+def _all_labels(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    return (_labels(model, batch) != -100).sum()
+
+
+def _samples(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    labels = _labels(model, batch)
+    config = model.config
+    kind = config.problem_type or ("single_label_classification" if config.num_labels > 1 else "regression")
+    if kind == "single_label_classification" and not labels.is_floating_point():
+        return (labels != -100).sum()
+    return torch.tensor(len(labels), device=labels.device)
+
+
+# Models that call transformers' loss functions, by the names of these.
+_BY_FUNCTION = {
+    "ForCausalLMLoss": _next_labels,
+    "ForMaskedLMLoss": _all_labels,
+    "ForTokenClassification": _all_labels,
+    "ForSequenceClassificationLoss": _samples,
+}
+
+# Models with a cross-entropy of their own. Those for causal language modeling are missing: some shift the labels.
+_BY_CLASS = {
+    "ForConditionalGeneration": _all_labels,  # if they have an encoder and a decoder
+    "ForMaskedLM": _all_labels,
+    "ForTokenClassification": _all_labels,
+    "ForSequenceClassification": _samples,
+    "ForImageClassification": _samples,
+}

@@ -1,0 +1,204 @@
+"""Losses that models compute themselves, against the whole batch and against the real Trainer."""
+
+import pytest
+import torch
+from ranks import launch
+from torch import nn
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BartForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    Trainer,
+    TrainingArguments,
+)
+
+import looplib as ll
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+VOCAB = 11
+
+
+def bert(cls, **settings):
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return cls(BertConfig(vocab_size=VOCAB, max_position_embeddings=16, **SIZES, **no_dropout, **settings))
+
+
+def t5():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    config = T5Config(vocab_size=VOCAB, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, **sizes)
+    return AutoModelForSeq2SeqLM.from_config(config)
+
+
+def gpt2():
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=16, n_layer=1, n_head=2, **no_dropout))
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=16, **SIZES))
+
+
+def tokens():
+    """Eight rows of ragged lengths: 1 to 8 labels in each, -100 in the rest."""
+    ids = torch.randint(2, VOCAB, (8, 9), generator=torch.Generator().manual_seed(1))
+    rest = torch.arange(9) > torch.tensor([[8], [1], [2], [7], [3], [1], [5], [6]])
+    return {"input_ids": ids, "attention_mask": (~rest).long(), "labels": ids.masked_fill(rest, -100)}
+
+
+def classes(of_token):
+    batch = tokens()
+    labels = batch["labels"] % 3
+    batch["labels"] = labels.masked_fill(batch["labels"] == -100, -100) if of_token else labels[:, 0].contiguous()
+    return batch
+
+
+MODELS = {
+    "causal": (llama, tokens),
+    "causal, with the default loss": (gpt2, tokens),
+    "masked": (lambda: bert(BertForMaskedLM), tokens),
+    "token classifier": (lambda: bert(BertForTokenClassification, num_labels=3), lambda: classes(True)),
+    "sequence classifier": (lambda: bert(BertForSequenceClassification, num_labels=3), lambda: classes(False)),
+    "encoder-decoder": (t5, tokens),
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    model, batch = MODELS[name][0](), MODELS[name][1]()
+    return model, batch
+
+
+def gradients(model, loss_fn, batch, microbatches):
+    grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches)
+    return grad_fn(ll.init_state(model), batch)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_microbatches_have_the_gradient_of_the_whole_batch(name):
+    model, batch = made(name)
+    model.double()  # though transformers computes the logarithms in float32
+    loss = model(**batch).loss  # the mean over the whole batch, by the model alone
+    expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    grads = gradients(model, ll.losses.model_loss, batch, 4)
+    for (key, parameter), wanted in zip(model.named_parameters(), expected, strict=True):
+        wanted = torch.zeros_like(parameter) if wanted is None else wanted
+        torch.testing.assert_close(grads.grads[key], wanted, rtol=1e-4, atol=1e-7, msg=key)
+    if name != "sequence classifier":
+        with pytest.warns(UserWarning, match="ll.losses.model_loss"):
+            naive = gradients(model, lambda model, batch: model(**batch).loss, batch, 4)
+        assert max((naive.grads[key] - grads.grads[key]).abs().max() for key in grads.grads) > 1e-3
+
+
+# With accumulation, transformers 5.23 trains models whose forward pass has a **kwargs but ignores num_items_in_batch
+# (BERT, T5) with the sum of the microbatches' gradients, and counts the first label of GPT-2. Whole batches are right.
+@pytest.mark.parametrize(
+    ("name", "accumulated"), [*((name, 1) for name in MODELS if "default" not in name), ("causal", 4)]
+)
+def test_training_in_four_microbatches_equals_the_real_trainer(name, accumulated, tmp_path):
+    model, batch = made(name)
+    rows = [{key: column[row] for key, column in batch.items()} for row in range(8)]
+    arguments = TrainingArguments(
+        tmp_path,
+        per_device_train_batch_size=8 // accumulated,
+        gradient_accumulation_steps=accumulated,
+        max_steps=3,
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0.0,
+        train_sampling_strategy="sequential",
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trained = MODELS[name][0]()
+    trained.load_state_dict(model.state_dict())
+    Trainer(trained, arguments, train_dataset=rows).train()
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    step = ll.make_train_step(ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss), 4), optimizer)
+    state = ll.init_state(model, optimizer)
+    for _ in range(3):
+        state, _ = step(state, batch)
+    for key, parameter in trained.named_parameters():
+        torch.testing.assert_close(state.params[key], parameter.detach(), rtol=1e-5, atol=1e-6, msg=key)
+
+
+def on_two_ranks():
+    model, batch = made("causal")
+    wanted = gradients(model, ll.losses.model_loss, batch, 1)
+    with ll.distributed.setup():
+        rank = ll.distributed.rank()
+        rows = {
+            key: column[rank * 4 : rank * 4 + 4] for key, column in batch.items()
+        }  # their numbers of tokens differ
+        grad_fn = ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss), 2)
+        grads = ll.grads.reduce_gradients(grad_fn)(ll.init_state(model), rows)
+        for key, wanted_gradient in wanted.grads.items():
+            torch.testing.assert_close(grads.grads[key], wanted_gradient, rtol=1e-5, atol=1e-7)
+        print("equal")
+
+
+def test_two_ranks_have_the_gradient_of_the_whole_batch():
+    assert launch(2, on_two_ranks).count("equal") == 2
+
+
+def test_regression_and_several_labels_per_sample_count_samples():
+    batch = tokens()
+    for settings, labels in (
+        ({"num_labels": 1}, torch.rand(8)),
+        ({"num_labels": 3}, torch.rand(8, 3)),
+        ({"num_labels": 2, "problem_type": "regression"}, torch.rand(8, 2)),
+    ):
+        model = bert(BertForSequenceClassification, **settings).eval()
+        loss = ll.losses.model_loss(model, batch | {"labels": labels})
+        assert loss.weight == 8
+        torch.testing.assert_close(loss.total / 8, model(**(batch | {"labels": labels})).loss)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by peft
+def test_wrapped_models_are_looked_through():
+    peft = pytest.importorskip("peft")
+    model = llama().eval()
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"])).eval()
+    expected = ll.losses.model_loss(model, tokens()).weight
+    assert expected == (tokens()["labels"][:, 1:] != -100).sum()
+    assert ll.losses.model_loss(adapted, tokens()).weight == expected
+    assert ll.losses.model_loss(torch.compile(model, backend="eager"), tokens()).weight == expected
+
+
+class Tiny(nn.Module):
+    def forward(self, labels):
+        return labels
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (lambda: BartForCausalLM(BartConfig(vocab_size=VOCAB, d_model=16, decoder_layers=1)), "BartForCausalLM"),
+        (lambda: bert(BertForQuestionAnswering), "BertForQuestionAnswering"),
+        (Tiny, "Tiny"),
+    ],
+    ids=["labels that are not shifted", "two positions", "not of transformers"],
+)
+def test_models_whose_average_is_unknown_are_refused_by_name(model, name):
+    with pytest.raises(TypeError, match=f"cannot know what the loss of {name} averages over"):
+        ll.losses.model_loss(model(), tokens())
+
+
+def test_batches_without_labels_are_refused():
+    model = llama()
+    with pytest.raises(TypeError, match=r"columns \['input_ids'\] for LlamaForCausalLM; its loss needs a tensor"):
+        ll.losses.model_loss(model, {"input_ids": torch.ones(1, 3, dtype=torch.long)})
+    with pytest.raises(TypeError, match="batch of type list; give a dict"):
+        ll.losses.model_loss(model, [1])
