@@ -107,7 +107,7 @@ def make_grad_fn(
         """Gradients of several microbatches in order, with the state's tensors placed in the module once."""
         given, buffers = of_this_model(host, state)
         params = _renormed(host, given, names, part) if host.renormed else given
-        passes = host.engine.passes(part, batches, batch_size, lambda: host.holds(params))
+        passes = host.engine.passes(part, state, batches, batch_size, lambda: host.holds(params))
         leaves = _Leaves(params, names)
         seeds = _seeds(state, part, len(batches), leaves.traced)
         outs: list[Gradients] = []

@@ -7,6 +7,8 @@ raised: the others raise the same error, with that rank in the message.
 
 from __future__ import annotations
 
+import hashlib
+import operator
 import pickle
 import weakref
 import zlib
@@ -20,6 +22,8 @@ from torch import distributed
 
 from looplib._core import ranks as _ranks
 from looplib._core import torch_private, waiting
+from looplib._core.checks import check, few
+from looplib._core.trees import paired
 
 T = TypeVar("T")
 
@@ -88,6 +92,20 @@ class Together:
         if not self.several:
             return [value]
         return _ranks.exchange(value, self.group)
+
+    def check_alike(self, facts: Mapping[str, Any], title: str, brief: Callable[[Any], str] = str) -> None:
+        """Raise ValueError on all ranks if a fact differs on one of them. Facts are sent only if their digests differ."""
+        text = repr(sorted(facts.items(), key=operator.itemgetter(0))).encode()
+        if len(set(self.gather(hashlib.sha256(text).digest()))) == 1:
+            return
+        first, *others = self.gather(dict(facts))
+        for rank, other in enumerate(others, 1):
+            differences = [
+                f"{name} is {brief(one)} on rank 0, {brief(another)} on rank {rank}"
+                for name, one, another in paired(first.items(), other.items())
+                if one != another
+            ]
+            check(not differences, title + few(differences, 10, "\n  "))
 
     def another(self) -> Together:
         """The same processes with a second group, for one thread on each. All ranks must call this."""

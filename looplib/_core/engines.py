@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from looplib._core import torch_private, waiting
+from looplib._core import first_step, torch_private, waiting
 from looplib._core.notices import warn
 from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
 from looplib._core.tracing import UntraceableError, tracing
@@ -184,7 +184,12 @@ class NoEngine:
         self.warned = False
 
     def passes(
-        self, part: Asked, batches: Sequence[Any], batch_size: Callable[[Any], int], bound: Callable[[], bool]
+        self,
+        part: Asked,
+        state: Any,
+        batches: Sequence[Any],
+        batch_size: Callable[[Any], int],
+        bound: Callable[[], bool],
     ) -> Alone:
         """Passes for the microbatches of one call. `bound` returns True if the state holds the module's own parameters."""
         if not (self.warned or part.context.local) and (ranks := world_size()) > 1:
@@ -220,6 +225,7 @@ class Engine(NoEngine):
     def __init__(self, model: nn.Module, name: str, params: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.name = name
+        self.compared = False  # True after the first step, if there are several ranks
         self.weighed = False  # True if the last loss had a weight on the host; the same on all ranks
         modules = list(model.modules())
         self.replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
@@ -230,7 +236,12 @@ class Engine(NoEngine):
         self.waits += [name for name, tensor in params.items() if is_sharded(tensor)]
 
     def passes(
-        self, part: Asked, batches: Sequence[Any], batch_size: Callable[[Any], int], bound: Callable[[], bool]
+        self,
+        part: Asked,
+        state: Any,
+        batches: Sequence[Any],
+        batch_size: Callable[[Any], int],
+        bound: Callable[[], bool],
     ) -> Alone:
         self._refuse_strangers(part.donate and bound())
         ranks, context = world_size(), part.context
@@ -239,6 +250,9 @@ class Engine(NoEngine):
                 f"reduce_gradients around a model in {self.name}, which reduces its gradients itself: leave one of "
                 "them out"
             )
+        if ranks > 1 and not self.compared:
+            self.compared = True
+            first_step.compare(state, batches)
         if not context.retryable:
             return Together(self, ranks, part, batches, batch_size) if ranks > 1 else ALONE
         if (reason := self.only_together()) and ranks > 1:

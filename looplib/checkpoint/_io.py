@@ -8,7 +8,6 @@ the state that the code has created, and then loads the values into it.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import os
 import time
@@ -18,10 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from looplib._core import ownership as _donation
-from looplib._core.checks import check, check_type, few
+from looplib._core.checks import check, check_type
 from looplib._core.collective import Together, together
 from looplib._core.ranks import is_alone
-from looplib._core.trees import paired
 from looplib.checkpoint._background import BackgroundWriter
 from looplib.checkpoint._describe import Checkpoint, Checkpoints, counts_of, trees_of
 from looplib.checkpoint._directory import Entry, Lock, new_entry, put, put_aside, remove
@@ -181,7 +179,9 @@ class CheckpointIO:
 
         parts, about = ranks.on_each(taken_apart)
         if ranks.several:
-            _check_same(ranks, {**about["counts"], **parts.description()})
+            # A count, a plain value, a dtype or a shape may not differ.
+            title = "the state differs between ranks, so it is not one state to save:\n  "
+            ranks.check_alike({**about["counts"], **parts.description()}, title, _brief)
         entry = ranks.on_first(functools.partial(self._begin, state.step))
         write = functools.partial(self._write, entry, parts, about)
         if not self._asynchronous:
@@ -350,22 +350,6 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"the metric {name!r} is a {type(value).__name__}; give a number") from None
-
-
-def _check_same(ranks: Together, leaves: dict[str, Any]) -> None:
-    """Raise on all ranks if a count, a plain value, a dtype or a shape differs on one of them."""
-    text = repr(sorted(leaves.items())).encode()
-    if len(set(ranks.gather(hashlib.sha256(text).digest()))) == 1:
-        return
-    first, *others = ranks.gather(leaves)
-    for rank, other in enumerate(others, 1):
-        differences = [
-            f"{path} is {_brief(one)} on rank 0, {_brief(another)} on rank {rank}"
-            for path, one, another in paired(first.items(), other.items())
-            if one != another
-        ]
-        title = "the state differs between ranks, so it is not one state to save:\n  "
-        check(not differences, title + few(differences, 10, "\n  "))
 
 
 def _brief(entry: Any) -> str:

@@ -13,9 +13,11 @@ from looplib.distributed._processes import (
     world_size,
 )
 from looplib.distributed._reduce import reduce
+from looplib.distributed._replicas import check_replicas
 
 __all__ = [
     "barrier",
+    "check_replicas",
     "is_rank_zero",
     "launch",
     "launched",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from looplib._core import first_step
 from looplib._core import ranks as _ranks
 from looplib._core.calls import remember
 from looplib._objective import mean_over_ranks
@@ -41,7 +42,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
         ValueError: `grad_fn` has a wrapper that belongs outside, such as `clip_by_global_norm`.
         RuntimeError: at the first step, if the model is in DDP or FSDP2, where gradients would be reduced twice.
     """
-    grad_fn = check_parts(grad_fn, "reduce_gradients", but="retry_on_oom")
+    grad_fn, compared = check_parts(grad_fn, "reduce_gradients", but="retry_on_oom"), False
 
     def reduced(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         if not _ranks.several():
@@ -51,6 +52,10 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
                 "reduce_gradients within accumulate would send each piece: put it around, "
                 "reduce_gradients(accumulate(grad_fn, ...))"
             )
+        nonlocal compared
+        if not compared:
+            compared = True
+            first_step.compare(state, (batch,))
         own = replace(part, reduction="sum", context=replace(part.context, local=True))
         out = grad_fn(state, batch, own)
         if out.weight is None:
