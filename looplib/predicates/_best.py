@@ -20,7 +20,7 @@ from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class BestSoFar:
     """Best value of a metric so far, and the number of evaluations since the last improvement.
 
@@ -32,7 +32,7 @@ class BestSoFar:
     (0.45, 300, 2)
 
     Put it into `state.extra`, where `update_best` updates it and `early_stopping` reads it. It is a pytree of the
-    last four attributes. The first three are settings, so a restored run continues with the settings of the record
+    last four attributes. The others are settings, so a restored run continues with the settings of the record
     that it is restored into. Restoring into a record of a different metric or mode is refused, because their leaves
     have different names.
 
@@ -41,9 +41,12 @@ class BestSoFar:
         mode: "min" if lower is better, "max" if higher is.
         min_delta: smallest difference from `reference` that counts as an improvement (exclusive); absolute, at least
             0.
+        relative: if True, `min_delta` is a fraction of the magnitude of `reference`: 0.01 for 1%.
+        cumulative: if True, small gains add up until they exceed `min_delta`. If False, each value is compared with the
+            best so far, so that small gains never count, as with transformers' `early_stopping_threshold`.
         best: the best value, or None before the first evaluation.
         best_step: step of the best value, or the first such step if there are several.
-        reference: value at the last improvement. Small gains add up until they exceed `min_delta`.
+        reference: value at the last improvement, or with `cumulative=False`, the best value.
         waited: evaluations since the last improvement, which `early_stopping` compares with its patience.
 
     Raises:
@@ -53,6 +56,8 @@ class BestSoFar:
     monitor: str
     mode: Literal["min", "max"] = field(default="min", kw_only=True)
     min_delta: float = field(default=0.0, kw_only=True)
+    relative: bool = field(default=False, kw_only=True)
+    cumulative: bool = field(default=True, kw_only=True)
     best: float | None = field(default=None, kw_only=True)
     best_step: int | None = field(default=None, kw_only=True)
     reference: float | None = field(default=None, kw_only=True)
@@ -83,12 +88,23 @@ class BestSoFar:
         changes: dict[str, Any] = {"waited": self.waited + 1}
         if self.best is None or sign * value > sign * self.best:
             changes |= {"best": value, "best_step": step}
-        if self.reference is None or sign * (value - self.reference) > self.min_delta:
+        if self.reference is None or sign * (value - self.reference) > self._least_gain():
             changes |= {"reference": value, "waited": 0}
+        elif not self.cumulative:
+            changes |= {"reference": changes.get("best", self.best)}
         return replace(self, **changes)
 
+    def _least_gain(self) -> float:
+        return self.min_delta * abs(self.reference or 0.0) if self.relative else self.min_delta
 
-_SETTINGS = ("monitor", "mode", "min_delta")
+    def __repr__(self) -> str:
+        omitted = {"relative": False, "cumulative": True}
+        shown = {f.name: getattr(self, f.name) for f in fields(self)}
+        shown = {name: value for name, value in shown.items() if omitted.get(name) is not value}
+        return f"BestSoFar({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+_SETTINGS = ("monitor", "mode", "min_delta", "relative", "cumulative")
 
 
 _COUNTED = tuple(name for name in (f.name for f in fields(BestSoFar)) if name not in _SETTINGS)
@@ -175,8 +191,9 @@ class early_stopping(Predicate):
     Raises:
         ValueError: `patience` is not an int of at least 1; or, when called, the state has no such record.
 
-    It behaves like Lightning's EarlyStopping and, without `min_delta`, like transformers' EarlyStoppingCallback,
-    except for NaN: there it ends the run or counts as worse, while `update_best` raises an error.
+    It behaves like Lightning's EarlyStopping and, with `BestSoFar(..., cumulative=False)`, like transformers'
+    EarlyStoppingCallback, except for NaN: there it ends the run or counts as worse, while `update_best` raises an
+    error.
     """
 
     patience: int

@@ -113,6 +113,34 @@ def test_it_improves_by_more_than_transformers_threshold(values, delta, patience
 
 
 @quick
+@given(some_values, modes, some_deltas, st.integers(1, 5))
+def test_compared_with_the_best_it_waits_as_transformers_callback_does(values, mode, delta, patience):
+    args, callback = SimpleNamespace(greater_is_better=mode == "max"), EarlyStoppingCallback(patience, delta)
+    record, best = BestSoFar("eval_loss", mode=mode, min_delta=delta, cumulative=False), None
+    for step, value in enumerate(values):
+        callback.check_metric_value(args, SimpleNamespace(best_metric=best), None, value)
+        best = (
+            value if best is None else {"min": min, "max": max}[mode](best, value)
+        )  # as the Trainer does afterwards
+        record = record.update(value, step)
+        assert (record.waited, record.reference) == (callback.early_stopping_patience_counter, best)
+
+
+@quick
+@given(some_values, modes, some_deltas)
+def test_a_relative_improvement_is_that_of_torchs_plateau(values, mode, delta):
+    sgd = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        sgd, mode=mode, threshold=delta / 2, threshold_mode="rel", patience=len(values)
+    )
+    record = BestSoFar("eval_loss", mode=mode, min_delta=delta / 2, relative=True)
+    for step, value in enumerate(value + 100 for value in values):  # above 0, where torch's rule has a meaning
+        plateau.step(value)
+        record = record.update(value, step)
+        assert (record.reference, record.waited) == (plateau.best, plateau.num_bad_epochs)
+
+
+@quick
 @given(some_values.filter(len) | st.lists(st.floats(allow_nan=False), min_size=1), modes, some_deltas)
 def test_the_best_is_the_first_of_the_best_whatever_the_delta(values, mode, delta):
     best = {"min": min, "max": max}[mode](values)
@@ -259,6 +287,9 @@ def test_records_read_as_the_code_that_made_them(text):
     text += ", min_delta=0.5, best=1.0, best_step=2, reference=1.0, waited=0)" if text.startswith("Best") else ""
     made = eval(text)
     assert repr(made) == text
+    if text.startswith("Best"):
+        other = dataclasses.replace(made, relative=True, cumulative=False)
+        assert eval(repr(other)) == other
     assert pickle.loads(pickle.dumps(made)) == made
     assert hash(made) == hash(eval(text))
     assert not hasattr(made, "__dict__")
