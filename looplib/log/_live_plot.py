@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from looplib._core.ranks import is_first
-from looplib.log._plots import _COUNTS, Row, _draw, _lines, _panels, _panels_of, figure_class, save
-from looplib.log._sinks import CodedSink, plain_values, read_jsonl
+from looplib.log._plots import Row, _draw, _lines, _panels, _panels_of, figure_class, save
+from looplib.log._sinks import COUNTS, CodedSink, plain_values, read_jsonl
 from looplib.types import Sink, TrainState
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def live_plot(
         canvas.rows += read_jsonl(history)
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        canvas.add({**plain_values(values), **{name: getattr(state, name) for name in _COUNTS}})
+        canvas.add({**plain_values(values), **{name: getattr(state, name) for name in COUNTS}})
 
     sink = CodedSink(
         write, "live_plot()" if path is None else f"live_plot(path={os.fspath(path)!r})", first_rank=True

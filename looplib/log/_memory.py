@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 import torch
 
@@ -24,38 +25,29 @@ def memory(*, reset: bool = False, prefix: str = "") -> dict[str, float]:
             started.
         prefix: string put before each name.
     """
-    peaks = {}
-    host = _host_peak()
-    if host is not None:
-        peaks[prefix + "host_peak_bytes"] = float(host)
+    peaks = _host_peak()
     if torch.accelerator.is_available():
-        peaks[prefix + "device_peak_bytes"] = float(torch.accelerator.memory.max_memory_allocated())
+        peaks["device_peak_bytes"] = float(torch.accelerator.memory.max_memory_allocated())
         if reset:
             torch.accelerator.memory.reset_peak_memory_stats()
     if reset:
         _forget_host_peak()
-    return peaks
+    return {prefix + name: peak for name, peak in peaks.items()}
 
 
-def _host_peak() -> int | None:
-    try:
-        with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+def _host_peak() -> dict[str, float]:
+    with suppress(OSError), open("/proc/self/status") as file:
+        for line in filter(lambda line: line.startswith("VmHWM:"), file):
+            return {"host_peak_bytes": float(line.split()[1]) * 1024}
     try:
         import resource
     except ImportError:
-        return None
+        return {}
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}
 
 
 def _forget_host_peak() -> None:
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    except OSError:  # a different system, or a container without permission
-        pass
+    # Fails on a different system, or in a container without permission.
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")

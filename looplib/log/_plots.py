@@ -10,14 +10,16 @@ import functools
 import io
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from looplib._core.checks import check_argument
-from looplib.log._sinks import read_jsonl
+from looplib._core.checks import check, check_argument
+from looplib.log._sinks import COUNTS, read_jsonl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,9 +29,6 @@ Row = Mapping[str, Any]
 
 
 Log = str | os.PathLike[str] | Sequence[Row]
-
-
-_COUNTS = ("step", "epoch", "batch", "samples")
 
 
 _STYLES = ("-", "--", ":", "-.")
@@ -101,18 +100,16 @@ def _rows(log: Log) -> Sequence[Row]:
 def _lines(rows: Sequence[Row], x: str) -> dict[str, list[tuple[float, float]]]:
     """Points of each name, without those that were repeated after going back to a checkpoint."""
     points: dict[str, list[tuple[float, float, float]]] = {}
-    for row in rows:
-        at = row.get(x)
-        if not isinstance(at, (int, float)):
-            continue
-        step = row.get("step", at)
-        for name, value in row.items():
-            if name in _COUNTS or name == x or not isinstance(value, (int, float)):
-                continue
+    axis = {x, *COUNTS}
+    for row in [row for row in rows if isinstance(row.get(x), (int, float))]:
+        step = row.get("step", row[x])
+        numbers = {
+            name: number for name, number in row.items() if isinstance(number, (int, float)) and name not in axis
+        }
+        for name, value in numbers.items():
             line = points.setdefault(name, [])
-            while line and line[-1][0] >= step:
-                line.pop()
-            line.append((step, at, value))
+            del line[bisect_left(line, (step,)) :]
+            line.append((step, row[x], value))
     return {name: [(at, value) for _, at, value in line] for name, line in points.items()}
 
 
@@ -125,35 +122,26 @@ def _panels(
     lines: Mapping[str, Mapping[str, Any]], names: str | Sequence[str] | None, x: str
 ) -> dict[str, list[str]]:
     """Full names in each panel, by panel title."""
-    available = list(dict.fromkeys(name for run in lines.values() for name in run))
-    if not available:
-        raise ValueError(f"there is nothing to draw: no row of {_listed(lines)} has a number beside its {x!r}")
+    available = list(dict.fromkeys(chain.from_iterable(lines.values())))
+    logs = ", ".join(map(repr, filter(None, lines))) or "the log"
+    check(available, f"there is nothing to draw: no row of {logs} has a number beside its {x!r}")
     if isinstance(names, str):
         names = [names]
     panels: dict[str, list[str]] = {}
     for wanted in [_split(name)[1] for name in available] if names is None else names:
         matches = _panels_of(wanted, available)
-        if not matches:
-            raise ValueError(f"no log has {wanted!r}; there are {', '.join(available)}")
+        check(matches, f"no log has {wanted!r}; there are {', '.join(available)}")
         panels |= matches
     return panels
 
 
 def _panels_of(wanted: str, available: Iterable[str]) -> dict[str, list[str]]:
     """Panels for a requested name: one for a full name or a metric, or one for each metric of a source."""
-    panels: dict[str, list[str]] = {}
-    for name in available:
-        if wanted in (name, _split(name)[1]):
-            panels.setdefault(wanted, []).append(name)
-    if not panels:
-        for name in available:
-            if name.startswith(f"{wanted}/"):
-                panels.setdefault(f"{wanted} {_split(name)[1]}", []).append(name)
-    return {names[0] if len(names) == 1 else title: names for title, names in panels.items()}
-
-
-def _listed(runs: Iterable[str]) -> str:
-    return ", ".join(repr(label) for label in runs if label) or "the log"
+    panels = {wanted: [name for name in available if wanted in (name, _split(name)[1])]}
+    if not panels[wanted]:
+        for name in [name for name in available if name.startswith(f"{wanted}/")]:
+            panels.setdefault(f"{wanted} {_split(name)[1]}", []).append(name)
+    return {names[0] if len(names) == 1 else title: names for title, names in panels.items() if names}
 
 
 Lines = Mapping[str, Mapping[str, list[tuple[float, float]]]]  # label of a run -> name -> points
@@ -279,7 +267,7 @@ def dress(axes: Axes, title: str, x: str, values: list[float]) -> None:
     axes.spines[:].set_color(_GREY)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    if x in _COUNTS:
+    if x in COUNTS:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     finite = [value for value in values if math.isfinite(value)]

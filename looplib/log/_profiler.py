@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from looplib._core.calls import remember
+from looplib._core.checks import check
 from looplib._core.kinds import check_kind, checked, mark_alike
 from looplib._core.ranks import rank
 from looplib.predicates._predicate import Predicate
@@ -53,10 +54,8 @@ def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLik
     Source: `torch.profiler.profile`.
     """
     train_step = checked(train_step, "profiled", "train_step", "eval_step", "predict_step")
-    if not callable(when):
-        raise TypeError(
-            f"profiled got a {type(when).__name__} to say when; give a predicate such as ll.every_n_steps(1000)"
-        )
+    given = f"profiled got a {type(when).__name__} to say when; give a predicate such as ll.every_n_steps(1000)"
+    check(callable(when), given, TypeError)
     check_kind(when, "profiled", "predicate")
     folder = Path(directory).absolute()
     finish: Callable[[], Any] | None = None  # writes the open window

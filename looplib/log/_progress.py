@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 
 from torch import Tensor
 
-from looplib._core.checks import check_batches, check_optional_count, check_type
+from looplib._core.checks import check, check_batches, check_optional_count, check_type
 from looplib._core.ranks import is_first
 from looplib.types import TrainState
 
@@ -101,8 +101,11 @@ class progress(Generic[T]):
         step: Callable[..., Any] | None = None,
         **tqdm_options: Any,
     ) -> None:
-        if step is not None and not callable(step):
-            raise TypeError(f"step is a {type(step).__name__}; give the step that the loop calls, or leave it out")
+        check(
+            step is None or callable(step),
+            f"step is a {type(step).__name__}; give the step that the loop calls, or leave it out",
+            TypeError,
+        )
         check_optional_count("epochs", epochs, advice="give the number of epochs of the run")
         self._loader: Callable[[TrainState], Iterable[T]] | None = None
         self._epochs, self._desc, self._options = epochs, desc, tqdm_options
@@ -125,12 +128,13 @@ class progress(Generic[T]):
 
     def _begin(self, batches: Iterable[T], state: TrainState) -> None:
         """Start an epoch. In a run, the existing bar continues."""
-        length, run = state.epoch_length, self._loader is not None
+        length = state.epoch_length
         self._left = None if length is None else length - state.batch
-        done = state.epoch * length + state.batch if run and length else state.batch
+        run_length = (length or 0) if self._loader is not None else 0
+        done = state.epoch * run_length + state.batch
         title = self._desc or f"epoch {state.epoch + 1}{f'/{self._epochs}' if self._epochs else ''}"
         if self._bar is None or self._bar.disable:
-            total = (length or 0) * (self._epochs or 0) or None if run else length
+            total = length if self._loader is None else run_length * (self._epochs or 0) or None
             self._bar = self._new_bar(title, done, total)
         else:
             if length:
@@ -158,20 +162,14 @@ class progress(Generic[T]):
         return _Loop(self)
 
     def __len__(self) -> int:
-        if self._left is None or self._loader is not None:
-            what = (
-                "over a stream has no length: state.epoch_length is None"
-                if self._loader is None
-                else "of a run has no len()"
-            )
-            raise TypeError(f"progress {what}")
-        return self._left
+        check(self._loader is None, "progress of a run has no len()", TypeError)
+        over_stream = "progress over a stream has no length: state.epoch_length is None"
+        check(self._left is not None, over_stream, TypeError)
+        return self._left  # type: ignore[return-value]
 
     def __iter__(self) -> Iterator[T]:
-        if self._loader is not None:
-            raise TypeError(
-                "the bar of a run is a function of the state, as the loader: write `for batch in bar(state)`"
-            )
+        advice = "the bar of a run is a function of the state, as the loader: write `for batch in bar(state)`"
+        check(self._loader is None, advice, TypeError)
         return _Loop(self)
 
     def __next__(self) -> T:
@@ -267,19 +265,19 @@ class _Text:
     def behind(self, postfix: str | None) -> str | None:
         spent = self._seconds() - self._compiled
         parts = [*self._shown.values(), postfix, f"compiling took {spent:.0f} s" if spent else None]
-        return ", ".join(part for part in parts if part) or None
+        return ", ".join(filter(None, parts)) or None
 
 
 def _number(metric: Any) -> float | None:
     """Value of a metric with a single number, or for a stack, the mean over the members whose value is finite."""
     value = metric.compute() if hasattr(metric, "compute") else metric
-    if isinstance(value, Tensor) and value.numel() > 1 and value.dim() == 1:
-        value = value.double() if not value.is_floating_point() else value
-        finite = value[value.isfinite()]
-        value = (finite if len(finite) else value).mean()
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value)
-    return value if isinstance(value, (int, float)) else None
+    if not isinstance(value, Tensor):
+        return value if isinstance(value, (int, float)) else None
+    if not value.numel() or value.numel() != max(value.shape, default=1):
+        return None
+    members = value.detach().cpu().double().flatten()
+    finite = members[members.isfinite()]
+    return float((finite if len(finite) else members).mean())
 
 
 class _Output:

@@ -24,7 +24,8 @@ from looplib.types import Metric, Sink, TrainState, check_state
 COUNTS = ("step", "epoch", "batch", "samples")
 
 
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # the names in JSON of what Python calls so
+_READ = {name: float(number) for number, name in _NOT_FINITE.items()}
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 row = orjson.loads(line)
             except orjson.JSONDecodeError:
                 continue
-            rows.append({name: _read(value) for name, value in row.items()})
+            rows.append(
+                {name: _READ.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
+            )
     return rows
 
 
@@ -209,13 +212,12 @@ def row_of(state: TrainState, values: Mapping[str, Any]) -> dict[str, bool | int
     except AttributeError:
         check_state(state, "log(state, values)")
         raise
-    for name, value in plain_values(values).items():
-        if name in row:
-            raise ValueError(
-                f"the name {name!r} is taken by the state's own; give the value another, such as 'train/{name}'"
-            )
-        row[name] = value
-    return row
+    plain = plain_values(values)
+    for name in row.keys() & plain.keys():
+        raise ValueError(
+            f"the name {name!r} is taken by the state's own; give the value another, such as 'train/{name}'"
+        )
+    return row | plain
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
@@ -249,12 +251,8 @@ def _refused(name: str, value: Any) -> str:
 
 def _written(value: bool | int | float | str) -> bool | int | float | str:
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return _NOT_FINITE[float.__repr__(value)]
     return value
-
-
-def _read(value: Any) -> Any:
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _shown(value: bool | int | float | str) -> str:

@@ -242,13 +242,11 @@ def _cell(value: bool | int | float | str) -> str:
 
 
 _FLOAT = re.compile(r"-?([0-9]+\.[0-9]+|[0-9]+(\.[0-9]+)?e[+-][0-9]+|inf|nan)")
+_INT = re.compile("-?[0-9]+")
+_WORDS = {"True": True, "False": False, "": None}
 
 
 def _value(cell: str) -> bool | int | float | str | None:
-    if cell in ("True", "False"):
-        return cell == "True"
-    if re.fullmatch("-?[0-9]+", cell):
+    if _INT.fullmatch(cell):
         return int(cell)
-    if _FLOAT.fullmatch(cell):
-        return float(cell)
-    return cell or None
+    return float(cell) if _FLOAT.fullmatch(cell) else _WORDS.get(cell, cell)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.checks import check_count
+from looplib._core.checks import check, check_count
 from looplib._core.kinds import check_kind
 from looplib.log._sinks import CodedSink
 from looplib.types import Sink, TrainState
@@ -50,9 +50,9 @@ def rename(sink: Sink, names: Mapping[str, str] | Callable[[str], str]) -> Sink:
         came_from: dict[str, str] = {}
         for old, value in values.items():
             new = new_name(old)
-            if new in renamed:
-                raise ValueError(f"{came_from[new]!r} and {old!r} would both be named {new!r}; give one another name")
-            renamed[new], came_from[new] = value, old
+            former = came_from.setdefault(new, old)
+            check(former == old, f"{former!r} and {old!r} would both be named {new!r}; give one another name")
+            renamed[new] = value
         sink(state, renamed)
 
     return CodedSink(write, f"rename({sink!r}, {names!r})")
@@ -76,8 +76,8 @@ def only(sink: Sink, names: Collection[str] | Callable[[str], bool]) -> Sink:
         TypeError: `names` is a single string.
     """
     check_kind(sink, "only", "sink")
-    if isinstance(names, str):
-        raise TypeError(f"only takes several names, or a predicate, and found the str {names!r}; write [{names!r}]")
+    several = f"only takes several names, or a predicate, and found the str {names!r}; write [{names!r}]"
+    check(not isinstance(names, str), several, TypeError)
     passes: Callable[[str], bool] = names if callable(names) else names.__contains__
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
@@ -106,8 +106,8 @@ def every_rank(sink: Sink) -> Sink:
     check_kind(sink, "every_rank", "sink")
     if not (isinstance(sink, CodedSink) and sink.first_rank):
         raise TypeError(
-            f"{sink!r} writes in each process as it is: every_rank is for jsonl, csv_file, console, tensorboard, "
-            "wandb and live_plot themselves, inside of what wraps them"
+            f"{sink!r} writes in each process as it is: every_rank is for jsonl, csv_file, console, tensorboard, wandb "
+            "and live_plot themselves, inside of what wraps them"
         )
     return CodedSink(sink.write, f"every_rank({sink!r})")
 
