@@ -400,7 +400,7 @@ def _backward(
         loss = loss.reshape(())
     seed = factor if isinstance(factor, Tensor) else scalar_like(loss, factor)
     if scale is not None:
-        seed = seed * scale
+        seed = seed * scale.to(loss.device)  # the scale is on the first parameter's
     if scale is not None or seed is factor:
         seed = seed.reshape(()).to(loss.device, loss.dtype)
     _run_backward((loss,), (seed,), again, again, inputs, allow_unreachable=True, accumulate_grad=True)

@@ -124,7 +124,7 @@ class Host:
     def __init__(self, model: nn.Module, training: bool) -> None:
         self.model = model
         self.slots = members(model)
-        self.device, self.generators = _CPU, _generators(_CPU)
+        self.devices, self.generators = (_CPU, _CPU), _generators(_CPU)
         # If the root is in training mode, submodules in eval mode stay so, since they were chosen. If it is not,
         # as with pretrained models, the whole module is trained.
         self.modules = [*model.modules()]
@@ -157,16 +157,18 @@ class Host:
                 return f"{prefix} ({type(module).__name__})"
         return None
 
-    def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
+    def run(self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
         """Run `body()` with these tensors in the module and the random streams seeded with `seed`."""
         swaps = self._swaps(params, buffers)
         engine = self.engine if self.engine.name else None
         if lent := engine.lend(params, self.params) if engine else None:
             swaps = [swap for swap in swaps if id(swap[2]) not in lent.owners]
         modes = [module.training for module in self.modules]
-        device = next(iter(params.values()), _NO_TENSOR).device
-        if device != self.device:
-            self.device, self.generators = device, _generators(device)
+        # The first and the last parameter tell if the model has moved: looking at all of them takes too long.
+        values = params.values()
+        ends = next(iter(values), _NO_TENSOR).device, next(reversed(values), _NO_TENSOR).device
+        if ends != self.devices:
+            self.devices, self.generators = ends, _generators(*(tensor.device for tensor in values))
         generators = self.generators
         streams = [generator.get_state() for generator in generators]
         thread = threading.get_ident()
@@ -315,8 +317,13 @@ def _writes_its_weight(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
-def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
-    if device.type == "mps":
-        return torch.default_generator, torch_private.mps_generator()
-    own = getattr(getattr(torch, device.type, None), "default_generators", None)  # of each accelerator but MPS
-    return (torch.default_generator, own[device.index or 0]) if own else (torch.default_generator,)
+def _generators(*devices: torch.device) -> tuple[torch.Generator, ...]:
+    """The CPU's random generator, and that of each of these devices."""
+    found = [torch.default_generator]
+    for device in dict.fromkeys(devices):
+        own = getattr(getattr(torch, device.type, None), "default_generators", None)  # of each accelerator but MPS
+        if device.type == "mps":
+            found.append(torch_private.mps_generator())
+        elif own:
+            found.append(own[device.index or 0])
+    return tuple(found)

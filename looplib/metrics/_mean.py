@@ -159,6 +159,15 @@ def _value(name: str, metric: Any) -> Tensor | float:
     return value
 
 
+def _numbers(tensors: list[Tensor]) -> list[Any]:
+    """The numbers of scalar tensors, in one transfer if they are on one device."""
+    if len({tensor.dtype for tensor in tensors}) > 1 and all(tensor.device.type != "mps" for tensor in tensors):
+        tensors = [tensor.double() for tensor in tensors]  # as Python's floats are
+    if len(tensors) > 1 and len({(tensor.device, tensor.dtype) for tensor in tensors}) == 1:
+        return torch.stack(tensors).tolist()
+    return [tensor.item() for tensor in tensors]
+
+
 def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     """Compute metrics: their values as Python floats, in one transfer from the device, which is waited for.
 
@@ -187,9 +196,5 @@ def compute(metrics: Metrics, prefix: str = "") -> dict[str, float]:
                 "(ll.vmap_step) ll.transforms.compute_members gives the values of each member"
             )
     waiting = [tensor.detach().reshape(()) for tensor in tensors.values()]
-    if len(waiting) > 1 and len({(tensor.device, tensor.dtype) for tensor in waiting}) == 1:
-        numbers = torch.stack(waiting).tolist()
-    else:
-        numbers = [tensor.item() for tensor in waiting]
-    values.update(zip(tensors, numbers, strict=True))
+    values.update(zip(tensors, _numbers(waiting), strict=True))
     return {prefix + name: float(value) for name, value in values.items()}

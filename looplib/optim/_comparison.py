@@ -73,14 +73,13 @@ def _raw_loop(recipe: Recipe, params: Params) -> Params | None:
     """Parameters after a few steps of the class itself."""
     copies = _copies(params)
     made = recipe.build(copies, recipe.members(copies))
-    device = next(iter(copies.values())).device
     try:
         for step in range(_STEPS):
             for group, moving in zip(made.param_groups, recipe.moving, strict=True):
                 group.update(values_at(moving, step))
             for tensor in copies.values():
                 tensor.grad = sample_gradient(tensor, step)
-            with streams_at(mix(0, step, STREAM), device):
+            with streams_at(mix(0, step, STREAM), copies.values()):
                 made.step()
     except (RuntimeError, ValueError, ArithmeticError):
         return None

@@ -6,7 +6,7 @@ import functools
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -53,9 +53,9 @@ class Kept:
 
 
 @contextmanager
-def streams_at(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's random streams inside the block and restore them afterwards."""
-    generators = _generators(device)
+def streams_at(seed: int, tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Seed the random streams of these tensors' devices inside the block and restore them afterwards."""
+    generators = _generators(*(tensor.device for tensor in tensors))
     with restored(*generators):
         for generator in generators:
             generator.manual_seed(seed)
@@ -72,7 +72,7 @@ def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
     shared = {key: copied(value) for key, value in made.state.items() if not isinstance(key, Tensor)}
     for name, tensor in copies.items():
         tensor.grad = sample_gradient(tensor, len(name))
-    with streams_at(0, next(iter(copies.values())).device):
+    with streams_at(0, copies.values()):
         drawn = _other_streams()
         recipe.cls.step(made, *([_closure_of(copies)] if recipe.needs_closure else []))
     if drawn != _other_streams():

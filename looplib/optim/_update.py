@@ -227,7 +227,7 @@ def eager_update(
             _run(plan, left, values, grads, tensors, working, params)
         elif left:
             evaluate = extra.get("evaluate")
-            with streams_at(mix(extra.get("seed", 0), step, STREAM), plan.key[2]):
+            with streams_at(mix(extra.get("seed", 0), step, STREAM), params.values()):
                 first = late & grads.keys()
                 lent = _instance_of_others(plan, values, tensors, params, opt_state, late, first)
                 new_state |= _run_others(plan, lent, grads, tensors, working, opt_state, first, donate, evaluate)

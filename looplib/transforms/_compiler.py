@@ -61,6 +61,7 @@ class Machine:
         draw: seeds the random streams, and draws the numbers that are inputs of the graph.
         finish: final change to the outcome.
         stable: True if outputs have the layout of inputs; known after the first run.
+        generators: those of the devices of its inputs, if it needs random numbers; known after the first run.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Machine:
         self.program, self.run, self.rebuild, self.random = program, run, program.rebuild(), program.random()
         self.draw, self.finish = draw, finish
         self.stable: bool | None = None
+        self.generators: Sequence[torch.Generator] | None = None
 
 
 class Ready(NamedTuple):
@@ -191,7 +193,9 @@ class Compiler:
         drawn: list[Tensor] = []
         grad_mode = torch.is_grad_enabled()
         self.intact = True
-        generators = _generators(flat[0].device) if machine.random else ()
+        if machine.generators is None:
+            machine.generators = _generators(*(tensor.device for tensor in flat)) if machine.random else ()
+        generators = machine.generators
         streams = [generator.get_state() for generator in generators]
         try:
             if self.no_grad:

@@ -276,6 +276,19 @@ def _(device):
     return runs, ll.metrics.perplexity(loss(language_model(device), tokens(device))).compute()
 
 
+@case("losses.model_loss")
+def _(device):
+    import transformers
+
+    settings = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 4}
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=9, attn_implementation="eager", **settings)
+    model = transformers.BertForTokenClassification(config).to(device)
+    grad_fn = ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss), 2)
+    labels = torch.where(tokens(device) > 5, -100, tokens(device) % 2)
+    return grad_fn(ll.init_state(model), {"input_ids": tokens(device), "labels": labels})
+
+
 @case("losses.recompute")
 def _(device):
     return train(device, loss=ll.losses.recompute(loss_fn, (torch.nn.Linear, torch.nn.Dropout)))

@@ -355,7 +355,8 @@ bool reads(const std::string& name, const std::vector<IValue>& arguments, const 
     for (size_t i = 0; i < arguments.size() && name != "aten::repeat_interleave"; i++)
       if (schema.arguments()[i].name() == "indices")
         each_tensor(arguments[i], [&](const at::Tensor& index) { found |= index.scalar_type() == c10::kBool; });
-    return found;
+    // CUDA fills by a mask where the value is a number.
+    return found && (name == "aten::repeat_interleave" || arguments[2].toTensor().numel() != 1);
   }
   return false;
 }

@@ -35,7 +35,7 @@ def bits(tree):
 
 def test_every_public_name_has_a_case_or_a_reason():
     public = {name for name in public_names() if name.partition(".")[0] in ROOMS}
-    assert public == CASES.keys() | EXCEPTIONS.keys()
+    assert public == CASES.keys() | EXCEPTIONS.keys(), "write a case in tests/far/cases.py, or say why there is none"
     assert not CASES.keys() & EXCEPTIONS.keys()
 
 

@@ -1,0 +1,143 @@
+"""States that move between devices, and models that are spread over two of them."""
+
+import accelerate
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+
+import looplib as ll
+from far import cases
+from far.device import far, host_reads
+from far.test_cases import bits, leaves
+
+CPU = torch.device("cpu")
+OPTIMIZER = ll.ema(ll.optim.skip_spikes(ll.optim.apply_if_finite(cases.ADAMW, 3)), buffers=True)
+
+
+@pytest.fixture(autouse=True)
+def first():
+    with far() as device:
+        yield device
+
+
+def devices(tree):
+    return {str(leaf.device) for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_state_saved_on_one_device_is_restored_on_another_to_the_bit(tmp_path, first, asynchronous):
+    for number, (source, target) in enumerate([(first, CPU), (CPU, first), (first, torch.device("far:1"))]):
+        state, _ = cases.train(source, optimizer=OPTIMIZER)
+        ckpt = ll.checkpoint_io(tmp_path / str(number), asynchronous=asynchronous)
+        ckpt.save(state)
+        ckpt.wait()
+        model, template = cases.started(target, OPTIMIZER)
+        restored = ckpt.restore(template)
+        assert {name: tensor.device for name, tensor in restored.params.items()} == dict.fromkeys(
+            state.params, target
+        )
+        assert bits((restored.params, restored.buffers, restored.opt_state)) == bits(
+            (state.params, state.buffers, state.opt_state)
+        )
+        # The run continues alike on both.
+        step = ll.make_train_step(ll.make_grad_fn(model, cases.loss_fn), OPTIMIZER, donate=True)
+        other = ll.make_train_step(ll.make_grad_fn(cases.classifier(source), cases.loss_fn), OPTIMIZER)
+        one, _ = step(restored, cases.data(target))
+        two, _ = other(state, cases.data(source))
+        assert bits(one.params) == bits(two.params)
+
+
+def spread():
+    """A model whose first half is on far:0 and whose second is on far:1, as accelerate's `device_map` does it."""
+    torch.manual_seed(0)
+    half = torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4)
+    model = torch.nn.Sequential(
+        torch.nn.Sequential(*half), torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 3))
+    )
+    return accelerate.dispatch_model(model, {"0": "far:0", "1": "far:1"}, main_device="far:0")
+
+
+def spread_loss(model, batch):
+    out = model(batch[0])
+    return F.cross_entropy(out.to("far:1"), batch[1].to("far:1"))
+
+
+WRAPPED = {
+    "plain": lambda g, o: (g, o),
+    "accumulate": lambda g, o: (ll.clip_by_global_norm(ll.accumulate(g, 2), 0.1), o),
+    "conditional": lambda g, o: (ll.grads.scale_loss(g), ll.optim.dynamic_loss_scale(ll.optim.apply_if_finite(o, 2))),
+    "averaged": lambda g, o: (ll.contrib.sam(g), ll.ema(ll.optim.skip_spikes(o))),
+    "adaptive": lambda g, o: (ll.contrib.adaptive_grad_clip(g), ll.contrib.lookahead(o)),
+}
+
+
+@pytest.mark.parametrize("optimizer", [cases.ADAMW, cases.SGD, ll.optimizer(torch.optim.NAdam, lr=0.01)])
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_a_model_on_two_devices_trains_and_resumes_and_leaves_both_random_streams(tmp_path, wrap, donate, optimizer):
+    def begin():
+        model = spread()
+        grad_fn, wrapped = wrap(ll.make_grad_fn(model, spread_loss), optimizer)
+        return ll.make_train_step(grad_fn, wrapped, donate=donate), ll.init_state(model, wrapped)
+
+    def run(step, state, batches):
+        for batch in batches:
+            state, _ = step(state, batch)
+        return state
+
+    batches = cases.batches(torch.device("far:0"))
+    streams = [torch.far.get_rng_state(index) for index in range(2)]
+    whole = bits(run(*begin(), batches))
+    assert all(torch.equal(torch.far.get_rng_state(index), streams[index]) for index in range(2))
+    torch.far.manual_seed_all(77)  # what was drawn before does not matter
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(run(*begin(), batches[:1]))
+    step, state = begin()
+    restored = ckpt.restore(state)
+    assert devices(restored.params) == {"far:0", "far:1"}
+    assert bits(run(step, restored, batches[1:])) == whole
+
+
+def test_a_step_of_a_model_on_two_devices_reads_nothing():
+    model = spread()
+    step = ll.make_train_step(
+        ll.clip_by_global_norm(ll.make_grad_fn(model, spread_loss), 1.0), cases.ADAMW, donate=True
+    )
+    state, batch = ll.init_state(model, cases.ADAMW), cases.data(torch.device("far:0"))
+    for _ in range(2):
+        state, _ = step(state, batch)
+    with host_reads() as reads:
+        step(state, batch)
+    assert reads == []
+
+
+def test_a_transformer_on_two_devices(tmp_path):
+    settings = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16, "vocab_size": 16}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings)).save_pretrained(tmp_path / "model")
+    parts = {"transformer.wte": 0, "transformer.wpe": 0, "transformer.h.0": 0, "transformer.drop": 0}
+    parts |= {"transformer.h.1": 1, "transformer.ln_f": 1, "lm_head": 0}
+    tokens = torch.randint(0, 16, (4, 9), generator=torch.Generator().manual_seed(0)).to("far:0")
+
+    def begin():
+        model = transformers.GPT2LMHeadModel.from_pretrained(
+            tmp_path / "model",
+            device_map={name: f"far:{index}" for name, index in parts.items()},
+            attn_implementation="eager",
+        ).train()
+        step = ll.make_train_step(
+            ll.make_grad_fn(model, lambda model, x: ll.next_token_loss(model(x).logits, x.to("far:0"))),
+            cases.ADAMW,
+            donate=True,
+        )
+        return step, ll.init_state(model, cases.ADAMW)
+
+    ends = []
+    for seed in range(2):
+        torch.far.manual_seed_all(seed)
+        step, state = begin()
+        assert devices(state.params) == {"far:0", "far:1"}
+        for _ in range(2):
+            state, _ = step(state, tokens)
+        ends.append(bits(state.params))
+    assert ends[0] == ends[1]
