@@ -45,6 +45,7 @@ def main(
     noise: float = 0.2,  # standard deviation, for pixels between 0 and 1
     width: int = 32,  # channels
     seed: int = 0,  # of the weights, the order of the images and their views
+    directory: str = "runs/contrastive_digits",  # folder for the checkpoint
 ) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -72,19 +73,26 @@ def main(
     state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
     held = most_held(lambda: grad_fn(state, next(iter(loader(state)))))
     train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=True)
+    ckpt = ll.checkpoint_io(directory, keep_last=1)
+    state = ckpt.restore(state)
+    if state.step:
+        print(f"continuing from step {state.step} of {steps}")
 
     log, window = ll.console(), ll.Window()
     every = ll.every_n_epochs(max(1, epochs // 6))
     done = ll.after_epochs(epochs)
     bar = ll.progress(loader, epochs=epochs)
-    while not done(state):
-        for batch in bar(state):
-            state, metrics = train_step(state, batch)
-            window = window.add(metrics)
-            bar.show(metrics)
-        if every(state):
-            log(state, ll.compute(window.metrics()))
-            window = ll.Window()
+    try:
+        while not done(state):
+            for batch in bar(state):
+                state, metrics = train_step(state, batch)
+                window = window.add(metrics)
+                bar.show(metrics)
+            if every(state):
+                log(state, ll.compute(window.metrics()))
+                window = ll.Window()
+    finally:  # at the end, and at Ctrl-C
+        ckpt.save(state)
     predict_step = ll.make_predict_step(model, embed)
     known, unknown = (
         torch.cat(list(ll.predict(predict_step, state, torch.split(x, 512)))) for x in (train_x[:labelled], test_x)
@@ -175,5 +183,5 @@ if __name__ == "__main__":
     try:
         main(**vars(parser.parse_args()))
     except KeyboardInterrupt:
-        print("\nstopped; rerunning starts from the beginning")
+        print("\nstopped; run the same command to continue")
         sys.exit(130)

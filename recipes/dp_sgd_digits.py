@@ -47,6 +47,7 @@ def main(
     delta: float = 1e-5,  # well below 1 / the number of images
     width: int = 16,  # channels of the convolution
     seed: int = 0,  # of the weights, the batches and the noise
+    directory: str = "runs/dp_sgd_digits",  # folder for the checkpoint
 ) -> dict[str, float]:
     began = time.perf_counter()
     torch.set_num_threads(1)  # such a small network gains nothing from more threads, and loses much on shared cores
@@ -74,16 +75,25 @@ def main(
     eval_step = ll.make_eval_step(model, metric_fn)
     log, done = ll.console(), ll.after_epochs(epochs)
 
-    state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
-    bar = ll.progress(loader, epochs=epochs)
-    while not done(state):
-        for batch in bar(state):
-            state, metrics = train_step(state, batch)
-            bar.show(metrics)
+    def scores_of(state: ll.TrainState) -> dict[str, float]:
         scores = ll.evaluate(eval_step, ll.eval_state(optimizer, state), [test_batch])
-        scores["epsilon"] = epsilon(state.step, rate, noise_multiplier, delta)
-        log(state, scores)
+        return {**scores, "epsilon": epsilon(state.step, rate, noise_multiplier, delta)}
 
+    ckpt = ll.checkpoint_io(directory, keep_last=1)
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    if state.step:
+        print(f"continuing from step {state.step} of {epochs * len(loader)}")
+    bar = ll.progress(loader, epochs=epochs)
+    try:
+        while not done(state):
+            for batch in bar(state):
+                state, metrics = train_step(state, batch)
+                bar.show(metrics)
+            log(state, scores_of(state))
+    finally:  # at the end, and at Ctrl-C
+        ckpt.save(state)
+
+    scores = scores_of(state)
     scores["seconds"] = time.perf_counter() - began
     print(
         f"{scores['accuracy']:.2%} of the {len(test_batch[1])} held-out digits right, {scores['seconds']:.1f} s; "
@@ -143,5 +153,5 @@ if __name__ == "__main__":
     try:
         main(**vars(parser.parse_args()))
     except KeyboardInterrupt:
-        print("\nstopped; rerunning starts from the beginning")
+        print("\nstopped; run the same command to continue")
         sys.exit(130)

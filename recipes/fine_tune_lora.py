@@ -4,9 +4,9 @@
     python recipes/fine_tune_lora.py
 
 The task: which package of Python's standard library does a docstring come from? The model first learns to fill in
-masked words of the rest of the library, and is saved; you can use any other model's folder instead (--base). It is
-then loaded three times, to train only the head, LoRA with the head, and all weights. A quarter of the docstrings is
-held out; none shares more than half of its words with another. Checkpoints are not kept: rerunning starts over.
+masked words of the rest of the library, and is saved; --base takes any other model's folder instead. It is loaded
+three times, to train only the head, LoRA with the head, and all weights. A quarter of the docstrings is held out; none
+shares more than half of its words with another. Ctrl-C stops, rerunning continues; delete the folder to start over.
 
 Reached with seeds 0 to 2, on 384 held-out docstrings: 77.9% to 79.2% with LoRA (93,417 trained numbers), 80.7% to
 83.9% with all weights (482,985), 41.7% to 50.0% with only the head (10,185). A logistic regression on tf-idf has 83%
@@ -21,11 +21,11 @@ import inspect
 import pydoc_data.topics
 import re
 import sysconfig
-import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+print("importing torch, transformers, datasets and peft", flush=True)
 import datasets  # type: ignore[import-untyped]
 import peft
 import tokenizers
@@ -70,9 +70,8 @@ def main(
     loader = ll.make_loader(tables["train"], batch_size=batch_size, order=ll.data.by_length(lengths), **options)
     test_batches = ll.make_loader(tables["test"], batch_size=64, order=ll.data.in_order(), **options)
     labels = {"id2label": dict(enumerate(PACKAGES)), "label2id": {name: i for i, name in enumerate(PACKAGES)}}
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for method, rate in (("head", 2 * lr), ("full", lr / 6), ("lora", lr)):
-        began = time.perf_counter()
         torch.manual_seed(seed)
         model: Any = hf.AutoModelForSequenceClassification.from_pretrained(base, **labels)
         if method == "head":
@@ -81,11 +80,11 @@ def main(
             where = ["tok_embeddings", "Wqkv", "Wi", "Wo"]  # or "all-linear", which excludes embeddings
             lora: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "target_modules": where}
             model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", **lora))
-        state = fit(model, loader, rate, epochs * len(loader), seed)
-        eval_step = ll.make_eval_step(model, metric_fn)
-        found[method] = ll.evaluate(eval_step, state, test_batches)["accuracy"]
-        count, seconds = sum(p.numel() for p in model.parameters() if p.requires_grad), time.perf_counter() - began
-        print(f"{method}: {found[method]:.1%} right, {count:,} numbers trained, {seconds:.0f} s")
+        state = fit(model, loader, rate, epochs * len(loader), seed, folder / "checkpoints" / method)
+        eval_step = ll.make_eval_step(model, lambda m, x: {"right": ll.accuracy(m(**x).logits, x["labels"])})
+        scores[method] = ll.evaluate(eval_step, state, test_batches)["right"]
+        count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        print(f"{method}: {scores[method]:.1%} right, {count:,} numbers trained")
 
     predict_step = ll.make_predict_step(model, lambda model, batch: model(**batch).logits.softmax(-1))
     expected = torch.cat(list(ll.predict(predict_step, state, test_batches)))
@@ -93,40 +92,40 @@ def main(
     ll.bind(model, state)  # merging reads and writes the module's own weights
     model.merge_and_unload().save_pretrained(folder / "merged")
     tokenizer.save_pretrained(folder / "merged")
-
     serve = hf.pipeline("text-classification", model=str(folder / "merged"), device="cpu")
     answers = serve(list(texts["test"]["text"]), truncation=True, batch_size=64)
     names = [PACKAGES[i] for i in expected.argmax(1).tolist()]
-    found["served"] = sum(a["label"] == name for a, name in zip(answers, names, strict=True)) / len(names)
-    print(f"the pipeline gives {found['served']:.1%} of these answers, the first is {answers[0]}")
-    return found
+    scores["served"] = sum(a["label"] == name for a, name in zip(answers, names, strict=True)) / len(names)
+    print(f"the pipeline gives {scores['served']:.1%} of these answers, the first is {answers[0]}")
+    return scores
 
 
-def fit(model: nn.Module, loader: ll.data.Loader, lr: float, steps: int, seed: int) -> ll.TrainState:
-    """Train for `steps` steps. peft, or you, choose the parameters to train by `requires_grad`."""
+def fit(model: nn.Module, loader: ll.data.Loader, lr: float, steps: int, seed: int, folder: Path) -> ll.TrainState:
+    """Train to this step, from the folder's checkpoint. peft, or you, choose what to train by `requires_grad`."""
     model.train()  # from_pretrained returns models in eval mode, also inside peft
     optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.schedules.warmup_linear(lr, warmup=steps // 10, total=steps))
     grad_fn = ll.make_grad_fn(model, ll.losses.model_loss)
     train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=True)
-    state, done = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)), ll.after_steps(steps)
-    while not done(state):
-        bar = ll.progress(loader(state), state, leave=False, disable=None)
-        for batch in bar:
-            state, metrics = train_step(state, batch)
-            bar.show(metrics)
-            if done(state):
-                break
+    ckpt, done = ll.checkpoint_io(folder, keep_last=1), ll.after_steps(steps)
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    print(f"{folder.name}: training from step {state.step} to {steps}")
+    try:
+        while not done(state):
+            for batch in (bar := ll.progress(loader(state), state, leave=False, disable=None)):
+                state, metrics = train_step(state, batch)
+                bar.show(metrics)
+                if done(state):
+                    break
+    finally:  # at the end, and at Ctrl-C
+        ckpt.save(state)
     return state
-
-
-def metric_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {"accuracy": ll.accuracy(model(**batch).logits, batch["labels"])}
 
 
 def make_base(folder: Path, docstrings: list[tuple[str, str]], steps: int, width: int, size: int, seed: int) -> str:
     """Train a small masked language model and its tokenizer, on text that none of the packages has."""
     pages = [part for page in pydoc_data.topics.topics.values() for part in page.split("\n\n")]
     texts = [text for text, package in docstrings if package not in PACKAGES] + pages
+    print("base: training its tokenizer", flush=True)
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words = tokenizers.Tokenizer(tokenizers.models.BPE())  # WordPiece's trainer differs between processes
     words.normalizer = tokenizers.normalizers.BertNormalizer()
@@ -138,7 +137,6 @@ def make_base(folder: Path, docstrings: list[tuple[str, str]], steps: int, width
     tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=48, **names)
     encoded = tokenizer(texts, truncation=True, return_overflowing_tokens=True)["input_ids"]
     examples = [{"input_ids": ids} for ids in encoded if len(ids) > 8]
-
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 3}
     sizes |= {"vocab_size": 3000, "max_position_embeddings": 48}
     ids = {f"{name}_token_id": i for i, name in enumerate(("pad", "unk", "cls", "sep", "mask"))}
@@ -148,7 +146,9 @@ def make_base(folder: Path, docstrings: list[tuple[str, str]], steps: int, width
     lengths = [len(example["input_ids"]) for example in examples]
     order = ll.data.by_length(lengths)
     loader = ll.make_loader(examples, batch_size=size, order=order, collate_fn=collate, seed=seed)
-    ll.checkpoint.save_pretrained(model, fit(model, loader, 3e-3, steps, seed), folder)
+    ll.checkpoint.save_pretrained(
+        model, fit(model, loader, 3e-3, steps, seed, folder.parent / "checkpoints/base"), folder
+    )
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -176,19 +176,15 @@ def make_tables(docstrings: list[tuple[str, str]]) -> datasets.DatasetDict:
 def read_library() -> list[tuple[str, str]]:
     """Each docstring of the standard library, and the top-level module or package that it comes from."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found: dict[str, str] = {}
+    packages: dict[str, str] = {}
     for path in tqdm(sorted(root.rglob("*.py")), "reading docstrings", leave=False, disable=None):
         parts = path.relative_to(root).parts
         if not {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib"} & set(parts):
-            try:
-                tree = ast.parse(path.read_bytes())
-            except SyntaxError:
-                continue
-            for node in ast.walk(tree):
+            for node in ast.walk(ast.parse(path.read_bytes())):
                 kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
                 if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-                    found.setdefault(text, parts[0].removesuffix(".py"))
-    return list(found.items())
+                    packages.setdefault(text, parts[0].removesuffix(".py"))
+    return list(packages.items())
 
 
 if __name__ == "__main__":
@@ -196,4 +192,8 @@ if __name__ == "__main__":
     for name, about in re.findall(r"^    (\w+): .*?,  # (.*)", inspect.getsource(main), re.MULTILINE):
         default = inspect.signature(main).parameters[name].default
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{about} (default: {default!r})")
-    main(**vars(parser.parse_args()))
+    try:
+        main(**vars(parser.parse_args()))
+    except KeyboardInterrupt:
+        print("\nstopped; run the same command to continue")
+        raise SystemExit(130) from None

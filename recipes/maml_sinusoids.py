@@ -63,12 +63,18 @@ def main(
         train_step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True))
         print(f"{name}: compiling the step, then {iterations:,} iterations")
         done, log, log_now = ll.after_steps(iterations), ll.console(), ll.every_n_steps(max(1, iterations // 20))
-        state = ll.init_state(model, optimizer, seed=seed)
-        while not done(state):
-            tasks = draw_tasks(meta_batch, 2 * shots, seed=(seed << 32) + state.step, told=name == "oracle")
-            state, metrics = train_step(state, tasks)
-            if log_now(state):
-                log(state, ll.compute(metrics, prefix=f"{name}/"))
+        ckpt = ll.checkpoint_io(Path(picture).parent / "checkpoints" / name, keep_last=1)
+        state = ckpt.restore(ll.init_state(model, optimizer, seed=seed))
+        if state.step:
+            print(f"{name}: continuing from step {state.step:,}")
+        try:
+            while not done(state):
+                tasks = draw_tasks(meta_batch, 2 * shots, seed=(seed << 32) + state.step, told=name == "oracle")
+                state, metrics = train_step(state, tasks)
+                if log_now(state):
+                    log(state, ll.compute(metrics, prefix=f"{name}/"))
+        finally:  # at the end, and at Ctrl-C
+            ckpt.save(state)
         print(f"{name}: tuning on {test_tasks:,} new tasks")
         # The baselines are fine-tuned with the learning rate that suits them best.
         lrs = [inner_lr] if name == "MAML" else [0.001, 0.003, 0.01, 0.02]
@@ -168,5 +174,5 @@ if __name__ == "__main__":
     try:
         main(**vars(parser.parse_args()))
     except KeyboardInterrupt:
-        print("\nstopped; rerunning starts from the beginning")
+        print("\nstopped; run the same command to continue")
         sys.exit(130)

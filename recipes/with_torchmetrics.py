@@ -21,6 +21,7 @@ import re
 import sys
 from functools import partial
 
+print("importing torch and torchmetrics", flush=True)
 import torch
 from sklearn.datasets import load_breast_cancer
 from sklearn.model_selection import train_test_split
@@ -53,7 +54,7 @@ def main(
     weight_decay: float = 0.1,  # of all weights
     width: int = 32,  # of the hidden layer
     seed: int = 0,  # of the weights and the held-out tumours
-    directory: str = "runs/with_torchmetrics",  # folder for the log
+    directory: str = "runs/with_torchmetrics",  # folder for log and checkpoint
 ) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -68,13 +69,19 @@ def main(
     eval_now, done = ll.every_n_epochs(5), ll.after_epochs(epochs)
     log = ll.tee(ll.jsonl(f"{directory}/log.jsonl"), ll.console())
 
-    state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
-    while not done(state):
-        for batch in loader(state):
-            state, metrics = train_step(state, batch)
-            if eval_now(state):
-                log(state, ll.compute(metrics, prefix="train/"))
-                log(state, ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
+    ckpt = ll.checkpoint_io(f"{directory}/checkpoints", keep_last=1)
+    state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
+    if state.step:
+        print(f"continuing from step {state.step} of {epochs * len(loader)}")
+    try:
+        while not done(state):
+            for batch in loader(state):
+                state, metrics = train_step(state, batch)
+                if eval_now(state):
+                    log(state, ll.compute(metrics, prefix="train/"))
+                    log(state, ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
+    finally:  # at the end, and at Ctrl-C
+        ckpt.save(state)
 
     scores = ll.evaluate(eval_step, state, test_batches)
     whole = ll.evaluate(eval_step, state, [test_set.tensors])  # one call of each metric, on all samples
@@ -121,5 +128,5 @@ if __name__ == "__main__":
     try:
         main(**vars(parser.parse_args()))
     except KeyboardInterrupt:
-        print("\nstopped; rerunning starts from the beginning")
+        print("\nstopped; run the same command to continue")
         sys.exit(130)

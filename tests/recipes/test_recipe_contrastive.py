@@ -4,10 +4,11 @@ import pytest
 from test_recipes import load
 
 
-def test_both_forms_learn_and_gradient_caching_holds_less(capsys):
+def test_both_forms_learn_and_gradient_caching_holds_less(tmp_path, capsys):
     recipe = load("contrastive_digits")
     small = {"epochs": 2, "batch_size": 256, "width": 16}
-    cached, plain = recipe.main(**small, microbatches=16), recipe.main(**small, microbatches=0)
+    cached = recipe.main(**small, microbatches=16, directory=str(tmp_path / "cached"))
+    plain = recipe.main(**small, microbatches=0, directory=str(tmp_path / "plain"))
     name = "held for the backward pass, MB"
     assert cached[name] < plain[name] / 8
     assert cached["by embeddings"] > 0.5

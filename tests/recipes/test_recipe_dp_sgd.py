@@ -1,6 +1,7 @@
 """The recipe dp_sgd_digits: it trains, and its accountant's epsilon stands beside a formula, integrals and bounds."""
 
 import importlib.util
+import itertools
 import math
 import warnings
 from pathlib import Path
@@ -23,8 +24,8 @@ def recipe():
     return module
 
 
-def test_digits_are_learned_with_privacy(recipe, capsys):
-    scores = recipe.main(epochs=8, noise_multiplier=2.0, width=8)
+def test_digits_are_learned_with_privacy(recipe, tmp_path, capsys):
+    scores = recipe.main(epochs=8, noise_multiplier=2.0, width=8, directory=str(tmp_path))
     assert scores["accuracy"] > 0.7
     steps = 8 * round(1437 / 256)
     assert scores["epsilon"] == recipe.epsilon(steps, 256 / 1437, 2.0, 1e-5)
@@ -36,9 +37,11 @@ def test_digits_are_learned_with_privacy(recipe, capsys):
     assert f"{scores['accuracy']:.2%} of the 360 held-out digits right" in shown
 
 
-def test_the_run_is_a_function_of_its_settings(recipe):
+def test_the_run_is_a_function_of_its_settings(recipe, tmp_path):
+    runs = itertools.count()
+
     def run(**settings):
-        scores = recipe.main(epochs=1, width=2, **settings)
+        scores = recipe.main(epochs=1, width=2, directory=str(tmp_path / str(next(runs))), **settings)
         return scores["loss"], scores["epsilon"]
 
     assert run() == run()
@@ -47,7 +50,7 @@ def test_the_run_is_a_function_of_its_settings(recipe):
 
 
 @pytest.mark.slow
-def test_each_digit_is_drawn_by_its_own_coin_and_a_batch_may_be_empty(recipe, monkeypatch):
+def test_each_digit_is_drawn_by_its_own_coin_and_a_batch_may_be_empty(recipe, monkeypatch, tmp_path):
     loaders, sizes, gradients = [], [], []
 
     def make_loader(*args, make=ll.make_loader, **options):
@@ -66,7 +69,7 @@ def test_each_digit_is_drawn_by_its_own_coin_and_a_batch_may_be_empty(recipe, mo
 
     monkeypatch.setattr(ll, "make_loader", make_loader)
     monkeypatch.setattr(ll.contrib, "add_noise", add_noise)
-    recipe.main(epochs=1, batch_size=2, width=1)
+    recipe.main(epochs=1, batch_size=2, width=1, directory=str(tmp_path))
     steps, rate = round(1437 / 2), 2 / 1437
     assert len(sizes) == steps
     assert sizes.count(0) > 0  # about e**-2 of them

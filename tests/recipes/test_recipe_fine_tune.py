@@ -89,7 +89,7 @@ def test_the_files_are_the_model_of_the_loop(run):
     ).stat().st_size
 
 
-def test_fit_does_as_a_raw_loop(run):
+def test_fit_does_as_a_raw_loop(run, tmp_path):
     folder, _, _ = run
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 200, (32, 12), generator=generator)
@@ -102,7 +102,7 @@ def test_fit_does_as_a_raw_loop(run):
         return peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear"))
 
     ours, theirs = model(), model()
-    state = recipe.fit(ours, loader, 1e-2, 8, 0)
+    state = recipe.fit(ours, loader, 1e-2, 8, 0, tmp_path)
     trained = [tensor for tensor in theirs.parameters() if tensor.requires_grad]
     adamw, rate = torch.optim.AdamW(trained, lr=0.0, fused=True), ll.schedules.warmup_linear(1e-2, warmup=0, total=8)
     theirs.train()

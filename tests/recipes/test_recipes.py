@@ -185,3 +185,56 @@ def test_the_help_of_a_recipe_describes_it_and_each_setting(path, monkeypatch, c
         line = re.search(rf"^  --{argument.arg} \S+\s+(\w.*)$", shown, re.MULTILINE)
         assert line, f"--{argument.arg} is not described"
         assert line[1].endswith(f"(default: {default!r})")
+
+
+# Ctrl-C
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted([*RECIPES.glob("*.py"), *RECIPES.glob("*/train.py")]),
+    ids=lambda path: str(path.relative_to(RECIPES)),
+)
+def test_each_recipe_says_after_a_ctrl_c_what_to_do(path):
+    text = path.read_text()
+    assert re.search(r"print\(f?\"(\\n)?stopped|SystemExit\(f\"stopped", text)
+    assert "run the same command to continue" in text or "rerunning starts from the beginning" in text
+    last = text[text.index('if __name__ == "__main__"') :]
+    assert "except KeyboardInterrupt" in last or "after_signal(" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("with_torchmetrics", {"epochs": 5}),
+        ("dp_sgd_digits", {"epochs": 3, "width": 2}),
+        ("contrastive_digits", {"epochs": 3, "batch_size": 512, "width": 8}),
+    ],
+)
+def test_a_recipe_that_was_interrupted_ends_as_one_that_was_not(name, settings, tmp_path, monkeypatch, interruptible):
+    recipe, make_train_step, updates = load(name), ll.make_train_step, 0
+
+    def make_interrupted_step(*args, **options):
+        step = make_train_step(*args, **options)
+
+        def interrupted(state, batch):
+            nonlocal updates
+            updates += 1
+            if updates == 4:
+                signal.raise_signal(signal.SIGINT)
+            return step(state, batch)
+
+        return interrupted
+
+    def scores(folder):
+        return {
+            name: value for name, value in recipe.main(**settings, directory=str(folder)).items() if name != "seconds"
+        }
+
+    expected = scores(tmp_path / "whole")
+    monkeypatch.setattr(ll, "make_train_step", make_interrupted_step)
+    with pytest.raises(KeyboardInterrupt):
+        scores(tmp_path / "parts")
+    monkeypatch.undo()
+    assert scores(tmp_path / "parts") == expected
+    assert updates == 4
