@@ -169,6 +169,22 @@ def record(name: str, value: Any, samples: int) -> Metric:
     raise ValueError(f"{name!r} has {found}; give a scalar, a Mean(total, weight), or another metric")
 
 
+def without_weight(loss: Any) -> Any:
+    """The loss of a stand-in for no samples, of the same type: a `Mean` adds nothing, and a scalar counts no samples."""
+    return Mean(loss.total * 0, loss.weight * 0, loss.times) if isinstance(loss, Mean) else loss
+
+
+def uncounted(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Metrics of no samples, with the names of those of a stand-in."""
+    if others := [name for name, metric in metrics.items() if not isinstance(metric, Mean)]:
+        raise ValueError(
+            f"this rank has no sample of the batch, and {', '.join(others)} of the loss function's metrics would count "
+            "the stand-in that it runs on: return Means alone, or give the loader drop_last=True"
+        )
+    means = {name: metric for name, metric in metrics.items() if isinstance(metric, Mean)}
+    return {name: Mean(mean.total * 0, 0) for name, mean in means.items()}
+
+
 def _apart(value: Any) -> Any:
     """The value, copied if it may be a parameter or a buffer, which later steps overwrite."""
     if isinstance(value, Mean):

@@ -36,7 +36,9 @@ from looplib._objective import (
     records,
     scalar_like,
     split_loss,
+    uncounted,
     weight_on_host,
+    without_weight,
 )
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, LossFn, Part, TrainState, check_state, trees_of
@@ -183,15 +185,17 @@ def _microbatch_of(
         final: bool,
     ) -> Gradients:
         shared, summed = passes is not ALONE, part.reduction == "sum"
-        if shared:
-            passes.before(final)
         samples = batch_size(batch)
+        if shared:
+            batch = passes.before(final, batch, samples)
         if leaves.traced:
             with cuts_marked():
                 out = loss_fn(model, batch)
         else:
             out = loss_fn(model, batch)
         loss, aux = split_loss(out)
+        if shared and not samples:
+            loss = without_weight(loss)
         if (summed or passes.ranks > 1) and not isinstance(loss, Mean):
             watch.look(batch)
         if passes.ranks > 1:
@@ -202,6 +206,8 @@ def _microbatch_of(
             objective = objective_of(loss, samples, summed, normalizer)
         _backward(objective.value, objective.factor, part.scale, leaves.inputs, leaves.again)
         metrics = records(loss, aux, samples, apart=not leaves.traced)
+        if shared and not samples:
+            metrics = uncounted(metrics)
         grads, after = {}, {}
         if final:
             for left in reversed(range(passes.spare)):

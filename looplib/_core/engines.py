@@ -21,6 +21,7 @@ from looplib._core import first_step, torch_private, waiting
 from looplib._core.notices import warn
 from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
 from looplib._core.tracing import UntraceableError, tracing
+from looplib._core.trees import stand_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,9 @@ class Alone:
 
     def begin(self) -> None: ...
 
-    def before(self, final: bool) -> None: ...
+    def before(self, final: bool, batch: Any, samples: int) -> Any:
+        """The batch to run the model on: the given one, or a stand-in if this rank has no sample of it."""
+        return batch if samples else stand_in(batch)
 
     def before_spare(self, left: int) -> None: ...
 
@@ -128,6 +131,7 @@ class Together(Alone):
     ) -> None:
         self.engine, self.ranks, self.summed, self.last = engine, ranks, part.summed, part.context.last
         self.own: list[float] = []
+        self.kept: list[tuple[Tensor, Tensor]] = []  # buffers, and their values before a pass that does not count
         self.counted: Sums | None = None
         if part.normalizer is None:
             known = part.context.samples
@@ -139,8 +143,13 @@ class Together(Alone):
         if self.summed and engine.passes_together():
             self.spare = round(largest_over_ranks([len(batches)])[0]) - len(batches)
 
-    def before(self, final: bool) -> None:
+    def before(self, final: bool, batch: Any, samples: int) -> Any:
         self.engine.sync(self.last and final and not self.spare)
+        if samples:
+            return batch
+        # The others wait for this rank's pass. Its gradients are multiplied by zero, and its statistics put back.
+        self.kept = self.kept or [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
+        return stand_in(batch)
 
     def before_spare(self, left: int) -> None:
         self.engine.sync(self.last and not left)
@@ -173,6 +182,9 @@ class Together(Alone):
 
     def end(self) -> None:
         self.engine.sync(True)
+        with torch.no_grad():
+            for buffer, before in self.kept:
+                buffer.copy_(before)
 
 
 class NoEngine:
@@ -225,6 +237,7 @@ class Engine(NoEngine):
     def __init__(self, model: nn.Module, name: str, params: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.name = name
+        self.buffers = model.buffers
         self.compared = False  # True after the first step, if there are several ranks
         self.weighed = False  # True if the last loss had a weight on the host; the same on all ranks
         modules = list(model.modules())

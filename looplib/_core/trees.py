@@ -250,6 +250,26 @@ def split(
     return parts
 
 
+def without_samples(sample: Any) -> Any:
+    """A batch of no samples, from a batch of one: the same dtypes and further dimensions."""
+    return split(sample, 1, [0, 1])[0]
+
+
+def stand_in(batch: Any) -> Any:
+    """Two samples of ones for a batch of none, with its dtypes and further dimensions."""
+
+    def ones(rows: Any) -> list[Any]:
+        if not isinstance(rows, Tensor):
+            raise TypeError(
+                f"this rank has no sample of the batch, and a {type(rows).__name__} is no tensor to run the model on in "
+                "their place: give the loader drop_last=True, or another batch_size"
+            )
+        return [rows.new_ones(2, *rows.shape[1:])]
+
+    [made] = _cut(batch, 0, ones, 1, None)
+    return made
+
+
 def take(batch: Any, count: int, index: Sequence[int]) -> Any:
     """Samples of a batch of `count` at these indices, in this order."""
     index = list(index)

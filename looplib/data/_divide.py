@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from looplib._core import ranks as _ranks
-from looplib._core.trees import batch_size, split
+from looplib._core.trees import batch_size, split, without_samples
 from looplib.data._plan import own_rows
 
 
@@ -53,19 +53,20 @@ def _parts(
 ) -> Iterator[Any]:
     with closing(read):  # type: ignore[type-var]
         for k, (part, count) in enumerate(read, first):
-            if not pairs:
-                check_size(epoch, k, count, ranks)
-            yield (move(part), rank < count) if pairs else move(part)
+            part = move(part)
+            yield (part, rank < count) if pairs else part if rank < count else _none_of(part, epoch, k, count, ranks)
 
 
-def check_size(epoch: int, k: int, count: int, ranks: int) -> None:
-    """Raise ValueError for a batch with fewer samples than ranks."""
-    if count < ranks:
+def _none_of(part: Any, epoch: int, k: int, count: int, ranks: int) -> Any:
+    """A batch of no samples, for a rank that has none of this batch."""
+    try:
+        return without_samples(part)
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"batch {k} of epoch {epoch} has {count} samples for {ranks} ranks, and each needs one at least to train "
-            "on; give drop_last=True if it is a last batch that is not full, or another batch_size (the batches are "
-            "divided among the ranks)"
-        )
+            f"batch {k} of epoch {epoch} has {count} samples for {ranks} ranks, and a {type(part).__name__} cannot be "
+            "made without samples for the others; give drop_last=True if it is a last batch that is not full, or "
+            "another batch_size (the batches are divided among the ranks)"
+        ) from error
 
 
 def unchanged(batch: Any) -> Any:

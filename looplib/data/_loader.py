@@ -261,8 +261,10 @@ def make_loader(
     **Several processes.** Under torchrun, nothing needs to change. `batch_size` is the size of the global batch,
     which all ranks share. Each rank reads only its own consecutive samples; if the batch does not divide evenly, the
     first ranks get one more (as with `torch.tensor_split`). The global batches are the same for any number of ranks,
-    so you can resume with more or fewer. No samples are repeated or dropped, and there is no `set_epoch` to call. For
-    training, each rank needs at least one sample of each batch. For evaluation it does not: see `Loader.parts`.
+    so you can resume with more or fewer. No samples are repeated or dropped, and there is no `set_epoch` to call. If a
+    batch has fewer samples than there are ranks, such as the last one of an epoch, the other ranks get a batch of no
+    samples (0 rows), with which a step with DDP, FSDP2 or `reduce_gradients` contributes nothing. For evaluation, see
+    `Loader.parts`.
 
     **Items that are batches.** With `batch_size=None`, each item of the dataset is already a batch. Each rank reads
     the whole item and takes its samples from every tensor, array and list in it.
@@ -305,8 +307,7 @@ def make_loader(
         ValueError: options contradict each other or the dataset; a sampler is not a function of the epoch, or divides
             samples among ranks itself (DistributedSampler); or an epoch has no batches. From `loader(state)`: the
             state's `epoch_length` or position is not this loader's (see `Loader.resume`), or a batch has fewer
-            samples than there are ranks. The latter is raised before the first batch is read, or for streams and
-            items that are batches, when the batch is reached.
+            samples than there are ranks and is of a type that cannot be made without samples.
         RuntimeError: the dataset or `collate_fn` raises StopIteration, which a loop would mistake for the end of the
             data.
     """

@@ -83,14 +83,6 @@ class Plan:
         """Number of samples in a batch."""
         return min(self.ends[k], len(self.keys)) - (self.ends[k - 1] if k else 0)
 
-    def smallest(self, first: int) -> int:
-        """Batch with the fewest samples, from `first` on."""
-        if isinstance(self.ends, range) and first < len(self):  # all are alike, except maybe the last
-            last = len(self) - 1
-            return last if self.size(last) < self.size(first) else first
-        ends = torch.tensor([0, *self.ends]).clamp_(max=len(self.keys))
-        return first + int(ends.diff()[first:].argmin())
-
 
 @dataclass(frozen=True, eq=False)
 class Epochs:

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from looplib._core.random import mix
-from looplib.data._divide import check_size, own_part, unchanged
+from looplib.data._divide import own_part, unchanged
 from looplib.data._plan import Plan, listed, number_of
 from looplib.data._position import check_position
 from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
@@ -61,9 +61,6 @@ class Samples:
         epoch, first, plan = state.epoch, state.batch, self.plan(state.epoch)
         check_position(state, len(plan), self.length)
         divided = ranks > 1 and self.batched
-        if divided and train:
-            k = plan.smallest(first)
-            check_size(epoch, k, plan.size(k), ranks)
         cut = (rank, ranks) if self.batched else (0, 1)
         # The iterator holds no state, which a loop would keep alive until the end of the epoch.
         jobs = ((epoch, k, *plan.batch(k, *cut), rank, ranks) for k in range(first, len(plan)))

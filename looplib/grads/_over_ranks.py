@@ -8,7 +8,8 @@ from typing import Any
 from looplib._core import first_step
 from looplib._core import ranks as _ranks
 from looplib._core.calls import remember
-from looplib._objective import mean_over_ranks
+from looplib._core.trees import batch_size, stand_in
+from looplib._objective import mean_over_ranks, uncounted
 from looplib._wrapping import check_parts
 from looplib.grads._wrapper import kept
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
@@ -57,7 +58,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
             compared = True
             first_step.compare(state, (batch,))
         own = replace(part, reduction="sum", context=replace(part.context, local=True))
-        out = grad_fn(state, batch, own)
+        out = _of_no_samples(grad_fn, state, batch, own) if _is_empty(batch) else grad_fn(state, batch, own)
         if out.weight is None:
             raise TypeError(
                 "reduce_gradients got gradients without the weight of this rank's part: the grad_fn within must hand "
@@ -68,3 +69,20 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
 
     made = kept(reduced, "reduce_gradients", grad_fn)
     return remember(made, reduce_gradients, grad_fn)
+
+
+def _is_empty(batch: Any) -> bool:
+    """True if this rank has no sample of the batch. Batches that cannot be counted are not empty."""
+    try:
+        return batch_size(batch) == 0
+    except TypeError:
+        return False
+
+
+def _of_no_samples(grad_fn: GradFn, state: TrainState, batch: Any, part: Part) -> Gradients:
+    """What a rank without samples contributes: the names of its metrics, and zero for everything else."""
+    out = grad_fn(state, stand_in(batch), replace(part, donate=False))
+    weight = None if out.weight is None else out.weight * 0
+    return out._replace(
+        grads={}, metrics=uncounted(out.metrics), buffers=state.buffers, samples=0, weight=weight, params=None
+    )
