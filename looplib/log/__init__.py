@@ -9,6 +9,7 @@ from looplib.log._profiler import profiled
 from looplib.log._progress import progress
 from looplib.log._sinks import console, jsonl, read_jsonl, tee
 from looplib.log._step_timer import meter
+from looplib.log._summary import summary
 from looplib.log._tables import csv_file, read_columns, record
 from looplib.log._wrappers import every_rank, in_background, only, rename, safely
 
@@ -31,6 +32,7 @@ __all__ = [
     "record",
     "rename",
     "safely",
+    "summary",
     "tee",
     "tensorboard",
     "utilization",
