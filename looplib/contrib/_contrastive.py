@@ -160,7 +160,7 @@ def _floating(embeddings: Any) -> list[Tensor]:
 
 def _checked(embeddings: Any, count: int) -> Any:
     for path, leaf in trees.leaves(embeddings):
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.size(0) != count:
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,):
             kind = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"type {type(leaf).__name__}"
             raise ValueError(
                 f"{trees.named(path, 'embeddings')} of a microbatch of {count} samples has {kind}: embed_fn must return "

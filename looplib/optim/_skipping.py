@@ -15,7 +15,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.calls import remember
-from looplib._core.checks import check_argument, check_count
+from looplib._core.checks import check_argument, check_count, few
 from looplib._core.ranks import all_ranks, shards, sum_over_ranks
 from looplib._core.tracing import afterwards, tracing, where
 from looplib.metrics._mean import Mean
@@ -91,7 +91,7 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
         if not skipped or count < max_consecutive:
             return
         bad = [name for name, good in by_name.items() if not good]
-        names = f"in {len(bad)} of {len(by_name)} parameters: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}"
+        names = f"in {len(bad)} of {len(by_name)} parameters: {few(bad, 5)}"
         where = (names if bad else "on another rank") if by_name else "(a compiled step does not look where)"
         raise NonFiniteGradientsError(
             f"gradients were not finite {int(count) + 1} times in a row (max_consecutive={max_consecutive}), "

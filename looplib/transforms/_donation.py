@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from looplib.transforms._expression import expression
-from looplib.transforms._program import Program, storage
+from looplib.transforms._program import GIVEN, RESULT, Program, storage
 
 
 def donated(program: Program) -> Program:
@@ -21,13 +21,13 @@ def donated(program: Program) -> Program:
     for old, new in copies.values():
         copy = editing.graph.call_function(torch.ops.aten.copy_.default, (old, new))
         copy.meta["val"] = old.meta["val"]
-    left = sorted({index for kind, index in editing.outputs if kind == "o"})
+    left = sorted({index for kind, index in editing.outputs if kind == RESULT})
     editing.graph.output([editing.returned[index] for index in left])
     return replace(
         program,
         graph=GraphModule(program.graph, editing.graph),
         inputs=editing.inputs,
-        outputs=[(kind, left.index(index) if kind == "o" else index) for kind, index in editing.outputs],
+        outputs=[(kind, left.index(index) if kind == RESULT else index) for kind, index in editing.outputs],
         written=_names(program, copies.keys()),
     )
 
@@ -63,32 +63,28 @@ class _Editing:
 def _copies(program: Program, editing: _Editing) -> dict[int, tuple[Node, Node]]:
     """Tensors to overwrite and their new values, by index among the outputs, which become those inputs."""
     tensors = expression(program.outcome).tensors
-    state = {storage(node) for source, node in editing.placeholders.items() if source[0] == 1}
+    state = {storage(node) for source, node in editing.placeholders.items() if source[0] == GIVEN}
     copies: dict[int, tuple[Node, Node]] = {}
     for index, old in program.successors:
         kind, source = editing.outputs[index]
-        if (kind, source) == ("f", old):
+        if (kind, source) == (GIVEN, old):
             continue
-        if kind == "o":
-            new = editing.returned[source]
-        else:
-            new = editing.input((1 if kind == "f" else 2, source), tensors[index])
+        new = editing.returned[source] if kind == RESULT else editing.input((kind, source), tensors[index])
         if new.op == "placeholder" or storage(new) in state:  # another copy might overwrite it first
             new = editing.clone(new)
-        copies[index] = editing.input((1, old), tensors[index]), new
-        editing.outputs[index] = "f", old
+        copies[index] = editing.input((GIVEN, old), tensors[index]), new
+        editing.outputs[index] = GIVEN, old
     return copies
 
 
 def _keep_old_values(program: Program, editing: _Editing, written: set[int]) -> None:
     """Clone other outputs that use overwritten memory, such as a metric that is a tensor of the old state."""
     replaced = {index for index, _ in program.successors}
-    holders: dict[tuple[str, int], Node] = {("o", i): node for i, node in enumerate(editing.returned)}
-    holders |= {("f", i): node for (kind, i), node in editing.placeholders.items() if kind == 1}
+    holders = {**editing.placeholders, **{(RESULT, i): node for i, node in enumerate(editing.returned)}}
     for index, output in enumerate(editing.outputs):
         node = None if index in replaced else holders.get(output)
         if node is not None and storage(node) in written:
-            editing.outputs[index] = "o", len(editing.returned)
+            editing.outputs[index] = RESULT, len(editing.returned)
             editing.returned.append(editing.clone(node))
 
 

@@ -19,6 +19,9 @@ from looplib.types import TrainState
 
 COUNTS = (*_COUNTS, "extra")  # values outside a graph
 
+# Kinds of tensors: in the graph's result, in state and batch, in the host's answers, and drawn beforehand.
+RESULT, GIVEN, ANSWER, DRAWN = range(4)
+
 Core = Callable[[TrainState, Any], Outcome]  # a step without its counts
 
 
@@ -68,10 +71,10 @@ class Program:
 
     Attributes:
         graph: takes the tensors of `inputs` as arguments, and returns a list of tensors.
-        inputs: source of each placeholder: (1, i) of state and batch, (2, i) of the host's answers, (3, i) of the
-            numbers drawn beforehand, (None, read) of values that the step holds in Python.
-        outputs: location of each tensor of the outcome: ("o", i) in the graph's result, or an unchanged input, ("f",
-            i) of state and batch, ("s", i) of the host's answers.
+        inputs: source of each placeholder: `(GIVEN, i)`, `(ANSWER, i)` or `(DRAWN, i)`, or `(None, read)` for values
+            that the step holds in Python.
+        outputs: source of each tensor of the outcome: `(RESULT, i)`, or an unchanged input, `(GIVEN, i)` or
+            `(ANSWER, i)`.
         outcome: an `Outcome` and the arguments of `afterwards`, as a tree.
         afterwards: functions to call after a run.
         successors: (index among `outputs`, index in the state) of each tensor and the one it replaces.
@@ -83,7 +86,7 @@ class Program:
 
     graph: GraphModule
     inputs: list[tuple[int | None, Any]]
-    outputs: list[tuple[str, int]]
+    outputs: list[tuple[int, int]]
     outcome: Any
     afterwards: list[Callable[..., None]]
     successors: list[tuple[int, int]]
@@ -93,13 +96,14 @@ class Program:
     written: tuple[set[str], set[str]] = (set(), set())
 
     def rebuild(self) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
-        """`rebuild(returned, flat, answers, counts) -> (outcome, arguments)`."""
+        """`rebuild(result, given, answers, counts) -> (outcome, arguments)`."""
 
         def name(_: Tensor, index: int) -> str:
             kind, source = self.outputs[index]
-            return f"{kind}[{source}]{'.requires_grad_()' if kind == 'o' and index in self.trained else ''}"
+            trained = kind == RESULT and index in self.trained
+            return f"{'rga'[kind]}[{source}]{'.requires_grad_()' * trained}"
 
-        return expression(self.outcome, name).build("o, f, s, n")
+        return expression(self.outcome, name).build("r, g, a, n")
 
     def random(self) -> bool:
         """True if it draws random numbers."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from looplib.transforms._program import Inputs, Program, draws, storage
+from looplib.transforms._program import ANSWER, GIVEN, RESULT, Inputs, Program, draws, storage
 from looplib.transforms._watch import Held
 
 HOSTS = "looplib_host"  # key in a node's metadata: index of the tensor in the host's answers
@@ -61,26 +61,24 @@ def _sources(nodes: Graph, placeholders: list[Node]) -> Sources:
     answers = [node for node in nodes.nodes if HOSTS in node.meta]
     for node in answers:  # they are at the point where they were requested
         placeholders[0].prepend(node)
-    sources = {node: (1, index) for index, node in enumerate(placeholders)}
-    return sources | {node: (2, node.meta[HOSTS]) for node in answers}
+    sources = {node: (GIVEN, index) for index, node in enumerate(placeholders)}
+    return sources | {node: (ANSWER, node.meta[HOSTS]) for node in answers}
 
 
 def _without_inputs(
     graph: GraphModule, sources: Sources, placeholders: list[Node], successors: dict[int, int]
-) -> list[tuple[str, int]]:
+) -> list[tuple[int, int]]:
     """Make the graph return only what it computes, and return the location of each output."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    outputs: list[tuple[str, int]] = []
+    outputs: list[tuple[int, int]] = []
     computed: dict[Node, int] = {}
     written = _written(graph)
     for index, node in enumerate(output.args[0]):
         if index in successors and _is_copy(node, placeholders[successors[index]], written):
             node = placeholders[successors[index]]
-        if node in sources:
-            kind, source = sources[node]
-            outputs.append(("f" if kind == 1 else "s", source))
-        else:
-            outputs.append(("o", computed.setdefault(node, len(computed))))
+        if node not in sources:
+            computed.setdefault(node, len(computed))
+        outputs.append(sources.get(node) or (RESULT, computed[node]))
     output.args = (list(computed),)
     return outputs
 

@@ -7,9 +7,11 @@ member as it would a single run, and small models use the device together.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import compress, product
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +35,7 @@ from looplib.transforms._donation import donated
 from looplib.transforms._draws import Drawing, draw_members, drawn_beforehand
 from looplib.transforms._expression import Expression, as_answer, expression
 from looplib.transforms._per_member import LEAST, asking
-from looplib.transforms._program import Core, Inputs, Program, Question, fakes
+from looplib.transforms._program import ANSWER, DRAWN, GIVEN, Core, Inputs, Program, Question, fakes
 from looplib.transforms._stacks import _member, _Records, members_of
 from looplib.transforms._trace import trace
 from looplib.types import Metric, TrainState
@@ -223,11 +225,10 @@ def _mapped(program: Program, count: int, stacked: int, varied: list[bool]) -> t
     _without_copies(one)
     _with_numbers_moved(one)
     drawings = drawn_beforehand(one)
-    inputs = [*((3, index) for index in range(len(drawings))), *program.inputs]
-    dims = [
-        0 if kind == 3 or (kind == 1 and value < stacked) or (kind == 2 and varied[value]) else None
-        for kind, value in inputs
-    ]
+    drawn = list(product([DRAWN], range(len(drawings))))
+    inputs = [*drawn, *program.inputs]
+    of_members = {*drawn, *product([GIVEN], range(stacked)), *product([ANSWER], compress(itertools.count(), varied))}
+    dims = [0 if source in of_members else None for source in inputs]
     examples = fakes(one, [None if dim is None else count for dim in dims])
     with torch.no_grad():
         all_of_them = torch.vmap(lambda *values: one(*values), in_dims=tuple(dims), randomness="error")
