@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from types import TracebackType
+from traceback import walk_tb
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ def check_function_of_model(model: Any, function: Any, who: str, name: str) -> N
             f"        {_RETURNS[name]}"
         )
     names = positional(function, required=True) if inspect.isroutine(function) else []
-    if len(names) == 2 and names[1] in MODELS and names[0] not in MODELS:
+    if [name in MODELS for name in names] == [False, True]:
         raise TypeError(
             f"{who} got {name}({', '.join(names)}); the model comes first: def {name}({names[1]}, {names[0]})"
         )
@@ -44,25 +44,23 @@ def check_function_of_model(model: Any, function: Any, who: str, name: str) -> N
 
 def _of_torch(function: Any) -> bool:
     """True for torch's own losses and functions: a module, a class of modules, or a plain function."""
-    if isinstance(function, nn.Module) or (isinstance(function, type) and issubclass(function, nn.Module)):
-        return True
-    return inspect.isroutine(function) and str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
+    cls = function if isinstance(function, type) else type(function)
+    package = str(getattr(function, "__module__", "")).partition(".")[0]
+    return issubclass(cls, nn.Module) or (inspect.isroutine(function) and package == "torch")
 
 
 def note_batch(error: Exception, batch: Any) -> None:
     """Add a description of the batch to an error from the user's function or torch."""
-    if not _raised_here(error.__traceback__) and not out_of_memory(error):
+    if not _raised_here(error) and not out_of_memory(error):
         note = f"The batch was {described_batch(batch)}."
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
 
-def _raised_here(traceback: TracebackType | None) -> bool:
+def _raised_here(error: Exception) -> bool:
     """True if looplib itself raised the error."""
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    name: str = "" if traceback is None else traceback.tb_frame.f_globals.get("__name__", "")
-    return name.startswith("looplib.")
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    return "".join(modules[-1:]).startswith("looplib.")
 
 
 def described_batch(batch: Any) -> str:

@@ -146,10 +146,7 @@ def _one_by_one(
     """Call `grad_fn` once per microbatch and add up the gradients."""
     normalizer, ranks, adds = part.normalizer, part.context.ranks, dtype is None and _adds(grad_fn, part)
     grads: dict[str, Tensor] = {}
-    if adds:
-        grads = dict(part.context.into or {})
-    else:
-        _add(grads, part.context.into or {}, dtype)
+    _add(grads, part.context.into or {}, dtype)
     outs: list[Gradients] = []
     for index, piece in zip(indices(part, len(pieces)), pieces, strict=True):
         last = part.context.last and len(outs) == len(pieces) - 1

@@ -8,7 +8,7 @@ from looplib._core.torch_private import pytree
 from looplib._core.trees import same
 from looplib.optim._first_state import first_state
 from looplib.optim._recipe import Recipe, values_at
-from looplib.optim._rehearsal import sample_gradient, streams_at
+from looplib.optim._rehearsal import leaf_copies, sample_gradient, streams_at
 from looplib.optim._update import STREAM, Plan, eager_update
 from looplib.types import Params
 
@@ -62,16 +62,12 @@ def _small(recipe: Recipe, params: Params) -> Params:
     smallest = {
         (recipe.group_of(name, params[name]), params[name].ndim): name for name in falling
     }  # the last of each
-    return _copies({name: tensor for name, tensor in params.items() if name in smallest.values()})
-
-
-def _copies(params: Params) -> Params:
-    return {name: tensor.detach().clone().requires_grad_() for name, tensor in params.items()}
+    return leaf_copies({name: tensor for name, tensor in params.items() if name in smallest.values()})
 
 
 def _raw_loop(recipe: Recipe, params: Params) -> Params | None:
     """Parameters after a few steps of the class itself."""
-    copies = _copies(params)
+    copies = leaf_copies(params)
     made = recipe.build(copies, recipe.members(copies))
     try:
         for step in range(_STEPS):

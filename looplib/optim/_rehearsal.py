@@ -64,12 +64,12 @@ def streams_at(seed: int, tensors: Iterable[Tensor]) -> Iterator[None]:
 
 def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> Kept:
     """Run one step of the class on copies, and raise if it keeps state out of reach of a pure update."""
-    copies = {name: tensor.detach().clone().requires_grad_() for name, tensor in params.items()}
+    copies = leaf_copies(params)
     names = {id(tensor): name for name, tensor in copies.items()}
     made = recipe.build(copies, members)
     before = _pictures(made, names)
     groups = [dict(group) for group in made.param_groups]
-    shared = {key: copied(value) for key, value in made.state.items() if not isinstance(key, Tensor)}
+    shared = copied(_for_all(made.state))
     for name, tensor in copies.items():
         tensor.grad = sample_gradient(tensor, len(name))
     with streams_at(0, copies.values()):
@@ -82,13 +82,23 @@ def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
         )
     flags = _flags(recipe, before, _pictures(made, names))
     kept = Kept(groups=_numbers_of_groups(recipe, groups, made.param_groups), flags=flags)
-    for key in [key for key in made.state if not isinstance(key, Tensor)]:
-        _check_plain(recipe, f"for all parameters, under {key!r},", made.state[key] if isinstance(key, str) else key)
+    for key, value in _for_all(made.state).items():
+        _check_plain(recipe, f"for all parameters, under {key!r},", value if isinstance(key, str) else key)
         kept.shared[key] = shared.get(key)
     for name, tensor in copies.items():
         kept.state[name], kinds = packed(recipe, name, made.state.get(tensor, {}))
         kept.objects |= {name: kinds} if kinds else {}
     return kept
+
+
+def leaf_copies(params: Params) -> Params:
+    """Copies of parameters that a class can step on."""
+    return {name: tensor.detach().clone().requires_grad_() for name, tensor in params.items()}
+
+
+def _for_all(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Entries of a class's `state` that belong to all parameters together."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
 
 
 def _pictures(made: Any, names: Mapping[int, str]) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def _value(metrics: Any, name: str) -> Tensor:
     if name not in metrics:
         raise ValueError(
             f"skip_spikes watches {name!r}, which is not among the metrics of the step: "
-            f"{', '.join(metrics) or 'none'}. Name one that is, and call the optimizer through a train step"
+            f"{few(metrics)}. Name one that is, and call the optimizer through a train step"
         )
     record = metrics[name] if isinstance(metrics[name], Mean) else Mean(metrics[name].compute())
     device = next((x.device for x in record[:2] if isinstance(x, Tensor) and not x.is_cpu), torch.device("cpu"))

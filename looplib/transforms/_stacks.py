@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
-from looplib._core.checks import check
+from looplib._core.checks import check, few
 from looplib._core.trees import same, same_kind
 from looplib.types import TREES, Metric, TrainState
 
@@ -56,7 +56,7 @@ def _stacked(trees: Sequence[Any], name: str) -> Any:
     for number, of_member in enumerate(paths):
         if differing := of_member ^ paths[0]:
             raise ValueError(
-                f"{', '.join(sorted(differing)[:5])} stands in one of the members 0 and {number} and not in the "
+                f"{few(sorted(differing), 5)} stands in one of the members 0 and {number} and not in the "
                 "other; members have the same model and optimizer"
             )
     return tree_map_with_path(lambda path, *leaves: _stacked_leaves(name + keystr(path), leaves), *trees)
@@ -196,7 +196,7 @@ def compute_members(metrics: Mapping[str, Metric], prefix: str = "") -> list[dic
     counts = {len(value) for value in values.values() if value.dim()}
     if len(counts) != 1:
         raise ValueError(
-            f"these metrics ({', '.join(values) or 'none'}) are of {' and '.join(map(str, sorted(counts))) or 'no'} "
+            f"these metrics ({few(values)}) are of {' and '.join(map(str, sorted(counts))) or 'no'} "
             "members; give those of a step by ll.vmap_step, and ll.compute those of one state"
         )
     (count,) = counts
