@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from looplib._core.kinds import check_kind
 from looplib._core.optimizer_states import in_words, name_of
+from looplib._core.trees import map_leaves
 from looplib.optim._recipe import Recipe, value_at
 from looplib.types import Optimizer, TrainState
 
@@ -163,40 +164,30 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
         ValueError: the hyperparameter is not injected, or the tensor has a different shape.
         TypeError: the value is neither a number nor a tensor.
     """
-    present: list[str] = []
+    opt_state = map_leaves(lambda leaf: leaf, state.opt_state)  # new containers of the same tensors
+    present = {key + place: (numbers, key) for place, numbers in _injected_in(opt_state) for key in numbers}
     used: set[str] = set()
-
-    def chosen(name: str, old: Tensor) -> Tensor:
-        present.append(name)
-        given = [given for given in values if name == given or name.startswith(f"{given}/")]
-        if not given:
-            return old
-        used.update(given)
-        return _alike(name, values[max(given, key=len)], old)
-
-    def changed(record: Any, label: str) -> Any:
-        if not isinstance(record, dict):
-            return record
-        record = dict(record)
-        if dicts := record.get("hyperparameters"):
-            places = [*(f"{label}/{number}" for number in range(len(dicts) - 1)), label]
-            record["hyperparameters"] = [
-                {key: chosen(key + place, old) for key, old in numbers.items()}
-                for place, numbers in zip(places, dicts, strict=True)
-            ]
-        if "inner_state" in record:
-            record["inner_state"] = changed(record["inner_state"], label)
-        if "inner_states" in record:
-            record["inner_states"] = {key: changed(r, f"{label}/{key}") for key, r in record["inner_states"].items()}
-        return record
-
-    opt_state = changed(state.opt_state, "")
+    for name, (numbers, key) in present.items():
+        if given := [given for given in values if f"{name}/".startswith(f"{given}/")]:
+            numbers[key] = _alike(name, values[max(given, key=len)], numbers[key])
+            used.update(given)
     if unknown := sorted(values.keys() - used):
         raise ValueError(
             f"{', '.join(unknown)} does not stand in this state, of which {', '.join(sorted(present)) or 'nothing'} "
             f"is injected: make the state by an optimizer with {unknown[0].partition('/')[0]}=ll.optim.injected(...)"
         )
     return state.replace(opt_state=opt_state)
+
+
+def _injected_in(record: Any, label: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The dicts of injected hyperparameters within wrappers and partitions, each with the ending of its names."""
+    if isinstance(record, dict):
+        *groups, defaults = record.get("hyperparameters") or [{}]
+        yield from ((f"{label}/{number}", numbers) for number, numbers in enumerate(groups))
+        yield label, defaults
+        yield from _injected_in(record.get("inner_state"), label)
+        for key, member in record.get("inner_states", {}).items():
+            yield from _injected_in(member, f"{label}/{key}")
 
 
 def _alike(name: str, value: Any, old: Tensor) -> Tensor:

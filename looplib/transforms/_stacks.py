@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ def stack_states(states: Sequence[TrainState]) -> TrainState:
                 f"member {number} is at {name} {getattr(state, name)}, member 0 at {getattr(first, name)}: "
                 "members are stepped together, so take states of one moment"
             )
-    trees = {name: _stacked([getattr(state, name) for state in states], name) for name in TREES}
+    trees = {name: _stacked([*map(attrgetter(name), states)], name) for name in TREES}
     return first.replace(**trees, seed=tuple(state.seed for state in states))
 
 
@@ -143,7 +144,7 @@ def select_members(stack: TrainState, numbers: Sequence[int]) -> TrainState:
     indices = torch.tensor(list(numbers))
     seeds: Any = stack.seed
     chosen = _changed(stack, count, lambda leaf: leaf.index_select(0, indices.to(leaf.device)))
-    return chosen.replace(seed=tuple(seeds[number] for number in numbers))
+    return chosen.replace(seed=tuple(map(seeds.__getitem__, numbers)))
 
 
 def _member(stack: TrainState, number: int) -> TrainState:
@@ -201,4 +202,4 @@ def compute_members(metrics: Mapping[str, Metric], prefix: str = "") -> list[dic
         )
     (count,) = counts
     columns = {prefix + name: value.expand(count).tolist() for name, value in values.items()}
-    return [{name: column[number] for name, column in columns.items()} for number in range(count)]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
