@@ -69,13 +69,11 @@ class Together:
         """Result of the first rank's work, on all ranks. It must be plain values, since it is pickled."""
         if not self.several:
             return work()
-        result, failure, error = None, None, None
-        if self.first:
-            result, failure, error = _tried(0, work)
+        result, failure, error = _tried(0, work) if self.first else (None, None, None)
         answers: list[Any] = [(result, failure)]
         distributed.broadcast_object_list(answers, group=self.group, group_src=0)
         result, failure = answers[0]
-        raise_of({} if failure is None else {0: failure}, self.rank, error)
+        raise_of({0: failure}, self.rank, error)
         return cast(T, result)
 
     def on_each(self, work: Callable[[], T]) -> T:
@@ -83,8 +81,7 @@ class Together:
         if not self.several:
             return work()
         result, failure, error = _tried(self.rank, work)
-        failures = {rank: one for rank, one in enumerate(self.gather(failure)) if one is not None}
-        raise_of(failures, self.rank, error)
+        raise_of(dict(enumerate(self.gather(failure))), self.rank, error)
         return cast(T, result)
 
     def gather(self, value: T) -> list[T]:
@@ -176,9 +173,11 @@ def named(rank: int, error: BaseException) -> Exception:
     return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
-def raise_of(failures: Mapping[int, Exception], rank: int, own_error: BaseException | None = None) -> None:
+def raise_of(answers: Mapping[int, Exception | None], rank: int, own_error: BaseException | None = None) -> None:
     """Raise the error of the first rank that failed, if any. An interrupt stays an interrupt on its own rank."""
     if own_error is not None and not isinstance(own_error, Exception):
         raise own_error
+    failures = {rank: error for rank, error in answers.items() if error is not None}
     if failures:
-        raise failures[min(failures)] from (own_error if rank == min(failures) else None)
+        first = min(failures)
+        raise failures[first] from (own_error if rank == first else None)

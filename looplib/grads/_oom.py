@@ -187,6 +187,6 @@ def _original(raised: Exception) -> Exception:
 def _raise(error: Exception | None, together: bool) -> NoReturn:
     """Raise this rank's error, or on all ranks the error of the first rank that has one."""
     failures = gather(None if error is None else named(rank(), error)) if together else []
-    raise_of({place: one for place, one in enumerate(failures) if one is not None}, rank(), error)
+    raise_of(dict(enumerate(failures)), rank(), error)
     assert error is not None
     raise error
