@@ -9,7 +9,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.calls import remember
-from looplib._core.checks import check_argument, check_count
+from looplib._core.checks import check
 from looplib._core.tracing import afterwards, where
 from looplib.optim._skipping import NonFiniteGradientsError, all_finite
 from looplib.optim._wrap import Flag, Updated, kept_by_wrappers, wrap
@@ -61,11 +61,12 @@ def dynamic_loss_scale(
         NonFiniteGradientsError: from the step, if the scale would fall below `min_scale`.
         ValueError: an argument is out of range.
     """
-    check_argument(growth_factor > 1, "growth_factor", growth_factor, "give a factor above 1")
-    check_argument(0 < backoff_factor < 1, "backoff_factor", backoff_factor, "give a factor between 0 and 1")
-    check_count("growth_interval", growth_interval)
-    advice = f"give a number above 0 and at most init_scale={init_scale}"
-    check_argument(0 < min_scale <= init_scale, "min_scale", min_scale, advice)
+    check(
+        growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1 and 0 < min_scale <= init_scale,
+        f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
+        f"growth_interval={growth_interval}, min_scale={min_scale}: growth is above 1, backoff between 0 and 1, "
+        "the interval at least 1, and the scale at least min_scale, above 0",
+    )
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         device = next(iter(params.values())).device
