@@ -9,7 +9,6 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.calls import remember
-from looplib._core.checks import check
 from looplib._core.tracing import afterwards, where
 from looplib.optim._skipping import NonFiniteGradientsError, all_finite
 from looplib.optim._wrap import Flag, Updated, kept_by_wrappers, wrap
@@ -61,12 +60,12 @@ def dynamic_loss_scale(
         NonFiniteGradientsError: from the step, if the scale would fall below `min_scale`.
         ValueError: an argument is out of range.
     """
-    check(
-        growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1 and 0 < min_scale <= init_scale,
-        f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
-        f"growth_interval={growth_interval}, min_scale={min_scale}: growth is above 1, backoff between 0 and 1, "
-        "the interval at least 1, and the scale at least min_scale, above 0",
-    )
+    if not (growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1 and 0 < min_scale <= init_scale):
+        raise ValueError(
+            f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
+            f"growth_interval={growth_interval}, min_scale={min_scale}: growth is above 1, backoff between 0 and 1, "
+            "the interval at least 1, and the scale at least min_scale, above 0"
+        )
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         device = next(iter(params.values())).device
