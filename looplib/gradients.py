@@ -7,6 +7,7 @@ update (clipping, accumulation, loss scaling) wraps one `GradFn` in another.
 
 from __future__ import annotations
 
+import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -250,6 +251,8 @@ def _warn_of_eval_mode(host: _modules.Host, names: Sequence[str]) -> None:
 
 
 _NO_INPUTS: tuple[Tensor, ...] = ()
+_NOTHING = {type(None)}
+_requires_grad, _is_leaf, _grad = map(operator.attrgetter, ("requires_grad", "is_leaf", "grad"))
 
 
 class _Leaves:
@@ -262,35 +265,44 @@ class _Leaves:
         again: True if the gradients must be differentiable themselves.
     """
 
-    __slots__ = ("_frozen", "_leaves", "_stale", "again", "all", "inputs", "traced")
+    __slots__ = ("_frozen", "_leaves", "_names", "_stale", "again", "all", "inputs", "traced")
 
     def __init__(self, params: dict[str, Tensor], names: Sequence[str]) -> None:
-        self._leaves = {name: _leaf(name, params[name]) for name in names}
-        self.all = self._leaves
+        leaves = [*map(params.__getitem__, names)]
+        self.all = params
+        if not (all(map(_requires_grad, leaves)) and all(map(_is_leaf, leaves))):
+            leaves = [*map(_leaf, names, leaves)]
+            self.all = {**params, **dict(zip(names, leaves, strict=True))}
+        self._names, self._leaves = names, leaves
         self._frozen: list[Tensor] = []
         if len(names) < len(params):
-            rest = (_leaf(name, tensor) for name, tensor in params.items() if name not in self._leaves)
-            self._frozen = [tensor for tensor in rest if tensor.requires_grad]
-            self.all = {**params, **self._leaves}
-        self._stale = [leaf.grad for leaf in self._leaves.values()]
+            trained = {*names}
+            rest = ((name, tensor) for name, tensor in params.items() if name not in trained)
+            self._frozen = [_leaf(name, tensor) for name, tensor in rest if tensor.requires_grad]
+        self._stale = [*map(_grad, leaves)]
         self.traced, self.again, self.inputs = False, False, _NO_INPUTS
         if entered and tracing():
-            self.traced, self.again, self.inputs = True, differentiated(), tuple(self._leaves.values())
+            self.traced, self.again, self.inputs = True, differentiated(), tuple(leaves)
 
     def begin(self, into: Mapping[str, Tensor] | None) -> None:
         """Start accumulating from zero, or into these gradients. Frozen parameters get none."""
         for tensor in self._frozen:
             tensor.requires_grad_(False)
-        for name, leaf in self._leaves.items():
-            leaf.grad = into.get(name) if into else None
+        if into:
+            for name, leaf in zip(self._names, self._leaves, strict=True):
+                leaf.grad = into.get(name)
+        elif {*map(type, self._stale)} != _NOTHING:
+            for leaf in self._leaves:
+                leaf.grad = None
 
     def grads(self) -> dict[str, Tensor]:
-        return {name: grad for name, leaf in self._leaves.items() if (grad := leaf.grad) is not None}
+        pairs = zip(self._names, self._leaves, strict=True)
+        return {name: grad for name, leaf in pairs if (grad := leaf.grad) is not None}
 
     def end(self) -> None:
         for tensor in self._frozen:
             tensor.requires_grad_(True)
-        for leaf, grad in zip(self._leaves.values(), self._stale, strict=True):
+        for leaf, grad in zip(self._leaves, self._stale, strict=True):
             leaf.grad = grad
 
 

@@ -20,7 +20,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import ownership, torch_private
 from looplib._core.buffers import NO_NAMES, NOTHING, Written, explain
-from looplib._core.calls import remember
+from looplib._core.calls import bare, remember
 from looplib._core.checks import check_type, named
 from looplib._core.forgotten import Watch
 from looplib._core.kinds import chain
@@ -46,7 +46,7 @@ from looplib.types import (
     TrainState,
     TrainStep,
     check_state,
-    counts_of,
+    draft,
     made,
     trees_of,
     unwritten,
@@ -170,19 +170,19 @@ def make_train_step(
     check_type("optimizer is", optimizer, Optimizer, advice)
     step_of = _donated_step if donate else _pure_step
     parts = Parts("train", _core(grad_fn, optimizer), (given, optimizer.update), donate, same_batch)
-    step = with_parts(step_of(grad_fn, optimizer, same_batch), parts)
+    step = with_parts(step_of(bare(grad_fn), optimizer, same_batch), parts)
     return remember(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
 
 
 def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> TrainStep:
-    part, watch = Part(), Watch(grad_fn)
+    part, watch, update = Part(), Watch(grad_fn), optimizer.update
 
     def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         _interrupts.install()
         out = grad_fn(state, batch, part)
         watch.see(state, batch)
-        old_params, buffers, old_opt_state, extra = trees_of(state)
-        params, opt_state, applied = optimizer.update(
+        old_params, _, old_opt_state, _ = trees_of(state)
+        params, opt_state, applied = update(
             out.grads,
             old_opt_state,
             old_params if out.params is None else {**old_params, **out.params},
@@ -195,20 +195,22 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Train
         if applied is not True:
             applied = read(applied)
             params = _put_back(applied, out, params, state)
-        values = advanced(state, out.samples, applied, same_batch)
-        values |= {"params": params, "opt_state": opt_state, "extra": extra}
-        values["buffers"] = out.buffers if applied else buffers
-        return made(state, values), out.metrics
+        new = advanced(state, out.samples, applied, same_batch)
+        new.params, new.opt_state = params, opt_state
+        if applied:
+            new.buffers = out.buffers
+        return made(state, new), out.metrics
 
     return pure_step
 
 
 def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> TrainStep:
     part, in_forward = Part(donate=True), Written(name for one in chain(grad_fn) for name in one.renormed)
+    update = optimizer.update
 
     def donated_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         try:
-            params, buffers, opt_state, extra = trees_of(state)
+            params, buffers, opt_state, _ = trees_of(state)
         except AttributeError:
             check_state(state, "train_step(state, batch)")
             raise
@@ -229,7 +231,7 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
                 in_buffers = in_forward.learn(saved, buffers)
                 changed = changed | in_forward.params if in_forward.params else changed
             lane = ownership.before_writing(state, changed, in_buffers)
-            new_params, new_opt_state, applied = optimizer.update(
+            new_params, new_opt_state, applied = update(
                 out.grads,
                 opt_state,
                 params,
@@ -244,16 +246,15 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
                 if ownership.writes.count != writes:
                     _refuse_late_choice(applied)
                 applied = read(applied)
-            values = advanced(state, out.samples, applied, same_batch)
-            values |= {"params": new_params, "opt_state": new_opt_state, "extra": extra}
+            new = advanced(state, out.samples, applied, same_batch)
+            new.params, new.opt_state = new_params, new_opt_state
             if applied:
-                values["buffers"] = out.buffers
-                new = written(state, values, lane, readers)
+                new.buffers = out.buffers
+                new = written(state, new, lane, readers)
             else:
                 if lost := saved.restore():
                     raise RuntimeError(explain(lost, buffers.keys()))
-                values["buffers"] = buffers
-                new = unwritten(state, values)
+                new = unwritten(state, new)
         except BaseException:
             lost = saved.restore()
             # One of several optimizers may have written before another failed.
@@ -326,23 +327,20 @@ def _refuse_late_choice(applied: Any) -> None:
     )
 
 
-def advanced(state: TrainState, samples: int, applied: bool, same_batch: bool) -> dict[str, Any]:
-    """The state's counts after one more batch, as a dict of changed fields."""
-    counts = counts_of(state)
+def advanced(state: TrainState, samples: int, applied: bool, same_batch: bool) -> Any:
+    """A draft of the next state with its counts after one more batch, and with the trees of this one."""
+    new = draft(state)
+    new.step += applied
     if same_batch:
-        for name in ("step", "batch_steps"):
-            counts[name] += applied
-        return counts
-    epoch, batch = counts["epoch"], counts["batch"] + 1
-    if batch == counts["epoch_length"]:
-        epoch, batch = epoch + 1, 0
-    counts["step"] += applied
-    counts["epoch"] = epoch
-    counts["batch"] = batch
-    counts["samples"] += samples
-    counts["batch_samples"] = samples
-    counts["batch_steps"] = int(applied)
-    return counts
+        new.batch_steps += applied
+        return new
+    new.batch += 1
+    if new.batch == new.epoch_length:
+        new.epoch, new.batch = new.epoch + 1, 0
+    new.samples += samples
+    new.batch_samples = samples
+    new.batch_steps = int(applied)
+    return new
 
 
 def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str, Any]]) -> EvalStep:

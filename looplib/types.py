@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -87,9 +87,6 @@ class TrainState(ownership.Marked):
     seed: int = 0
     extra: Any = None
 
-    if not TYPE_CHECKING:
-        __getattr__ = absent.explained("a TrainState", absent.OF_A_STATE)
-
     def __post_init__(self) -> None:
         _record.mark(self)
 
@@ -129,6 +126,7 @@ def _unpickled(made_with: Any, *values: Any) -> TrainState:
 
 
 absent.explain_assignment(TrainState)
+absent.explain_attributes(TrainState, "a TrainState", absent.OF_A_STATE)
 
 TREES = ("params", "buffers", "opt_state", "extra")  # hold tensors; the other fields are counts and settings
 
@@ -139,7 +137,7 @@ FIELDS, COUNTS = _record.fields, _record.counts
 records.register(TrainState, FIELDS, TREES)
 
 # For steps, which know who owns a state's tensors.
-counts_of, trees_of = _record.counts_of, _record.trees_of
+draft, trees_of = _record.draft, _record.trees_of
 made, written, unwritten = _record.made, _record.written, _record.unwritten
 
 
@@ -394,9 +392,6 @@ class Optimizer:
     kernel: Callable[[], str] | None = None
     call: Call | None = dataclasses.field(default=None, init=False, compare=False)
 
-    if not TYPE_CHECKING:
-        __getattr__ = absent.explained("what ll.optimizer returns", absent.OF_AN_OPTIMIZER)
-
     def __repr__(self) -> str:
         kernel = [] if self.kernel is None else [f"kernel: {self.kernel()}"]
         if self.call is not None:
@@ -407,6 +402,9 @@ class Optimizer:
     def __post_init__(self) -> None:
         object.__setattr__(self, "init", updates.with_known_arguments(self.init))
         object.__setattr__(self, "update", updates.conditional(self.update, self.init, self.description))
+
+
+absent.explain_attributes(Optimizer, "what ll.optimizer returns", absent.OF_AN_OPTIMIZER)
 
 
 Schedule = Callable[[int], float]

@@ -52,14 +52,26 @@ OF_LOOPLIB = {
 }
 
 
-def explained(owner: str, advice: Mapping[str, str]) -> Callable[[Any, str], NoReturn]:
-    """Make a `__getattr__` whose error says what to write instead of a missing attribute."""
+class _Absent:
+    """An attribute that a class does not have, whose error says what to write instead.
 
-    def __getattr__(self: Any, name: str) -> NoReturn:
-        more = f": {advice[name]}" if name in advice else ""
-        raise AttributeError(f"{owner} has no attribute {name!r}{more}", name=name, obj=self)
+    A `__getattr__` could say the same, and would make every read of any attribute several times as slow.
+    """
 
-    return __getattr__
+    __slots__ = ("message", "name")
+
+    def __init__(self, name: str, message: str) -> None:
+        self.name, self.message = name, message
+
+    def __get__(self, record: Any, cls: type) -> NoReturn:
+        raise AttributeError(self.message, name=self.name, obj=record)
+
+
+def explain_attributes(cls: type, owner: str, advice: Mapping[str, str]) -> None:
+    """Make the errors for these missing attributes of a class say what to write instead."""
+    for name, text in advice.items():
+        setattr(cls, name, _Absent(name, f"{owner} has no attribute {name!r}: {text}"))
+    cls.__dir__ = lambda self: [name for name in object.__dir__(self) if name not in advice]  # type: ignore[method-assign]
 
 
 def explain_names(package: ModuleType) -> None:

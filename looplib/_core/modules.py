@@ -7,6 +7,7 @@ different state's tensors, like `torch.func.functional_call` at a tenth of its c
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -118,6 +119,60 @@ def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] |
     return chosen
 
 
+class _Places(NamedTuple):
+    """Slots of parameters or buffers with their names, as one list for each, over which `map` runs without Python code."""
+
+    owners: list[dict[str, Any]]
+    keys: list[str]
+    names: list[str]
+
+    @classmethod
+    def of(cls, slots: Mapping[str, list[Slot]]) -> _Places:
+        places = [(owner, key, name) for name, each in slots.items() for owner, key in each]
+        return cls(*map(list, zip(*places, strict=True))) if places else cls([], [], [])
+
+    def own(self) -> list[Any]:
+        """What the slots hold now."""
+        return [*map(operator.getitem, self.owners, self.keys)]
+
+    def of_state(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        return [*map(tensors.__getitem__, self.names)]
+
+    def differing(self, own: Sequence[Any], lent: Sequence[Tensor]) -> list[Swap]:
+        """Slots whose value is not the tensor that is lent to them."""
+        return [swap for swap in zip(self.owners, self.keys, own, lent, strict=True) if swap[2] is not swap[3]]
+
+
+class _Attributes:
+    """A module's attributes as items."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.module, name, value)
+
+
+def _attributes(module: nn.Module) -> Any:
+    """A mapping of a module's attributes: its `__dict__`, or for a class that handles attributes itself, a stand-in.
+
+    `nn.Module.__getattr__` makes each read of an attribute five times as slow, and its `__setattr__` takes 1 µs to find
+    that `training` is no parameter.
+    """
+    cls = type(module)
+    plain = cls.__setattr__ is nn.Module.__setattr__ and not hasattr(cls, "training") and "training" in vars(module)
+    return vars(module) if plain else _Attributes(module)
+
+
+_mode = operator.itemgetter("training")
+_shape = operator.attrgetter("shape")
+
+
 class Host:
     """A module that can run on any state's tensors, in its own modes, and is left unchanged."""
 
@@ -129,10 +184,9 @@ class Host:
         # as with pretrained models, the whole module is trained.
         self.modules = [*model.modules()]
         self.modes = [training and (module.training or not model.training) for module in self.modules]
-        # The same as one flat list, which each call loops over.
-        self.places = [
-            [(owner, key, name) for name, slots in group.items() for owner, key in slots] for group in self.slots
-        ]
+        self.flags = [*map(_attributes, self.modules)]
+        # The same as flat lists, which each call maps over.
+        self.places = [_Places.of(group) for group in self.slots]
         self.unfilled = [
             (own_buffers(module), key, f"{prefix}.{key}".lstrip("."))
             for prefix, module in named_modules(model)
@@ -163,7 +217,7 @@ class Host:
         engine = self.engine if self.engine.name else None
         if lent := engine.lend(params, self.params) if engine else None:
             swaps = [swap for swap in swaps if id(swap[2]) not in lent.owners]
-        modes = [module.training for module in self.modules]
+        modes = [*map(_mode, self.flags)]
         # The first and the last parameter tell if the model has moved: looking at all of them takes too long.
         values = params.values()
         ends = next(iter(values), _NO_TENSOR).device, next(reversed(values), _NO_TENSOR).device
@@ -202,22 +256,26 @@ class Host:
         if self.unfilled:
             self._refuse_filled()
             swaps += [(owner, key, None, None) for owner, key, _ in self.unfilled]
-        for owner, key, name in self.places[0]:
-            if (own := owner[key]) is not (tensor := params[name]):
-                swaps.append((owner, key, own, tensor))
-                if own.shape != tensor.shape:
-                    self.explain(params, buffers, None)
-        if self.backward and swaps:
-            self._refuse_hooks(swaps)
-        for owner, key, name in self.places[1]:  # of any shape, since a forward pass may assign a longer one
-            if (own := owner[key]) is not (tensor := buffers[name]):
-                swaps.append((owner, key, own, tensor))
+        places = self.places[0]
+        own, lent = places.own(), places.of_state(params)
+        if not all(map(operator.is_, own, lent)):
+            if [*map(_shape, own)] != [*map(_shape, lent)]:
+                self.explain(params, buffers, None)
+            of_params = places.differing(own, lent)
+            if self.backward and torch_private.any_gradient_hooks(own):
+                self._refuse_hooks(of_params)
+            swaps += of_params
+        if buffers:
+            places = self.places[1]  # of any shape, since a forward pass may assign a longer one
+            own, lent = places.own(), places.of_state(buffers)
+            if not all(map(operator.is_, own, lent)):
+                swaps += places.differing(own, lent)
         return swaps
 
     def _refuse_hooks(self, swaps: list[Swap]) -> None:
-        hooked = {*map(id, torch_private.with_gradient_hooks([own for _, _, own, _ in swaps if own is not None]))}
-        for owner, key, name in self.places[0] if hooked else ():
-            if id(owner[key]) in hooked:
+        hooked = {*map(id, torch_private.with_gradient_hooks([own for _, _, own, _ in swaps]))}
+        for own, name in zip(self.places[0].own(), self.places[0].names, strict=True) if hooked else ():
+            if id(own) in hooked:
                 raise ValueError(_OF_HOOKS.format(name=name))
 
     def start(self, seed: int) -> None:
@@ -233,12 +291,10 @@ class Host:
 
     def _set_modes(self, modes: list[bool]) -> None:
         """Set the modes of the module and its submodules."""
-        if [module.training for module in self.modules] != modes:
-            for module, mode in zip(self.modules, modes, strict=True):
-                if module.training is not mode:
-                    # As nn.Module's constructor does: its __setattr__ takes 1 µs to find that this is no parameter.
-                    plain = type(module).__setattr__ is nn.Module.__setattr__
-                    (object.__setattr__ if plain else setattr)(module, "training", mode)
+        if [*map(_mode, self.flags)] != modes:
+            for flags, mode in zip(self.flags, modes, strict=True):
+                if flags["training"] is not mode:
+                    flags["training"] = mode
 
     def _refuse_filled(self) -> None:
         if filled := [name for owner, key, name in self.unfilled if owner[key] is not None]:
@@ -266,7 +322,8 @@ class Host:
 
     def holds(self, params: Mapping[str, Tensor]) -> bool:
         """True if these are the module's own parameters."""
-        return all(owner[key] is params[name] for owner, key, name in self.places[0])
+        places = self.places[0]
+        return all(map(operator.is_, places.own(), places.of_state(params)))
 
     def explain(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any) -> None:
         """Raise the cause of a torch error, if the state or the batch is at fault."""

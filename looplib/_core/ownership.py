@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import fields
 from functools import partial
-from operator import attrgetter, itemgetter
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -337,11 +338,13 @@ class Guarded(Generic[S]):
             get = self._tree(name) if name in trees else self._count(name)
             setattr(cls, name, property(get, slot.__set__, doc=slot.__doc__))
         self._read = {name: attrgetter(f"_{name}") for name in self.fields}
-        self._read_counts, self._read_trees = (
-            attrgetter(*[f"_{name}" for name in names]) for names in (self.counts, self.trees)
+        self._read_all, self._read_trees = (
+            attrgetter(*[f"_{name}" for name in names]) for names in (self.fields, self.trees)
         )
-        self._write = tuple(slot.__set__ for slot in slots.values())
-        self._in_order = itemgetter(*self.fields)
+        self._write = {name: slot.__set__ for name, slot in slots.items()}
+        # A class with the same slots, whose attributes can be assigned.
+        self._draft = type("Draft", (Marked,), {"__slots__": self.fields})
+        self._trees_of_draft = attrgetter(*self.trees)
 
     def _tree(self, name: str) -> Any:
         read, check = attrgetter(f"_{name}"), self._check
@@ -373,7 +376,7 @@ class Guarded(Generic[S]):
         """Turn a spent state whose successor an interrupt took away into that successor."""
         mark: Mark = state._mark
         if (new := (mark.heir or mark).successor) is not None:
-            for name, write in zip(self.fields, self._write, strict=True):
+            for name, write in self._write.items():
                 write(state, self._read[name](new))
             self._set_mark(state, new._mark)
 
@@ -406,28 +409,24 @@ class Guarded(Generic[S]):
         """Attach a mark to a state whose fields are all set."""
         self._set_mark(state, Mark(generations([self._read[name](state) for name in self.trees])))
 
-    def make(
-        self,
-        values: dict[str, Any],
-        seen: dict[Chain, int],
-        made_with: Any,
-        lane: Chain | None = None,
-        heir: Mark | None = None,
-    ) -> S:
-        """Make a state from all its fields and known marks, without walking over its tensors."""
-        state = object.__new__(self.cls)
-        for write, value in zip(self._write, self._in_order(values)):  # noqa: B905, one for each field
-            write(state, value)
-        self._set_mark(state, Mark(seen, lane, heir, made_with))
-        return state
+    def draft(self, state: S) -> Any:
+        """A record with the fields of a valid state, to assign to and then pass to one of the functions below."""
+        return self._filled(self._read_all(state))
 
-    def counts_of(self, state: S) -> dict[str, Any]:
-        """All fields except the trees, of a state known to be valid."""
-        return {name: value for name, value in zip(self.counts, self._read_counts(state))}  # noqa: B905, C416
+    def _filled(self, values: Iterable[Any]) -> Any:
+        draft = self._draft()
+        any(map(setattr, repeat(draft), self.fields, values))  # `any` runs through the calls, which return None
+        return draft
+
+    def _made(self, draft: Any, mark: Mark) -> S:
+        """The draft as a state, which can no longer be assigned to, without walking over its tensors."""
+        draft._mark = mark
+        draft.__class__ = self.cls
+        return draft  # type: ignore[no-any-return]
 
     def replaced(self, state: Any, changes: dict[str, Any]) -> S:
         """A copy with these fields changed."""
-        values = {name: changes[name] if name in changes else getattr(state, name) for name in self.fields}
+        draft = self._filled([changes[name] if name in changes else getattr(state, name) for name in self.fields])
         mark: Mark = state._mark
         new_trees = [name for name in self.trees if name in changes]
         # Kept trees were just read, so their marks are valid; only new trees must be searched. A chain that owns
@@ -441,26 +440,27 @@ class Guarded(Generic[S]):
         # A wrapper that changes `extra` passes such a copy to its step. A copy with a different seed or position
         # does not continue the run.
         heir = (mark.heir or mark) if changes.keys() <= {self.trees[-1]} else None
-        return self.make(values, seen, mark.made_with, lane, heir)
+        return self._made(draft, Mark(seen, lane, heir, mark.made_with))
 
-    def made(self, state: Any, values: dict[str, Any]) -> S:
+    def made(self, state: Any, draft: Any) -> S:
         """Result of a pure step."""
         mark: Mark = state._mark
-        return self.make(values, mark.seen and generations([values]), mark.made_with)
+        seen = mark.seen and generations(self._trees_of_draft(draft))
+        return self._made(draft, Mark(seen, made_with=mark.made_with))
 
-    def written(self, state: Any, values: dict[str, Any], chain: Chain, readers: int) -> S:
+    def written(self, state: Any, draft: Any, chain: Chain, readers: int) -> S:
         """Result of a step that wrote the tensors of its chain. The old state is spent from now on."""
-        chain.step, chain.readers = values["step"], readers
+        chain.step, chain.readers = draft.step, readers
         chain.wrote()
         mark: Mark = state._mark
         seen = mark.seen
         if chain is not mark.lane:
             seen = {other: at for other, at in seen.items() if other.storages}
-        new = self.make(values, {**seen, chain: chain.generation}, mark.made_with, chain)
+        new = self._made(draft, Mark({**seen, chain: chain.generation}, chain, None, mark.made_with))
         in_flight(state, new)
         return new
 
-    def unwritten(self, state: Any, values: dict[str, Any]) -> S:
+    def unwritten(self, state: Any, draft: Any) -> S:
         """Result of an in-place step that wrote no tensor."""
         mark: Mark = state._mark
-        return self.make(values, mark.seen, mark.made_with, mark.lane)
+        return self._made(draft, Mark(mark.seen, mark.lane, None, mark.made_with))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -58,6 +58,15 @@ foreach_norm = torch._foreach_norm
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
 amp_update_scale_ = torch._amp_update_scale_
+
+
+_backward_hooks = operator.attrgetter("_backward_hooks")
+_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+def any_gradient_hooks(params: Collection[Tensor]) -> bool:
+    """True if the user has registered a function that torch calls with a parameter's gradient."""
+    return any(map(_backward_hooks, params)) or any(map(_accumulate_hooks, params))
 
 
 def with_gradient_hooks(params: Iterable[Tensor]) -> list[Tensor]:

@@ -8,14 +8,17 @@ reads one flag for all of them, before anything is overwritten.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from looplib._core.optimizer_states import in_words, kept_in, name_of
 from looplib._core.tracing import tracing, where
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_known_arguments(function: Any) -> Any:
@@ -35,6 +38,8 @@ def conditional(update: Any, init: Any, description: Mapping[str, Any]) -> Calla
 
     `init` and `description` belong to its optimizer, and are used in errors about a different optimizer's state.
     """
+    if update in _complete:
+        return update  # type: ignore[no-any-return]
     known = with_known_arguments(update)
     if "when" in _parameters(update):
 
@@ -51,9 +56,8 @@ def conditional(update: Any, init: Any, description: Mapping[str, Any]) -> Calla
     def update_when(
         grads: Any, opt_state: Any, params: Any, step: int, *, when: bool | Tensor = True, **extra: Any
     ) -> tuple[Any, Any, Any]:
-        chooses = when is not True and tracing()
-        if when is not True and not chooses and not when:  # the only time that the host reads it
-            return params, opt_state, False
+        if when is not True:
+            return update_if(when, update_when, grads, opt_state, params, step, **extra)
         try:
             out = known(grads, opt_state, params, step, **extra)
         except (KeyError, TypeError) as error:
@@ -61,12 +65,32 @@ def conditional(update: Any, init: Any, description: Mapping[str, Any]) -> Calla
             raise
         if type(out) is not tuple or len(out) != 3:
             _refuse(update, out)
-        if not chooses:
-            return out  # type: ignore[no-any-return]
-        new, new_state, applied = out
-        return where(when, new, params), where(when, new_state, opt_state), when & applied
+        return out  # type: ignore[no-any-return]
 
     return update_when
+
+
+def update_if(
+    when: bool | Tensor, update: Callable[..., Any], grads: Any, opt_state: Any, params: Any, step: int, **extra: Any
+) -> tuple[Any, Any, Any]:
+    """Make an update if the flag is set: on the host, which reads it here and nowhere else, or in a graph."""
+    chooses = tracing()
+    if not chooses and not when:
+        return params, opt_state, False
+    out = update(grads, opt_state, params, step, **extra)
+    if not chooses:
+        return out  # type: ignore[no-any-return]
+    new, new_state, applied = out
+    return where(when, new, params), where(when, new_state, opt_state), when & applied
+
+
+_complete: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def complete(update: F) -> F:
+    """Declare that an `update` takes all arguments, `when` among them, and returns three values, so needs no wrapper."""
+    _complete.add(update)
+    return update
 
 
 def _parameters(function: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from looplib._core.calls import remember
 from looplib._core.tracing import entered, tracing
+from looplib._core.updates import complete, update_if
 from looplib.optim._arguments import NotGiven, check_class, check_groups, check_lr
 from looplib.optim._closure import lbfgs_update
 from looplib.optim._comparison import check_against_raw_loop
@@ -97,9 +98,19 @@ def optimizer(
             check_against_raw_loop(recipe, params)
         return opt_state
 
+    @complete
     def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
-    ) -> tuple[Params, Any, bool]:
+        grads: Grads,
+        opt_state: Any,
+        params: Params,
+        step: int,
+        *,
+        donate: bool = False,
+        when: bool | Tensor = True,
+        **extra: Any,
+    ) -> tuple[Params, Any, bool | Tensor]:
+        if when is not True:
+            return update_if(when, update, grads, opt_state, params, step, donate=donate, **extra)
         check_state(recipe, opt_state, grads)
         if entered and tracing():
             return *traced_update(recipe, grads, opt_state, params, step), True

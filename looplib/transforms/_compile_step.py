@@ -105,12 +105,9 @@ def _train_step(parts: Parts, compiler: Compiler) -> TrainStep:
         try:
             _interrupts.begin_hold(thread)
             params, opt_state, buffers, metrics, samples, applied = compiler.run(ready, state)
-            values = advanced(state, samples, read(applied), same_batch)
-            values |= {"params": params, "opt_state": opt_state, "buffers": buffers, "extra": state.extra}
-            if chain is not None:
-                new = written(state, values, chain, readers)
-            else:
-                new = made(state, values)
+            new = advanced(state, samples, read(applied), same_batch)
+            new.params, new.opt_state, new.buffers = params, opt_state, buffers
+            new = made(state, new) if chain is None else written(state, new, chain, readers)
             compiler.remember(ready, new)
         except BaseException:
             if donate and not compiler.intact:
