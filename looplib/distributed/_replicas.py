@@ -13,7 +13,7 @@ from looplib._core.checks import few
 from looplib._core.checksums import checksums
 from looplib._core.collective import together
 from looplib._core.ranks import is_sharded
-from looplib.types import TrainState, check_state, counts_of
+from looplib.types import COUNTS, TrainState, check_state
 
 
 def check_replicas(state: TrainState) -> None:
@@ -45,7 +45,7 @@ def check_replicas(state: TrainState) -> None:
     ranks.meet()
     if not ranks.several:
         return
-    everywhere: dict[str, Any] = dict(counts_of(state))
+    everywhere: dict[str, Any] = {name: getattr(state, name) for name in COUNTS}
     in_shards: dict[str, Any] = {}
     trees_held = {"params": state.params, "opt_state": state.opt_state}
     held = [(path, leaf) for path, leaf in trees.leaves(trees_held) if isinstance(leaf, Tensor)]
