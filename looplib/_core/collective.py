@@ -95,14 +95,15 @@ class Together:
         text = repr(sorted(facts.items(), key=operator.itemgetter(0))).encode()
         if len(set(self.gather(hashlib.sha256(text).digest()))) == 1:
             return
-        first, *others = self.gather(dict(facts))
-        for rank, other in enumerate(others, 1):
-            differences = [
-                f"{name} is {brief(one)} on rank 0, {brief(another)} on rank {rank}"
-                for name, one, another in paired(first.items(), other.items())
-                if one != another
-            ]
-            check(not differences, title + few(differences, 10, "\n  "))
+        # The facts of the first rank are sent, and then a few differences of each.
+        first = self.on_first(lambda: dict(facts))
+        own = [
+            f"{name} is {brief(one)} on rank 0, {brief(another)} on rank {self.rank}"
+            for name, one, another in paired(first.items(), facts.items())
+            if one != another
+        ]
+        for differences in self.gather(few(own, 10, "\n  ") if own else ""):
+            check(not differences, title + differences)
 
     def another(self) -> Together:
         """The same processes with a second group, for one thread on each. All ranks must call this."""

@@ -93,15 +93,17 @@ def _keep_metrics(earlier: Path, later: Path) -> None:
 
 
 def _weights(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Checksums and layouts of parameters and buffers, by path."""
+    """Checksums and layouts of parameters and buffers, by path, and of the chunks of them by file."""
     data = manifest["data"]
+    by_file = {name: checksums["weights"] for name, checksums in manifest.get("described", {}).items()}
 
     def content(entry: Mapping[str, Any]) -> Any:
         chunks = entry.get("chunks", [entry])
-        return entry["dtype"], entry["shape"], [{**chunk, "data": data[chunk["data"]]["crc32"]} for chunk in chunks]
+        layout = [{**chunk, "data": data[chunk["data"]]["crc32"]} for chunk in chunks if "data" in chunk]
+        return entry["dtype"], entry["shape"], layout
 
     leaves = {**manifest["tensors"], **manifest.get("shards", {})}
-    return {path: content(entry) for path, entry in leaves.items() if path.startswith(WEIGHTS)}
+    return by_file | {path: content(entry) for path, entry in leaves.items() if path.startswith(WEIGHTS)}
 
 
 def clear(path: Path) -> None:

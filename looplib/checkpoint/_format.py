@@ -3,8 +3,9 @@
 A tree of tensors and plain values is stored in two files: a JSON manifest, and the bytes of the tensors. The latter
 is a safetensors file (eight bytes of length, a JSON header, the data), so that other programs can read it. Facts that
 the format cannot express (strides, shared storage, rarer dtypes, plain values, checksums) are in the manifest.
-`_format_write` writes both files, `_format_read` reads them, and `_shards` does the same for tensors that are sharded
-over ranks.
+`_format_write` writes both files and `_format_read` reads them. Of tensors that are sharded over ranks, each rank
+writes its chunks and a JSON file that describes them; the manifest has only the names, sizes and checksums of these.
+`_shards` writes and reads them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 
-WHOLE, SHARDED = 1, 2  # formats
+WHOLE, SHARDED = 1, 3  # formats; in format 2, the manifest described the chunks of all ranks itself
 
 
 MANIFEST, DATA = "manifest.json", "tensors.safetensors"

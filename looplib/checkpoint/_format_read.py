@@ -34,7 +34,10 @@ from looplib.checkpoint._format import (
     sound,
 )
 
-_SHARD = re.compile(r"tensors-\d{5,}\.safetensors")
+_SHARD = re.compile(r"(tensors-\d{5,}\.safetensors|chunks-\d{5,}\.json)")
+
+
+Chunk = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a part of a tensor
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -72,7 +75,8 @@ def check_files(directory: Path, manifest: Mapping[str, Any]) -> int:
     """Check the sizes of the shard files, and return the total bytes of all tensor files."""
     total: int = manifest["bytes"]
     for name, expected in manifest.get("files", {}).items():
-        total += _sized(directory / _shard_name(name), expected)
+        size = _sized(directory / _shard_name(name), expected)
+        total += size if name.endswith(".safetensors") else 0
     return total
 
 
@@ -117,6 +121,10 @@ class Reader:
             self.data: dict[str, dict[str, Any]] = manifest["data"]
             self.files = {DATA: manifest["bytes"]}
             self.files |= {_shard_name(name): size for name, size in manifest.get("files", {}).items()}
+            # Checksums of the files that describe the chunks. (In format 2, the manifest describes them.)
+            self.described = {
+                _shard_name(name): sums["crc32"] for name, sums in manifest.get("described", {}).items()
+            }
             for name in self.data:
                 self._check_run(name)
             for leaf_path in self.tensors:
@@ -124,6 +132,27 @@ class Reader:
             for leaf_path in self.shards:
                 self._check_shards(leaf_path)
         self._map(DATA)
+
+    def describe(self, name: str) -> list[tuple[str, Chunk]]:
+        """Read a file that describes the chunks of a rank, and return these with the paths of their leaves."""
+        path = self.directory / name
+        _sized(path, self.files[name])
+        text = path.read_bytes()
+        unchanged = zlib.crc32(text) == self.described[name]
+        check(unchanged, f"{path} has been changed since it was written: wrong checksum", DamagedCheckpointError)
+        chunks = []
+        with sound(path):
+            description = orjson.loads(text)
+            file, writer = _shard_name(description["file"]), int(name[len("chunks-") : -len(".json")])
+            for leaf_path, chunk in description["chunks"].items():
+                run = f"{writer}{leaf_path}"
+                self.data[run] = {**description["data"][leaf_path], "file": file}
+                self._check_run(run)
+                entry, stored = self.shards[leaf_path], {**chunk, "data": run}
+                self._check_chunk(leaf_path, stored, entry["shape"], _dtype(leaf_path, entry["dtype"]))
+                entry.setdefault("chunks", []).append(stored)
+                chunks.append((leaf_path, (tuple(chunk["offsets"]), tuple(chunk["sizes"]))))
+        return chunks
 
     def _check_run(self, name: str) -> None:
         begin, length, size = self.data[name]["begin"], self.data[name]["bytes"], self.files[self._file(name)]
@@ -144,9 +173,11 @@ class Reader:
 
     def _check_shards(self, leaf_path: str) -> None:
         entry = self.shards[leaf_path]
-        shape, chunks = entry["shape"], entry["chunks"]
+        shape, chunks = entry["shape"], entry.get("chunks")
         dtype = _dtype(leaf_path, entry["dtype"])
         check(type(shape) is list and _are_counts(shape), f"{leaf_path} has shape {shape}")
+        if chunks is None:  # described in files of their own
+            return
         for chunk in chunks:
             self._check_chunk(leaf_path, chunk, shape, dtype)
         numbers = sum(math.prod(chunk["sizes"]) for chunk in chunks)
@@ -171,9 +202,10 @@ class Reader:
 
     def chunks(self, leaf_path: str) -> Sequence[Mapping[str, Any]]:
         """Chunks in which the tensor at a path is stored: an unsharded tensor is one without `offsets` and `sizes`."""
-        entry = self.about(leaf_path) or {}
-        chunks: Sequence[Mapping[str, Any]] = entry.get("chunks", [entry])
-        return chunks
+        if leaf_path in self.shards:
+            chunks: Sequence[Mapping[str, Any]] = self.shards[leaf_path].get("chunks", [])
+            return chunks
+        return [self.about(leaf_path) or {}]
 
     def chunk(self, leaf_path: str, index: int) -> Tensor:
         """One of these chunks, mapped from the file."""

@@ -159,6 +159,13 @@ class Parts:
         """Bytes of the tensors. Of sharded tensors, only this process's shards count."""
         return sum(run.high - run.low for run in self.runs) + sum(shard.nbytes for shard in self.locals.values())
 
+    def shards(self) -> dict[str, dict[str, Any]]:
+        """Dtype and shape of each sharded tensor."""
+        return {
+            leaf_path: {"dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape)}
+            for leaf_path, leaf in self.sharded.items()
+        }
+
     def description(self) -> dict[str, Any]:
         """Facts that must be the same on all ranks: plain values, dtypes and shapes."""
         leaves = {leaf_path: [entry["dtype"], entry["shape"]] for leaf_path, entry in self.tensors.items()}
@@ -215,11 +222,16 @@ def write_manifest(directory: Path, parts: Parts, about: Mapping[str, Any]) -> N
 def write_document(directory: Path, manifest: Mapping[str, Any]) -> None:
     """Write a manifest with its checksum into a directory that has not been renamed yet, and sync both."""
     text = orjson.dumps(manifest)
-    with open(directory / MANIFEST, "wb") as file:
-        file.write(envelope(zlib.crc32(text)) + text + b"}\n")
+    write_file(directory / MANIFEST, envelope(zlib.crc32(text)) + text + b"}\n")
+    sync_directory(directory)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write and sync a small file."""
+    with open(path, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    sync_directory(directory)
 
 
 def write_data(

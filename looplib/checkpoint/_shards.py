@@ -1,19 +1,22 @@
-"""Sharded tensors, written and read with the planners of torch.distributed.checkpoint.
+"""Sharded tensors: each rank writes its chunks and describes them, and reads the chunks that overlap with its shards.
 
-torch's planners decide which rank writes a shard that several ranks hold, and which saved chunks make up a shard of a
-different mesh. looplib does the storage: a safetensors file for each rank and one manifest, with checksums, in an
-entry that is renamed when all files are complete. (torch's own writer adds a pickle.)
+torch's planners decide which part of a tensor a rank holds, and which saved chunks make up a shard of a different mesh.
+looplib does the storage: a safetensors file and a description for each rank, and one manifest, with checksums, in an
+entry that is renamed when all files are complete. Ranks send each other no description of a tensor: the first rank
+gets a few numbers from each, whatever the number of tensors.
 """
 
 from __future__ import annotations
 
-import os
+import functools
+import math
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
 import torch
 from torch import Tensor, distributed
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -21,19 +24,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
-from looplib._core.collective import Together, named, raise_of
-from looplib._core.ranks import is_sharded
+from looplib._core.checks import check
+from looplib._core.collective import Together
+from looplib._core.ranks import is_sharded, running
 from looplib.checkpoint import _directory
 from looplib.checkpoint._directory import Entry
-from looplib.checkpoint._format import DATA, SHARDED, local
-from looplib.checkpoint._format_read import Reader
-from looplib.checkpoint._format_write import Parts, runs_of, write_data, write_manifest
+from looplib.checkpoint._format import DATA, SHARDED, WEIGHTS, DamagedCheckpointError, local
+from looplib.checkpoint._format_read import Chunk, Reader
+from looplib.checkpoint._format_write import Parts, runs_of, write_data, write_file, write_manifest
+
+_Files = tuple[dict[str, int], dict[str, dict[str, int]]]
 
 
 def put(
@@ -44,86 +47,88 @@ def put(
     in_thread: bool,
 ) -> None:
     """Write a new entry on all ranks together. If one of them fails, nothing is left behind."""
+
+    def begin() -> None:
+        with _directory.naming_the_checkpoint(entry.target, parts.size()):
+            entry.writing.mkdir()
+
+    def write_own() -> tuple[dict[str, Any], int, _Files]:
+        with _directory.naming_the_checkpoint(entry.target, parts.size()):
+            data: dict[str, Any] = {}
+            size = 0
+            if ranks.first:  # which writes the unsharded tensors
+                data, size = write_data(entry.writing / DATA, parts.runs, parts.ready, in_thread)
+            return data, size, _write_chunks(ranks.rank, entry, parts, in_thread)
+
+    def finish() -> None:
+        files: dict[str, int] = {}
+        described: dict[str, dict[str, int]] = {}
+        for sizes, checksums in of_ranks:
+            files |= sizes
+            described |= checksums
+        facts = {"bytes": size, "data": data, "files": files, "described": described, "shards": parts.shards()}
+        with _directory.naming_the_checkpoint(entry.target, parts.size()):
+            write_manifest(entry.writing, parts, {"format": SHARDED, **about, **facts})
+            _directory.take_place(entry)
+
     try:
-        save(
-            parts.sharded,
-            storage_writer=_Writer(entry, parts, about, in_thread),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=ranks.group,
-        )
-    except BaseException as error:
+        ranks.on_first(begin)
+        data, size, own = ranks.on_each(write_own)
+        of_ranks = ranks.gather(own)
+        ranks.on_first(finish)
+    except BaseException:
         if ranks.first:
             _directory.clear(entry.writing)
-        if not isinstance(error, CheckpointException):
-            raise
-        failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-        of_this_rank = failures.get(ranks.rank)
-        raise_of({rank: named(rank, failure) for rank, failure in failures.items()}, ranks.rank, of_this_rank)
+        raise
 
 
-class _Writer(StorageWriter):
-    def __init__(self, entry: Entry, parts: Parts, about: Mapping[str, Any], in_thread: bool) -> None:
-        self.entry, self.parts, self.about, self.in_thread = entry, parts, about, in_thread
-        self.rank = distributed.get_rank()
-        self.first = False
-        self.data: dict[str, Any] = {}  # facts about the first rank's file of unsharded tensors
-        self.size = 0
+def _write_chunks(rank: int, entry: Entry, parts: Parts, in_thread: bool) -> _Files:
+    """Write the chunks that this rank is responsible for, and their description. Returns what the manifest needs."""
+    items = _own_items(parts.sharded)
+    written = [path for path in items if parts.locals[path].numel() and _is_written_here(path, parts.sharded[path])]
+    runs = runs_of({leaf_path: parts.locals[leaf_path] for leaf_path in written})
+    if not runs:
+        return {}, {}
+    name, description = f"tensors-{rank:05d}.safetensors", f"chunks-{rank:05d}.json"
+    data, size = write_data(entry.writing / name, runs, parts.ready, in_thread)
+    held = {leaf_path: _chunk(items[leaf_path]) for leaf_path in data}
+    chunks = {path: {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)} for path, chunk in held.items()}
+    text = orjson.dumps({"file": name, "data": data, "chunks": chunks})
+    write_file(entry.writing / description, text)
+    weights = {path: [chunks[path], run["crc32"]] for path, run in data.items() if path.startswith(WEIGHTS)}
+    checksums = {"crc32": zlib.crc32(text), "weights": zlib.crc32(orjson.dumps(weights))}
+    return {name: size, description: len(text)}, {description: checksums}
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.first = is_coordinator
+def _own_items(leaves: Mapping[str, Any]) -> dict[str, WriteItem]:
+    """The part of each DTensor that this rank holds, by path, as torch's planner describes it."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(leaves), is_coordinator=False)
+    return {item.index.fqn: item for item in planner.create_local_plan().items}
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with _directory.naming_the_checkpoint(self.entry.target, self.parts.size()):
-            self.entry.writing.mkdir()
-        return plans
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = []
-        with _directory.naming_the_checkpoint(self.entry.target, self.parts.size()):
-            if self.first:
-                self.data, self.size = write_data(
-                    self.entry.writing / DATA, self.parts.runs, self.parts.ready, self.in_thread
-                )
-            parts = {item.index.fqn: self.parts.locals[item.index.fqn] for item in plan.items}
-            runs = runs_of({leaf_path: part for leaf_path, part in parts.items() if part.numel()})
-            if runs:
-                name = f"tensors-{self.rank:05d}.safetensors"
-                data, size = write_data(self.entry.writing / name, runs, self.parts.ready, self.in_thread)
-                for item in plan.items:
-                    if (run := data.get(item.index.fqn)) is not None:
-                        stored = {**run, "file": name}, list(parts[item.index.fqn].shape), size
-                        results.append(WriteResult(item.index, run["bytes"], (self.rank, *stored)))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        shards: dict[str, Any] = {}
-        files: dict[str, int] = {}
-        for leaf_path, about in metadata.state_dict_metadata.items():
-            assert isinstance(about, TensorStorageMetadata)
-            dtype = str(about.properties.dtype).removeprefix("torch.")
-            shards[leaf_path] = {"dtype": dtype, "shape": list(about.size), "chunks": []}
-        for result in (result for of_rank in results for result in of_rank):
-            rank, run, sizes, size = result.storage_data
-            name = f"{rank}{result.index.fqn}"
-            self.data[name], files[run["file"]] = run, size
-            offsets = list(result.index.offset or ())
-            shards[result.index.fqn]["chunks"].append({"offsets": offsets, "sizes": sizes, "data": name})
-        with _directory.naming_the_checkpoint(self.entry.target, self.parts.size()):
-            described = {"bytes": self.size, "data": self.data, "files": files, "shards": shards}
-            write_manifest(self.entry.writing, self.parts, {"format": SHARDED, **self.about, **described})
-            _directory.take_place(self.entry)
+def _is_written_here(leaf_path: str, leaf: Any) -> bool:
+    """True on one of the ranks that hold the same chunk. Copies take turns, so that all ranks write some tensors.
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    A mesh holds a whole tensor. If several meshes hold copies of it, the one with rank 0 writes.
+    """
+    mesh, index, copies = leaf.device_mesh, 0, 1
+    if 0 not in _ranks_of(mesh):
         return False
+    for coordinate, size, placement in zip(mesh.get_coordinate(), mesh.shape, leaf.placements, strict=True):
+        if placement.is_replicate():
+            index, copies = index * size + coordinate, copies * size
+    return zlib.crc32(leaf_path.encode()) % copies == index
+
+
+@functools.lru_cache(maxsize=16)
+def _ranks_of(mesh: Any) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
 
 
 def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -131,6 +136,7 @@ def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
 
     A chunk that is needed even in part is read completely, and its checksum compared.
     """
+    _describe(reader, leaves)
     saved = {leaf_path: _saved(reader, leaf_path) for leaf_path in leaves}
     into = {
         leaf_path: torch.empty(
@@ -144,14 +150,52 @@ def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
         Metadata({**saved}),
     )
     plan = planner.finish_plan(planner.create_local_plan())  # each rank plans only for itself
-    needed = [(item.storage_index.fqn, item.storage_index.index or 0) for item in plan.items]
-    reader.verify((), needed)
-    for item, (leaf_path, index) in zip(plan.items, needed, strict=True):
-        chunk = reader.chunk(leaf_path, index)
+    reader.verify((), {(item.storage_index.fqn, item.storage_index.index or 0) for item in plan.items})
+    for item in plan.items:
+        chunk = reader.chunk(item.storage_index.fqn, item.storage_index.index or 0)
         for axis, (low, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             chunk = chunk.narrow(axis, low, size)
         planner.resolve_tensor(item).copy_(chunk)
     return into
+
+
+def _describe(reader: Reader, leaves: Mapping[str, Any]) -> None:
+    """Read descriptions until they cover what this rank holds: on the mesh of the save, only its own."""
+    items = _own_items({leaf_path: leaf for leaf_path, leaf in leaves.items() if is_sharded(leaf)})
+    boxes: dict[str, Chunk] = {}
+    for leaf_path, leaf in leaves.items():
+        if leaf_path in items:
+            chunk = _chunk(items[leaf_path])
+            boxes[leaf_path] = tuple(chunk.offsets), tuple(chunk.sizes)
+        elif not is_sharded(leaf) and (about := reader.about(leaf_path)) is not None:
+            boxes[leaf_path] = (0,) * len(about["shape"]), tuple(about["shape"])
+    missing: dict[str, int] = {
+        leaf_path: math.prod(sizes)
+        for leaf_path, (_, sizes) in boxes.items()
+        if leaf_path in reader.shards and "chunks" not in reader.shards[leaf_path] and math.prod(sizes)
+    }
+    rank, ranks = (distributed.get_rank(), distributed.get_world_size()) if running() else (0, 1)
+    names = sorted(reader.described)
+    nearest = sorted(range(len(names)), key=lambda index: abs(index - rank * len(names) // ranks))
+    seen: dict[str, set[Any]] = {leaf_path: set() for leaf_path in missing}
+    for index in nearest:
+        if not missing:
+            break
+        for leaf_path, saved in reader.describe(names[index]):
+            if leaf_path in missing and saved[0] not in seen[leaf_path]:
+                seen[leaf_path].add(saved[0])
+                missing[leaf_path] -= _overlap(boxes[leaf_path], saved)
+                if not missing[leaf_path]:
+                    del missing[leaf_path]
+    check(not missing, f"{reader.directory} has not all chunks of {', '.join(missing)}", DamagedCheckpointError)
+
+
+def _overlap(one: Chunk, other: Chunk) -> int:
+    """Number of elements in both of two boxes (offsets, sizes)."""
+    return math.prod(
+        max(0, min(low + size, other_low + other_size) - max(low, other_low))
+        for low, size, other_low, other_size in zip(*one, *other, strict=True)
+    )
 
 
 def _saved(reader: Reader, leaf_path: str) -> TensorStorageMetadata:

@@ -1,6 +1,7 @@
 """Checkpoints of several ranks: whole or not there on all of them, and of n ranks into m, by real processes."""
 
 import builtins
+import contextlib
 import os
 import pickle
 import shutil
@@ -8,8 +9,10 @@ import subprocess
 import sys
 import textwrap
 import warnings
+import zlib
 from pathlib import Path
 
+import orjson
 import pytest
 import safetensors.torch
 import torch
@@ -456,6 +459,79 @@ def copy(folder, tmp_path):
 
 
 PLACE = "/params/0.weight"
+CHUNKS = "chunks-00000.json"  # of the first rank
+
+
+def into_format_2(folder):
+    """The manifest as it was when it described the chunks of all ranks itself."""
+
+    def change(manifest):
+        del manifest["described"]
+        for path in sorted(folder.glob("chunks-*.json")):
+            described, rank = orjson.loads(path.read_bytes()), int(path.stem.removeprefix("chunks-"))
+            del manifest["files"][path.name]
+            path.unlink()
+            for leaf, chunk in described["chunks"].items():
+                manifest["data"][f"{rank}{leaf}"] = {**described["data"][leaf], "file": described["file"]}
+                manifest["shards"][leaf].setdefault("chunks", []).append({**chunk, "data": f"{rank}{leaf}"})
+        manifest["format"] = 2
+
+    forged(folder, change)
+
+
+def forged_chunks(folder, change):
+    """The first rank's description changed, with the right size and checksum in the manifest."""
+    description = orjson.loads((folder / CHUNKS).read_bytes())
+    text = orjson.dumps(change(description) or description)
+    (folder / CHUNKS).write_bytes(text)
+
+    def noted(manifest):
+        manifest["files"][CHUNKS] = len(text)
+        manifest["described"][CHUNKS]["crc32"] = zlib.crc32(text)
+
+    forged(folder, noted)
+
+
+def test_a_checkpoint_of_format_2_is_read(folder, copy):
+    into_format_2(copy / "step-00000003")
+    found = ll.checkpoint_io(copy).restore(state_of(net(5)))
+    reference = torch.load(folder / "full.pt")
+    assert all(torch.equal(a, b) for a, b in zip(tensors(found), reference, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["chunks"].pop(PLACE),
+        lambda d: d["chunks"][PLACE].update(offsets=[5, 0]),
+        lambda d: d["chunks"][PLACE].update(offsets=[-1, 0]),
+        lambda d: d["chunks"][PLACE].update(offsets=[0]),
+        lambda d: d["chunks"][PLACE].update(sizes=[2**40, 2**40]),
+        lambda d: d["chunks"].update(nothing=d["chunks"][PLACE]),
+        lambda d: d["data"].pop(PLACE),
+        lambda d: d["data"][PLACE].update(begin=2**40),
+        lambda d: d.update(file="../../secret"),
+        lambda d: d.update(file="tensors-00009.safetensors"),
+        lambda d: [1],
+    ],
+)
+def test_a_forged_description_of_chunks_is_damage(copy, change):
+    forged_chunks(copy / "step-00000003", change)
+    named = f"{CHUNKS}|has not all chunks of {PLACE}"
+    with pytest.warns(UserWarning, match=named), pytest.raises(ll.checkpoint.DamagedCheckpointError):
+        ll.checkpoint_io(copy).restore(state_of(net(5)))
+
+
+@pytest.mark.parametrize("change", ["flip", "cut", "gone"])
+def test_a_damaged_description_is_named(copy, change):
+    path = copy / "step-00000003" / CHUNKS
+    text = path.read_bytes()
+    if change == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(text[:-1] if change == "cut" else text[:9] + bytes([text[9] ^ 1]) + text[10:])
+    with pytest.warns(UserWarning, match=CHUNKS), pytest.raises(ll.checkpoint.DamagedCheckpointError):
+        ll.checkpoint_io(copy).restore(state_of(net(5)))
 
 
 @pytest.mark.parametrize(
@@ -480,6 +556,7 @@ PLACE = "/params/0.weight"
     ],
 )
 def test_a_forged_manifest_of_shards_is_damage(copy, change):
+    into_format_2(copy / "step-00000003")
     forged(copy / "step-00000003", change)
     with pytest.warns(UserWarning, match=MANIFEST), pytest.raises(ll.checkpoint.DamagedCheckpointError):
         ll.checkpoint_io(copy).restore(state_of(net(5)))
@@ -498,7 +575,8 @@ junk = st.recursive(
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_junk_in_a_manifest_of_shards_never_crashes(copy, data):
-    good = (copy / "step-00000003" / MANIFEST).read_bytes()
+    folder = copy / "step-00000003"
+    good = {path: path.read_bytes() for path in [folder / MANIFEST, *folder.glob("chunks-*.json")]}
 
     def change(node):
         """Put junk at one place of the manifest, at whatever depth."""
@@ -509,15 +587,18 @@ def test_junk_in_a_manifest_of_shards_never_crashes(copy, data):
         else:
             node[key] = data.draw(junk)
 
-    forged(copy / "step-00000003", change)
+    kind = data.draw(st.sampled_from(["format 2", "manifest", "chunks"]))
     try:
-        with warnings.catch_warnings():
+        if kind == "format 2":
+            into_format_2(folder)
+        (forged_chunks if kind == "chunks" else forged)(folder, change)
+        # Damage, another version, or a state that it does not fit.
+        with warnings.catch_warnings(), contextlib.suppress(ValueError):
             warnings.simplefilter("ignore")
             ll.checkpoint_io(copy).restore(state_of(net(5)))
-    except ValueError:  # damage, another version, or a state that it does not fit
-        pass
     finally:
-        (copy / "step-00000003" / MANIFEST).write_bytes(good)
+        for path, content in good.items():
+            path.write_bytes(content)
 
 
 class Bomb:
@@ -525,7 +606,7 @@ class Bomb:
         return exec, ("import builtins; builtins.exploded = True",)
 
 
-@pytest.mark.parametrize("name", [MANIFEST, DATA, "tensors-00002.safetensors", ".metadata"])
+@pytest.mark.parametrize("name", [MANIFEST, DATA, "tensors-00002.safetensors", CHUNKS, ".metadata"])
 def test_a_hostile_pickle_among_shards_does_not_run(copy, name):
     path = copy / "step-00000003" / name
     size = path.stat().st_size if path.exists() else 1000
