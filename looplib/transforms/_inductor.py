@@ -38,22 +38,30 @@ def backend(
         stacked_where_it_goes(program.graph)
         powers_once(program.graph)
         with torch.no_grad():
-            return compile_graph(program.graph, fakes(program.graph))
+            return compile_graph(program.graph, fakes(program.graph), program.in_place())
 
     return build
 
 
-def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[[Any, list[Tensor]], Compiled]:
+def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Compiled]:
     chosen = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     if chosen and (strange := chosen.keys() - torch._inductor.list_options()):
         raise TypeError(f"Inductor has no option {', '.join(sorted(strange))}; see torch._inductor.list_options()")
     cuda_graphs = mode in ("reduce-overhead", "max-autotune") or chosen.get("triton.cudagraphs")
 
-    def compile_graph(graph: Any, examples: list[Tensor]) -> Compiled:
-        from torch._inductor.compile_fx import compile_fx
+    def compile_graph(graph: Any, examples: list[Tensor], in_place: list[int]) -> Compiled:
+        from torch._inductor import compile_fx as inductor
 
+        def at_fixed_addresses(lowered: Any, inputs: Any, **settings: Any) -> Any:
+            # Inductor runs no CUDA graph that writes to its inputs, unless it knows that they stay where they are. It
+            # then records the graph again for a state at other addresses. Tensors of the graph itself come first.
+            own = len(inputs) - len(examples)
+            fixed = [*range(own), *(own + index for index in in_place)]
+            return inductor.compile_fx_inner(lowered, inputs, **{**settings, "static_input_idxs": fixed})
+
+        inner = {"inner_compile": at_fixed_addresses} if cuda_graphs and in_place else {}
         patches = {**torch._inductor.list_mode_options(mode or "default"), **chosen}
-        compiled: Any = compile_fx(graph, examples, config_patches=patches)
+        compiled: Any = inductor.compile_fx(graph, examples, config_patches=patches, **inner)
         if cuda_graphs and any(example.is_cuda for example in examples):
             return partial(_run_apart, compiled)
         return lambda values: compiled(*values)
@@ -61,12 +69,12 @@ def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[[
     return compile_graph
 
 
-def _by_name(name: str) -> Callable[[Any, list[Tensor]], Compiled]:
+def _by_name(name: str) -> Callable[..., Compiled]:
     if name not in (known := torch._dynamo.list_backends(exclude_tags=())):
         raise TypeError(f"torch has no backend {name!r}: give inductor, or one of {', '.join(known)}")
     compiled_by: Any = torch._dynamo.lookup_backend(name)
 
-    def compile_graph(graph: Any, examples: list[Tensor]) -> Compiled:
+    def compile_graph(graph: Any, examples: list[Tensor], in_place: list[int]) -> Compiled:
         compiled = compiled_by(graph, examples)
         return lambda values: compiled(*values)
 

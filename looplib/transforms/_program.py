@@ -105,6 +105,13 @@ class Program:
 
         return expression(self.outcome, name).build("r, g, a, n")
 
+    def in_place(self) -> list[int]:
+        """Indices of the inputs that are tensors of a donated state, which stay at their addresses from step to step."""
+        if not any(self.written):
+            return []
+        state = {(1, index) for _, index in self.successors}
+        return [index for index, source in enumerate(self.inputs) if source in state]
+
     def random(self) -> bool:
         """True if it draws random numbers."""
         return any(map(draws, self.graph.graph.nodes))
