@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -105,12 +106,14 @@ class Parts:
                 spans_by_storage.setdefault(key, []).append(span)
         for spans in spans_by_storage.values():
             self._add_runs(spans)
-        # Work queued on an accelerator must finish before another thread reads the results.
-        self.ready = []
         devices = {tensor.device for tensor in (*self.locals.values(), *(run.owner for run in self.runs))}
-        for device in devices - {torch.device("cpu")}:
-            self.ready.append(torch.Event(device))
-            self.ready[-1].record(torch.accelerator.current_stream(device))
+        self.ready = {device: torch.Event(device) for device in devices - {torch.device("cpu")}}
+        self._record()
+
+    def _record(self) -> None:
+        """Note the work that is queued on accelerators, which must finish before another thread reads the results."""
+        for device, event in self.ready.items():
+            event.record(torch.accelerator.current_stream(device))
 
     def _add_sharded(self, leaf_path: str, leaf: Any) -> None:
         if any(placement.is_partial() for placement in leaf.placements):
@@ -150,9 +153,10 @@ class Parts:
             self.tensors[span.leaf_path] = {**entry, **view}
 
     def copy(self) -> None:
-        """Copy the bytes, so that the tensors may be overwritten."""
+        """Copy the bytes to the host, so that the tensors may be overwritten by what is queued from now on."""
         for run in self.runs:
-            run.copied = run.source().to("cpu", copy=True)
+            run.copied = _copied_to_host(run.source())
+        self._record()
         self.locals = {leaf_path: tensor.to("cpu", copy=True) for leaf_path, tensor in self.locals.items()}
 
     def size(self) -> int:
@@ -186,6 +190,20 @@ def runs_of(tensors: Mapping[str, Tensor]) -> list[_Run]:
 def _kind(dtype: str, tensor: Tensor, size: int) -> tuple[str, list[int]]:
     """A run's dtype and shape for safetensors; plain bytes if the format has no name for the dtype."""
     return (_SAFETENSORS[dtype], list(tensor.shape)) if dtype in _SAFETENSORS else ("U8", [size])
+
+
+def _copied_to_host(source: Tensor) -> Tensor:
+    """A copy in host memory, which an accelerator makes in the order of its queue, so that nobody waits for it here.
+
+    This takes pinned memory, which torch keeps for the next save (`torch.accelerator.empty_host_cache`).
+    """
+    if source.device.type == "cpu":
+        return source.clone()
+    try:
+        pinned = torch.empty_like(source, device="cpu", pin_memory=True)
+    except RuntimeError:  # the system allows no more of it
+        return source.to("cpu", copy=True)
+    return pinned.copy_(source, non_blocking=True)
 
 
 def _span(leaf_path: str, tensor: Tensor) -> _Span:
@@ -235,17 +253,17 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_data(
-    path: Path, runs: Sequence[_Run], ready: Sequence[torch.Event], in_thread: bool
+    path: Path, runs: Sequence[_Run], ready: Mapping[torch.device, torch.Event], in_thread: bool
 ) -> tuple[dict[str, dict[str, int]], int]:
     """Write the runs of bytes, and return each run's offset and checksum and the file's size."""
     head, offsets = _header(runs)
     data, position, start = {}, 8 + len(head), 8 + len(head)
-    for event in ready:
+    for event in ready.values():
         event.synchronize()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         _write_all(descriptor, memoryview(len(head).to_bytes(8, "little") + head))
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, _streams_of_their_own(ready):
             for run, offset in zip(runs, offsets, strict=True):
                 _write_all(descriptor, memoryview(bytes(start + offset - position)))
                 position = start + offset
@@ -261,6 +279,16 @@ def write_data(
     finally:
         os.close(descriptor)
     return data, position
+
+
+@contextmanager
+def _streams_of_their_own(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Copy to the host beside the steps: in their stream a copy would wait for the steps before it, and delay the next."""
+    with ExitStack() as streams:
+        for device in devices:
+            if device.type != "mps":  # which has one stream
+                streams.enter_context(torch.Stream(device))
+        yield
 
 
 def _header(runs: Sequence[_Run]) -> tuple[bytes, list[int]]:

@@ -1,0 +1,86 @@
+"""Saves in the background from a device: nobody waits for a copy, and files have the state as it was at the call."""
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+from far.device import far, host_reads
+
+
+@pytest.fixture
+def run():
+    """A function for some steps of a run on the far device, which starts at step 2."""
+    with far() as device:
+
+        def start(donate):
+            model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(device)
+            optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+            grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().sum())
+            step = ll.make_train_step(grad_fn, optimizer, donate=donate)
+            x = torch.randn(5, 3).to(device)
+
+            def train(state, steps):
+                for _ in range(steps):
+                    state, _ = step(state, x)
+                return state
+
+            return train, train(ll.init_state(model, optimizer), 2)
+
+        yield start
+
+
+def on_host(state):
+    return {name: tensor.detach().cpu().clone() for name, tensor in {**state.params, **state.buffers}.items()}
+
+
+@pytest.mark.parametrize("steps", [3, 0])
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+def test_a_save_in_the_background_has_the_state_at_its_call(run, tmp_path, donate, steps):
+    train, state = run(donate)
+    ckpt = ll.checkpoint_io(tmp_path, asynchronous=True)
+    expected = on_host(state)
+    with host_reads() as reads:
+        ckpt.save(state)
+        state = train(state, steps)  # overwrites the tensors of a donated state
+        ckpt.wait()
+    waits = ["event.synchronize()"] if donate else ["event.synchronize()", "run.source().cpu()"]  # of the writer
+    assert not [read for read in reads if not read.line.endswith(tuple(waits))]
+    found = on_host(ckpt.restore(ll.copy_state(state)))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_the_writer_copies_in_a_stream_of_its_own(run, tmp_path, monkeypatch):
+    _, state = run(False)
+    default, streams, cpu = torch.accelerator.current_stream(), set(), torch.Tensor.cpu
+
+    def noting(tensor):
+        streams.add(torch.accelerator.current_stream().stream_id)
+        return cpu(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", noting)
+    ckpt = ll.checkpoint_io(tmp_path, asynchronous=True)
+    ckpt.save(state)
+    ckpt.wait()
+    assert len(streams) == 1
+    assert default.stream_id not in streams
+    assert torch.accelerator.current_stream() == default
+
+
+def test_a_save_without_pinned_memory_copies_at_once(run, tmp_path, monkeypatch):
+    train, state = run(True)
+    empty_like = torch.empty_like
+
+    def refusing(*args, pin_memory=False, **options):
+        if pin_memory:
+            raise RuntimeError("out of pinned memory")
+        return empty_like(*args, **options)
+
+    monkeypatch.setattr(torch, "empty_like", refusing)
+    ckpt = ll.checkpoint_io(tmp_path, asynchronous=True)
+    expected = on_host(state)
+    ckpt.save(state)
+    state = train(state, 2)
+    ckpt.wait()
+    found = on_host(ckpt.restore(ll.copy_state(state)))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
