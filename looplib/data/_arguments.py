@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from looplib._core.checks import are_columns, is_column, is_count, named
-from looplib.data._orders import Order, divided_by_rank, in_order
+from looplib._core.checks import are_columns, check, is_column, is_count, named
+from looplib.data._orders import Order, check_undivided, in_order
 
 
 class NotGiven(Enum):
@@ -78,8 +78,8 @@ def check_batch_size(
 ) -> int | None:
     """Return the batch size, after checking it against the dataset and the order."""
     if order is not None and order.whole_batches:
-        if batch_size not in (None, NotGiven.BATCH_SIZE):
-            raise ValueError(f"batch_size={batch_size} and a batch_sampler are given; the sampler makes the batches")
+        both = f"batch_size={batch_size} and a batch_sampler are given; the sampler makes the batches"
+        check(batch_size in (None, NotGiven.BATCH_SIZE), both)
         batch_size = None
     if isinstance(batch_size, NotGiven):
         raise TypeError(
@@ -89,8 +89,7 @@ def check_batch_size(
     if batch_size is not None and not is_count(batch_size):
         error = ValueError if is_count(batch_size, -math.inf) else TypeError
         raise error(f"batch_size is {batch_size!r}; expected a positive int, or None if items are batches")
-    if batch_size is None and drop_last:
-        raise ValueError("drop_last=True needs a batch_size")
+    check(batch_size is not None or not drop_last, "drop_last=True needs a batch_size")
     return batch_size
 
 
@@ -110,29 +109,27 @@ def check_order(order: Any) -> None:
 def check_stream(dataset: Any, order: Order | None, limit: int | None, num_workers: int, divide: bool) -> None:
     """Raise TypeError or ValueError for a dataset that is not a stream, or options that streams do not support."""
     kind = type(dataset).__name__
-    if not hasattr(dataset, "__iter__") or isinstance(dataset, Iterator):
-        raise TypeError(
-            f"dataset is a {kind}; expected something with __len__ and __getitem__, or with an __iter__ that "
-            "starts over each time (not an iterator, which can be read once only)"
-        )
-    if order is not None and not isinstance(order, in_order):
-        raise ValueError(f"order={order!r} is given for a stream ({kind}), whose order is its own")
-    if num_workers and isinstance(dataset, IterDataPipe):
-        raise TypeError(
-            f"dataset is a DataPipe ({kind}), which cannot be divided among workers here; use num_workers=0, or "
-            "an IterableDataset that divides itself by get_worker_info()"
-        )
-    if divide and (divided := divided_by_rank(dataset)):
-        raise ValueError(
-            f"dataset is or holds a {divided}, which gives each rank samples of its own, and repeats or drops some; a "
-            "looplib loader divides each batch among the ranks by itself: give it the plain dataset and the "
-            "batch_size of all ranks together, or divide=False to keep this division"
-        )
-    if limit is not None:
-        raise ValueError(
-            f"limit={limit} is given for a stream ({kind}), whose epochs the state ends: "
-            f"ll.init_state(..., epoch_length={limit})"
-        )
+    check(
+        hasattr(dataset, "__iter__") and not isinstance(dataset, Iterator),
+        f"dataset is a {kind}; expected something with __len__ and __getitem__, or with an __iter__ that starts over "
+        "each time (not an iterator, which can be read once only)",
+        TypeError,
+    )
+    own = order is None or isinstance(order, in_order)
+    check(own, f"order={order!r} is given for a stream ({kind}), whose order is its own")
+    check(
+        not (num_workers and isinstance(dataset, IterDataPipe)),
+        f"dataset is a DataPipe ({kind}), which cannot be divided among workers here; use num_workers=0, or an "
+        "IterableDataset that divides itself by get_worker_info()",
+        TypeError,
+    )
+    if divide:
+        check_undivided("dataset", dataset)
+    check(
+        limit is None,
+        f"limit={limit} is given for a stream ({kind}), whose epochs the state ends: "
+        f"ll.init_state(..., epoch_length={limit})",
+    )
 
 
 def check_dataset_alone(dataset: Any, misplaced: tuple[Any, ...]) -> None:
@@ -161,18 +158,12 @@ def check_samples(dataset: Any, collated: bool = False) -> None:
     if isinstance(dataset, (tuple, list)):
         columns: list[Any] = list(dataset)
         instead = "torch.utils.data.TensorDataset(" + ", ".join("xyz"[: len(dataset)] or "...") + ")"
-    elif isinstance(dataset, dict):
+    elif isinstance(dataset, dict) and not dataset.keys() >= {*range(len(dataset))}:  # else it is read by its indices
         columns, instead = list(dataset.values()), "torch.utils.data.StackDataset(**columns)"
     else:
         return
-    sizes = {len(column) for column in columns if is_column(column)}
-    if len(sizes) == 1 and all(map(is_column, columns)) and not _has_keys(dataset):
+    if all(map(is_column, columns)) and len({*map(len, columns)}) == 1:
         raise TypeError(
-            f"dataset is a {type(dataset).__name__} of {len(dataset)} tensors or arrays of {sizes.pop()} samples each, "
-            f"so its items would be whole columns; write make_loader({instead}, batch_size=...)"
+            f"dataset is a {type(dataset).__name__} of {len(dataset)} tensors or arrays of {len(columns[0])} samples "
+            f"each, so its items would be whole columns; write make_loader({instead}, batch_size=...)"
         )
-
-
-def _has_keys(dataset: Any) -> bool:
-    """True if a dict can be read by indices like a dataset."""
-    return isinstance(dataset, dict) and all(index in dataset for index in range(len(dataset)))

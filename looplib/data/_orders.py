@@ -6,6 +6,7 @@ not support a dataset or a batch size, it raises then, when the loader is made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from looplib._core.checks import check_optional_count
+from looplib._core.checks import check, check_optional_count
 from looplib.data._permutation import Computed, permutation
 from looplib.data._plan import Draw, Plan, listed, same_plan
 
@@ -272,17 +273,12 @@ class sampler(Order):
     source: Sampler
 
     def __post_init__(self) -> None:
-        kind, source = type(self).__name__, self.source
-        if isinstance(source, Iterator) or (isinstance(source, Iterable) and not hasattr(source, "__len__")):
-            raise TypeError(
-                f"{kind} got a {type(source).__name__}, which has no __len__ and so may never end or be read once "
-                "only; give a torch Sampler, a sequence, or a function (epoch, generator) -> indices"
-            )
-        if not isinstance(source, Iterable) and not callable(source):
-            raise TypeError(
-                f"{kind} got a {type(source).__name__}; give a torch Sampler, a sequence, or a function "
-                "(epoch, generator) -> indices"
-            )
+        source, title = self.source, f"{type(self).__name__} got a {type(self.source).__name__}"
+        advice = "give a torch Sampler, a sequence, or a function (epoch, generator) -> indices"
+        endless = isinstance(source, Iterator) or (isinstance(source, Iterable) and not hasattr(source, "__len__"))
+        no_length = f"{title}, which has no __len__ and so may never end or be read once only; {advice}"
+        check(not endless, no_length, TypeError)
+        check(isinstance(source, Iterable) or callable(source), f"{title}; {advice}", TypeError)
 
     @property
     def may_vary(self) -> bool:
@@ -292,20 +288,15 @@ class sampler(Order):
         return _seeded(self.source)
 
     def check_undivided(self) -> None:
-        if divided := divided_by_rank(self.source):
-            raise ValueError(
-                f"{type(self).__name__} is or holds a {divided}, which gives each rank samples of its own, and "
-                "repeats or drops some; a looplib loader divides each batch among the ranks by itself: give it the "
-                "plain dataset and the batch_size of all ranks together, or divide=False to keep this division"
-            )
+        check_undivided(type(self).__name__, self.source)
 
     def check_repeatable(self, first: Plan, plan: Callable[[int], Plan]) -> None:
-        if not same_plan(first, plan(0)):
-            raise ValueError(
-                f"{type(self).__name__} gave two different orders when asked twice for epoch 0; it must be a function "
-                "of the epoch: draw from the global streams, from its own torch `generator` attribute, or from the "
-                "generator given to a function (epoch, generator), and keep no count"
-            )
+        check(
+            same_plan(first, plan(0)),
+            f"{type(self).__name__} gave two different orders when asked twice for epoch 0; it must be a function of "
+            "the epoch: draw from the global streams, from its own torch `generator` attribute, or from the generator "
+            "given to a function (epoch, generator), and keep no count",
+        )
 
     def checksum(self, plan: Callable[[int], Plan]) -> int | None:
         first = plan(0)
@@ -342,13 +333,16 @@ class batch_sampler(sampler):
     any_batch_size = False
 
 
-def divided_by_rank(part: Any) -> str | None:
-    """Name of the object that divides samples among ranks: torch's sampler, or a shard of accelerate or transformers."""
+def check_undivided(title: str, part: Any) -> None:
+    """Raise ValueError for torch's sampler that divides samples among ranks, or a shard of accelerate or transformers."""
     while part is not None:
-        if isinstance(part, DistributedSampler) or hasattr(part, "process_index"):
-            return type(part).__name__
+        check(
+            not (isinstance(part, DistributedSampler) or hasattr(part, "process_index")),
+            f"{title} is or holds a {type(part).__name__}, which gives each rank samples of its own, and repeats or "
+            "drops some; a looplib loader divides each batch among the ranks by itself: give it the plain dataset and "
+            "the batch_size of all ranks together, or divide=False to keep this division",
+        )
         part = getattr(part, "sampler", None)
-    return None
 
 
 def _seeded(source: Sampler) -> Draw:
@@ -390,22 +384,22 @@ def _length_of(dataset: Any) -> int:
 
 def _numbers(name: str, values: Sequence[float] | Tensor) -> Tensor:
     numbers = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-    if numbers.dim() != 1 or not len(numbers):
-        raise ValueError(f"{name} has the shape {tuple(numbers.shape)}; expected one number for each sample")
-    if not numbers.isfinite().all() or (numbers < 0).any() or not numbers.any():
-        raise ValueError(
-            f"{name} go from {numbers.min().item()} to {numbers.max().item()}; expected finite numbers, none of them "
-            "negative and not all 0"
-        )
+    listed = numbers.dim() == 1 and len(numbers)
+    check(listed, f"{name} has the shape {tuple(numbers.shape)}; expected one number for each sample")
+    low, high = numbers.min().item(), numbers.max().item()  # NaN if one of them is
+    check(
+        low >= 0 and 0 < high < math.inf,
+        f"{name} go from {low} to {high}; expected finite numbers, none of them negative and not all 0",
+    )
     return numbers.clone()  # copied, so that a later change of the user's array does not change the order
 
 
 def _check_one_each(name: str, numbers: Tensor, dataset: Any) -> None:
     count = _length_of(dataset)
-    if len(numbers) != count:
-        raise ValueError(
-            f"{name} has the shape {tuple(numbers.shape)}; expected ({count},), one for each of the {count} samples"
-        )
+    shape = tuple(numbers.shape)
+    check(
+        shape == (count,), f"{name} has the shape {shape}; expected ({count},), one for each of the {count} samples"
+    )
 
 
 def _checksum(numbers: Tensor) -> int:

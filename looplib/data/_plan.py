@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, compress, islice
 from typing import Any
 from zlib import crc32
 
@@ -56,10 +56,8 @@ class Plan:
     def batch(self, k: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor | list[Any], Tensor | None]:
         """One rank's part of a batch: its keys, and the number of earlier occurrences of each."""
         first = self.ends[k - 1] if k else 0
-        part = slice(first, self.ends[k])
-        if ranks > 1:
-            low, high = own_rows(self.size(k), rank, ranks)
-            part = slice(first + low, first + high)
+        low, high = own_rows(self.size(k), rank, ranks)
+        part = slice(first + low, first + high)
         return self.keys[part], None if self.visits is None else self.visits[part]
 
     def without(self, keys: Collection[Any]) -> Plan:
@@ -71,7 +69,7 @@ class Plan:
             left: Tensor | list[Any] = self.keys[kept]
         else:
             kept = torch.tensor([key not in keys for key in self.keys])
-            left = [key for key in self.keys if key not in keys]
+            left = [*compress(self.keys, kept)]
         before = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
         ends = before[torch.tensor(self.ends).clamp_(max=len(self.keys))]
         batches = torch.arange(len(ends))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any
 
+from looplib._core.checks import check
 from looplib.data._plan import Epochs, Plan
 from looplib.types import TrainState
 
@@ -19,29 +20,28 @@ def check_position(state: TrainState, count: int, length: int) -> None:
         count: batches in the state's epoch.
         length: batches in epoch 0, which is `len(loader)`.
     """
-    if state.epoch_length not in (None, length):
-        raise ValueError(
-            f"state.epoch_length is {state.epoch_length}, but this loader has {length} batches in an epoch: it has "
-            "another batch_size or dataset than the run began with. To continue with this loader and keep the "
-            "weights, the optimizer's state, the step and the schedules: state = loader.resume(state). For a new run: "
-            "init_state(..., epoch_length=len(loader)); to read another set from its beginning: "
-            "loader(ll.TrainState())"
-        )
-    if state.epoch_length is not None and count != length:
-        raise ValueError(
-            f"epoch {state.epoch} has {count} batches, but epoch 0 has {length}; for epochs of different lengths, "
-            "leave epoch_length out of init_state, and call state = ll.end_epoch(state) after the for loop"
-        )
-    if state.batch == count:
-        raise ValueError(
-            f"the state stands at the end of epoch {state.epoch} (batch {count} of {count}); make it with "
-            "init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop"
-        )
-    if state.batch > count:
-        raise ValueError(
-            f"state.batch is {state.batch}, but epoch {state.epoch} has {count} batches; is this the loader, with "
-            "the data and the batch_size, that the run began with?"
-        )
+    check(
+        state.epoch_length in (None, length),
+        f"state.epoch_length is {state.epoch_length}, but this loader has {length} batches in an epoch: it has another "
+        "batch_size or dataset than the run began with. To continue with this loader and keep the weights, the "
+        "optimizer's state, the step and the schedules: state = loader.resume(state). For a new run: "
+        "init_state(..., epoch_length=len(loader)); to read another set from its beginning: loader(ll.TrainState())",
+    )
+    check(
+        state.epoch_length in (None, count),
+        f"epoch {state.epoch} has {count} batches, but epoch 0 has {length}; for epochs of different lengths, leave "
+        "epoch_length out of init_state, and call state = ll.end_epoch(state) after the for loop",
+    )
+    check(
+        state.batch != count,
+        f"the state stands at the end of epoch {state.epoch} (batch {count} of {count}); make it with "
+        "init_state(..., epoch_length=len(loader)), or call state = ll.end_epoch(state) after the for loop",
+    )
+    check(
+        state.batch < count,
+        f"state.batch is {state.batch}, but epoch {state.epoch} has {count} batches; is this the loader, with the data "
+        "and the batch_size, that the run began with?",
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +70,13 @@ class Restart:
         if state.epoch_length == self.length and not self._had_another_batch_size(state, plan):
             return state
         consumed = self._consumed(state)
-        batch = _batch_from(plan.ends, consumed)
-        if batch is None:
-            self._refuse(
-                state, f"{consumed} samples of epoch {state.epoch} have been read, and no batch begins there"
-            )
-        if batch == len(plan):
+        last = bisect_left(plan.ends, min(consumed, plan.ends[-1]))
+        self._check(
+            state,
+            consumed >= plan.ends[last],
+            f"{consumed} samples of epoch {state.epoch} have been read, and no batch begins there",
+        )
+        if (batch := last + 1) == len(plan):
             return state.replace(epoch=state.epoch + 1, batch=0, epoch_length=self.length)
         return state.replace(batch=batch, epoch_length=self.length)
 
@@ -98,36 +99,33 @@ class Restart:
         """Number of samples read in the state's epoch, if they are the first samples of this loader's epoch too."""
         size, old_length = state.batch_samples, state.epoch_length
         consumed = state.batch * size
-        if not self.any_batch_size or not isinstance(self.plan, Epochs):
-            self._refuse(state, f"{self.name} puts the samples into another order with another batch_size or dataset")
-        if size < 1 or old_length is None or (state.epoch == 0 and consumed != state.samples):
-            self._refuse(
-                state,
-                f"its counts (batch={state.batch}, epoch_length={old_length}, samples={state.samples}, "
-                f"batch_samples={size}) do not say which samples of epoch {state.epoch} have been read",
-            )
-        count = self.plan.samples(state.epoch)
-        same_data = old_length in (count // size, -(-count // size))
-        if not (same_data or self.any_length) or consumed > count:
-            self._refuse(
-                state,
-                f"{old_length} batches of {size} samples are not an epoch of the {count} samples that the loader has "
-                f"now, and {self.name} puts another dataset into another order",
-            )
+        plan: Any = self.plan
+        self._check(
+            state,
+            self.any_batch_size and isinstance(plan, Epochs),
+            f"{self.name} puts the samples into another order with another batch_size or dataset",
+        )
+        self._check(
+            state,
+            size > 0 and old_length is not None and (state.epoch > 0 or consumed == state.samples),
+            f"its counts (batch={state.batch}, epoch_length={old_length}, samples={state.samples}, "
+            f"batch_samples={size}) do not say which samples of epoch {state.epoch} have been read",
+        )
+        count = plan.samples(state.epoch)
+        same_data = self.any_length or old_length in (count // size, -(-count // size))
+        self._check(
+            state,
+            same_data and consumed <= count,
+            f"{old_length} batches of {size} samples are not an epoch of the {count} samples that the loader has now, "
+            f"and {self.name} puts another dataset into another order",
+        )
         return consumed
 
-    def _refuse(self, state: TrainState, reason: str) -> NoReturn:
-        raise ValueError(
+    def _check(self, state: TrainState, holds: bool, reason: str) -> None:
+        check(
+            holds,
             f"cannot continue within epoch {state.epoch} at batch {state.batch} of {state.epoch_length}: {reason}. "
             "Finish this epoch with the batch_size and the dataset that it began with; or leave out the rest of it, "
             "which keeps the weights, the optimizer's state, the step and the schedules: "
-            f"state.replace(epoch={state.epoch + 1}, batch=0, epoch_length={self.length})"
+            f"state.replace(epoch={state.epoch + 1}, batch=0, epoch_length={self.length})",
         )
-
-
-def _batch_from(ends: Sequence[int], consumed: int) -> int | None:
-    """Index of the batch that starts after `consumed` samples: the batch count if none is left, None if inside a batch."""
-    if consumed >= ends[-1]:
-        return len(ends)
-    last = bisect_left(ends, consumed)
-    return last + 1 if ends[last] == consumed else None

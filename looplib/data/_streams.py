@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert, get_worker_info
 
+from looplib._core.checks import check
 from looplib._core.random import mix
 from looplib.data._divide import own_part
 from looplib.data._plan import own_rows
@@ -47,8 +48,7 @@ class Streamed:
         """Batches of a pass from index `first` on, up to the stream's end or `length`."""
         count = 0
         with closing(self._pass(epoch, rank, ranks, length)) as batches:
-            for batch in batches:
-                count += 1
+            for count, batch in enumerate(batches, 1):
                 if count > first:
                     yield batch
         self._check_end(epoch, first, length, count)
@@ -77,19 +77,17 @@ class Streamed:
                 yield batch
 
     def _check_end(self, epoch: int, first: int, length: int | None, count: int) -> None:
-        if count == 0:
-            raise ValueError(f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
-        if length is not None and count < length:
-            raise ValueError(
-                f"{self.name} ended after {count} batches, but state.epoch_length is {length}; make the stream "
-                "longer, or leave epoch_length out of init_state and call state = ll.end_epoch(state) after the for "
-                "loop"
-            )
-        if count <= first:
-            raise ValueError(
-                f"{self.name} ended after {count} batches, and the state stands at batch {first} of epoch {epoch}; "
-                "call state = ll.end_epoch(state) after the for loop over a stream"
-            )
+        check(count, f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
+        check(
+            length is None or count >= length,
+            f"{self.name} ended after {count} batches, but state.epoch_length is {length}; make the stream longer, or "
+            "leave epoch_length out of init_state and call state = ll.end_epoch(state) after the for loop",
+        )
+        check(
+            count > first,
+            f"{self.name} ended after {count} batches, and the state stands at batch {first} of epoch {epoch}; call "
+            "state = ll.end_epoch(state) after the for loop over a stream",
+        )
 
 
 def stream_engine(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from looplib._core.calls import remember
+from looplib._core.checks import check
 from looplib.data._loader import Loader
 from looplib.data._plan import Plan, listed
 from looplib.data._samples import Samples
@@ -47,20 +48,18 @@ def without_samples(loader: Loader, rows: Iterable[Any] | Tensor) -> Loader:
     gone = set(listed(rows))
     count = len(loader.dataset) if hasattr(loader.dataset, "__len__") else float("inf")
     beyond = [row for row in gone if isinstance(row, int) and not 0 <= row < count]
-    if beyond:
-        raise ValueError(
-            f"rows {', '.join(map(str, sorted(beyond)))} are not in the dataset, whose {count} rows are numbered from 0"
-        )
+    rows_beyond = ", ".join(map(str, sorted(beyond)))
+    check(not beyond, f"rows {rows_beyond} are not in the dataset, whose {count} rows are numbered from 0")
     planned = source.plan
 
     def plan_of(epoch: int) -> Plan:
         plan = planned(epoch).without(gone)
-        if plan.ends[0] < 1:
-            raise ValueError(
-                f"epoch {epoch} has {len(plan)} batches and only {plan.ends[-1]} samples without the {len(gone)} "
-                "rows left out, so some batches would have none; leave out fewer, or make a loader of the samples "
-                "that are left (torch.utils.data.Subset), which is another order and length"
-            )
+        check(
+            plan.ends[0] > 0,
+            f"epoch {epoch} has {len(plan)} batches and only {plan.ends[-1]} samples without the {len(gone)} rows left "
+            "out, so some batches would have none; leave out fewer, or make a loader of the samples that are left "
+            "(torch.utils.data.Subset), which is another order and length",
+        )
         return plan
 
     planned_without = dataclasses.replace(source, plan=plan_of)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from looplib._core.checks import check, few
 from looplib.debug._differences import LeafDifference, differences
 from looplib.debug._fingerprint import Fingerprint
 from looplib.debug._keep import _Saved
@@ -52,9 +54,7 @@ class Difference:
 
     def __repr__(self) -> str:
         since = "from the first on" if self.equal is None else f"and were the same at step {self.equal}"
-        shown = [f"  {leaf}" for leaf in self.leaves[:10]]
-        more = [f"  and {len(self.leaves) - 10} more"] if len(self.leaves) > 10 else []
-        return "\n".join([f"the runs differ at step {self.different}, {since}:", *shown, *more])
+        return f"the runs differ at step {self.different}, {since}:\n  " + few(self.leaves, 10, "\n  ")
 
 
 def first_difference(
@@ -108,11 +108,12 @@ def first_difference(
         ValueError: the runs have no step in common, or there is no step to run to.
         TypeError: one is a run and the other a mapping. Log the run, or pass both as mappings.
     """
-    if isinstance(one, Run) != isinstance(other, Run):
-        raise TypeError(
-            "one of these is a Run and the other is not; give two Runs, or two mappings from steps to states or "
-            "fingerprints, such as the states that the Run has kept"
-        )
+    check(
+        isinstance(one, Run) == isinstance(other, Run),
+        "one of these is a Run and the other is not; give two Runs, or two mappings from steps to states or "
+        "fingerprints, such as the states that the Run has kept",
+        TypeError,
+    )
     first: Mapping[int, Any] = _by_step(one.states) if isinstance(one, Run) else one
     second: Mapping[int, Any] = _by_step(other.states) if isinstance(other, Run) else other
 
@@ -122,9 +123,11 @@ def first_difference(
     kept, equal, steps = _difference_of_kept(first, second, compare)
     if equal is None or not (isinstance(one, Run) and isinstance(other, Run)):
         return kept
-    if kept is None and steps == 1 and stop is None:
-        raise ValueError(f"the runs have one state in common, at step {equal}; give stop=, a step to run on to")
-    ends = [end for end in (stop, None if kept is None else kept.different) if end is not None]
+    check(
+        kept is not None or steps > 1 or stop is not None,
+        f"the runs have one state in common, at step {equal}; give stop=, a step to run on to",
+    )
+    ends = [end for end in (stop, getattr(kept, "different", None)) if end is not None]
     return _side_by_side((one, other), (first[equal], second[equal]), min(ends, default=equal), compare) or kept
 
 
@@ -136,14 +139,21 @@ def _difference_of_kept(
 ) -> tuple[Difference | None, int | None, int]:
     """First difference of kept states, the last step at which they are equal, and the number of common steps."""
     steps = sorted(set(first) & set(second))
-    if not steps:
-        raise ValueError(
-            f"the runs have no step in common: one has {_listed(first)}, the other {_listed(second)}; keep or log "
-            "both at the same steps, such as ll.every_n_steps(100), or give them one state to begin with"
-        )
-    on_disk = isinstance(first, _Saved) or isinstance(second, _Saved)
-    search = _bisect if on_disk else _scan
-    index = search(steps, lambda step: bool(compare(first[step], second[step])))
+    check(
+        steps,
+        f"the runs have no step in common: one has {_listed(first)}, the other {_listed(second)}; keep or log both at "
+        "the same steps, such as ll.every_n_steps(100), or give them one state to begin with",
+    )
+
+    def differ(step: int) -> bool:
+        return bool(compare(first[step], second[step]))
+
+    if isinstance(first, _Saved) or isinstance(
+        second, _Saved
+    ):  # read few: all after the first that differs differ too
+        index = bisect_left(steps, True, key=differ)
+    else:
+        index = next((index for index, step in enumerate(steps) if differ(step)), len(steps))
     equal = steps[index - 1] if index else None
     if index == len(steps):
         return None, equal, len(steps)
@@ -154,20 +164,6 @@ def _difference_of_kept(
 def _listed(steps: Iterable[int]) -> str:
     ordered = sorted(steps)
     return f"steps {ordered[0]} to {ordered[-1]}" if ordered else "none"
-
-
-def _scan(steps: Sequence[int], differ: Callable[[int], bool]) -> int:
-    """Index of the first step that differs, or the number of steps."""
-    return next((index for index, step in enumerate(steps) if differ(step)), len(steps))
-
-
-def _bisect(steps: Sequence[int], differ: Callable[[int], bool]) -> int:
-    """The same by bisection, if all steps after the first that differs differ too."""
-    low, high = 0, len(steps)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if differ(steps[middle]) else (middle + 1, high)
-    return low
 
 
 class _Position(NamedTuple):

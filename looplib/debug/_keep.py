@@ -10,7 +10,7 @@ from torch import Tensor
 
 from looplib._core import ownership as _donation
 from looplib._core import trees
-from looplib._core.checks import check_optional_count
+from looplib._core.checks import check, check_optional_count
 from looplib.checkpoint._format import local
 from looplib.checkpoint._io import CheckpointIO
 from looplib.debug._fingerprint import leaves_by_path, same_bits
@@ -52,12 +52,12 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
     """
     check_optional_count("at_most", at_most, 2, "give 2 or more: the first state and the last are always kept")
     last = max(kept, default=None)
-    if last is not None and last > state.step:
-        raise ValueError(
-            f"the state is at step {state.step}, and the last one kept at step {last}, so they are not one after "
-            "another in a run. After a roll-back, take the others along no further: "
-            f"kept = {{step: state for step, state in kept.items() if step <= {state.step}}}"
-        )
+    check(
+        last is None or last <= state.step,
+        f"the state is at step {state.step}, and the last one kept at step {last}, so they are not one after another in "
+        "a run. After a roll-back, take the others along no further: "
+        f"kept = {{step: state for step, state in kept.items() if step <= {state.step}}}",
+    )
     shareable = {} if last is None else dict(leaves_by_path(kept[last]))
     states = {**kept, state.step: _sharing_copy(state, shareable)}
     return {step: states[step] for step in _thinned(sorted(states), at_most)}

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core.checks import check_type, is_count
+from looplib._core.checks import check, check_type, is_count
 from looplib._core.kinds import checked
 from looplib._core.ranks import is_first
 from looplib.log._progress import progress
@@ -103,8 +103,7 @@ def replay(
     if grad_fn is not None:
         grad_fn = checked(grad_fn, "replay", "grad_fn")
     train_step = checked(train_step, "replay", "train_step")
-    if not is_count(step, -math.inf):
-        raise TypeError(f"step is {step!r}; give a whole number, as state.step counts them")
+    check(is_count(step, -math.inf), f"step is {step!r}; give a whole number, as state.step counts them", TypeError)
     start = _nearest(_by_step(state), step)
     start = start if donate else copy_state(start)
     steps_to_go = TrainState(epoch_length=max(step - start.step, 1))
@@ -114,11 +113,11 @@ def replay(
         progress(walk, steps_to_go, desc=f"to step {step}", leave=False, delay=1.0, disable=disable)
     ) as positions:
         now, batch, _ = next(position for position in positions if position[0].step >= step)
-    if now.step > step:
-        raise ValueError(
-            f"no batch begins at step {step}: one begins before it and ends at step {now.step}, as several updates "
-            "are made on each; give the step at which that batch begins"
-        )
+    check(
+        now.step <= step,
+        f"no batch begins at step {step}: one begins before it and ends at step {now.step}, as several updates are made "
+        "on each; give the step at which that batch begins",
+    )
     before = copy_state(now)
     grads = None if grad_fn is None else grad_fn(before, batch).grads
     after, metrics = train_step(now, batch)
@@ -134,12 +133,12 @@ def _by_step(states: States) -> Mapping[int, TrainState]:
 
 def _nearest(states: Mapping[int, TrainState], step: int) -> TrainState:
     before = [at for at in states if at <= step]
-    if not before:
-        raise ValueError(
-            f"there is no state at or before step {step}, and a run cannot be run back: those given are at "
-            f"{', '.join(map(str, sorted(states))) or 'no step at all'}; give one that was kept earlier, such as the "
-            "first of the run"
-        )
+    check(
+        before,
+        f"there is no state at or before step {step}, and a run cannot be run back: those given are at "
+        f"{', '.join(map(str, sorted(states))) or 'no step at all'}; give one that was kept earlier, such as the first "
+        "of the run",
+    )
     return states[max(before)]
 
 
@@ -154,8 +153,7 @@ def _walk(
             empty = False
             yield state, batch, metrics
             state, metrics = train_step(state, batch)
-        if empty:
-            raise ValueError(f"the loader gave no batch for {state}; is it the run's own?")
+        check(not empty, f"the loader gave no batch for {state}; is it the run's own?")
         if state.epoch_length is None:
             state = end_epoch(state)
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
+from looplib._core.checks import check
 from looplib._core.kinds import checked
 from looplib._core.trees import batch_size, split
+from looplib.data._plan import listed
 from looplib.grads._clipping import global_norm
 from looplib.metrics._mean import compute
 from looplib.types import GradFn, TrainState
@@ -68,15 +68,13 @@ def worst_samples(
     """
     grad_fn = checked(grad_fn, "worst_samples", "grad_fn")
     count = batch_size(batch)
-    if indices is not None and len(indices) != count:
-        raise ValueError(f"{len(indices)} indices for a batch of {count} rows; give one for each")
+    positions = [None] * count if indices is None else listed(indices)
+    check(len(positions) == count, f"{len(positions)} indices for a batch of {count} rows; give one for each")
     scores = []
     for row, sample in enumerate(split(batch, count, [1] * count, batch_size)):
         out = grad_fn(state, sample)
-        index = None if indices is None else indices[row]
-        index = index.item() if isinstance(index, Tensor) else index
         norm = float(global_norm(grad.double() for grad in out.grads.values()))
-        scores.append(SampleScore(row, index, compute(out.metrics)["loss"], norm))
+        scores.append(SampleScore(row, positions[row], compute(out.metrics)["loss"], norm))
 
     def order(score: SampleScore) -> tuple[bool, float]:
         finite = math.isfinite(score.loss) and math.isfinite(score.grad_norm)
