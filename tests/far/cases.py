@@ -282,6 +282,7 @@ def _(device):
 
     settings = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 4}
     torch.manual_seed(0)
+    settings |= {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}  # whose scale is a power of two
     config = transformers.BertConfig(vocab_size=9, attn_implementation="eager", **settings)
     model = transformers.BertForTokenClassification(config).to(device)
     grad_fn = ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss), 2)

@@ -528,6 +528,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("native_dropout", native_dropout);
+  // torch writes these out for other devices; the CPU has kernels of its own.
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }

@@ -1,0 +1,126 @@
+"""Host reads per training step: `python tests/far/reads.py` writes recipes/HOST_READS.md from the rows here.
+
+A test counts the reads of each row on the far device, in pure and in donated steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "recipes/HOST_READS.md"
+INTRODUCTION = """\
+# Host reads
+
+An accelerator runs behind the Python program, which only queues work for it. A read by the host (`loss.item()`, `if
+tensor:`, `tensor.cpu()`) waits until the queue is empty, and the device then idles until the next work arrives. This page
+says how many reads a training step makes with each part of looplib. Your loss function may add its own.
+
+A conditional update reads once, because `state.step` counts completed updates and so the host must know whether there
+was one. Stacked conditions are combined on the device and read together. A skipped update may read more, to say why it
+was skipped.
+
+Metrics stay on the device until `ll.compute`, which reads once for all of them. Call it every few hundred steps: the
+progress bar reads when it is redrawn, and `ll.Window` adds up without reading.
+
+A test counts these reads on a stand-in for an accelerator. The page is made from its rows by `python tests/far/reads.py`.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        code: an expression over `grad_fn`, `optimizer`, `loss_fn`, `model`, `state` and `batch`. It replaces the variable
+            that it is made from, and the step is built from what results.
+        reads: reads by the host in each step.
+        note: when there are more.
+        optimizer: the optimizer around which or with which the step runs.
+    """
+
+    code: str
+    reads: int
+    note: str = ""
+    optimizer: str = "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
+
+
+def of_class(name: str, reads: int = 0, note: str = "", more: str = "") -> Row:
+    return Row(f"ll.optimizer(torch.optim.{name}, lr=1e-3{more})", reads, note)
+
+
+TABLES = {
+    "Steps": [
+        Row("ll.make_train_step(grad_fn, optimizer)", 0),
+        Row("ll.make_train_step(grad_fn, optimizer, donate=True)", 0),
+        Row("ll.vmap_step(ll.make_train_step(grad_fn, optimizer))", 0),
+        Row(
+            "ll.make_eval_step(model, metric_fn)",
+            0,
+            "The first call reads, to see that the model changes no parameter.",
+        ),
+        Row("ll.make_predict_step(model, predict_fn)", 0, "As above. `ll.predict` copies each output to the CPU."),
+    ],
+    "Losses": [
+        Row("ll.autocast(loss_fn, torch.bfloat16)", 0),
+        Row("ll.losses.recompute(loss_fn, torch.nn.Linear)", 0),
+        Row('ll.contrib.neftune(loss_fn, "0")', 0),
+    ],
+    "Gradients": [
+        Row(
+            "ll.accumulate(grad_fn, microbatches=2)", 0, "The 1st, 2nd, 4th, 8th, ... call looks for labels of -100."
+        ),
+        Row("ll.clip_by_global_norm(grad_fn, 1.0)", 0),
+        Row("ll.grads.clip_by_value(grad_fn, 0.1)", 0),
+        Row("ll.grads.reduce_gradients(grad_fn)", 0),
+        Row("ll.grads.retry_on_oom(grad_fn)", 0),
+        Row("ll.grads.scale_loss(grad_fn)", 1, "For `dynamic_loss_scale`.", "ll.optim.dynamic_loss_scale({})"),
+        Row("ll.contrib.adaptive_grad_clip(grad_fn)", 0),
+        Row("ll.contrib.sam(grad_fn)", 0),
+        Row("ll.contrib.add_noise(ll.contrib.clip_per_sample(per_sample, 1.0), 1.0, noise_multiplier=1.1)", 0),
+    ],
+    "Optimizers": [
+        *(
+            of_class(name)
+            for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam")
+        ),
+        of_class("Rprop"),
+        of_class("AdamW", more=", foreach=True"),
+        of_class("AdamW", more=", fused=True"),
+        of_class("ASGD", 4, "torch's own, one for each parameter."),
+        of_class("Adafactor", 8, "torch's own, two for each parameter."),
+        Row("ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-3, warmup=100, total=2000))", 0),
+        Row("ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(1e-3))", 0),
+        Row("ll.ema(optimizer)", 0),
+        Row("ll.optim.swa(optimizer, start=100)", 0),
+        Row("ll.contrib.lookahead(optimizer)", 0),
+        Row('ll.optim.freeze(optimizer, lambda name, step: name.startswith("0."))', 0),
+        Row('ll.optim.partition({"1": optimizer, "2": optimizer}, lambda name, tensor: str(tensor.ndim))', 0),
+    ],
+    "Conditional updates": [
+        Row("ll.optim.apply_if_finite(optimizer, max_consecutive=5)", 1),
+        Row("ll.optim.skip_spikes(optimizer)", 1),
+        Row("ll.optim.dynamic_loss_scale(optimizer)", 1),
+        Row("ll.optim.skip_spikes(ll.optim.apply_if_finite(optimizer, max_consecutive=5))", 1),
+        Row("ll.optim.dynamic_loss_scale(ll.optim.skip_spikes(ll.optim.apply_if_finite(ll.ema(optimizer), 5)))", 1),
+        Row("ll.ema(ll.optim.apply_if_finite(optimizer, max_consecutive=5))", 1),
+        Row(
+            'll.optim.apply_if_finite(ll.optim.partition({"1": optimizer, "2": optimizer}, label), 5)',
+            1,
+            "A condition inside `partition` decides for its own part, so that each of them reads once.",
+        ),
+    ],
+}
+
+
+def page() -> str:
+    parts = [INTRODUCTION]
+    for heading, rows in TABLES.items():
+        lines = [f"| `{row.code}` | {row.reads} | {row.note} |" for row in rows]
+        parts += [f"## {heading}", "\n".join(["| code | reads per step | |", "| --- | --- | --- |", *lines])]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(PAGE)

@@ -1,0 +1,105 @@
+"""The table of host reads is what the far device counts."""
+
+import itertools
+
+import torch
+
+import looplib as ll
+from far import cases
+from far.device import far, host_reads
+from far.reads import PAGE, TABLES, page
+
+WARM = 4  # steps before the count: the first ones look at what later ones rely on
+
+
+def counted(row, device, donate):
+    """Reads in each of two steps, and where they were made."""
+    model = cases.language_model(device) if "neftune" in row.code else cases.plain(device)
+    loss_fn = cases.loss_fn if "neftune" not in row.code else lambda model, x: ll.next_token_loss(model(x), x)
+    batch = cases.tokens(device) if "neftune" in row.code else cases.data(device)
+    names = {
+        "ll": ll,
+        "torch": torch,
+        "model": model,
+        "loss_fn": loss_fn,
+        "metric_fn": cases.metric_fn,
+        "predict_fn": cases.predict_fn,
+        "label": lambda name, tensor: str(tensor.ndim),
+    }
+    plain = "ll.optimizer(torch.optim.AdamW, lr=1e-3)"
+    names["optimizer"] = eval(row.optimizer.format(plain), names)
+    if "loss_fn," in row.code:
+        names["loss_fn"] = eval(row.code, names)
+    names["grad_fn"] = ll.make_grad_fn(model, names["loss_fn"])
+    names["per_sample"] = ll.contrib.make_per_sample_grad_fn(model, loss_fn)
+    made = eval(row.code, names)
+    step = None
+    if isinstance(made, ll.types.Optimizer):
+        names["optimizer"] = made
+    elif "_step(" in row.code:
+        step = made
+    elif "loss_fn," not in row.code:
+        names["grad_fn"] = made
+    step = step or ll.make_train_step(names["grad_fn"], names["optimizer"], donate=donate)
+    state = ll.init_state(model, names["optimizer"])
+    if "vmap" in row.code:
+        state = ll.transforms.stack_states([state, ll.copy_state(state)])
+    reads = []
+    for number in range(WARM + 2):
+        with host_reads() as made_now:
+            out = step(state, batch)
+        state = out[0] if isinstance(out, tuple) else state
+        reads += [made_now] if number >= WARM else []
+    return reads
+
+
+def test_each_row_makes_as_many_reads_as_the_table_says():
+    with far() as device:
+        for row, donate in itertools.product(itertools.chain(*TABLES.values()), (False, True)):
+            reads = counted(row, device, donate)
+            assert [len(one) for one in reads] == [row.reads] * 2, (row.code, donate, reads)
+
+
+def test_compute_reads_once_and_a_window_not_at_all():
+    with far() as device:
+        model, state = cases.started(device)
+        metrics = ll.make_eval_step(model, cases.metric_fn)(state, cases.data(device))
+        assert len({metrics["loss"].total.dtype, metrics["accuracy"].total.dtype}) == 2
+        with host_reads() as reads:
+            window = ll.Window().add(metrics).add(metrics)
+        assert reads == []
+        with host_reads() as reads:
+            ll.compute(window.metrics())
+        assert len(reads) == 1
+
+
+def test_each_wrapper_of_a_step_has_a_row():
+    codes = "".join(row.code for rows in TABLES.values() for row in rows)
+    rooms = {name for name in cases.CASES if name.partition(".")[0] in ("grads", "losses", "optim")}
+    rooms |= {name for name in cases.CASES if name.startswith("contrib.")}
+    left = {name for name in rooms if f".{name.partition('.')[2]}(" not in codes}
+    assert left == WITHOUT_ROW.keys()
+
+
+WITHOUT_ROW = {
+    "contrib.LRCurve": "a record",
+    "contrib.find_lr": "a run of its own, which reads the loss of each step",
+    "contrib.gradient_noise_scale": "for now and then",
+    "contrib.make_contrastive_grad_fn": "another way to the gradient",
+    "contrib.make_per_sample_grad_fn": "in the row of clip_per_sample",
+    "grads.global_norm": "a number",
+    "grads.wrapper": "wrappers of the user's own",
+    "losses.model_loss": "a loss",
+    "losses.next_token_loss": "a loss",
+    "optim.NonFiniteGradientsError": "an error",
+    "optim.ema_warmup": "a number for each step, from the host",
+    "optim.eval_state": "no part of a step",
+    "optim.hyperparameters": "no part of a step",
+    "optim.master_weights": "for weights of half precision",
+    "optim.set_hyperparameters": "no part of a step",
+    "optim.where": "a tensor operation",
+}
+
+
+def test_the_page_is_made_from_the_rows():
+    assert PAGE.read_text() == page(), "recipes/HOST_READS.md is out of date: run python tests/far/reads.py"
