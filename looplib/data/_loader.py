@@ -294,8 +294,8 @@ def make_loader(
             fewer batches. A shuffled order has different batches in each epoch; to repeat the same samples, also pass
             `order=ll.data.in_order()`, or use a Subset. For streams, set the state's `epoch_length` instead.
         collate_fn: function from a list of samples to a batch. Defaults to torch's `default_collate`.
-        device: device to move the tensors of each batch to (and anything else in it that has a `to`). With
-            `pin_memory`, the copy is asynchronous.
+        device: device to move the tensors of each batch to (and anything else in it that has a `to`). The copy to an
+            accelerator is asynchronous, by way of pinned memory; `pin_memory=True` fills that in a thread of its own.
         divide: if False, each rank gets the whole batch.
         dataloader_options: `num_workers`, `pin_memory`, `prefetch_factor`, `persistent_workers`, `timeout`,
             `multiprocessing_context` and `worker_init_fn` of torch's DataLoader.
@@ -410,8 +410,12 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
     if device is None:
         return unchanged
     target = torch.device(device)
+    # A copy from memory that is not pinned would wait for the steps that the device still has to do.
+    pins = torch.accelerator.is_available() and target.type not in ("cpu", "meta", "mps")
 
     def move(leaf: Any) -> Any:
+        if pins and type(leaf) is Tensor and leaf.device.type == "cpu":
+            return leaf.pin_memory().to(target, non_blocking=True)
         return leaf.to(target, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf
 
     # Objects with their own `to` (a tokenizer's BatchEncoding, a PackedSequence) are moved by it.
