@@ -6,7 +6,7 @@ sample, so nothing depends on which process reads it or on what it read before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
@@ -120,6 +120,9 @@ class Items(Dataset[Any]):
                 batch = self.collate(items if self.batched else items[0])
             except StopIteration as error:
                 raise ended_early(f"collate_fn, given batch {k} of epoch {epoch},") from error
+            except Exception as error:
+                note_text(error, items)
+                raise
         return batch if self.batched or ranks == 1 else own_part(batch, rank, ranks)
 
     def _items(self, job: Job) -> Any:
@@ -139,6 +142,16 @@ class Items(Dataset[Any]):
                     f"dataset.__getitems__({keys})" if self.in_lists else f"dataset[{key!r}]"
                 ) from error
         return items
+
+
+def note_text(error: Exception, items: Any) -> None:
+    """Add to an error of `collate_fn` which columns of the samples are text, since few collators can take them."""
+    first = items[0] if isinstance(items, list) and items else None
+    if isinstance(first, Mapping) and (text := [str(name) for name in first if isinstance(first[name], str)]):
+        error.add_note(
+            f"The samples have columns of text: {', '.join(text)}. If collate_fn cannot take them, tokenize or remove "
+            "them: dataset.remove_columns([...]) of a Hugging Face dataset."
+        )
 
 
 class Rows(Dataset[Any]):

@@ -1,8 +1,9 @@
 """Loss functions and wrappers: a loss function goes in and a loss function comes out."""
 
 from looplib.losses._autocast import autocast
+from looplib.losses._model_inputs import model_inputs
 from looplib.losses._model_loss import model_loss
 from looplib.losses._next_token import next_token_loss
 from looplib.losses._recompute import recompute
 
-__all__ = ["autocast", "model_loss", "next_token_loss", "recompute"]
+__all__ = ["autocast", "model_inputs", "model_loss", "next_token_loss", "recompute"]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from looplib.losses._model_inputs import innermost, parameters_of, text_columns
 from looplib.metrics._mean import Mean
 
 
@@ -40,7 +41,7 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
 
     Raises:
         TypeError: the model is of another kind, so the count is unknown: write a loss function that returns
-            `ll.Mean(loss * count, count)`. Or the batch has no labels or is not a mapping.
+            `ll.Mean(loss * count, count)`. Or the batch has no labels, has text, or is not a mapping.
 
     Source: transformers' `num_items_in_batch`, which its Trainer hands to the model in the same way.
     """
@@ -48,27 +49,17 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
         raise TypeError(
             f"model_loss got a batch of type {type(batch).__name__}; give a dict of the model's arguments"
         )
-    base = _base(model)
+    if text := text_columns(batch):
+        raise TypeError(
+            f"the batch has columns of text: {', '.join(text)}; tokenize them, remove them from the dataset, or pick the "
+            "model's arguments by ll.losses.model_inputs(model, batch)"
+        )
+    base = innermost(model)
     count = _count_of(base)(base, batch).clamp(min=1)
     arguments = dict(batch)
     if _takes_count(type(base).forward) and getattr(base, "accepts_loss_kwargs", True):
         arguments["num_items_in_batch"] = count
     return Mean(model(**arguments).loss * count, count)
-
-
-def _base(model: Any) -> Any:
-    """The transformers model within peft, DDP or torch.compile."""
-    while (inner := _inner(model)) is not None:
-        model = inner
-    return model
-
-
-def _inner(model: Any) -> Any:
-    if callable(get_base_model := getattr(model, "get_base_model", None)):  # peft
-        return get_base_model()
-    if compiled := getattr(model, "_orig_mod", None):
-        return compiled
-    return None if hasattr(model, "config") else getattr(model, "module", None)
 
 
 def _count_of(model: Any) -> Callable[[Any, Mapping[str, Any]], Tensor]:
@@ -97,8 +88,7 @@ def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
 
 @cache
 def _takes_count(forward: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(forward).parameters.values()
-    return any(p.kind is p.VAR_KEYWORD or p.name == "num_items_in_batch" for p in parameters)
+    return any(p.kind is p.VAR_KEYWORD or p.name == "num_items_in_batch" for p in parameters_of(forward))
 
 
 def _labels(model: Any, batch: Mapping[str, Any]) -> Tensor:

@@ -357,7 +357,8 @@ def _():
 @here(
     "TrainingArguments.remove_unused_columns",
     "TrainingArguments.label_names",
-    text="No signature is looked at: the loss function is given the whole batch and takes what it needs.",
+    text="The loss function is given the whole batch and takes what it needs. `ll.losses.model_inputs(model, batch)` picks "
+    "what the model's `forward` takes, and names what it leaves out or misses.",
 )
 def _(gpt2, tokens):
     def loss_fn(model, batch):
