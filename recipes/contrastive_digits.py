@@ -73,14 +73,16 @@ def main(
     state = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader))
     held = most_held(lambda: grad_fn(state, next(iter(loader(state)))))
     train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=True)
+    done = ll.after_epochs(epochs)
     ckpt = ll.checkpoint_io(directory, keep_last=1)
     state = ckpt.restore(state)
-    if state.step:
+    if done(state):
+        print(f"already finished at step {state.step}; delete {directory} to start again")
+    elif state.step:
         print(f"continuing from step {state.step} of {steps}")
 
     log, window = ll.console(), ll.Window()
     every = ll.every_n_epochs(max(1, epochs // 6))
-    done = ll.after_epochs(epochs)
     bar = ll.progress(loader, epochs=epochs)
     try:
         while not done(state):

@@ -107,13 +107,12 @@ def main(
     scores["bits_per_byte"] = scores["loss"] / math.log(2)
     scores["seconds"] = time.perf_counter() - began
     scores["tokens_per_second"] = (state.samples - first) * length / scores["seconds"]
-    print(f"writing {sample} bytes")
-    written = write(model, state, "The following", sample, length)
     print(
         f"{scores['bits_per_byte']:.3f} bits a byte on the held-out text, {scores['accuracy']:.1%} of bytes guessed"
     )
     pace = f", {scores['tokens_per_second']:,.0f} tokens a second" if state.samples > first else ""
-    print(f"{scores['seconds']:.0f} s{pace}\n\n{written}")
+    print(f"{scores['seconds']:.0f} s{pace}; writing {sample} bytes\n")
+    print(write(model, state, "The following", sample, length))
     return scores
 
 

@@ -63,9 +63,12 @@ def main(
         train_step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True))
         print(f"{name}: compiling the step, then {iterations:,} iterations")
         done, log, log_now = ll.after_steps(iterations), ll.console(), ll.every_n_steps(max(1, iterations // 20))
-        ckpt = ll.checkpoint_io(Path(picture).parent / "checkpoints" / name, keep_last=1)
+        folder = Path(picture).parent / "checkpoints" / name
+        ckpt = ll.checkpoint_io(folder, keep_last=1)
         state = ckpt.restore(ll.init_state(model, optimizer, seed=seed))
-        if state.step:
+        if done(state):
+            print(f"{name}: already finished at step {state.step:,}; delete {folder} to start again")
+        elif state.step:
             print(f"{name}: continuing from step {state.step:,}")
         try:
             while not done(state):
@@ -133,7 +136,7 @@ def make_meta_loss(model: nn.Module, inner_lr: float) -> Callable[[Any, Tasks], 
 def make_inner_step(model: nn.Module, lr: float) -> tuple[ll.types.TrainStep, ll.TrainState]:
     optimizer = ll.optimizer(torch.optim.SGD, lr=lr)
     step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(model, joint_loss), optimizer))
-    return step, ll.init_state(model, optimizer)
+    return step, ll.copy_state(ll.init_state(model, optimizer))  # a copy, which training the model leaves as it is
 
 
 def tuned_errors(model: nn.Module, params: dict[str, Tensor], lr: float, tasks: Tasks, k: int) -> list[float]:

@@ -71,7 +71,9 @@ def main(
 
     ckpt = ll.checkpoint_io(f"{directory}/checkpoints", keep_last=1)
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
-    if state.step:
+    if done(state):
+        print(f"already finished at step {state.step}; delete {directory} to start again")
+    elif state.step:
         print(f"continuing from step {state.step} of {epochs * len(loader)}")
     try:
         while not done(state):
