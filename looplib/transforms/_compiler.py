@@ -29,6 +29,7 @@ from looplib._core.random import mix
 from looplib._core.ranks import rank, several
 from looplib._core.tracing import UntraceableError
 from looplib.steps import Outcome
+from looplib.transforms._compile_clock import compile_clock
 from looplib.transforms._donation import donated
 from looplib.transforms._expression import as_answer, expression, reader
 from looplib.transforms._inductor import Compiled, backend
@@ -160,7 +161,7 @@ class Compiler:
     def compile(self, inputs: Inputs) -> None:
         """Make a program for such inputs and store it under the host's answers."""
         begin = time.perf_counter()
-        with tracing.one_at_a_time():
+        with tracing.one_at_a_time(), compile_clock():
             answers, key, machine = self.make(inputs)
         answers[key] = machine
         self.compilations += 1

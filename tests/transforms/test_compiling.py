@@ -5,6 +5,7 @@ written down raises. What is counted instead is how often a graph is handed to t
 """
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -12,7 +13,9 @@ import gc
 import io
 import math
 import os
+import re
 import signal
+import threading
 import weakref
 from typing import NamedTuple
 
@@ -1127,3 +1130,34 @@ def test_the_bar_tells_the_time_to_compile(monkeypatch):
     for batch in ll.progress(batches(4), state, step=step, file=text, mininterval=0.0):
         state, _ = step(state, batch)
     assert "compiling" not in text.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("ends", ["well", "with an error"])
+def test_a_terminal_shows_how_long_the_step_has_been_compiling(monkeypatch, ends):
+    def slow(model, batch):
+        assert waited.wait(300)
+        if ends == "with an error":
+            raise ArithmeticError
+        return loss_fn(model, batch)
+
+    waited = threading.Event()
+    step, state, _, _ = quick_step(loss_fn=slow)
+    terminal = Terminal()
+    monkeypatch.setattr(terminal, "flush", waited.set)  # after the first line
+    monkeypatch.setattr("sys.stderr", terminal)
+    with pytest.raises(ArithmeticError) if ends == "with an error" else contextlib.nullcontext():
+        step(state, batches(1)[0])
+    lines = terminal.getvalue().replace("\r\x1b[K", "\n").strip().splitlines()
+    assert re.fullmatch(r"compiling the step: \d+ s", lines[0])
+    last = "compiled the step in" if ends == "well" else "compiling the step stopped after"
+    assert re.fullmatch(last + r" \d+ s", lines[-1])
+    shown = terminal.getvalue()
+    if ends == "well":
+        step(state, batches(1)[0])
+    assert terminal.getvalue() == shown
+    assert not [thread for thread in threading.enumerate() if thread.name == "compile clock"]
