@@ -63,3 +63,11 @@ def test_what_there_is_no_time_for_is_named(tmp_path):
     found, _ = measured(tmp_path, "--rows", "saves", "--seconds", "0")
     assert [failure["error"][:9] for failure in found["failures"]] == ["OutOfTime"] * 3
     assert not found["rows"]
+
+
+@pytest.mark.slow
+def test_without_an_accelerator_the_tests_for_one_say_so():
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", str(Path(__file__).parent)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 4
+    assert "pytest -m gpu needs an accelerator, and torch finds none on this machine" in run.stderr

@@ -1,0 +1,261 @@
+"""Steps on a device: nothing waits for it, nothing is pinned, and memory suffices: on a GPU, or on a stand-in for one."""
+
+import copy
+import gc
+import sys
+import warnings
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from far.device import host_reads
+from torch import nn
+
+import looplib as ll
+
+pytestmark = pytest.mark.filterwarnings("default")
+both_steps = pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+
+
+@contextmanager
+def waits(device):
+    """The waits for the device while the block runs, as far as the device can tell."""
+    if device.type == "far":
+        with host_reads() as reads:
+            yield reads
+    elif device.type == "cuda":
+        seen, before = [], torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield seen
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+                seen += [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
+    else:
+        yield []
+
+
+def net(device, width=16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Dropout(0.1), nn.Linear(width, 4)).to(device)
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def batch_on(device, size=8):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(size, 8, generator=generator), torch.randint(0, 4, (size,), generator=generator)
+    return x.to(device), y.to(device)
+
+
+def adamw(**options):
+    return ll.optimizer(torch.optim.AdamW, lr=1e-3, **options)
+
+
+FREE = {
+    "plain": lambda loss_fn, model: (ll.make_grad_fn(model, loss_fn), adamw()),
+    "schedule": lambda loss_fn, model: (
+        ll.make_grad_fn(model, loss_fn),
+        ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-3, warmup=2, total=9)),
+    ),
+    "clipping": lambda loss_fn, model: (ll.clip_by_global_norm(ll.make_grad_fn(model, loss_fn), 1.0), adamw()),
+    "accumulation": lambda loss_fn, model: (ll.accumulate(ll.make_grad_fn(model, loss_fn), 4), adamw()),
+    "average": lambda loss_fn, model: (ll.make_grad_fn(model, loss_fn), ll.ema(adamw(), 0.9)),
+    "autocast": lambda loss_fn, model: (ll.make_grad_fn(model, ll.autocast(loss_fn)), adamw()),
+    "recomputation": lambda loss_fn, model: (
+        ll.make_grad_fn(model, ll.losses.recompute(loss_fn, nn.Linear)),
+        adamw(),
+    ),
+}
+ONE = {
+    "loss scale": lambda loss_fn, model: (
+        ll.grads.scale_loss(ll.make_grad_fn(model, loss_fn)),
+        ll.optim.dynamic_loss_scale(adamw()),
+    ),
+    "finite or skipped": lambda loss_fn, model: (
+        ll.make_grad_fn(model, loss_fn),
+        ll.optim.apply_if_finite(adamw(), max_consecutive=3),
+    ),
+    "both, and no spikes": lambda loss_fn, model: (
+        ll.grads.scale_loss(ll.make_grad_fn(model, loss_fn)),
+        ll.optim.skip_spikes(ll.optim.apply_if_finite(ll.optim.dynamic_loss_scale(adamw()), max_consecutive=3)),
+    ),
+}
+
+
+@both_steps
+@pytest.mark.parametrize("kind", [*FREE, *ONE])
+def test_a_step_waits_only_to_learn_whether_to_update(device, kind, donate):
+    model = net(device)
+    grad_fn, optimizer = {**FREE, **ONE}[kind](loss_fn, model)
+    step, state, batch = ll.make_train_step(grad_fn, optimizer, donate=donate), None, batch_on(device)
+    state = ll.init_state(model, optimizer)
+    for _ in range(4):
+        state, _ = step(state, batch)
+    for _ in range(2):
+        with waits(device) as seen:
+            state, _ = step(state, batch)
+        assert len(seen) == (kind in ONE and device.type in ("far", "cuda")), seen
+
+
+@both_steps
+def test_draws_on_the_device_follow_seed_and_step_and_leave_its_stream_alone(device, donate):
+    module = torch.random if device.type == "cpu" else torch.get_device_module(device)
+    drawn = []
+    for other in (5, 6):
+        model, optimizer = net(device), adamw(foreach=False, fused=False)
+        step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+        state, batch = ll.init_state(model, optimizer, seed=3), batch_on(device)
+        torch.manual_seed(other)
+        if device.type != "cpu":
+            module.manual_seed_all(other)
+        before, losses = module.get_rng_state(), []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            losses.append(metrics["loss"].compute().item())
+        assert torch.equal(module.get_rng_state(), before)
+        drawn.append(losses)
+    assert drawn[0] == drawn[1]
+
+
+def too_much(device):
+    """More bytes than there are."""
+    if device.type in ("cpu", "far"):
+        return 2**60
+    return 2 * torch.accelerator.get_memory_info(device)[1]
+
+
+def allocated(device):
+    return 0 if device.type in ("cpu", "far") else torch.accelerator.memory_allocated(device)
+
+
+def test_a_real_out_of_memory_is_retried_with_less_and_leaves_nothing_behind(device):
+    model, seen = net(device), []
+
+    def greedy(model, batch):
+        x, y = batch
+        hidden = model[0](x)
+        seen.append((len(x), weakref.ref(hidden)))
+        if len(x) > 4:
+            torch.empty(too_much(device), dtype=torch.uint8, device=device)
+        return F.cross_entropy(model[3](model[1](hidden)), y)
+
+    optimizer = adamw()
+    step = ll.make_train_step(ll.grads.retry_on_oom(ll.make_grad_fn(model, greedy)), optimizer, donate=True)
+    plain = ll.make_train_step(ll.accumulate(ll.make_grad_fn(model, greedy), size=4), optimizer)
+    state, batch = ll.init_state(model, optimizer), batch_on(device, 16)
+    expected, _ = plain(ll.copy_state(state), batch)
+    seen.clear()
+    before = allocated(device)
+    with pytest.warns(UserWarning, match="out of memory on a batch of 16: from now on in pieces of 4"):
+        state, metrics = step(state, batch)
+    assert ll.compute(metrics)["microbatch_size"] == 4
+    assert [size for size, _ in seen] == [16, 8, 4, 4, 4, 4]
+    assert [hidden() for _, hidden in seen] == [None] * 6
+    assert allocated(device) - before < 2**20
+    torch.testing.assert_close(state.params, expected.params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(state, batch)  # which remembers the size
+
+
+def test_an_error_in_the_loss_pins_nothing_once_its_traceback_is_gone(device):
+    model, optimizer, alive = net(device), adamw(), []
+
+    def failing(model, batch):
+        alive.append(weakref.ref(hidden := model[0](batch[0])))
+        raise KeyError(str(hidden.shape))
+
+    state = ll.init_state(model, optimizer)
+    before = allocated(device)
+    for donate in (True, False):
+        step = ll.make_train_step(ll.make_grad_fn(model, failing), optimizer, donate=donate)
+        gc.collect()
+        gc.disable()  # memory must come back with the traceback, and not with the next collection
+        try:
+            with pytest.raises(KeyError) as caught:
+                step(state, batch_on(device))
+            del caught
+            sys.last_exc = sys.last_traceback = None
+            assert alive.pop()() is None
+        finally:
+            gc.enable()
+    assert allocated(device) - before < 2**20
+
+
+def test_a_spent_state_and_kept_metrics_pin_nothing(device):
+    model, optimizer = net(device, width=512), adamw()
+    step, state = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True), None
+    state, batch, kept = ll.init_state(model, optimizer), batch_on(device), []
+    places = {name: tensor.data_ptr() for name, tensor in state.params.items()}
+    for _ in range(3):
+        kept.append(state)
+        state, _ = step(state, batch)
+    before = allocated(device)
+    for _ in range(5):
+        kept.append(state)
+        state, metrics = step(state, batch)
+        kept.append(metrics)
+    assert {name: tensor.data_ptr() for name, tensor in state.params.items()} == places
+    assert allocated(device) - before < 2**16  # the losses
+
+
+@pytest.mark.parametrize("kind", ["plain", "clipping", "autocast"])
+def test_a_donated_step_takes_no_more_memory_than_the_raw_loop(compiling_device, kind):
+    """Peaks of the allocator, which the CPU does not have: there, both loops only have to run."""
+    device = compiling_device
+    model, batch = net(device, width=4096), batch_on(device, 2048)
+    other = copy.deepcopy(model)
+    raw = torch.optim.AdamW(other.parameters(), lr=1e-3, fused=True)
+
+    def raw_step():
+        raw.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=kind == "autocast"):
+            loss = loss_fn(other, batch)
+        loss.backward()
+        if kind == "clipping":
+            nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        raw.step()
+        raw.zero_grad()  # looplib keeps no gradients between steps either
+
+    grad_fn, optimizer = FREE[kind](loss_fn, model)
+    step, state = ll.make_train_step(grad_fn, optimizer, donate=True), ll.init_state(model, optimizer)
+
+    def donated_step():
+        nonlocal state
+        state, _ = step(state, batch)
+
+    def peak(run):
+        for _ in range(3):
+            run()
+        if device.type == "cpu":
+            return 1
+        before = allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        run()
+        torch.accelerator.synchronize(device)
+        return torch.accelerator.max_memory_allocated(device) - before
+
+    assert peak(donated_step) <= 1.0 * peak(raw_step) + 2**16  # a few scalars
+
+
+@both_steps
+def test_values_can_be_read_while_the_device_is_still_working(device, donate):
+    """A loader's batches, a log's window and an evaluation, all on the device."""
+    data = torch.utils.data.TensorDataset(*batch_on("cpu", 20))
+    loader, model, optimizer = ll.make_loader(data, batch_size=6, device=device), net(device), adamw()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    eval_step = ll.make_eval_step(model, lambda model, batch: {"loss": loss_fn(model, batch)})
+    state, window = ll.init_state(model, optimizer, epoch_length=len(loader)), ll.Window()
+    for batch in loader(state):
+        state, metrics = step(state, batch)
+        window = window.add(metrics)
+    assert 0 < ll.compute(window.metrics())["loss"] < 10
+    assert ll.evaluate(eval_step, state, ll.make_loader(data, batch_size=7, device=device))["loss"] < 10
