@@ -2,6 +2,7 @@
 
 from looplib._core.trees import batch_size
 from looplib.data._loader import Loader, make_loader
+from looplib.data._microbatches import collate_microbatches
 from looplib.data._orders import Order, batch_sampler, by_length, in_order, sampler, shuffled, weighted
 from looplib.data._without_samples import without_samples
 
@@ -11,6 +12,7 @@ __all__ = [
     "batch_sampler",
     "batch_size",
     "by_length",
+    "collate_microbatches",
     "in_order",
     "make_loader",
     "sampler",

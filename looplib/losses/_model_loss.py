@@ -30,7 +30,8 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
     microbatches and ranks. With `lambda model, batch: model(**batch).loss`, a microbatch with few tokens would count as
     much as one with many.
 
-    The model is called with the batch's columns as arguments, and with `num_items_in_batch` if it takes that. The count
+    The model is called with the batch's columns as arguments, with `num_items_in_batch` if it takes that, and without a
+    cache, so that documents packed into one row do not see each other. The count
     is that of the labels that are not -100. Causal models predict the next token, so the first label of each row is not
     counted. For regression and for several labels per sample, it is the number of samples.
 
@@ -57,8 +58,11 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
     base = innermost(model)
     count = _count_of(base)(base, batch).clamp(min=1)
     arguments = dict(batch)
-    if _takes_count(type(base).forward) and getattr(base, "accepts_loss_kwargs", True):
+    takes = _taken(type(base).forward)
+    if {"num_items_in_batch", "**"} & takes and getattr(base, "accepts_loss_kwargs", True):
         arguments["num_items_in_batch"] = count
+    if "use_cache" in takes:  # with a cache, transformers lets documents that are packed into a row see each other
+        arguments.setdefault("use_cache", False)
     return Mean(model(**arguments).loss * count, count)
 
 
@@ -87,8 +91,9 @@ def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
 
 
 @cache
-def _takes_count(forward: Callable[..., Any]) -> bool:
-    return any(p.kind is p.VAR_KEYWORD or p.name == "num_items_in_batch" for p in parameters_of(forward))
+def _taken(forward: Callable[..., Any]) -> frozenset[str]:
+    """Names of the arguments of a `forward`; ** if it takes any name."""
+    return frozenset("**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters_of(forward))
 
 
 def _labels(model: Any, batch: Mapping[str, Any]) -> Tensor:

@@ -1,0 +1,88 @@
+"""Microbatches that are collated one by one, so that each is padded to its own longest sample, or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from itertools import accumulate, pairwise, repeat
+from typing import Any
+
+from looplib._core.checks import check, check_optional_count
+
+
+@dataclass(frozen=True)
+class collate_microbatches:
+    """A `collate_fn` that sorts samples by length, cuts them into microbatches and collates each by itself.
+
+    >>> import looplib as ll, torch
+    >>> texts = [torch.ones(n) for n in (1, 7, 2, 8)]
+    >>> pad = lambda samples: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    >>> loader = ll.make_loader(texts, batch_size=4, collate_fn=ll.data.collate_microbatches(pad, 2))
+    >>> [tuple(microbatch.shape) for microbatch in next(iter(loader(ll.TrainState())))]  # 20 tokens; padded whole, 32
+    [(2, 8), (2, 2)]
+
+    Give the result to `ll.accumulate(grad_fn)`, without a number: the loader has cut the batch already. The gradient is
+    that of the whole batch if the loss is a `Mean` over tokens (`next_token_loss`, `model_loss`). Cutting a batch that
+    is padded as a whole, as `accumulate(grad_fn, 2)` does, computes more padding for the same gradient.
+
+    To pack several documents into one row, pass a collator that concatenates them, such as transformers'
+    `DataCollatorWithFlattening`, with `tokens=` and `packed=True`, and `batch_size=` to `make_grad_fn` and
+    `accumulate`, since a row is not a sample then.
+
+    Args:
+        collate_fn: makes one microbatch of a list of samples, such as a collator of transformers.
+        microbatches: number of microbatches; the first ones may have one sample more.
+        size: samples per microbatch.
+        tokens: most tokens per microbatch: samples times the longest length, or with `packed`, the sum of lengths. A
+            longer sample is a microbatch by itself.
+        packed: if True, `collate_fn` packs without padding.
+        length: length of a sample. Defaults to the length of its `input_ids`, or of itself if it is not a mapping.
+
+    Raises:
+        ValueError: not exactly one of `microbatches`, `size` and `tokens` is given, or it is below 1.
+    """
+
+    collate_fn: Callable[[list[Any]], Any]
+    microbatches: int | None = None
+    _: KW_ONLY
+    size: int | None = None
+    tokens: int | None = None
+    packed: bool = False
+    length: Callable[[Any], int] | None = None
+
+    def __post_init__(self) -> None:
+        ways = {"microbatches": self.microbatches, "size": self.size, "tokens": self.tokens}
+        given = [name for name, value in ways.items() if value is not None]
+        check(len(given) == 1, f"give one of {', '.join(ways)}, not {' and '.join(given) or 'none'}")
+        for name, value in ways.items():
+            check_optional_count(name, value)
+
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        length = self.length or _length
+        ordered = sorted(samples, key=length, reverse=True)  # the longest first: if it does not fit, you know at once
+        ends = [0, *accumulate(self._sizes([*map(length, ordered)]))]
+        return [self.collate_fn(ordered[begin:end]) for begin, end in pairwise(ends)]
+
+    def _sizes(self, lengths: list[int]) -> Iterable[int]:
+        if self.tokens is not None:
+            return _within(self.tokens, lengths, self.packed)
+        if self.size is not None:
+            return repeat(self.size, -(-len(lengths) // self.size))
+        count = min(self.microbatches or 1, len(lengths))
+        return (len(lengths) // count + (k < len(lengths) % count) for k in range(count))
+
+
+def _within(tokens: int, lengths: Sequence[int], packed: bool) -> Iterator[int]:
+    """Numbers of samples per microbatch, for lengths that fall."""
+    count = total = longest = 0
+    for length in lengths:
+        longest = longest if count else length
+        if count and (total + length if packed else (count + 1) * longest) > tokens:
+            yield count
+            count, total, longest = 0, 0, length
+        count, total = count + 1, total + length
+    yield count
+
+
+def _length(sample: Any) -> int:
+    return len(sample["input_ids"] if isinstance(sample, Mapping) else sample)
