@@ -133,7 +133,11 @@ def weight_on_host(loss: Any) -> list[float]:
     return [loss.weight.detach().item() * loss.times] if plain else []
 
 
-def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
+def split_loss(out: Any, counts: bool = True) -> tuple[Any, Mapping[str, Any]]:
+    """The loss and the additional values of a loss function. A loss that does not count has no weight."""
+    if not counts:
+        loss, aux = split_loss(out)
+        return without_weight(loss), aux
     if isinstance(out, tuple) and not isinstance(out, Mean):
         if len(out) == 2 and isinstance(out[1], Mapping):
             if "loss" in out[1]:
@@ -146,12 +150,12 @@ def split_loss(out: Any) -> tuple[Any, Mapping[str, Any]]:
     return out, {}
 
 
-def records(loss: Any, aux: Mapping[str, Any], samples: int, apart: bool) -> dict[str, Metric]:
+def records(loss: Any, aux: Mapping[str, Any], samples: int, apart: bool, counts: bool = True) -> dict[str, Metric]:
     """Metric records of a loss and its additional values. With `apart`, parameters and buffers among them are copied."""
     metrics = {"loss": record("loss", loss, samples)}
     for name, value in aux.items():
         metrics[name] = record(name, _apart(value) if apart else value, samples)
-    return metrics
+    return metrics if counts else uncounted(metrics)
 
 
 def record(name: str, value: Any, samples: int) -> Metric:

@@ -37,9 +37,7 @@ from looplib._objective import (
     records,
     scalar_like,
     split_loss,
-    uncounted,
     weight_on_host,
-    without_weight,
 )
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, LossFn, Part, TrainState, check_state, trees_of
@@ -186,17 +184,15 @@ def _microbatch_of(
         final: bool,
     ) -> Gradients:
         shared, summed = passes is not ALONE, part.reduction == "sum"
-        samples = batch_size(batch)
+        samples, counts = batch_size(batch), True
         if shared:
-            batch = passes.before(final, batch, samples)
+            batch, counts = passes.before(final, batch, samples)
         if leaves.traced:
             with cuts_marked():
                 out = loss_fn(model, batch)
         else:
             out = loss_fn(model, batch)
-        loss, aux = split_loss(out)
-        if shared and not samples:
-            loss = without_weight(loss)
+        loss, aux = split_loss(out, counts)
         if (summed or passes.ranks > 1) and not isinstance(loss, Mean):
             watch.look(batch)
         if passes.ranks > 1:
@@ -206,9 +202,7 @@ def _microbatch_of(
                 normalizer = part.context.samples  # the total is known in advance, so no division is left for the end
             objective = objective_of(loss, samples, summed, normalizer)
         _backward(objective.value, objective.factor, part.scale, leaves.inputs, leaves.again)
-        metrics = records(loss, aux, samples, apart=not leaves.traced)
-        if shared and not samples:
-            metrics = uncounted(metrics)
+        metrics = records(loss, aux, samples, apart=not leaves.traced, counts=counts)
         grads, after = {}, {}
         if final:
             for left in reversed(range(passes.spare)):

@@ -30,7 +30,7 @@ def main(
     batch_size_per_gpu: int = 32,  # samples of a microbatch on each device
     n_epochs: int = 30,  # passes over the training set
     num_workers: int = 0,  # processes that read the data
-    drop_last: bool = False,  # 1 to drop an incomplete last batch
+    drop_last: bool = False,  # 1 to drop the samples that do not fill a rank's last batch
     metric_key: str = "acc",  # of the dev set, to choose the best by; -loss if lower is better
     update_every: int = 2,  # microbatches of an update; the next two are in updates, not in microbatches as in fastNLP
     print_every: int = 10,  # updates between two lines of the log
@@ -51,8 +51,8 @@ def main(
         model: nn.Module = nn.Sequential(nn.Linear(8, 64), layer, nn.Flatten(), nn.Linear(8 * 64, 10))
         model = DistributedDataParallel(model.to(device)) if ll.distributed.launched() else model.to(device)
         train_data, dev_data = load_data()
-        size = batch_size_per_gpu * update_every * ll.distributed.world_size()  # of an update
-        make_loader = partial(ll.make_loader, batch_size=size, num_workers=num_workers, device=device)
+        size = batch_size_per_gpu * update_every  # of an update, on each rank
+        make_loader = partial(ll.make_loader, batch_size_per_rank=size, num_workers=num_workers, device=device)
         loader = make_loader(train_data, seed=seed, drop_last=drop_last)
         dev_batches = make_loader(dev_data, order=ll.data.in_order())
         steps = n_epochs * len(loader)
@@ -70,7 +70,8 @@ def main(
         done = ended | (log_now & ll.after_signal(signal.SIGINT, signal.SIGTERM))
         monitor = "dev/" + metric_key.strip("+-")
         best = ll.predicates.BestSoFar(monitor, mode="min" if metric_key.startswith("-") else "max")
-        ckpt = ll.checkpoint_io(f"{save_path}/checkpoints", keep_last=1, monitor=best.monitor, mode=best.mode)
+        options = {"monitor": best.monitor, "mode": best.mode, "describe": {"loader": loader}}
+        ckpt = ll.checkpoint_io(f"{save_path}/checkpoints", keep_last=1, **options)
         log = ll.tee(ll.jsonl(f"{save_path}/log.jsonl"), ll.console())  # callbacks_master: the first rank's
         first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra={"best": best})
         state, window = ckpt.restore(first), ll.Window()

@@ -53,9 +53,9 @@ def main(
         model: nn.Module = GPT2LMHeadModel(sizes)
         model = DistributedDataParallel(model.to(device)) if ll.distributed.launched() else model.to(device)
         train_set, eval_set = load_data()
-        size = per_device_train_batch_size * gradient_accumulation_steps * ll.distributed.world_size()  # of an update
-        loader = ll.make_loader(train_set, batch_size=size, seed=seed, device=device)
-        eval_batches = ll.make_loader(eval_set, batch_size=size, order=ll.data.in_order(), device=device)
+        size = per_device_train_batch_size * gradient_accumulation_steps  # of an update, on each rank
+        loader = ll.make_loader(train_set, batch_size_per_rank=size, seed=seed, device=device)
+        eval_batches = ll.make_loader(eval_set, batch_size_per_rank=size, order=ll.data.in_order(), device=device)
         steps = math.ceil(num_train_epochs * len(loader))
         rate = ll.warmup_cosine(learning_rate, warmup=warmup_steps, total=steps)
         groups = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # norms and biases
@@ -65,13 +65,14 @@ def main(
         grad_fn = ll.clip_by_global_norm(ll.accumulate(grad_fn, gradient_accumulation_steps), max_grad_norm)
         train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
         eval_step = ll.make_eval_step(model, measured)
-        last = ll.after_steps(steps)
+        last = ll.predicates.after_samples(math.ceil(num_train_epochs * len(train_set)))  # on any number of ranks
         eval_now = ll.every_n_steps(eval_steps) | last
         log_now, ended = ll.every_n_steps(logging_steps) | eval_now, last | ll.early_stopping(early_stopping_patience)
         done = ended | (log_now & ll.after_signal(signal.SIGINT, signal.SIGTERM))
         board = ll.log.tensorboard(f"{output_dir}/tensorboard")
         log = ll.tee(board, ll.jsonl(f"{output_dir}/log.jsonl"), ll.console())
-        ckpt = ll.checkpoint_io(f"{output_dir}/checkpoints", keep_last=save_total_limit, monitor="eval/loss")
+        options = {"keep_last": save_total_limit, "monitor": "eval/loss", "describe": {"loader": loader}}
+        ckpt = ll.checkpoint_io(f"{output_dir}/checkpoints", **options)
         extra = {"best": ll.predicates.BestSoFar("eval/loss")}  # metric_for_best_model; mode="max": greater_is_better
         first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra)
         state, window = ckpt.restore(first), ll.Window()

@@ -80,9 +80,9 @@ class Alone:
 
     def begin(self) -> None: ...
 
-    def before(self, final: bool, batch: Any, samples: int) -> Any:
-        """The batch to run the model on: the given one, or a stand-in if this rank has no sample of it."""
-        return batch if samples else stand_in(batch)
+    def before(self, final: bool, batch: Any, samples: int) -> tuple[Any, bool]:
+        """The batch to run the model on, and True if it counts: it is a stand-in if this rank has no sample of it."""
+        return (batch, True) if samples else (stand_in(batch), False)
 
     def before_spare(self, left: int) -> None: ...
 
@@ -143,13 +143,13 @@ class Together(Alone):
         if self.summed and engine.passes_together():
             self.spare = round(largest_over_ranks([len(batches)])[0]) - len(batches)
 
-    def before(self, final: bool, batch: Any, samples: int) -> Any:
+    def before(self, final: bool, batch: Any, samples: int) -> tuple[Any, bool]:
         self.engine.sync(self.last and final and not self.spare)
         if samples:
-            return batch
+            return batch, True
         # The others wait for this rank's pass. Its gradients are multiplied by zero, and its statistics put back.
         self.kept = self.kept or [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
-        return stand_in(batch)
+        return stand_in(batch), False
 
     def before_spare(self, left: int) -> None:
         self.engine.sync(self.last and not left)

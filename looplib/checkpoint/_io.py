@@ -168,10 +168,10 @@ class CheckpointIO:
         def taken_apart() -> tuple[Parts, dict[str, Any]]:
             about = self._about(state, metrics)
             parts = Parts(trees_of(state))
-            check(
-                not (parts.sharded and is_alone()),
-                "the state is sharded, and this rank holds a part of it: save it on all ranks together",
-            )
+            if parts.sharded and is_alone():
+                raise ValueError(
+                    "the state is sharded, and this rank holds a part of it: save it on all ranks together"
+                )
             # DTensors are always copied: nearly all come from donated steps, which FSDP2 requires.
             if self._asynchronous and (parts.sharded or (copied and ranks.first)):
                 parts.copy()
@@ -237,8 +237,8 @@ class CheckpointIO:
         self.wait()
         ranks = together()
         ranks.meet()
-        requests = {*map(repr, ranks.gather(which))}
-        check(len(requests) == 1, f"the ranks ask for different checkpoints: {', '.join(sorted(requests))}")
+        if len(requests := set(ranks.gather(which))) > 1:
+            raise ValueError(f"the ranks ask for different checkpoints: {', '.join(sorted(map(repr, requests)))}")
         selected = Selection(weights_only, names)
         while (chosen := ranks.on_first(lambda: self._listing.choose(which, self._policy))) is not None:
             path, stamp = chosen

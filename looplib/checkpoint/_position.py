@@ -21,11 +21,13 @@ def position(
     at the next sample. Raises ValueError within an epoch if there is no such loader.
     """
     saved_length, length = counts["epoch_length"], template.epoch_length
-    if counts["batch"] == 0:
+    per_rank = getattr(getattr(resume, "__self__", None), "batch_size_per_rank", None)
+    if counts["batch"] == 0 and per_rank is None:
         return {**counts, "epoch_length": length}
     if resume is not None and saved_length is not None and length is not None:
         resumed = resume(TrainState(**counts))
-        return {**counts, "epoch": resumed.epoch, "batch": resumed.batch, "epoch_length": resumed.epoch_length}
+        names = ("epoch", "batch", "epoch_length", "batch_samples")
+        return {**counts, **{name: getattr(resumed, name) for name in names}}
     if saved_length == length:
         return dict(counts)
     restored = f"ckpt.restore(state.replace(epoch_length={saved_length}))"

@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from looplib._core.checks import are_columns, check, is_column, is_count, named
+from looplib._core.ranks import world_size
 from looplib.data._orders import Order, check_undivided, in_order
 
 
@@ -66,12 +67,11 @@ def check_dataloader_options(options: Mapping[str, Any]) -> None:
 
 def check_beside_dataloader(dataset: Any, is_given: Mapping[str, bool]) -> None:
     """Raise ValueError for arguments that a DataLoader, passed as the dataset, already has."""
-    names = sorted(filter(is_given.get, is_given))
-    check(
-        not names,
-        f"{', '.join(names)} given together with a {type(dataset).__name__}, which has its own; give them to it, or "
-        "give its dataset to make_loader",
-    )
+    if names := sorted(name for name in is_given if is_given[name]):
+        raise ValueError(
+            f"{', '.join(names)} given together with a {type(dataset).__name__}, which has its own; "
+            "give them to it, or give its dataset to make_loader"
+        )
 
 
 def check_batch_size(
@@ -92,6 +92,28 @@ def check_batch_size(
         raise error(f"batch_size is {batch_size!r}; expected a positive int, or None if items are batches")
     check(batch_size is not None or not drop_last, "drop_last=True needs a batch_size")
     return batch_size
+
+
+def of_all_ranks(
+    per_rank: Any, batch_size: int | NotGiven | None, order: Order | None, limit: int | None, divide: bool
+) -> int | NotGiven | None:
+    """The batch size of all ranks together, after checking a batch size per rank against the other options."""
+    if per_rank is None:
+        return batch_size
+    if batch_size is not NotGiven.BATCH_SIZE:
+        raise ValueError(f"batch_size={batch_size} and batch_size_per_rank={per_rank} are given: give one of them")
+    if not is_count(per_rank):
+        raise TypeError(f"batch_size_per_rank is {per_rank!r}; expected a positive int")
+    if order is not None and (order.may_vary or not order.any_batch_size):
+        raise ValueError(
+            f"{order!r} may not have the same samples in batches of another size: give the batch_size of all ranks"
+        )
+    if limit is not None:
+        raise ValueError(f"limit={limit} counts batches, which grow with the number of ranks: give a Subset instead")
+    if not divide:
+        raise ValueError("with divide=False, batch_size is already that of one rank: give batch_size")
+    size: int = per_rank * world_size()
+    return size
 
 
 def check_order(order: Any) -> None:

@@ -19,17 +19,19 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from looplib._core import trees
 from looplib._core.calls import Call, Code, remember
-from looplib._core.checks import check, check_optional_count
+from looplib._core.checks import check_optional_count
 from looplib._core.interrupts import interruptible
 from looplib._core.kinds import instances_are
 from looplib._core.made_with import note_loader
+from looplib._core.notices import warn
+from looplib._core.ranks import is_alone, is_first, world_size
 from looplib.data import _arguments
 from looplib.data._arguments import NotGiven
 from looplib.data._divide import delivered, rank_and_ranks, unchanged
 from looplib.data._from_dataloader import settings_of
 from looplib.data._orders import Order, shuffled
 from looplib.data._plan import Epochs
-from looplib.data._position import Restart, check_position
+from looplib.data._position import Restart
 from looplib.data._samples import Samples, reader_of, samples_engine
 from looplib.data._streams import Stream, Streamed, stream_engine
 from looplib.data._workers import Engines, start_worker
@@ -66,6 +68,7 @@ class Loader:
         limit: number of batches after which an epoch ends, or None.
         divide: True if batches are divided among the ranks.
         left_out: samples that `without_samples` has removed from all batches.
+        batch_size_per_rank: samples per batch and rank, if the loader was made with them.
     """
 
     dataset: Any
@@ -78,11 +81,13 @@ class Loader:
     source: Source
     _move: Callable[[Any], Any]
     left_out: frozenset[Any] = frozenset()
+    batch_size_per_rank: int | None = None
     call: Call | None = field(default=None, init=False)
 
     def __call__(self, state: TrainState) -> Iterator[Any]:
         check_state(state, "for batch in loader(state)")
         self._say_if_epochs_have_no_end(state)
+        self._check_ranks(state)
         note_loader(state, self._noted)
         return interruptible(self._batches(state, pairs=False))
 
@@ -112,8 +117,7 @@ class Loader:
         """
         if not isinstance(self.source, Samples):
             return None
-        plan = self.source.plan(state.epoch)
-        check_position(state, len(plan), self.source.length)
+        plan = self.source.plan_at(state)
         return plan.batch(state.batch, *(rank_and_ranks(self.divide) if self.source.batched else (0, 1)))[0]
 
     def resume(self, state: TrainState) -> TrainState:
@@ -147,8 +151,19 @@ class Loader:
                 "batch size within an epoch; at the end of one, there is nothing to change"
             )
         any_size = self.order.any_batch_size and source.batched
-        restart = Restart(source.plan, source.length, repr(self.order), any_size, self.order.any_length)
-        return restart.state(state)
+        given_per_rank = self.batch_size_per_rank is not None and isinstance(source.plan, Epochs)
+        per_rank = self.batch_size if given_per_rank else None
+        restart = Restart(source.plan, source.length, repr(self.order), any_size, self.order.any_length, per_rank)
+        resumed = restart.state(state)
+        if per_rank is not None and resumed.epoch_length != state.epoch_length and is_first():
+            warn(
+                f"the run continues with batches of {per_rank} samples, {self.batch_size_per_rank} on each rank, and "
+                f"{resumed.epoch_length} steps an epoch instead of {state.epoch_length}. The data continue at the next "
+                "sample, and what counts samples or epochs is not affected. Schedules, and predicates of steps, count "
+                "steps, which are of another size now. For the same steps on any number of ranks, give make_loader the "
+                "batch_size of all ranks together"
+            )
+        return resumed
 
     @property
     def description(self) -> dict[str, str | int | bool | None]:
@@ -172,6 +187,7 @@ class Loader:
             "drop_last": self.drop_last,
             "limit": self.limit,
             "left_out": len(self.left_out),
+            **({} if self.batch_size_per_rank is None else {"batch_size_per_rank": self.batch_size_per_rank}),
         }
 
     @functools.cached_property
@@ -188,6 +204,24 @@ class Loader:
         rank, ranks = rank_and_ranks(self.divide)
         read = self.source.read(state, rank, ranks, train=not pairs)
         return delivered(read, self._move, state.epoch, state.batch, rank, ranks, pairs=pairs)
+
+    def _check_ranks(self, state: TrainState) -> None:
+        """Raise ValueError for a batch size per rank if the number of ranks has changed in a way that cannot be right."""
+        if self.batch_size_per_rank is None or is_alone():
+            return
+        assert self.batch_size is not None
+        if (made_for := self.batch_size // self.batch_size_per_rank) != (ranks := world_size()):
+            raise ValueError(
+                f"a loader with batch_size_per_rank was made for {made_for} ranks, and there are {ranks}: make it within "
+                "ll.distributed.setup()"
+            )
+        size = state.batch_samples
+        if self.order is None and state.batch and size and size != self.batch_size:
+            raise ValueError(
+                f"the state is within epoch {state.epoch} of a stream that was read in batches of {size} samples, and "
+                f"this loader has batches of {self.batch_size}: continue with as many ranks as before, or from the end "
+                "of an epoch; with batch_size= instead, any number of ranks continues"
+            )
 
     def _say_if_epochs_have_no_end(self, state: TrainState) -> None:
         """Warn about a training state without an epoch_length, whose epochs the step would not end."""
@@ -221,10 +255,11 @@ class Loader:
         return f"{self.call}  # {batches}"
 
 
-def make_loader(
+def make_loader(  # noqa: PLR0913 - two ways to give the batch size
     dataset: Any,
     *misplaced: NoReturn,
     batch_size: int | NotGiven | None = NotGiven.BATCH_SIZE,
+    batch_size_per_rank: int | None = None,
     order: Order | None = None,
     seed: int = 0,
     drop_last: bool = False,
@@ -266,6 +301,13 @@ def make_loader(
     samples (0 rows), with which a step with DDP, FSDP2 or `reduce_gradients` contributes nothing. For evaluation, see
     `Loader.parts`.
 
+    **Batch size per rank.** With `batch_size_per_rank=8` instead of `batch_size`, the global batch has 8 samples for each
+    rank there is when the loader is made, so it grows with the number of ranks. A run may still be resumed on another
+    number, also within an epoch: `checkpoint_io(..., describe={"loader": loader})`, or `state = loader.resume(state)`,
+    continues at the same sample. (The first batch then has fewer samples if that is in the middle of one.) What counts
+    samples or epochs continues: the data, `every_n_samples`, `after_epochs`. What counts steps does not follow: a schedule
+    of 1,000 steps takes the same 1,000 steps, of a different size. A warning says so. With `batch_size`, nothing changes.
+
     **Items that are batches.** With `batch_size=None`, each item of the dataset is already a batch. Each rank reads
     the whole item and takes its samples from every tensor, array and list in it.
 
@@ -286,6 +328,8 @@ def make_loader(
         misplaced: do not pass any; all other arguments are passed by name.
         batch_size: samples per batch over all ranks together, or None if each item of the dataset is already a batch.
             Required, except with `batch_sampler` and for a DataLoader.
+        batch_size_per_rank: samples per batch and rank, instead of `batch_size`. With `drop_last`, samples that do not
+            fill a rank's batch are dropped.
         order: `ll.data.shuffled()` (the default), `in_order()`, `weighted(weights)`, `by_length(lengths)`,
             `sampler(...)` or `batch_sampler(...)`. A stream has its own order.
         seed: int, seed of the order and of random draws inside the dataset.
@@ -317,6 +361,7 @@ def make_loader(
     if isinstance(dataset, DataLoader):
         is_given = {
             "batch_size": batch_size is not NotGiven.BATCH_SIZE,
+            "batch_size_per_rank": batch_size_per_rank is not None,
             "order": order is not None,
             "drop_last": drop_last,
             "collate_fn": collate_fn is not None,
@@ -338,6 +383,9 @@ def make_loader(
         order = order or shuffled()
         if divide:
             order.check_undivided()
+    per_rank = batch_size_per_rank
+    sizes = {"batch_size": batch_size} if per_rank is None else {"batch_size_per_rank": per_rank}
+    batch_size = _arguments.of_all_ranks(per_rank, batch_size, order, limit, divide)
     size = _arguments.check_batch_size(dataset, batch_size, order, drop_last)
     batched = size is not None or (order is not None and order.whole_batches)
     collate = collate_fn or (default_collate if batched else default_convert)
@@ -356,14 +404,17 @@ def make_loader(
             drop_last,
             limit,
             order.distinct,
+            per_rank,
         )
         source = _samples_source(epochs, _epoch_length(epochs, order, size), dataset, size, collate, options)
     settings = {"order": order, "seed": seed, "drop_last": drop_last, "limit": limit, "divide": divide}
     settings |= {"collate_fn": collate_fn, "device": device, **dataloader_options}
     if isinstance(order, shuffled):  # the default
         del settings["order"]
-    made = Loader(dataset, size, seed, order, drop_last, limit, divide, source, move)
-    return remember(made, make_loader, Code(type(dataset).__name__), batch_size=batch_size, **settings)
+    made = Loader(
+        dataset, size, seed, order, drop_last, limit, divide, source, move, batch_size_per_rank=batch_size_per_rank
+    )
+    return remember(made, make_loader, Code(type(dataset).__name__), **sizes, **settings)
 
 
 def _samples_source(
@@ -378,7 +429,9 @@ def _samples_source(
     reader = reader_of(dataset, collate, epochs.seed, batch_size, batched=batched)
     engines = Engines(lambda: samples_engine(reader, options), epochs.seed)
     in_process = not options.get("num_workers") and not options.get("pin_memory")
-    return Samples(reader, engines, epochs, length, batched, in_process)
+    return Samples(
+        reader, engines, epochs, length, batched, in_process, None if epochs.per_rank is None else batch_size
+    )
 
 
 def _stream_source(
@@ -398,10 +451,10 @@ def _stream_source(
 
 def _epoch_length(epochs: Epochs, order: Order, batch_size: int | None) -> int:
     plan = epochs(0)
-    check(
-        plan,
-        f"an epoch has no batches: {len(plan.keys)} samples, batch_size={batch_size}, drop_last={epochs.drop_last}",
-    )
+    if not plan:
+        raise ValueError(
+            f"an epoch has no batches: {len(plan.keys)} samples, batch_size={batch_size}, drop_last={epochs.drop_last}"
+        )
     order.check_repeatable(plan, epochs)
     return len(plan)
 

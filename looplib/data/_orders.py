@@ -374,12 +374,11 @@ def _seeded(source: Sampler) -> Draw:
 
 
 def _length_of(dataset: Any) -> int:
-    check(
-        hasattr(dataset, "__len__"),
-        f"dataset is a {type(dataset).__name__} without __len__; give it one, or give a sampler: "
-        "order=ll.data.sampler(...)",
-        TypeError,
-    )
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__} without __len__; give it one, or give a sampler: "
+            "order=ll.data.sampler(...)"
+        )
     return len(dataset)
 
 

@@ -16,7 +16,6 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check
 from looplib._core.random import mix
 from looplib.data._permutation import Computed
 from looplib.data._random_streams import ORDER, kept_streams, seed_streams
@@ -45,18 +44,20 @@ class Plan:
             large datasets a function.
         ends: index in `keys` at which each batch ends; the last one may lie beyond the end.
         visits: (samples,) number of earlier occurrences of that key in the epoch; None if all are distinct.
+        read: index of a batch, and the number of its first samples that a run with another batch size has read.
     """
 
     keys: Tensor | list[Any] | Computed
     ends: Sequence[int]
     visits: Tensor | None
+    read: tuple[int, int] = (0, 0)
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def batch(self, k: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor | list[Any], Tensor | None]:
         """One rank's part of a batch: its keys, and the number of earlier occurrences of each."""
-        first = self.ends[k - 1] if k else 0
+        first = self._start(k)
         low, high = own_rows(self.size(k), rank, ranks)
         part = slice(first + low, first + high)
         return self.keys[part], None if self.visits is None else self.visits[part]
@@ -80,7 +81,11 @@ class Plan:
 
     def size(self, k: int) -> int:
         """Number of samples in a batch."""
-        return min(self.ends[k], len(self.keys)) - (self.ends[k - 1] if k else 0)
+        return min(self.ends[k], len(self.keys)) - self._start(k)
+
+    def _start(self, k: int) -> int:
+        batch, read = self.read
+        return (self.ends[k - 1] if k else 0) + (read if k == batch else 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +99,8 @@ class Epochs:
         drop_last: drop an incomplete last batch.
         limit: number of batches after which an epoch ends, or None for all.
         distinct: `draw` gives no key twice in an epoch.
+        per_rank: samples per batch and rank, if they are given. An epoch then has the same samples on any number of ranks:
+            `drop_last` drops those that do not fill a rank's batch.
     """
 
     draw: Draw
@@ -102,6 +109,7 @@ class Epochs:
     drop_last: bool
     limit: int | None
     distinct: bool
+    per_rank: int | None = None
 
     def __call__(self, epoch: int) -> Plan:
         generator = torch.Generator().manual_seed(mix(ORDER, self.seed, epoch))
@@ -114,14 +122,17 @@ class Epochs:
                 keys, ends = _as_keys(chain.from_iterable(batches)), list(accumulate(map(len, batches)))
             else:
                 keys, size = _as_keys(drawn), self.batch_size
-                ends = range(size, len(keys) + (1 if self.drop_last else size), size)[: self.limit]
+                if self.per_rank and self.drop_last:
+                    keys = keys[: len(keys) // self.per_rank * self.per_rank]
+                whole_batches = self.drop_last and not self.per_rank
+                ends = range(size, len(keys) + (1 if whole_batches else size), size)[: self.limit]
                 if not isinstance(keys, Computed):
                     keys = keys[: ends[-1]] if ends else keys
         return Plan(keys, ends, None if self.distinct else _visits(keys))
 
     def samples(self, epoch: int) -> int:
-        """Number of samples that the order draws for an epoch, before `drop_last` and `limit`."""
-        return len(replace(self, drop_last=False, limit=None)(epoch).keys)
+        """Number of samples that the order draws for an epoch, before `limit`, and `drop_last` unless it is per rank."""
+        return len(replace(self, drop_last=self.drop_last and self.per_rank is not None, limit=None)(epoch).keys)
 
 
 def same_plan(one: Plan, other: Plan) -> bool:
@@ -146,12 +157,11 @@ def _as_keys(drawn: Iterable[Any] | Tensor | Computed) -> Tensor | list[Any] | C
     if isinstance(drawn, Computed):
         return drawn
     if isinstance(drawn, Tensor):
-        check(
-            drawn.dim() == 1 and not drawn.is_floating_point() and drawn.dtype != torch.bool,
-            f"the sampler gave a {drawn.dtype} tensor of shape {tuple(drawn.shape)}; expected indices of the dataset: a "
-            "1-D tensor of an integer type",
-            TypeError,
-        )
+        if drawn.dim() != 1 or drawn.is_floating_point() or drawn.dtype == torch.bool:
+            raise TypeError(
+                f"the sampler gave a {drawn.dtype} tensor of shape {tuple(drawn.shape)}; "
+                "expected indices of the dataset: a 1-D tensor of an integer type"
+            )
         return drawn.cpu().long()
     keys = list(drawn)
     try:

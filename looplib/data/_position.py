@@ -44,6 +44,16 @@ def check_position(state: TrainState, count: int, length: int) -> None:
     )
 
 
+def read_of_next(state: TrainState, batch_size: int, samples: int) -> int:
+    """Number of samples of the next batch that a run with another batch size has read, as `Restart` leaves them.
+
+    Such a state has that number as `batch_samples`, and its `samples` agree: both are needed, so that a smaller batch
+    that happens to come last is not taken for it.
+    """
+    read = state.samples - state.epoch * samples - state.batch * batch_size
+    return read if 0 < read < batch_size and read == state.batch_samples else 0
+
+
 @dataclass(frozen=True, eq=False)
 class Restart:
     """Facts about a loader that are needed to continue a run with a different batch size or dataset.
@@ -54,6 +64,8 @@ class Restart:
         name: name of the order in errors.
         any_batch_size: the samples come in the same order with any batch size.
         any_length: appended samples do not change the order of the earlier ones.
+        per_rank: samples per batch, if they are given per rank. Every epoch has the same number of samples then, and the
+            position in it follows from the samples of the whole run.
     """
 
     plan: Callable[[int], Plan]
@@ -61,9 +73,12 @@ class Restart:
     name: str
     any_batch_size: bool
     any_length: bool
+    per_rank: int | None = None
 
     def state(self, state: TrainState) -> TrainState:
         """The state at the same sample, with its position and `epoch_length` counted in this loader's batches."""
+        if self.per_rank is not None:
+            return self._at_sample(state, self.per_rank)
         if state.batch == 0:
             return state.replace(epoch_length=self.length)
         plan = self.plan(state.epoch)
@@ -79,6 +94,27 @@ class Restart:
         if (batch := last + 1) == len(plan):
             return state.replace(epoch=state.epoch + 1, batch=0, epoch_length=self.length)
         return state.replace(batch=batch, epoch_length=self.length)
+
+    def _at_sample(self, state: TrainState, size: int) -> TrainState:
+        """The state at the same sample of the epoch, which may lie within a batch of this loader."""
+        assert isinstance(self.plan, Epochs)
+        count, length = self.plan.samples(state.epoch), state.epoch_length
+        consumed = state.samples - state.epoch * count
+        # As many batches of any one size as the state says may end at, or before, these samples.
+        agrees = length is not None and state.batch * count <= consumed * length
+        agrees = agrees and consumed * ((length or 1) - 1) < count * (state.batch + 1)
+        if not (0 <= consumed < count and agrees):
+            self._check(
+                state,
+                length == self.length or state.batch == 0,  # such as after a step that counts tokens
+                f"{state.samples} samples of the run do not say which of the {count} samples of epoch {state.epoch} have "
+                "been read",
+            )
+            return state.replace(epoch_length=self.length) if length != self.length else state
+        batch, read = divmod(consumed, size)
+        if (batch, self.length, read or state.batch_samples) == (state.batch, length, state.batch_samples):
+            return state
+        return state.replace(batch=batch, epoch_length=self.length, batch_samples=read or state.batch_samples)
 
     def _had_another_batch_size(self, state: TrainState, plan: Plan) -> bool:
         """True if batches of a different size were read, although the epoch has as many batches as now.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils.data import (
 from looplib._core.random import mix
 from looplib.data._divide import own_part, unchanged
 from looplib.data._plan import Plan, listed, number_of
-from looplib.data._position import check_position
+from looplib.data._position import check_position, read_of_next
 from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
 from looplib.data._workers import Engines, ended_early
 from looplib.types import TrainState
@@ -47,6 +47,8 @@ class Samples:
         batched: True if a batch has several keys and a rank reads only its own. Otherwise an item is a batch, which
             each rank reads whole to take its samples.
         in_process: True if no DataLoader is needed.
+        batch_size: samples per global batch if they are given per rank, so that a run with another number of ranks may
+            have read some of the next batch.
     """
 
     reader: Items | Rows
@@ -55,11 +57,20 @@ class Samples:
     length: int
     batched: bool
     in_process: bool
+    batch_size: int | None = None
+
+    def plan_at(self, state: TrainState) -> Plan:
+        """The plan of the state's epoch, without the samples of the next batch that have been read."""
+        plan = self.plan(state.epoch)
+        check_position(state, len(plan), self.length)
+        if self.batch_size and state.epoch_length == self.length:
+            read = read_of_next(state, self.batch_size, len(plan.keys))
+            return replace(plan, read=(state.batch, read)) if read else plan
+        return plan
 
     def read(self, state: TrainState, rank: int, ranks: int, *, train: bool) -> Iterator[Any]:
         """Remaining batches of the state's epoch, or on several ranks, pairs (this rank's part, samples in the batch)."""
-        epoch, first, plan = state.epoch, state.batch, self.plan(state.epoch)
-        check_position(state, len(plan), self.length)
+        epoch, first, plan = state.epoch, state.batch, self.plan_at(state)
         divided = ranks > 1 and self.batched
         cut = (rank, ranks) if self.batched else (0, 1)
         # The iterator holds no state, which a loop would keep alive until the end of the epoch.
@@ -179,12 +190,12 @@ def reader_of(
 def _rows_of(dataset: Any) -> tuple[Sequence[Tensor], Tensor | None] | None:
     """Tensors of a TensorDataset and the rows chosen by its Subsets, or None for a different dataset."""
     if type(dataset) is TensorDataset:
-        kinds = {(type(tensor), tensor.layout, tensor.is_nested) for tensor in dataset.tensors}
-        return (dataset.tensors, None) if kinds == {(Tensor, torch.strided, False)} else None
+        plain = all(type(t) is Tensor and t.layout is torch.strided and not t.is_nested for t in dataset.tensors)
+        return (dataset.tensors, None) if plain else None
     if type(dataset) is Subset and (within := _rows_of(dataset.dataset)):
         tensors, rows = within
         chosen = torch.as_tensor(dataset.indices)
-        if (chosen.dtype, chosen.dim()) == (torch.int64, 1) and bool((chosen >= 0).all()):
+        if chosen.dtype == torch.int64 and chosen.dim() == 1 and bool((chosen >= 0).all()):
             return tensors, chosen if rows is None else rows[chosen]
     return None
 

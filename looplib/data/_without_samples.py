@@ -62,6 +62,6 @@ def without_samples(loader: Loader, rows: Iterable[Any] | Tensor) -> Loader:
         )
         return plan
 
-    planned_without = dataclasses.replace(source, plan=plan_of)
+    planned_without = dataclasses.replace(source, plan=plan_of, batch_size=None)
     without = dataclasses.replace(loader, source=planned_without, left_out=loader.left_out | gone)
     return remember(without, without_samples, loader, sorted(gone, key=repr))

@@ -778,7 +778,6 @@ EXCEPTIONS = {
     "data.weighted": _ORDER,
     "debug.LeafDifference": _RECORD,
     "debug.read_fingerprints": "reads a text file",
-    "losses.model_inputs": "chooses columns of a batch",
     "testing.assert_compiles": _COMPILED,
     "testing.assert_ranks_train_alike": _RANKS,
     "testing.assert_reduces_alike": _RANKS,

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import inspect
 import signal
+import warnings
 
 import pytest
 import torch
@@ -204,6 +205,43 @@ def test_two_ranks_log_what_one_process_logs(name, tmp_path):
     (rows, _), (found, _) = values(tmp_path / "one"), values(tmp_path / "two")
     for one, two in zip(rows, found, strict=True):
         assert two == pytest.approx(one, rel=1e-4)  # sums of float32 in other orders, which Adam enlarges
+
+
+def train_until_a_signal(name, settings):
+    recipe, calls = load(name), 0
+    loss = "metric_fn" if name == "from_transformers" else "loss_fn"
+    function = getattr(recipe, loss)
+
+    def counted(*arguments, **others):
+        nonlocal calls
+        calls += 1
+        if calls == 2 * 3 and ll.distributed.rank() == 1:  # the third update, of two microbatches
+            signal.raise_signal(signal.SIGTERM)
+        return function(*arguments, **others)
+
+    setattr(recipe, loss, counted)
+    assert recipe.main(**settings) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_stopped_on_two_ranks_it_continues_on_one_at_the_same_sample(name, tmp_path):
+    settings = SMALL[name] | {FOLDER[name]: str(tmp_path), SIZE[name]: 4}
+    launch(2, train_until_a_signal, name, settings)
+    checkpoints = ll.checkpoint_io(tmp_path / "checkpoints")
+    step, seen = checkpoints.latest().step, values(tmp_path)[0][-1]["samples"]
+    assert seen == step * 2 * 4 * 2
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        scores = load(name).main(**settings)
+    assert any("on each rank, and" in str(one.message) for one in said)
+    rows, _ = values(tmp_path)
+    samples = 100 if name == "from_transformers" else len(load(name).load_data()[0])
+    assert rows[-1]["samples"] == 2 * samples  # each once in each of two epochs
+    after = [row for row in rows if row["step"] > step and "epoch" in row and row["epoch"] == 0]
+    assert all(row["samples"] == seen + (row["step"] - step) * 8 for row in after)
+    assert after
+    assert all(value == value for value in scores.values())
 
 
 def test_the_names_in_fastnlps_scripts_are_those_of_the_table():
