@@ -68,6 +68,22 @@ class Saved:
         return lost
 
 
+def _copied(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies of buffers: on accelerators by one kernel for each dtype, since launching a kernel for each takes longer."""
+    copies: dict[str, Tensor] = {}
+    away: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        if tensor.is_cpu or type(tensor) is not Tensor:
+            copies[name] = tensor.clone()
+        else:
+            away.setdefault((tensor.device, tensor.dtype), {})[name] = tensor.detach()
+    for alike in away.values():
+        into = [torch.empty_like(tensor) for tensor in alike.values()]
+        torch_private.foreach_copy_(into, [*alike.values()])
+        copies |= zip(alike, into, strict=True)
+    return copies
+
+
 class _Sum:
     """Checksum of a tensor, with the number of writes counted by torch at that time."""
 
@@ -107,11 +123,11 @@ class Written:
     def save(self, buffers: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Saved:
         """Save values before a step."""
         known = self.buffers
-        copies = {
-            name: tensor.clone()
+        copies = _copied(
+            (name, tensor)
             for name, tensor in buffers.items()
             if known is None or name in known or tensor.numel() <= _SMALL
-        }
+        )
         if not self.looks:
             return Saved(buffers, copies, self.sums)
         copies |= {name: params[name].detach().clone() for name in self.params}

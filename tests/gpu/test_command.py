@@ -68,6 +68,7 @@ def test_what_there_is_no_time_for_is_named(tmp_path):
 @pytest.mark.slow
 def test_without_an_accelerator_the_tests_for_one_say_so():
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", str(Path(__file__).parent)]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=hidden)
     assert run.returncode == 4
     assert "pytest -m gpu needs an accelerator, and torch finds none on this machine" in run.stderr
