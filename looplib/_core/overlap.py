@@ -23,7 +23,7 @@ def overlapping(tensors: Mapping[str, Tensor], written: Set[str]) -> tuple[str, 
         if address := tensor.untyped_storage().data_ptr() if is_plain(tensor) else 0:  # 0 for one without memory
             by_storage[tensor.device, address].append(name)
     for names in by_storage.values():
-        for one, other in product(sorted(written.intersection(names)), names):
+        for one, other in product(sorted(written & set(names)), names):
             if other != one and _share(tensors[one], tensors[other]):
                 return one, other
     return None

@@ -143,18 +143,21 @@ def _columns_of(batch: Any, samples: int) -> tuple[list[Tensor], Any]:
         return samples > 1 and trees.one_for_each(node, samples)
 
     def take(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim():
-            if leaf.size(0) != samples:
-                raise ValueError(
-                    f"a tensor of the batch has shape {tuple(leaf.shape)}, and the batch {samples} examples: it "
-                    "cannot be cut along its first dimension"
-                )
-            columns.append(leaf if samples else leaf.new_zeros(1, *leaf.shape[1:]))
-            return _Column(len(columns) - 1)
-        if not isinstance(leaf, Tensor) and (hasattr(leaf, "__array__") or listed(leaf)):
-            kind = f"{type(leaf).__name__} with one item for each sample" if listed(leaf) else type(leaf).__name__
-            raise TypeError(f"the batch has a {kind}; per-sample gradients need tensors")
+        if isinstance(leaf, Tensor):
+            return column(leaf) if leaf.dim() else leaf
+        each = " with one item for each sample" * listed(leaf)
+        if each or hasattr(leaf, "__array__"):
+            raise TypeError(f"the batch has a {type(leaf).__name__}{each}; per-sample gradients need tensors")
         return leaf
+
+    def column(rows: Tensor) -> _Column:
+        check(
+            len(rows) == samples,
+            f"a tensor of the batch has shape {tuple(rows.shape)}, and the batch {samples} examples: it cannot be cut "
+            "along its first dimension",
+        )
+        columns.append(rows if samples else rows.new_zeros(1, *rows.shape[1:]))
+        return _Column(len(columns) - 1)
 
     layout = trees.map_leaves(take, batch, is_leaf=listed)
     return columns, layout

@@ -2,14 +2,10 @@
 
 A step is a function of values, so all of it can be compiled together: forward pass, backward pass, clipping, update.
 It is traced into a graph once for each shape of its inputs, and torch's Inductor generates machine code from the
-graph. Values that the host decides at each step, such as the learning rate, are inputs of the graph. Random numbers
-remain a function of the state's seed and step, though they differ from those of the eager step.
-
-A graph is what the step's Python did when it was traced. Python that only observes (hooks, prints) runs once. Numbers
-that a loss function reads from elsewhere (an attribute, a global, a closure) are watched, and the step is recompiled
-with a warning if one changes; tensors from there are read at each step. Numbers and strings in a batch are part of
-its shape. Random numbers are drawn in the order of the graph, so each microbatch has its own. Dynamo is not used, so
-there are no guards and no graph breaks: anything that cannot be traced is an error.
+graph. Values that the host decides at each step, such as the learning rate, are inputs of the graph, and so are
+tensors that a loss function reads from elsewhere. Random numbers are drawn in the order of the graph, so each
+microbatch has its own. Dynamo is not used, so there are no guards and no graph breaks: anything that cannot be traced
+is an error. `compile_step` lists what a graph keeps of the step's Python.
 """
 
 from __future__ import annotations
