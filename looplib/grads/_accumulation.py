@@ -167,23 +167,25 @@ def _one_by_one(
 
 def _check_summed(grad_fn: GradFn, out: Gradients, dtype: torch.dtype | None) -> None:
     """Raise if a microbatch's gradients cannot be added to those of others."""
-    if out.ranks > 1 and dtype is not None:
+    if out.ranks == 1:
+        if out.weight is None:
+            raise TypeError(
+                f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
+                "accumulated hands its `part` on to the one that it wraps (see ll.types.Part)"
+            )
+        return
+    if dtype is not None:
         raise RuntimeError(
             f"accumulate(dtype={dtype}) adds up in memory of its own, which DDP and FSDP2 do not reduce over the "
             "ranks: leave it out, and give fully_shard a MixedPrecisionPolicy(reduce_dtype=...), or leave the "
             "model unwrapped and use ll.grads.reduce_gradients"
         )
-    if out.ranks > 1 and not _untouched(out):
+    if not _untouched(out):
         raise RuntimeError(
             f"{name_of(grad_fn)} changes gradients within accumulate, and DDP and FSDP2 add up those of all "
             "microbatches in one place, so those of earlier microbatches would be changed again: put it around, "
             f"{name_of(grad_fn)}(accumulate(grad_fn, ...)), or leave the model unwrapped and use "
             "ll.grads.reduce_gradients(accumulate(...))"
-        )
-    if out.weight is None and out.ranks == 1:
-        raise TypeError(
-            f"{getattr(grad_fn, '__name__', grad_fn)} gave no weight for a piece of a batch: a GradFn that is "
-            "accumulated hands its `part` on to the one that it wraps (see ll.types.Part)"
         )
 
 

@@ -132,8 +132,7 @@ def _first_divided(
 def _divided(optimizers: Mapping[str, Optimizer], params: Params, label_of: Mapping[str, str]) -> dict[str, Params]:
     members: dict[str, Params] = {key: {} for key in optimizers}
     for name, tensor in params.items():
-        if label_of[name] in members:  # a parameter that is not trained needs no optimizer
-            members[label_of[name]][name] = tensor
+        members.get(label_of[name], {})[name] = tensor  # a parameter that is not trained needs no optimizer
     return members
 
 
