@@ -67,7 +67,7 @@ def retry_on_oom(
     """
     grad_fn = check_parts(grad_fn, "retry_on_oom")
     check_optional_count("size", size, advice="give a whole number of examples, at least 1")
-    fitting = size
+    fitting = size or math.inf
     # Of an engine's passes, known after the first attempt.
     finish: Callable[[TrainState, Gradients], Gradients] | None = None
 
@@ -101,7 +101,7 @@ def retry_on_oom(
         )
         count = batch_size(batch)
         while True:
-            pieces = max(1, count if fitting is None else min(fitting, count))
+            pieces = max(1, int(min(fitting, count)))
             out, size = attempt(state, batch, pieces, count, asked)
             if out is not None:
                 break
