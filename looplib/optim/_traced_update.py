@@ -54,8 +54,8 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
         tensor.grad = None
     starts = {}
     if late & grads.keys() and "started" in opt_state:
-        begun = {name for name in grads if made[name] is not states[name]}
-        starts["started"] = _with_started(opt_state["started"], [name in begun for name in states])
+        begun = [made.get(name, state) is not state for name, state in states.items()]
+        starts["started"] = _with_started(opt_state["started"], begun)
     return {**params, **tensors}, {**opt_state, "state": {**states, **made}, **starts}
 
 

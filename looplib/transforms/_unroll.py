@@ -64,17 +64,23 @@ def unroll(
     """
     train_step = checked(train_step, "unroll", "train_step")
     check_optional_count("recompute_every", recompute_every, advice="give at least 1 step, or None")
-    batches, every = list(batches), recompute_every or max(1, len(batches))
+    batches = list(batches)
+    if recompute_every is None:
+        return _in_a_row(train_step, state, batches)
     metrics: list[dict[str, Metric]] = []
-    for begin in range(0, len(batches), every):
-        segment = batches[begin : begin + every]
-        if recompute_every is None:
-            for batch in segment:
-                state, one = train_step(state, batch)
-                metrics.append(one)
-        else:
-            state, more = _recomputed(train_step, state, segment)
-            metrics += more
+    for begin in range(0, len(batches), recompute_every):
+        state, more = _recomputed(train_step, state, batches[begin : begin + recompute_every])
+        metrics += more
+    return state, metrics
+
+
+def _in_a_row(
+    train_step: TrainStep, state: TrainState, batches: list[Any]
+) -> tuple[TrainState, list[dict[str, Metric]]]:
+    metrics = []
+    for batch in batches:
+        state, one = train_step(state, batch)
+        metrics.append(one)
     return state, metrics
 
 
@@ -87,12 +93,8 @@ def _recomputed(
 
     def run(*flat: Tensor) -> tuple[Tensor, ...]:
         (params, buffers, opt_state), segment = build(flat)
-        new = state.replace(params=params, buffers=buffers, opt_state=opt_state)
-        of_steps = []
-        for batch in segment:
-            new, metrics = train_step(new, batch)
-            of_steps.append(metrics)
-        out = expression((new, of_steps))
+        start = state.replace(params=params, buffers=buffers, opt_state=opt_state)
+        out = expression(_in_a_row(train_step, start, segment))
         rebuild[:] = [out.build()]
         return tuple(out.tensors)
 
