@@ -232,7 +232,7 @@ class _ChunkedLoss(torch.autograd.Function):
         device, wide = hidden.device, _wide(hidden)
         low = torch.is_autocast_enabled(device.type) and hidden.dtype != torch.float64
         dtype = torch.get_autocast_dtype(device.type) if low else hidden.dtype
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
+        ctx.dtypes = [getattr(tensor, "dtype", None) for tensor in (hidden, weight, bias)]
         total = torch.zeros((), dtype=wide, device=device)
         grads = [
             torch.empty_like(hidden, dtype=dtype) if needs[0] else None,

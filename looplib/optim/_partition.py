@@ -79,7 +79,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         for key, subset in _divided(optimizers, params, labels(params)).items():
             mine, buffers = optimizers[key].evaluation(subset, buffers, opt_state["inner_states"][key])
             chosen.update(mine)
-        same = all(chosen[name] is tensor for name, tensor in params.items())
+        same = all(map(operator.is_, chosen.values(), params.values()))
         return (params if same else chosen), buffers
 
     def numbers(opt_state: Any, step: int) -> dict[str, float]:
