@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,10 @@ def _copies(program: Program, editing: _Editing) -> dict[int, tuple[Node, Node]]
 def _keep_old_values(program: Program, editing: _Editing, written: set[int]) -> None:
     """Clone other outputs that use overwritten memory, such as a metric that is a tensor of the old state."""
     replaced = {index for index, _ in program.successors}
-    holders = {**editing.placeholders, **{(RESULT, i): node for i, node in enumerate(editing.returned)}}
+    holders: dict[Any, Node] = {
+        **editing.placeholders,
+        **{(RESULT, i): node for i, node in enumerate(editing.returned)},
+    }
     for index, output in enumerate(editing.outputs):
         node = None if index in replaced else holders.get(output)
         if node is not None and storage(node) in written:
