@@ -21,10 +21,11 @@ from looplib._core.checks import check, check_type
 from looplib._core.collective import Together, together
 from looplib._core.ranks import is_alone
 from looplib.checkpoint._background import BackgroundWriter
-from looplib.checkpoint._describe import Checkpoint, Checkpoints, counts_of, trees_of
+from looplib.checkpoint._describe import Checkpoint, Checkpoints, counts_of
 from looplib.checkpoint._directory import Entry, Lock, new_entry, put, put_aside, remove
 from looplib.checkpoint._format import DamagedCheckpointError
 from looplib.checkpoint._format_write import Parts
+from looplib.checkpoint._left_out import LeftOut, Select
 from looplib.checkpoint._listing import Listing, changed_since
 from looplib.checkpoint._policy import Policy
 from looplib.checkpoint._restore import Selection, load
@@ -32,7 +33,7 @@ from looplib.checkpoint._settings import Settings
 from looplib.types import TrainState, check_state
 
 
-def checkpoint_io(
+def checkpoint_io(  # noqa: PLR0913 - policies by name
     directory: str | os.PathLike[str],
     *,
     keep_last: int | None = None,
@@ -43,6 +44,7 @@ def checkpoint_io(
     keep: Callable[[Checkpoint], bool] | None = None,
     asynchronous: bool = False,
     describe: Mapping[str, Any] | None = None,
+    select: Select | None = None,
 ) -> CheckpointIO:
     """Checkpointing: save and restore states in a directory so that no crash loses the last good one.
 
@@ -93,6 +95,11 @@ def checkpoint_io(
             `CheckpointIO`). If the loader is included, `restore` compares it at once, and can also continue within an
             epoch with a different batch size. Leave out what may change from run to run, such as the number of
             epochs.
+        select: `select(name, tensor) -> bool`, the parameters to save, such as the `trainable` of `init_state` for a model
+            of which only adapters are trained. Optimizer state, buffers, counts and `extra` are saved as always. The
+            others are left out, and a digest of their bits is stored: `restore` takes them from the state it is given,
+            and refuses one whose base model is different. They are read at the first save, and again only if they have
+            been written (not through `.data`, which torch does not count). Parameters that FSDP2 has sharded cannot be left out.
 
     Raises:
         ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.
@@ -109,7 +116,7 @@ def checkpoint_io(
         NotADirectoryError,
     )
     policy = Policy(keep_last, keep_best, monitor, mode, keep_every, keep)
-    return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe))
+    return CheckpointIO(Path(directory).absolute(), policy, asynchronous, Settings(describe), LeftOut(select))
 
 
 class CheckpointIO:
@@ -123,11 +130,14 @@ class CheckpointIO:
 
     On several ranks, all of them call `save`, `restore` and `delete`; `restore` verifies that they read the same
     checkpoint. `steps`, `latest` and `best` read the folder, on any rank. `checkpoint_io` constructs it from a `folder`, a
-    `policy`, the `asynchronous` flag and the `settings` of the run.
+    `policy`, the `asynchronous` flag, the `settings` of the run and the parameters that are `left_out`.
     """
 
-    def __init__(self, folder: Path, policy: Policy, asynchronous: bool, settings: Settings) -> None:
+    def __init__(
+        self, folder: Path, policy: Policy, asynchronous: bool, settings: Settings, left_out: LeftOut
+    ) -> None:
         self._policy = policy
+        self._left_out = left_out
         self._settings = settings
         self._asynchronous = asynchronous
         self._listing = Listing(folder)
@@ -166,8 +176,9 @@ class CheckpointIO:
         copied = self._asynchronous and _donation.written_in_place(state)
 
         def taken_apart() -> tuple[Parts, dict[str, Any]]:
-            about = self._about(state, metrics)
-            parts = Parts(trees_of(state))
+            trees, left_out = self._left_out.trees(state)
+            about = {**self._about(state, metrics), **left_out}
+            parts = Parts(trees)
             if parts.sharded and is_alone():
                 raise ValueError(
                     "the state is sharded, and this rank holds a part of it: save it on all ranks together"
@@ -227,7 +238,8 @@ class CheckpointIO:
             The saved state, or `state` itself if "latest" is requested and there is no checkpoint yet.
 
         Raises:
-            ValueError: the checkpoint does not fit the state (the message lists the leaves that differ); it is within
+            ValueError: the checkpoint does not fit the state (the message lists the leaves that differ), or was saved
+                without the parameters of a base model that is not the state's (`select`); it is within
                 an epoch of a different length; or there is no best, or no checkpoint of that step.
             DamagedCheckpointError: the requested checkpoint is damaged, or all of them are. If the latest one is
                 damaged, a warning names it and the one before it is used; the next save renames it to damaged-...

@@ -25,6 +25,7 @@ from looplib.checkpoint._describe import counts_in, trees_of
 from looplib.checkpoint._fit import check_fit, without_later_entries
 from looplib.checkpoint._format import MANIFEST, WEIGHTS, leaves_of, local, sound
 from looplib.checkpoint._format_read import Reader, read_document
+from looplib.checkpoint._left_out import paths_left_out
 from looplib.checkpoint._position import position
 from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._sharing import Sharing, element_once
@@ -69,7 +70,10 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
         counts = counts_in(manifest)
     tree = without_later_entries(trees_of(template), reader)
     leaves = leaves_of(tree)
-    wanted = {leaf_path: leaf for leaf_path, leaf in leaves.items() if selected(leaf_path)}
+    left_out = paths_left_out(path, manifest, leaves)
+    wanted = {
+        leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in left_out and selected(leaf_path)
+    }
     check_fit(path, wanted, reader, selected, convert)
     run = _Run({name: getattr(template, name) for name in COUNTS}, known_of(template))
     if selected.everything:

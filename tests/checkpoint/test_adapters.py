@@ -1,0 +1,99 @@
+"""Checkpoints of adapters alone: small, complete with their base model, and refused with another one."""
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank update, as LoRA adds."""
+
+    def __init__(self, width=256, rank=2):
+        super().__init__()
+        self.base, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width, affine=False)
+        self.lora_a, self.lora_b = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x):
+        return self.norm(self.base(x)) + self.lora_b(self.lora_a(x))
+
+
+def trainable(name, tensor):
+    return name.startswith("lora_")
+
+
+def make(base_seed=0):
+    torch.manual_seed(base_seed)
+    model = Adapted()
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: (model(x) - x).square().mean(), trainable=trainable)
+    step = ll.make_train_step(grad_fn, optimizer, donate=True)
+    return model, step, ll.init_state(model, optimizer, trainable=trainable)
+
+
+def trained(step, state, steps):
+    for _ in range(steps):
+        state, _ = step(state, torch.randn(4, 256, generator=torch.Generator().manual_seed(state.step)))
+    return state
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_adapters_are_saved_alone_and_continue_with_the_bits_of_the_whole(tmp_path, asynchronous):
+    _, step, state = make()
+    ckpt = ll.checkpoint_io(tmp_path / "adapters", select=trainable, asynchronous=asynchronous)
+    whole = ll.checkpoint_io(tmp_path / "whole")
+    state = trained(step, state, 3)
+    ckpt.save(state)
+    whole.save(state)
+    ckpt.wait()
+    assert ckpt.latest().bytes < 35_000 < 250_000 < whole.latest().bytes
+    expected = trained(step, state, 3)
+
+    _, step, first = make()
+    state = trained(step, ckpt.restore(first), 3)
+    for name, tensor in expected.params.items():
+        assert torch.equal(state.params[name], tensor), name
+    assert torch.equal(state.buffers["norm.running_mean"], expected.buffers["norm.running_mean"])
+    assert (state.step, state.samples) == (expected.step, expected.samples) == (6, 24)
+
+    # The weights alone, and by name, into another structure around the same base.
+    _, _, fresh = make()
+    found = ckpt.restore(ll.copy_state(fresh), weights_only=True)
+    assert found.step == 0
+    assert torch.equal(found.params["base.weight"], fresh.params["base.weight"])
+    assert not torch.equal(found.params["lora_b.weight"], fresh.params["lora_b.weight"])
+
+
+def test_another_base_model_is_refused(tmp_path):
+    _, step, state = make()
+    ckpt = ll.checkpoint_io(tmp_path, select=trainable)
+    ckpt.save(trained(step, state, 1))
+    *_, other = make(base_seed=1)
+    message = r"without the 2 parameters of its base model \(263168 bytes, digest .*load the weights that the run began with"
+    with pytest.raises(ValueError, match=message):
+        ckpt.restore(other)
+    *_, again = make()
+    with torch.no_grad():
+        again.params["base.bias"].view(torch.int32)[3] ^= 1  # one bit
+    with pytest.raises(ValueError, match=message):
+        ckpt.restore(again)
+    # A base that has been written since the last save has another digest.
+    *_, state = make()
+    state = ckpt.restore(state)
+    with torch.no_grad():
+        state.params["base.bias"].add_(1)
+    ckpt.save(state.replace(step=2))
+    with pytest.raises(ValueError, match=message):
+        ckpt.restore(make()[2])
+
+
+def test_a_choice_of_nothing_and_no_function_are_named(tmp_path):
+    *_, state = make()
+    with pytest.raises(ValueError, match="select chooses none"):
+        ll.checkpoint_io(tmp_path, select=lambda name, tensor: False).save(state)
+    with pytest.raises(TypeError, match=r"select is 'lora'; give select\(name, tensor\)"):
+        ll.checkpoint_io(tmp_path, select="lora")
+    ckpt = ll.checkpoint_io(tmp_path, select=lambda name, tensor: True)
+    ckpt.save(state)
+    assert ckpt.restore(make()[2]).step == 0
