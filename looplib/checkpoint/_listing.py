@@ -55,7 +55,7 @@ class Listing:
                 stamp = stamp_of(path)
                 described[stamp] = self._known.get(stamp) or describe(path)
             except (DamagedCheckpointError, OSError) as error:
-                if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                if getattr(error, "errno", errno.ENOENT) not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                     raise
                 if changed_since(path, stamp):
                     return None
@@ -74,9 +74,9 @@ class Listing:
                 if which == "latest" and not self.damaged:
                     return None
                 raise self._nothing_for(which, checkpoints, policy.monitor)
-            for stamp, checkpoint in self._known.items():
-                if checkpoint.path == chosen.path and not changed_since(chosen.path, stamp):
-                    return chosen.path, stamp
+            stamp = {checkpoint.path: stamp for stamp, checkpoint in self._known.items()}[chosen.path]
+            if not changed_since(chosen.path, stamp):
+                return chosen.path, stamp
 
     def is_damaged(self, path: Path, stamp: Stamp) -> bool:
         """Mark an unreadable entry as damaged, unless another process has removed or replaced it."""

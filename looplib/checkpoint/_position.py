@@ -24,7 +24,7 @@ def position(
     per_rank = getattr(getattr(resume, "__self__", None), "batch_size_per_rank", None)
     if counts["batch"] == 0 and per_rank is None:
         return {**counts, "epoch_length": length}
-    if resume is not None and saved_length is not None and length is not None:
+    if resume is not None and None not in (saved_length, length):
         resumed = resume(TrainState(**counts))
         names = ("epoch", "batch", "epoch_length", "batch_samples")
         return {**counts, **{name: getattr(resumed, name) for name in names}}

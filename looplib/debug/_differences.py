@@ -60,12 +60,11 @@ def differences(one: Any, other: Any, *, rtol: float = 0.0, atol: float = 0.0) -
         pairs = trees.paired(first.items(), second.items())
     else:
         pairs = trees.paired(leaves_by_path(one), leaves_by_path(other))
-    compared = (_difference(path, leaf, other_leaf, rtol, atol) for path, leaf, other_leaf in pairs)
-    return [difference for difference in compared if difference is not None]
+    return [*filter(None, (_difference(path, leaf, other_leaf, rtol, atol) for path, leaf, other_leaf in pairs))]
 
 
 def _is_fingerprint(tree: Any) -> bool:
-    return isinstance(tree, Mapping) and bool(tree) and all(type(leaf) is str for leaf in tree.values())
+    return isinstance(tree, Mapping) and {*map(type, tree.values())} == {str}
 
 
 def _difference(path: str, one: Any, other: Any, rtol: float, atol: float) -> LeafDifference | None:

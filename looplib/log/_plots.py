@@ -242,8 +242,8 @@ def _sample(colour: str, style: Any) -> Any:
 
 
 def _draw_line(axes: Axes, points: list[tuple[float, float]], colour: str, style: str, smooth: float) -> Any:
-    xs = [at for at, _ in points]
-    values = [value if math.isfinite(value) else math.nan for _, value in points]
+    xs, raw = zip(*points, strict=True)
+    values = [value if math.isfinite(value) else math.nan for value in raw]
     sparse = len(points) <= _MARKED
     if smooth and not sparse:
         axes.plot(xs, values, color=colour, alpha=0.25, linewidth=1)

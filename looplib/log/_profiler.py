@@ -94,8 +94,10 @@ def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLik
 
 def _state_after(out: Any, before: TrainState) -> TrainState:
     """The state returned by a train step, or for other steps, the given state."""
-    first = out[0] if isinstance(out, (tuple, list)) and out else None
-    return first if isinstance(first, TrainState) else before
+    match out:
+        case [TrainState() as state, *_]:
+            return state
+    return before
 
 
 def _write_trace(profiler: Any, path: Path) -> None:

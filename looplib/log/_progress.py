@@ -258,9 +258,8 @@ class _Text:
         """
         if self.metrics and threading.get_ident() == self._thread:
             metrics, self.metrics = self.metrics, {}  # only once, even if it fails: closing the bar reads again
-            for name, metric in metrics.items():
-                if (value := _number(metric)) is not None:
-                    self._shown[name] = f"{name}={value:.4g}"
+            numbers = {name: _number(metric) for name, metric in metrics.items()}
+            self._shown |= {name: f"{name}={number:.4g}" for name, number in numbers.items() if number is not None}
 
     def behind(self, postfix: str | None) -> str | None:
         spent = self._seconds() - self._compiled

@@ -156,18 +156,17 @@ class meter:
         costs: dict[str, float] = {}
         if steps and self._began is not None:
             elapsed = now - self._began
-            costs["step_seconds"] = elapsed / steps
-            for part, seconds in self._seconds.items():
-                costs[f"{part}_seconds"] = seconds / steps
             # An accelerator's clock differs from the CPU's and may be ahead by a rounding error.
-            costs["rest_seconds"] = max(0.0, elapsed - sum(self._seconds.values())) / steps
+            rest = max(0.0, elapsed - sum(self._seconds.values()))
+            seconds = {"step": elapsed, **self._seconds, "rest": rest}
+            costs = {f"{prefix}{part}_seconds": total / steps for part, total in seconds.items()}
             if self._calls["gradients"]:
-                costs["samples_per_second"] = self._samples / elapsed
+                costs[f"{prefix}samples_per_second"] = self._samples / elapsed
                 if self._count_tokens is not None:
-                    costs["tokens_per_second"] = float(self._tokens) / elapsed
+                    costs[f"{prefix}tokens_per_second"] = float(self._tokens) / elapsed
         self._began = now
         self._clear()
-        return {prefix + name: value for name, value in costs.items()}
+        return costs
 
     def _time(self, part: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         start = self._mark()

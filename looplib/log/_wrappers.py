@@ -273,14 +273,13 @@ class Background:
         lost = self._dropped + self._failures + waiting
         if lost > self._lost_told:
             self._lost_told, self._told = lost, True
-            parts = [f"{self._sink!r} lost {lost} of {self._given} calls"]
-            if self._failures:
-                step, error = self._error  # type: ignore[misc]
-                parts.append(f"{self._failures} failed, the first at step {step}: {error!r}")
-            if self._dropped:
-                parts.append(f"{self._dropped} came while {self._max_pending} waited")
-            if waiting:
-                parts.append(f"{waiting} wait still, and none was finished in {self._patience} seconds")
+            step, error = self._error or (0, None)
+            causes = {
+                f"{self._failures} failed, the first at step {step}: {error!r}": self._failures,
+                f"{self._dropped} came while {self._max_pending} waited": self._dropped,
+                f"{waiting} wait still, and none was finished in {self._patience} seconds": waiting,
+            }
+            parts = [f"{self._sink!r} lost {lost} of {self._given} calls", *filter(causes.get, causes)]
             warnings.warn("; ".join(parts), RuntimeWarning, stacklevel=3)
 
 

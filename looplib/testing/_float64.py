@@ -21,17 +21,17 @@ def in_float64(function: Callable[[TrainState, Any], Any], state: TrainState, ba
     copy = copy_state(state)
     try:
         wide_trees = {
-            tree: trees.map_leaves(_wide, getattr(copy, tree)) for tree in ("params", "buffers", "opt_state")
+            tree: trees.map_tensors(_wide, getattr(copy, tree)) for tree in ("params", "buffers", "opt_state")
         }
-        wide, rows = copy.replace(**wide_trees), trees.map_leaves(_wide, copied(batch))
+        wide, rows = copy.replace(**wide_trees), trees.map_tensors(_wide, copied(batch))
         return wide, rows, function(wide, copied(rows))
     except (RuntimeError, TypeError):  # the code requires a dtype, or the device has no float64
         return copy, copied(batch), function(copy, copied(batch))
 
 
-def _wide(leaf: Any) -> Any:
-    floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
-    return leaf.detach().double().requires_grad_(leaf.requires_grad) if floats else leaf
+def _wide(tensor: Tensor) -> Tensor:
+    floats = tensor.is_floating_point()
+    return tensor.detach().double().requires_grad_(tensor.requires_grad) if floats else tensor
 
 
 class WithoutDropout(TorchFunctionMode):
