@@ -59,7 +59,7 @@ def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[.
             fixed = [*range(own), *(own + index for index in in_place)]
             return inductor.compile_fx_inner(lowered, inputs, **{**settings, "static_input_idxs": fixed})
 
-        inner = {"inner_compile": at_fixed_addresses} if cuda_graphs and in_place else {}
+        inner: dict[str, Any] = {"inner_compile": at_fixed_addresses} if cuda_graphs and in_place else {}
         patches = {**torch._inductor.list_mode_options(mode or "default"), **chosen}
         compiled: Any = inductor.compile_fx(graph, examples, config_patches=patches, **inner)
         if cuda_graphs and any(example.is_cuda for example in examples):

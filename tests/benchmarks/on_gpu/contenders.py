@@ -80,7 +80,8 @@ def looplib(donate: bool = True, compiled: str = "", mode: str | None = None) ->
         train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
         if compiled == "whole":
             train_step = ll.compile_step(train_step, **(options or {"mode": mode}))
-        state, metrics, batches = ll.init_state(model, optimizer), {}, cycle(task.batches)
+        state, batches = ll.init_state(model, optimizer), cycle(task.batches)
+        metrics: dict[str, Any] = {}
 
         def step() -> None:
             nonlocal state, metrics
@@ -139,7 +140,7 @@ def captured(task: Task, device: torch.device, options: Mapping[str, Any]) -> Co
 
     replay: Callable[[], object] = plain
     if can_capture:
-        beside = torch.cuda.Stream()
+        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             for _ in range(3):
