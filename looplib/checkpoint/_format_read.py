@@ -96,7 +96,7 @@ def _sized(path: Path, expected: int) -> int:
 
 
 def _dtype(leaf_path: str, name: str) -> torch.dtype:
-    dtype: Any = getattr(torch, name, None)
+    dtype: torch.dtype = getattr(torch, name, None)  # type: ignore[assignment]
     known = isinstance(dtype, torch.dtype) and dtype not in QUANTIZED
     check(known, f"{leaf_path} has dtype {name!r}, unknown to this torch")
     return dtype

@@ -124,7 +124,7 @@ def replay(
     return Replayed(before, _indices(loader, before), batch, metrics, grads, after)
 
 
-def _by_step(states: States) -> Mapping[int, TrainState]:
+def _by_step(states: Any) -> Mapping[int, Any]:
     if isinstance(states, TrainState):
         return {states.step: states}
     check_type("state is", states, Mapping, "give a TrainState, or a mapping from steps to these")

@@ -76,7 +76,8 @@ def read_index(target: Path) -> Index:
     lines: list[Any] = []
     with suppress(FileNotFoundError, orjson.JSONDecodeError), open(index_path(target), "rb") as file:
         lines.extend(takewhile(_is_record, (orjson.loads(line) for line in file if line.endswith(b"\n"))))
-    return Index(target, *lines[:1], batches=lines[1:])
+    head, *batches = lines or [{}]
+    return Index(target, head, batches)
 
 
 def _is_record(line: Any) -> bool:

@@ -103,7 +103,7 @@ def assert_reduces_alike(
             "A GradFn that wraps another hands its third argument on to it, grad_fn(state, batch, part), and the "
             "weight and normalizer of what that returns: out._replace(grads=...). See ll.types.Part.",
         )
-        total: Any = sum(out.weight for out in outs)  # type: ignore[misc]
+        total: Any = sum(out.weight for out in outs)
         added: dict[str, Tensor] = {}
         for out in outs:
             for name, grad in out.grads.items():
