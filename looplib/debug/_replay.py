@@ -128,7 +128,7 @@ def _by_step(states: Any) -> Mapping[int, Any]:
     if isinstance(states, TrainState):
         return {states.step: states}
     check_type("state is", states, Mapping, "give a TrainState, or a mapping from steps to these")
-    return states
+    return states  # type: ignore[no-any-return]
 
 
 def _nearest(states: Mapping[int, TrainState], step: int) -> TrainState:
