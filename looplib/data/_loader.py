@@ -464,7 +464,7 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
         return unchanged
     target = torch.device(device)
     # A copy from memory that is not pinned would wait for the steps that the device still has to do.
-    pins = torch.accelerator.is_available() and target.type not in ("cpu", "meta", "mps")
+    pins = target.type not in ("cpu", "meta", "mps") and torch.accelerator.is_available()
 
     def move(leaf: Any) -> Any:
         if pins and type(leaf) is Tensor and leaf.device.type == "cpu":

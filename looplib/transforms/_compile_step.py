@@ -47,6 +47,8 @@ def compile_step(
     - The learning rate and other hyperparameters are inputs of the graph, so changing them does not recompile.
       Numbers that the loss function reads from elsewhere (an attribute, a global, a closure) are watched; if one
       changes, the step is recompiled with a warning. Numbers and strings in a batch belong to its shape.
+    - `mode="reduce-overhead"` records the step as a CUDA graph, so that its kernels are launched at once. With
+      `donate=True` only the batch is copied into it; a pure step copies the state in and out.
     - Inductor draws different random numbers than eager torch, though still as a function of the state's seed and
       step. `options={"fallback_random": True}` draws the same ones, except for microbatches after the first.
 

@@ -48,8 +48,9 @@ TABLE = Table(
 
     Not tried. These may work, but no test runs them:
 
-    - **GPUs**: all tests and benchmarks run on CPUs. CUDA is provided for (`device=`, pinned memory, NCCL, fused kernels),
-      and so are CUDA graphs (`ll.compile_step(train_step, mode="reduce-overhead")`). MPS and XPU are not.
+    - **GPUs**: all tests and benchmarks have run on CPUs and on a stand-in for an accelerator alone. CUDA is provided for
+      (`device=`, pinned memory, NCCL, fused kernels, CUDA graphs by `ll.compile_step(train_step, mode="reduce-overhead")`),
+      and XPU and MPS take the same paths, but for the graphs. `pytest -m gpu` is ready for the first GPU.
     - **Scale**: tests run up to 4 processes, on one host.
     - **`nn.DataParallel`** on several GPUs. Use `DistributedDataParallel`.
     - **Context parallelism** (`torch.distributed.tensor.experimental.context_parallel`).
