@@ -106,7 +106,9 @@ def fit(model: nn.Module, loader: ll.data.Loader, lr: float, steps: int, seed: i
     optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.schedules.warmup_linear(lr, warmup=steps // 10, total=steps))
     grad_fn = ll.make_grad_fn(model, ll.losses.model_loss)
     train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=True)
-    ckpt, done = ll.checkpoint_io(folder, keep_last=1), ll.after_steps(steps)
+    # Checkpoints hold what is trained, and a digest of the base model.
+    ckpt = ll.checkpoint_io(folder, keep_last=1, select=lambda name, tensor: tensor.requires_grad)
+    done = ll.after_steps(steps)
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     print(f"{folder.name}: training from step {state.step} to {steps}")
     try:

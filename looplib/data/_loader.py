@@ -7,6 +7,7 @@ DataLoader provides workers, pinned memory and streams.
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -312,11 +313,12 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
     the whole item and takes its samples from every tensor, array and list in it.
 
     **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at
-    every call, and the batches before `state.batch` are read and skipped; its own `state_dict` is not used. Its
-    random draws are a function of (seed, epoch), and with workers, of the worker's index. Its `set_epoch(epoch)` is
-    called if it exists. An epoch is one pass: call `state = ll.end_epoch(state)` after the for loop. If the state has
-    an `epoch_length`, an epoch is that many batches instead. Each rank reads the whole stream and collates only its
-    own samples, and draws of `collate_fn` do not affect those of the stream.
+    every call, and the batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept the
+    position of a dataset with a `state_dict` in the state. Its random draws are a function of (seed, epoch), and with
+    workers, of the worker's index. Its `set_epoch(epoch)` is called if it exists. An epoch is one pass: call `state =
+    ll.end_epoch(state)` after the for loop. If the state has an `epoch_length`, an epoch is that many batches
+    instead. Each rank reads the whole stream and collates only its own samples, and draws of `collate_fn` do not
+    affect those of the stream.
 
     A stream that already gives each rank different samples (such as `split_dataset_by_node` of Hugging Face datasets)
     cannot be detected. For such a stream pass `divide=False`, the `batch_size` of one rank, a state with an
@@ -395,7 +397,7 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
     }
     source: Source
     if order is None:
-        source = _stream_source(dataset, size, seed, drop_last, collate, options)
+        source = _stream_source(dataset, size, seed, drop_last, collate, options, divide)
     else:
         epochs = Epochs(
             order.draw(dataset, size, drop_last),
@@ -441,12 +443,17 @@ def _stream_source(
     drop_last: bool,
     collate: Callable[[Any], Any],
     options: dict[str, Any],
+    divide: bool,
 ) -> Streamed:
     def build() -> DataLoader[Any]:
         stream = Stream(dataset, collate, seed, batched=batch_size is not None)
         return stream_engine(stream, batch_size, drop_last, options)
 
-    return Streamed(Engines(build, seed), f"the stream ({type(dataset).__name__})")
+    name, engines = f"the stream ({type(dataset).__name__})", Engines(build, seed)
+    keeps_position = hasattr(dataset, "load_state_dict") and hasattr(dataset, "state_dict")
+    if not keeps_position or options.get("num_workers") or options.get("pin_memory"):  # these read ahead
+        return Streamed(engines, name)
+    return Streamed(engines, name, True, copy.deepcopy(dataset.state_dict()), divide)
 
 
 def _epoch_length(epochs: Epochs, order: Order, batch_size: int | None) -> int:

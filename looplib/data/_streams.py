@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+import copy
+import json
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, defau
 
 from looplib._core.checks import check
 from looplib._core.random import mix
+from looplib._core.ranks import rank as own_rank
+from looplib._core.ranks import world_size
 from looplib.data._divide import own_part
 from looplib.data._plan import own_rows
 from looplib.data._random_streams import (
@@ -26,6 +30,8 @@ from looplib.data._random_streams import (
 from looplib.data._workers import Engines, ended_early
 from looplib.types import TrainState
 
+KEY = "stream"  # of `state.extra`
+
 
 @dataclass(frozen=True, eq=False)
 class Streamed:
@@ -34,32 +40,71 @@ class Streamed:
     Attributes:
         engines: DataLoaders over the stream.
         name: the stream's name in errors.
+        keeps_position: True if the dataset has `state_dict`, and is read in this process.
+        fresh: the dataset's state before anything was read.
+        divide: True if all ranks read the same samples.
+        yielded: epoch, and number of its batches that were yielded, of the last pass.
+        moved: not empty once the dataset was put at a position, so that it must be put back for a pass from its start.
     """
 
     engines: Engines
     name: str
+    keeps_position: bool = False
+    fresh: Any = None
+    divide: bool = True
+    yielded: list[int] = field(default_factory=lambda: [0, 0])
+    moved: list[bool] = field(default_factory=list)
 
     def read(self, state: TrainState, rank: int, ranks: int, *, train: bool) -> Iterator[Any]:
         """Remaining batches of the state's epoch, or on several ranks, pairs (this rank's part, samples in the batch)."""
         # The iterator holds no state, which a loop would keep alive until the end of the epoch.
-        return self._batches(state.epoch, state.batch, state.epoch_length, rank, ranks)
+        return self._batches(state.epoch, state.batch, state.epoch_length, rank, ranks, self._position(state))
 
-    def _batches(self, epoch: int, first: int, length: int | None, rank: int, ranks: int) -> Iterator[Any]:
+    def _position(self, state: TrainState) -> Any:
+        """The dataset's position in `state.extra`, if it is that of the state's batch; else None."""
+        text = state.extra.get(KEY) if isinstance(state.extra, Mapping) else None
+        if not (self.keeps_position and text):
+            return None
+        saved = json.loads(text)
+        if (saved["epoch"], saved["batch"]) != (state.epoch, state.batch):
+            return None
+        if self.divide:
+            return saved["ranks"][0]
+        check(
+            len(saved["ranks"]) == world_size(),
+            f"{self.name} was read on {len(saved['ranks'])} ranks that each have samples of their own, and there are "
+            f"{world_size()}: continue with as many, or from the end of an epoch",
+        )
+        return saved["ranks"][own_rank()]
+
+    def _batches(
+        self, epoch: int, first: int, length: int | None, rank: int, ranks: int, position: Any
+    ) -> Iterator[Any]:
         """Batches of a pass from index `first` on, up to the stream's end or `length`."""
-        count = 0
-        with closing(self._pass(epoch, rank, ranks, length)) as batches:
-            for count, batch in enumerate(batches, 1):
+        count = before = 0 if position is None else first
+        with closing(self._pass(epoch, rank, ranks, length, before, position)) as batches:
+            for count, batch in enumerate(batches, before + 1):
+                self.yielded[:] = epoch, count
                 if count > first:
                     yield batch
         self._check_end(epoch, first, length, count)
 
-    def _pass(self, epoch: int, rank: int, ranks: int, length: int | None) -> Generator[Any, None, None]:
-        """The first `length` batches of a pass, or all, with global random streams that persist between batches."""
-        streams_within, end, count = save_streams(), object(), 0
+    def _pass(
+        self, epoch: int, rank: int, ranks: int, length: int | None, count: int, position: Any
+    ) -> Generator[Any, None, None]:
+        """The first `length` batches of a pass, or all, with global random streams that persist between batches.
+
+        With a `position` of the dataset, those after the first `count`.
+        """
+        streams_within, end = save_streams(), object()
 
         def start(engine: Any) -> Iterator[Any]:
             nonlocal streams_within
             engine.dataset.position.copy_(torch.tensor([epoch, rank, ranks]))
+            if position is not None:
+                self.moved[:] = [True]
+            fresh = self.fresh if self.moved else None
+            engine.dataset.starts_at = (fresh, 0) if position is None else (position, count)
             with kept_streams():
                 source: Iterator[Any] = iter(engine)
                 streams_within = save_streams()
@@ -113,15 +158,19 @@ class Stream(IterableDataset[Any]):
     def __init__(self, dataset: Iterable[Any], collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
         self.dataset, self.collate, self.seed, self.batched = dataset, collate, seed, batched
         self.draws = collate not in (default_collate, default_convert)
+        self.starts_at: tuple[Any, int] = None, 0  # the dataset's own position, and the batches before it
         self.position: Tensor = torch.tensor([0, 0, 1]).share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         epoch, self.rank, self.ranks = self.position.tolist()
         self.pass_seeds, self.collated_batches = (self.seed, epoch, info.id if info else 0), 0
-        seed_streams(mix(STREAM, *self.pass_seeds))
+        position, before = self.starts_at
+        seed_streams(mix(STREAM, *self.pass_seeds, *([before] if before else [])))
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
+        if position is not None:
+            self.dataset.load_state_dict(copy.deepcopy(position))
         return iter(self.dataset)
 
     def batch(self, items: Any) -> Any:
