@@ -82,7 +82,7 @@ def _goal(metric: str, first: float, fraction: float, below: float | None) -> fl
     if below is not None:
         return below
     check(
-        not first <= 0,  # a NaN goes on to the advice for one
+        not first <= 0,  # a NaN has advice of its own
         f"the first {metric} is {first:.4g}, of which there is no fraction: give below=, the value to be reached",
     )
     return fraction * first
