@@ -90,9 +90,9 @@ def main(
                 to_file(state, ll.compute(window.metrics(), prefix="train/"))
                 window = ll.Window()
             if eval_now(state):
-                found = ll.evaluate(judges["model"], ll.eval_state(optimizer, state), dev, prefix="eval/")
-                log(state, found | truth)
-                ckpt.save(state, found)
+                dev_scores = ll.evaluate(judges["model"], ll.eval_state(optimizer, state), dev, prefix="eval/")
+                log(state, dev_scores | truth)
+                ckpt.save(state, dev_scores)
     ll.plot(folder / "log.jsonl", ["auc", "user_auc", "loss", "calibration"], path=folder / "curves.png")
 
     best = ll.eval_state(optimizer, ckpt.restore(state, "best"))
@@ -103,7 +103,7 @@ def main(
     scores["disk"] = ll.compute({"all/auc": ll.metrics.AUC.of(written["chance"], clicked), "all/user_auc": by_user})
     print(f"{len(clicked):,} generated impressions" + "".join(f"{name:>10}" for name in scores))
     for name in scores["truth"]:
-        print(f"{name:28}" + "".join(f"{found[name]:10.5g}" for found in scores.values() if name in found))
+        print(f"{name:28}" + "".join(f"{column[name]:10.5g}" for column in scores.values() if name in column))
     print(f"predictions: {path}   curves: {folder / 'curves.png'}")
     return scores
 
@@ -122,10 +122,10 @@ def make_eval_steps(model: nn.Module, column: int | None) -> dict[str, ll.types.
     def metric_fn(model: nn.Module, batch: Batch, users: bool) -> dict[str, Any]:
         chance, clicked = predict_fn(model, batch)["chance"] if column is None else batch[column], batch[1]
         by_user = ll.metrics.GroupedAUC.of(chance, clicked, batch[0][:, 0])
-        found = {"auc": ll.metrics.AUC.of(chance, clicked), "loss": F.binary_cross_entropy(chance, clicked)}
-        found["calibration"] = ll.metrics.calibration(chance, clicked)
+        metrics = {"auc": ll.metrics.AUC.of(chance, clicked), "loss": F.binary_cross_entropy(chance, clicked)}
+        metrics["calibration"] = ll.metrics.calibration(chance, clicked)
         left_out = ll.metrics.Reading(by_user, ll.metrics.GroupedAUC.left_out)  # users with a single class
-        return found | {"user_auc": by_user, "users_left_out": left_out} if users else found
+        return metrics | {"user_auc": by_user, "users_left_out": left_out} if users else metrics
 
     step, small = (ll.make_eval_step(model, partial(metric_fn, users=users)) for users in (True, False))
     return {"all": step, "new_users": small, "cold_items": small}

@@ -89,7 +89,7 @@ def main(
             first, seconds = first or taken, seconds + taken
 
     probabilities = predict_step(stack, test_pictures)  # (members, images, classes)
-    each = [scores_of(own, test_labels) for own in probabilities]
+    each = [scores_of(one, test_labels) for one in probabilities]
     single = {name: sum(scores[name] for scores in each) / members for name in each[0]}
     ensemble = scores_of(probabilities.mean(0), test_labels)
     raw = raw_loops(members, width, dropout, lr, weight_decay, batch)
@@ -130,14 +130,14 @@ def scores_of(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
     confidence, chosen = probabilities.max(1)
     right = (chosen == labels).float()
     nll = -probabilities.gather(1, labels[:, None]).clamp(min=1e-12).log().mean()
-    gaps = [(confidence[own] - right[own]).mean().abs() * own.float().mean() for own in bins_of(confidence)]
+    gaps = [(confidence[bin] - right[bin]).mean().abs() * bin.float().mean() for bin in bins_of(confidence)]
     return {"accuracy": right.mean().item(), "nll": nll.item(), "ece": float(sum(gaps))}
 
 
 def bins_of(confidence: Tensor, count: int = 15) -> list[Tensor]:
     """Masks of the samples in each of `count` equal bins of confidence, without empty bins (Guo et al., 2017)."""
-    place = (confidence * count).ceil().long().clamp(1, count)
-    return [place == number for number in range(1, count + 1) if (place == number).any()]
+    numbers = (confidence * count).ceil().long().clamp(1, count)
+    return [numbers == number for number in range(1, count + 1) if (numbers == number).any()]
 
 
 def raw_loops(
@@ -146,31 +146,31 @@ def raw_loops(
     """Median time in seconds for one step of each of `members` hand-written loops."""
     models = [make_model(width, dropout) for _ in range(members)]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=weight_decay, fused=True) for m in models]
-    found = []
+    seconds = []
     for _ in range(15):
         begin = time.perf_counter()
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
             loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        found.append(time.perf_counter() - begin)
-    return sorted(found)[len(found) // 2]
+        seconds.append(time.perf_counter() - begin)
+    return sorted(seconds)[len(seconds) // 2]
 
 
 def draw_calibration(probabilities: Tensor, labels: Tensor, path: Path) -> None:
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, own, color in (
+    for name, predicted, color in (
         ("members, each by itself", probabilities.flatten(0, 1), "tab:blue"),
         ("the ensemble", probabilities.mean(0), "tab:orange"),
     ):
-        confidence, chosen = own.max(1)
-        correct = (chosen == labels.repeat(len(own) // len(labels))).float()
+        confidence, chosen = predicted.max(1)
+        correct = (chosen == labels.repeat(len(predicted) // len(labels))).float()
         points = [(confidence[bin].mean().item(), correct[bin].mean().item()) for bin in bins_of(confidence, 10)]
         left.plot(*zip(*points, strict=True), marker="o", label=name, color=color)
     left.plot([0, 1], [0, 1], color="gray", linewidth=1, linestyle="--", label="calibrated")
     left.set(xlabel="probability of the chosen class", ylabel="part that is right", title="calibration")
-    nlls = [scores_of(own, labels)["nll"] for own in probabilities]
+    nlls = [scores_of(one, labels)["nll"] for one in probabilities]
     sizes = range(1, len(probabilities) + 1)
     together = [scores_of(probabilities[:size].mean(0), labels)["nll"] for size in sizes]
     right.scatter(sizes, nlls, s=14, color="tab:blue", label="one member")

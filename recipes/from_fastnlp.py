@@ -52,8 +52,8 @@ def main(
         loader = ll.make_loader(train_set, batch_size=batch_size, seed=seed, device=device)
         test_batches = ll.make_loader(test_set, batch_size=256, order=ll.data.in_order(), device=device)
         if overfit_batches:  # whole batches, of which each rank takes its samples
-            whole = ll.make_loader(train_set, batch_size=batch_size, seed=seed, divide=False)
-            few = list(islice(whole(ll.TrainState()), overfit_batches))
+            undivided = ll.make_loader(train_set, batch_size=batch_size, seed=seed, divide=False)
+            few = list(islice(undivided(ll.TrainState()), overfit_batches))
             loader = test_batches = ll.make_loader(few, batch_size=None, order=ll.data.in_order(), device=device)
 
         half = torch.float16 if fp16 == "float16" else torch.bfloat16

@@ -144,17 +144,17 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, width: int, depth: int, heads: int, length: int, dropout: float) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*[Block(width, heads, dropout) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
-        for table in (self.bytes, self.places):
+        for table in (self.bytes, self.positions):
             nn.init.normal_(table.weight, std=0.02)
         self.head.weight = self.bytes.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Hidden states (batch, length, width), which the head turns into logits."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden: Tensor = self.norm(self.blocks(self.bytes(tokens) + self.places(places)))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden: Tensor = self.norm(self.blocks(self.bytes(tokens) + self.positions(positions)))
         return hidden
 
 

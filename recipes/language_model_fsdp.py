@@ -166,18 +166,18 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, width: int, depth: int, heads: int, length: int) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
-        for table in (self.bytes, self.places):
+        for table in (self.bytes, self.positions):
             nn.init.normal_(table.weight, std=0.02)
         self.head.weight = self.bytes.weight
 
     # FSDP2 acts when the module is called, so head and loss are in here, and loss_fn uses no parameters.
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
         """Logits (batch, length, 256), or with labels (batch, length) the loss, without all logits at once."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.norm(self.blocks(self.bytes(tokens) + self.places(places)))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.norm(self.blocks(self.bytes(tokens) + self.positions(positions)))
         return self.head(x) if labels is None else ll.next_token_loss(x, labels, head=self.head, shift=False)
 
 

@@ -84,8 +84,8 @@ def main(
         curves[name] = {}
         for k in (5, 10):
             tasks = draw_tasks(test_tasks, k + 100, seed=-1, told=name == "oracle")
-            found = [tuned_errors(model, state.params, rate, tasks, k) for rate in lrs]
-            curves[name][k] = min(found, key=lambda errors: errors[-1])
+            by_rate = [tuned_errors(model, state.params, rate, tasks, k) for rate in lrs]
+            curves[name][k] = min(by_rate, key=lambda errors: errors[-1])
     scores = {
         f"{name} {k}-shot after {steps}": curves[name][k][steps]
         for name in curves
@@ -144,11 +144,11 @@ def tuned_errors(model: nn.Module, params: dict[str, Tensor], lr: float, tasks: 
     step, start = make_inner_step(model, lr)
 
     def errors(x: Tensor, y: Tensor) -> Tensor:
-        state, found = start.replace(params=params), []
+        state, losses = start.replace(params=params), []
         for _ in range(11):
-            found.append(F.mse_loss(functional_call(model, state.params, x[k:]), y[k:]))
+            losses.append(F.mse_loss(functional_call(model, state.params, x[k:]), y[k:]))
             state, _ = step(state, (x[:k], y[:k]))
-        return torch.stack(found)
+        return torch.stack(losses)
 
     with torch.no_grad():
         means: list[float] = vmap(errors)(*tasks).mean(0).tolist()
@@ -158,8 +158,8 @@ def tuned_errors(model: nn.Module, params: dict[str, Tensor], lr: float, tasks: 
 def save_picture(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True)
     for axes, k in zip(panels, (5, 10), strict=True):
-        for (name, found), style in zip(curves.items(), ("-o", "--s", ":d"), strict=True):
-            axes.plot(range(11), found[k], style, label=name)
+        for (name, by_shots), style in zip(curves.items(), ("-o", "--s", ":d"), strict=True):
+            axes.plot(range(11), by_shots[k], style, label=name)
         axes.set(title=f"{k} shots", xlabel="gradient steps", ylim=(0, None))
     panels[0].set_ylabel("mean squared error")
     panels[1].legend()

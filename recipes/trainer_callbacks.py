@@ -104,7 +104,7 @@ def train(args: TrainingArguments, callbacks: Any, model: nn.Module, train_set: 
     extra = {"best": best, "callbacks": hooks.memory()}
     state = ckpt.restore(ll.init_state(model, optimizer, seed=args.seed, epoch_length=len(loader), extra=extra))
     hooks.recall(state.extra["callbacks"])
-    window = whole = ll.Window()
+    window = whole_run = ll.Window()
     print(f"continuing from step {state.step} of {steps}" if state.step else f"{steps} steps")
 
     def do_what_is_asked(state: ll.TrainState, window: ll.Window) -> tuple[ll.TrainState, ll.Window]:
@@ -131,7 +131,7 @@ def train(args: TrainingArguments, callbacks: Any, model: nn.Module, train_set: 
             state, metrics = train_step(state, batch)
             hooks.fire("on_optimizer_step", state.replace(step=before.step))
             hooks.fire("on_step_end", state)
-            window, whole = window.add(metrics), whole.add(metrics)
+            window, whole_run = window.add(metrics), whole_run.add(metrics)
             state, window = do_what_is_asked(state, window)
             if hooks.control.should_epoch_stop or hooks.control.should_training_stop:
                 break
@@ -139,8 +139,8 @@ def train(args: TrainingArguments, callbacks: Any, model: nn.Module, train_set: 
         state, window = do_what_is_asked(state, window)
         if hooks.control.should_epoch_stop and state.batch:
             state = state.replace(epoch=state.epoch + 1, batch=0)
-    if len(whole):
-        log(state, {"train_loss": ll.compute(whole.metrics())["loss"]})
+    if len(whole_run):
+        log(state, {"train_loss": ll.compute(whole_run.metrics())["loss"]})
     weights = ckpt.restore(state, which="best") if args.load_best_model_at_end else state
     hooks.fire("on_train_end", weights.replace(step=state.step, extra=state.extra))
     return weights

@@ -68,7 +68,7 @@ def main(
     def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
         pictures, labels, others, share = mixed(*batch, mixup)
         logits = model(pictures.contiguous(memory_format=torch.channels_last))
-        losses = [F.cross_entropy(logits, found, label_smoothing=label_smoothing) for found in (labels, others)]
+        losses = [F.cross_entropy(logits, target, label_smoothing=label_smoothing) for target in (labels, others)]
         return share * losses[0] + (1 - share) * losses[1]
 
     steps = epochs * len(loader)

@@ -86,11 +86,11 @@ def main(
         ckpt.save(state)
 
     scores = ll.evaluate(eval_step, state, test_batches)
-    whole = ll.evaluate(eval_step, state, [test_set.tensors])  # one call of each metric, on all samples
+    in_one_call = ll.evaluate(eval_step, state, [test_set.tensors])  # one call of each metric, on all samples
     parts = [ll.compute(eval_step(state, batch)) for batch in test_batches(ll.TrainState())]
     print(f"{'':20}{len(parts)} batches   one of all   mean over batches")
     for name, value in scores.items():
-        print(f"{name:20}{value:9.4f}{whole[name]:13.4f}{sum(part[name] for part in parts) / len(parts):20.4f}")
+        print(f"{name:20}{value:9.4f}{in_one_call[name]:13.4f}{sum(part[name] for part in parts) / len(parts):20.4f}")
     return scores
 
 

@@ -74,8 +74,9 @@ def blank(match):
 
 
 def without_code(text):
-    """Markdown without fenced blocks and code spans, with its lines in place."""
-    return re.sub(r"`[^`\n]+`", blank, re.sub(r"^```.*?^```", blank, text, flags=re.M | re.S))
+    """Markdown without fenced blocks, code spans and HTML tags, with its lines in place."""
+    text = re.sub(r"^```.*?^```", blank, text, flags=re.M | re.S)
+    return re.sub(r"`[^`\n]+`|</?[a-z][^<>]*>", blank, text)
 
 
 def faults(path):

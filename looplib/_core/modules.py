@@ -132,7 +132,7 @@ class _Places(NamedTuple):
         return cls(*map(list, zip(*places, strict=True))) if places else cls([], [], [])
 
     def own(self) -> list[Any]:
-        """What the slots hold now."""
+        """Values that the slots hold now."""
         return [*map(operator.getitem, self.owners, self.keys)]
 
     def of_state(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:

@@ -216,7 +216,7 @@ def _key(rank: int) -> str:
 
 
 def _published(rank: int) -> list[Any] | None:
-    """Where a rank waits, or None if it does not, or if it cannot be asked."""
+    """Call in which a rank waits, or None if it does not, or if it cannot be asked."""
     with contextlib.suppress(RuntimeError):
         store = torch_private.default_store()
         if store.check([_key(rank)]) and (text := store.get(_key(rank))):

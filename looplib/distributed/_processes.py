@@ -132,8 +132,8 @@ def _device(local_rank: int, launched: bool) -> torch.device:
 
 def _backend(device: torch.device) -> str:
     """Backends for CPU tensors and for those of the device."""
-    own = distributed.get_default_backend_for_device(device)
-    return own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
+    backend_of_device = distributed.get_default_backend_for_device(device)
+    return backend_of_device if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend_of_device}"
 
 
 @contextmanager

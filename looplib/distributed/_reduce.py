@@ -41,18 +41,18 @@ def merged(metrics: Metrics | None, like: Metrics | None) -> dict[str, Metric] |
     """Metrics of all ranks that have any. A rank without metrics passes `like`, a template of what they would be."""
     if not _ranks.several():
         return None if metrics is None else dict(metrics)
-    own: _Own = {}
-    data = _pickled(None if metrics is None else dict(metrics), own)
+    unsent: _Unsent = {}
+    data = _pickled(None if metrics is None else dict(metrics), unsent)
     if metrics is None and like is not None:
-        _pickled(dict(like), own)
-    parts = [part for found in _ranks.gather(data) if (part := _unpickled(found, own)) is not None]
+        _pickled(dict(like), unsent)
+    parts = [part for sent in _ranks.gather(data) if (part := _unpickled(sent, unsent)) is not None]
     return merge(*parts) if parts else None
 
 
-_Own = dict[tuple[str, int], Any]
+_Unsent = dict[tuple[str, int], Any]  # functions and modules that each rank has, by name and number
 
 
-def _pickled(value: Any, own: _Own) -> bytes:
+def _pickled(value: Any, unsent: _Unsent) -> bytes:
     """The parts of a record that can be sent. Lambdas and modules are the same on each rank and are not sent."""
 
     class Pickler(pickle.Pickler):
@@ -66,7 +66,7 @@ def _pickled(value: Any, own: _Own) -> bytes:
             else:
                 return None
             index = 0
-            while own.setdefault((name, index), thing) is not thing:
+            while unsent.setdefault((name, index), thing) is not thing:
                 index += 1
             return name, index
 
@@ -91,9 +91,9 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _unpickled(data: bytes, own: _Own) -> Any:
+def _unpickled(data: bytes, unsent: _Unsent) -> Any:
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, key: tuple[str, int]) -> Any:
-            return own[key]
+            return unsent[key]
 
     return Unpickler(io.BytesIO(data)).load()

@@ -53,9 +53,9 @@ def check_replicas(state: TrainState) -> None:
     for (path, leaf), checksum in zip(held, sums, strict=True):
         index = _shard(leaf)
         (in_shards if index else everywhere)[trees.pointer(path)[1:] + index] = f"{checksum % 2**64:016x}"
-    found = ranks.gather((_digest(everywhere), _digest(list(in_shards)), _digest(in_shards)))
-    shards_of = {shards: values for _, shards, values in found}
-    if all(one[0] == found[0][0] and shards_of[one[1]] == one[2] for one in found):
+    digests = ranks.gather((_digest(everywhere), _digest(list(in_shards)), _digest(in_shards)))
+    shards_of = {shards: values for _, shards, values in digests}
+    if all(one[0] == digests[0][0] and shards_of[one[1]] == one[2] for one in digests):
         return
     differences = _differences(ranks.gather({**everywhere, **in_shards}))
     raise ValueError(f"the ranks hold different values:\n  {few(differences, 10, _NEXT)}")

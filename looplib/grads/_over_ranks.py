@@ -80,7 +80,7 @@ def _is_empty(batch: Any) -> bool:
 
 
 def _of_no_samples(grad_fn: GradFn, state: TrainState, batch: Any, part: Part) -> Gradients:
-    """What a rank without samples contributes: the names of its metrics, and zero for everything else."""
+    """Contribution of a rank without samples: the names of its metrics, and zero for everything else."""
     out = grad_fn(state, stand_in(batch), replace(part, donate=False))
     weight = None if out.weight is None else out.weight * 0
     return out._replace(

@@ -103,8 +103,8 @@ def metric_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, ll.Me
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
     """Measurements (n, 30), float32, with mean 0 and standard deviation 1 in training, and labels (n,)."""
-    found = load_breast_cancer()
-    x, labels = torch.tensor(found.data), torch.tensor(found.target)
+    tumours = load_breast_cancer()
+    x, labels = torch.tensor(tumours.data), torch.tensor(tumours.target)
     train, test = train_test_split(range(len(x)), test_size=0.2, stratify=labels, random_state=0)
     x = ((x - x[train].mean(0)) / x[train].std(0)).float()
     return TensorDataset(x[train], labels[train]), TensorDataset(x[test], labels[test])

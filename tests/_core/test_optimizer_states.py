@@ -1,4 +1,4 @@
-"""What is known of the states of optimizers."""
+"""Names of the classes whose states have certain keys."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a compiled step looks at before it runs the machine code."""
+"""Work of a compiled step before it runs the machine code."""
 
 import torch
 from torch import nn
