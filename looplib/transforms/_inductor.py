@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from looplib.transforms._program import Program, fakes
 
 Compiled = Callable[[list[Tensor]], Any]
 
+_ALIGNMENT = 16  # bytes, of the widest loads
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -63,7 +64,7 @@ def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[.
         patches = {**torch._inductor.list_mode_options(mode or "default"), **chosen}
         compiled: Any = inductor.compile_fx(graph, examples, config_patches=patches, **inner)
         if cuda_graphs and any(example.is_cuda for example in examples):
-            return partial(_run_apart, compiled)
+            return partial(_run_apart, compiled, in_place)
         return lambda values: compiled(*values)
 
     return compile_graph
@@ -81,7 +82,14 @@ def _by_name(name: str) -> Callable[..., Compiled]:
     return compile_graph
 
 
-def _run_apart(compiled: Callable[..., Any], values: list[Tensor]) -> list[Tensor]:
+def _run_apart(compiled: Callable[..., Any], in_place: Sequence[int], values: list[Tensor]) -> list[Tensor]:
     """Copy the outputs of what may be a CUDA graph, since its next run would overwrite them."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    return [tensor.clone() for tensor in compiled(*values)]
+    # Inductor does not check the alignment of inputs at fixed addresses, and its kernels rely on it.
+    shifted = {index: values[index] for index in in_place if values[index].data_ptr() % _ALIGNMENT}
+    for index, tensor in shifted.items():  # such as the weights of a GRU, views of one buffer
+        values[index] = tensor.clone()
+    outputs = [tensor.clone() for tensor in compiled(*values)]
+    for index, tensor in shifted.items():
+        tensor.copy_(values[index])
+    return outputs

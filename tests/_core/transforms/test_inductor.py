@@ -6,8 +6,7 @@ from torch._inductor import compile_fx as inductor
 from torch._inductor.cudagraph_utils import check_for_mutation_ignore_cuda_graph_managed_tensor as why_skipped
 
 import looplib as ll
-
-pytestmark = pytest.mark.slow
+from looplib.transforms import _inductor
 
 
 def compiled_with(monkeypatch, *, donate, **options):
@@ -34,6 +33,7 @@ def compiled_with(monkeypatch, *, donate, **options):
 scale = torch.tensor([1.0, 2.0])  # a tensor of the graph itself
 
 
+@pytest.mark.slow
 def test_all_that_a_donated_step_writes_stays_where_it_is(monkeypatch):
     ((graph, made, fixed),) = compiled_with(monkeypatch, donate=True, mode="reduce-overhead")
     written = set(made.mutated_input_idxs)
@@ -45,5 +45,22 @@ def test_all_that_a_donated_step_writes_stays_where_it_is(monkeypatch):
     assert moving == [(2,), (2,), (), (4, 3)]  # `scale` forward and backward, the learning rate and the batch
 
 
+@pytest.mark.slow
 def test_a_graph_that_writes_nothing_is_compiled_as_by_torch(monkeypatch):
     assert compiled_with(monkeypatch, donate=False, mode="reduce-overhead") == []
+
+
+def test_a_state_that_is_not_aligned_is_copied_for_the_run_and_written_back():
+    storage = torch.arange(9.0)
+    aligned, shifted, batch = torch.zeros(4), storage[1:5], torch.ones(4)
+    assert shifted.data_ptr() % 16
+
+    def compiled(one, other, batch):
+        assert not one.data_ptr() % 16
+        assert not other.data_ptr() % 16
+        return [one.add_(batch).sum(), other.add_(batch).sum()]
+
+    sums = _inductor._run_apart(compiled, [0, 1], [aligned, shifted, batch])
+    assert [total.item() for total in sums] == [4, 1 + 2 + 3 + 4 + 4]
+    assert aligned.tolist() == [1] * 4
+    assert storage.tolist() == [0, 2, 3, 4, 5, 5, 6, 7, 8]
