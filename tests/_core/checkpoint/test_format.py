@@ -330,9 +330,9 @@ def test_a_hostile_pickle_does_not_run(tmp_path, name, same_size, kind):
 
 def test_a_manifest_from_the_future_is_told_apart(tmp_path):
     whole(tmp_path / "c")
-    forged(tmp_path / "c", lambda manifest: {"format": 3, "bytes": 0, "runes": [1]})
+    forged(tmp_path / "c", lambda manifest: {"format": 99, "bytes": 0, "runes": [1]})
     with pytest.raises(
-        ll.checkpoint.CheckpointVersionError, match=r"is of format 3, and this looplib reads up to 2: install"
+        ll.checkpoint.CheckpointVersionError, match=r"is of format 99, and this looplib reads up to 3: install"
     ):
         everything(tmp_path / "c")
 
