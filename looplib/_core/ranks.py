@@ -10,6 +10,7 @@ import math
 import pickle
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -101,13 +102,16 @@ def host_group(process_group: Any = None) -> Any:
     return _on_host[process_group]
 
 
-_groups_made: Counter[tuple[int, ...]] = Counter()  # by their ranks
+# By torch's default group, the number of groups by their ranks: a process that joins a new default group, after another
+# one was lost, has to find the keys of processes that have just started.
+_groups_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def new_group(members: Sequence[int], timeout: timedelta | None = None) -> Any:
     """A group of these ranks that sends CPU tensors. A rank that does not come here is reported."""
-    key = f"looplib/groups/{members}/{_groups_made[*members]}"
-    _groups_made[*members] += 1
+    made = _groups_made.setdefault(distributed.group.WORLD, Counter())
+    key = f"looplib/groups/{members}/{made[*members]}"
+    made[*members] += 1
     store, keys = torch_private.default_store(), [f"{key}/{member}" for member in members]
     store.set(f"{key}/{distributed.get_rank()}", "")
 

@@ -27,6 +27,7 @@ ORDER = [
     "testing_your_step",
     "language_model_ddp",
     "language_model_fsdp",
+    "lose_a_rank",
     "sweep_lr",
     "optuna_pruning",
     "ensemble_digits",
