@@ -761,7 +761,6 @@ class no_warnings:
 
 _COMPILED = "torch.compile has no compiler for the far device; `pytest -m gpu` runs it on a GPU"
 _RECORD = "a record, which holds what the case of its function shows"
-_ORDER = "indices on the host"
 _RANKS = "starts processes on the CPU; `pytest -m gpu` is where ranks have devices"
 
 EXCEPTIONS = {
@@ -769,14 +768,6 @@ EXCEPTIONS = {
     "checkpoint.Checkpoints": _RECORD,
     "checkpoint.CheckpointVersionError": "an error about a file",
     "checkpoint.DamagedCheckpointError": "an error about a file",
-    "data.Order": _ORDER,
-    "data.batch_sampler": _ORDER,
-    "data.by_length": _ORDER,
-    "data.in_order": _ORDER,
-    "data.sampler": _ORDER,
-    "data.shuffled": _ORDER,
-    "data.weighted": _ORDER,
-    "data.collate_microbatches": "makes batches on the host",
     "debug.LeafDifference": _RECORD,
     "debug.read_fingerprints": "reads a text file",
     "losses.model_inputs": "chooses columns of a batch",

@@ -8,7 +8,7 @@ from far.cases import CASES, EXCEPTIONS, ON_THE_HOST
 from far.device import far
 
 ROOMS = {
-    "checkpoint", "contrib", "data", "debug", "evaluation", "gradients", "grads", "losses", "metrics", "optim", "state",
+    "checkpoint", "contrib", "debug", "evaluation", "gradients", "grads", "losses", "metrics", "optim", "state",
     "steps", "testing", "transforms",
 }  # fmt: skip
 NAMES = {function: name for name, function in reversed(CASES.items())}
@@ -35,7 +35,8 @@ def bits(tree):
 
 def test_every_public_name_has_a_case_or_a_reason():
     public = {name for name in public_names() if name.partition(".")[0] in ROOMS}
-    assert public == CASES.keys() | EXCEPTIONS.keys(), "write a case in tests/far/cases.py, or say why there is none"
+    assert public <= CASES.keys() | EXCEPTIONS.keys(), "write a case in tests/far/cases.py, or say why there is none"
+    assert CASES.keys() | EXCEPTIONS.keys() <= public_names().keys()
     assert not CASES.keys() & EXCEPTIONS.keys()
 
 
