@@ -182,9 +182,10 @@ class Together(Alone):
 
     def end(self) -> None:
         self.engine.sync(True)
-        with torch.no_grad():
-            for buffer, before in self.kept:
-                buffer.copy_(before)
+        if self.kept:
+            with torch.no_grad():
+                for buffer, before in self.kept:
+                    buffer.copy_(before)
 
 
 class NoEngine:

@@ -212,13 +212,14 @@ class Sums:
         self._values = torch.tensor(values, dtype=torch.float64)
         self._work: Any = None
         if several():
-            self._work = distributed.all_reduce(self._values, group=host_group(), async_op=True)
-            waiting.request(self._work, host_group())
+            self._on = host_group()
+            self._work = distributed.all_reduce(self._values, group=self._on, async_op=True)
+            waiting.request(self._work, self._on)
 
     def read(self) -> list[float]:
         if self._work is not None:
             waiting.watch.requested = None
-            waiting.wait(self._work, host_group())
+            waiting.wait(self._work, self._on)
             self._work = None
         return cast(list[float], self._values.tolist())
 
