@@ -34,7 +34,7 @@ def test_the_classifiers_begin_with_the_oldest_python_and_agree_with_the_licence
 
 def test_an_unreleased_version_may_lack_urls_and_a_released_one_may_not():
     unreleased = f"## {PROJECT['version']}, unreleased" in (ROOT / "CHANGELOG.md").read_text()
-    assert unreleased or {"Repository", "Issues", "Changelog"} <= PROJECT["urls"].keys()
+    assert unreleased or {"Repository", "Issues", "Changelog"} <= PROJECT.get("urls", {}).keys()
 
 
 def test_the_extras_that_texts_name_exist():
