@@ -55,6 +55,7 @@ struct FarEvent {
 std::recursive_mutex streams_mutex;
 std::map<std::pair<DeviceIndex, c10::StreamId>, Queue> queues;
 int64_t streams = 0;
+int64_t queued_copies = 0;
 thread_local c10::StreamId current_stream[COUNT] = {0, 0};
 
 Queue& queue(Stream stream) { return queues[{stream.device_index(), stream.id()}]; }
@@ -465,6 +466,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& into, bool non_bl
   if (non_blocking && crosses && is_pinned(is_far(from) ? into : from)) {
     std::lock_guard<std::recursive_mutex> guard(streams_mutex);
     queued.work.push_back(copy);
+    queued_copies++;
   } else {
     if (crosses && !is_far(into)) report("copy to the host");
     run(queued);
@@ -518,6 +520,7 @@ TORCH_LIBRARY(far, m) {
   m.def("device() -> int", []() { return static_cast<int64_t>(current); });
   m.def("synchronize(int index) -> ()", [](int64_t index) { Guard().synchronizeDevice(index); });
   m.def("streams() -> int", []() { return streams; });
+  m.def("queued_copies() -> int", []() { return queued_copies; });
   c10::SetAllocator(FAR, &far_allocator);
   at::RegisterPrivateUse1HooksInterface(new Hooks());
 }

@@ -18,7 +18,7 @@ says how many reads a training step makes with each part of looplib. Your loss f
 
 A conditional update reads once, because `state.step` counts completed updates and so the host must know whether there
 was one. Stacked conditions are combined on the device and read together. A skipped update may read more, to say why it
-was skipped.
+was skipped. So may the first steps of a run, which look at what later ones rely on.
 
 Metrics stay on the device until `ll.compute`, which reads once for all of them. Call it every few hundred steps: the
 progress bar reads when it is redrawn, and `ll.Window` adds up without reading.
@@ -87,8 +87,8 @@ TABLES = {
         of_class("Rprop"),
         of_class("AdamW", more=", foreach=True"),
         of_class("AdamW", more=", fused=True"),
-        of_class("ASGD", 4, "torch's own, one for each parameter."),
-        of_class("Adafactor", 8, "torch's own, two for each parameter."),
+        of_class("ASGD", 6, "torch's own: one for each of the 6 parameters."),
+        of_class("Adafactor", 12, "torch's own: two for each of the 6 parameters."),
         Row("ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-3, warmup=100, total=2000))", 0),
         Row("ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(1e-3))", 0),
         Row("ll.ema(optimizer)", 0),
