@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from looplib._core import forgotten, ownership
 from looplib._core import modules as _modules
-from looplib._core.checks import check_optional_count, check_type, named
+from looplib._core.checks import check, check_optional_count, check_type, named
 from looplib._core.descriptions import described
 from looplib._core.made_with import MadeWith
 from looplib._core.overlap import overlapping
@@ -57,19 +57,20 @@ def init_state(
         ValueError: a lazy parameter has no shape yet, no parameter is trainable, `epoch_length` is 0, or a trained
             parameter shares memory with another tensor of the module.
     """
-    if isinstance(optimizer, nn.Module) and not isinstance(model, nn.Module):
-        raise TypeError("init_state takes the model first: write ll.init_state(model, optimizer)")
+    swapped = isinstance(optimizer, nn.Module) and not isinstance(model, nn.Module)
+    check(not swapped, "init_state takes the model first: write ll.init_state(model, optimizer)", TypeError)
     slots = _modules.members(model)
     advice = "an epoch has 1 batch or more, or give None for a stream"
     check_optional_count("epoch_length", epoch_length, advice=advice)
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
     opt_state = None
     if optimizer is not None:
-        if not hasattr(optimizer, "init"):
-            raise TypeError(
-                f"optimizer is {_describe(optimizer)}; init_state needs what ll.optimizer returns, "
-                "such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
-            )
+        check(
+            hasattr(optimizer, "init"),
+            f"optimizer is {_describe(optimizer)}; init_state needs what ll.optimizer returns, such as "
+            "ll.optimizer(torch.optim.AdamW, lr=1e-3)",
+            TypeError,
+        )
         names = _modules.trainable_names(model, trainable)
         if (pair := overlapping({**params, **buffers}, set(names))) is not None:
             raise ValueError(
@@ -153,8 +154,7 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
         ValueError: names or shapes differ from the module's. Nothing is copied then.
         DonatedStateError: the state was donated to a step.
     """
-    if isinstance(model, TrainState):
-        raise TypeError("bind takes the model first: write ll.bind(model, state)")
+    check(not isinstance(model, TrainState), "bind takes the model first: write ll.bind(model, state)", TypeError)
     check_state(state, "ll.bind(model, state)")
     slots = _modules.members(model)
     _modules.check_names("parameters", state.params, slots.params, model)
@@ -190,11 +190,11 @@ def end_epoch(state: TrainState) -> TrainState:
         ValueError: the state has an `epoch_length`.
     """
     check_state(state, "ll.end_epoch(state)")
-    if state.epoch_length is not None:
-        raise ValueError(
-            f"the state has epoch_length={state.epoch_length}, so train_step ends its epochs; "
-            "end_epoch is for streams, whose states are made with epoch_length=None"
-        )
+    check(
+        state.epoch_length is None,
+        f"the state has epoch_length={state.epoch_length}, so train_step ends its epochs; end_epoch is for streams, "
+        "whose states are made with epoch_length=None",
+    )
     # No batch was consumed here, so predicates such as every_n_samples do not fire.
     return state.replace(epoch=state.epoch + 1, batch=0, batch_samples=0)
 
@@ -236,8 +236,8 @@ def cast(state: TrainState, dtype: torch.dtype) -> TrainState:
     """
     advice = "give a TrainState, such as ll.init_state returns (for a module, torch has module.to(dtype))"
     check_type("cast got", state, TrainState, advice)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"cast to {dtype}: give a floating-point dtype, such as torch.bfloat16")
+    floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    check(floats, f"cast to {dtype}: give a floating-point dtype, such as torch.bfloat16")
 
     def converted(tensor: Tensor) -> Tensor:
         to = dtype if tensor.is_floating_point() else tensor.dtype

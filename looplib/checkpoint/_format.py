@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 
@@ -66,8 +67,9 @@ def leaves_of(tree: Any) -> dict[str, Any]:
     """Leaves of a tree, by path."""
     leaves: dict[str, Any] = {}
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-        if (leaf_path := pointer(path)) in leaves:
-            raise ValueError(f"two leaves of the state are both at {leaf_path}: give their keys different names")
+        leaf_path = pointer(path)
+        twice = f"two leaves of the state are both at {leaf_path}: give their keys different names"
+        check(leaf_path not in leaves, twice)
         leaves[leaf_path] = leaf
     return leaves
 
@@ -108,11 +110,12 @@ def encoded(leaf_path: str, value: Any) -> dict[str, Any]:
     kind = type(value)
     if kind in _JSON and _JSON[kind](value):
         return {"value": value}
-    if kind not in (float, int, bytes, complex):
-        raise TypeError(
-            f"{leaf_path} is a {kind.__name__}, which a checkpoint cannot hold: keep tensors, Python's own numbers, "
-            "strings, bytes, None, and dicts, lists, tuples or registered pytrees of these"
-        )
+    check(
+        kind in (float, int, bytes, complex),
+        f"{leaf_path} is a {kind.__name__}, which a checkpoint cannot hold: keep tensors, Python's own numbers, strings, "
+        "bytes, None, and dicts, lists, tuples or registered pytrees of these",
+        TypeError,
+    )
     return {kind.__name__: _CODES[kind.__name__][0](value)}
 
 

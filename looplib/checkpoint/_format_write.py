@@ -20,6 +20,7 @@ import orjson
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import (
     DATA,
@@ -116,11 +117,12 @@ class Parts:
             event.record(torch.accelerator.current_stream(device))
 
     def _add_sharded(self, leaf_path: str, leaf: Any) -> None:
-        if any(placement.is_partial() for placement in leaf.placements):
-            raise TypeError(
-                f"{leaf_path} is a DTensor that is not summed up yet (placements {leaf.placements}), which a "
-                "checkpoint cannot hold: redistribute it first"
-            )
+        check(
+            not any(placement.is_partial() for placement in leaf.placements),
+            f"{leaf_path} is a DTensor that is not summed up yet (placements {leaf.placements}), which a checkpoint "
+            "cannot hold: redistribute it first",
+            TypeError,
+        )
         self.sharded[leaf_path], self.locals[leaf_path] = leaf, _span(leaf_path, local(leaf)).tensor
         self.storages.add(self.locals[leaf_path].untyped_storage().data_ptr())
 
@@ -207,14 +209,13 @@ def _copied_to_host(source: Tensor) -> Tensor:
 
 
 def _span(leaf_path: str, tensor: Tensor) -> _Span:
-    kind = ""
-    if tensor.layout is not torch.strided:
-        kind = f"tensor of layout {tensor.layout}"
-    elif type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.dtype in QUANTIZED:
-        kind = "quantized tensor" if tensor.dtype in QUANTIZED else type(tensor).__name__
-    elif tensor.is_meta:
-        kind = "tensor on the meta device, without values"
-    if kind:
+    unfit = {
+        f"tensor of layout {tensor.layout}": tensor.layout is not torch.strided,
+        "quantized tensor": tensor.dtype in QUANTIZED,
+        type(tensor).__name__: type(tensor) not in (Tensor, torch.nn.Parameter),
+        "tensor on the meta device, without values": tensor.is_meta,
+    }
+    for kind in filter(unfit.get, unfit):
         raise TypeError(
             f"{leaf_path} is a {kind}, which a checkpoint cannot hold: convert it to a dense plain tensor"
         )

@@ -179,10 +179,10 @@ class CheckpointIO:
             trees, left_out = self._left_out.trees(state)
             about = {**self._about(state, metrics), **left_out}
             parts = Parts(trees)
-            if parts.sharded and is_alone():
-                raise ValueError(
-                    "the state is sharded, and this rank holds a part of it: save it on all ranks together"
-                )
+            check(
+                not (parts.sharded and is_alone()),
+                "the state is sharded, and this rank holds a part of it: save it on all ranks together",
+            )
             # DTensors are always copied: nearly all come from donated steps, which FSDP2 requires.
             if self._asynchronous and (parts.sharded or (copied and ranks.first)):
                 parts.copy()
@@ -249,8 +249,8 @@ class CheckpointIO:
         self.wait()
         ranks = together()
         ranks.meet()
-        if len(requests := set(ranks.gather(which))) > 1:
-            raise ValueError(f"the ranks ask for different checkpoints: {', '.join(sorted(map(repr, requests)))}")
+        requests = {*map(repr, ranks.gather(which))}
+        check(len(requests) == 1, f"the ranks ask for different checkpoints: {', '.join(sorted(requests))}")
         selected = Selection(weights_only, names)
         while (chosen := ranks.on_first(lambda: self._listing.choose(which, self._policy))) is not None:
             path, stamp = chosen

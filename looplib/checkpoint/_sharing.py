@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check
 from looplib.checkpoint._format import extent, local
 
 
@@ -55,6 +56,7 @@ class Sharing:
     ) -> None:
         self._entry, self._path = entry, path
         self._blocks: dict[Any, list[_Block]] = {}
+        self._disputed: dict[Any, list[_Block]] = {}  # those with weights that were saved with two values
         self.written: dict[str, Tensor] = {}
         self.kept_apart: list[str] = []
         for leaf_path, leaf in wanted.items():
@@ -69,7 +71,10 @@ class Sharing:
     def _add(self, block: _Block, leaf: Tensor) -> None:
         others = self._blocks.setdefault(block.storage, [])
         conflict = any(block.overlaps(other) and not self._shared_when_saved(block, other) for other in others)
-        if not conflict or _of_module(block.leaf_path):
+        of_module = _of_module(block.leaf_path)
+        if conflict and of_module:  # the others are weights too, as these come first
+            self._disputed[block.storage] = others
+        if not conflict or of_module:
             others.append(block)
             self.written[block.leaf_path] = leaf
 
@@ -87,14 +92,8 @@ class Sharing:
 
     def check_weights(self, value: Callable[[str], Tensor]) -> None:
         """Raise ValueError if parameters or buffers of the module share elements that were saved with two values."""
-        for blocks in self._blocks.values():
-            weights = [block for block in blocks if _of_module(block.leaf_path)]
-            if any(
-                block.overlaps(other) and not self._shared_when_saved(block, other)
-                for index, block in enumerate(weights)
-                for other in weights[:index]
-            ):
-                self._check_weights(weights, value)
+        for blocks in self._disputed.values():
+            self._check_weights([block for block in blocks if _of_module(block.leaf_path)], value)
 
     def _check_weights(self, weights: list[_Block], value: Callable[[str], Tensor]) -> None:
         """Write all of them into a copy of their memory, and compare."""
@@ -110,12 +109,12 @@ class Sharing:
             once = element_once(view)
             view[once].copy_(saved[leaf_path][once])
         changed = [path for path, view in views.items() if not torch.equal(_bits(view), _bits(saved[path]))]
-        if changed:
-            raise ValueError(
-                f"{self._path} cannot be restored into this bound state: {', '.join(views)} share memory in the "
-                f"module, and {', '.join(changed)} would lose the values that the checkpoint has for them. Restore into "
-                "a state that is not bound to the module: ckpt.restore(ll.copy_state(state))"
-            )
+        check(
+            not changed,
+            f"{self._path} cannot be restored into this bound state: {', '.join(views)} share memory in the module, and "
+            f"{', '.join(changed)} would lose the values that the checkpoint has for them. Restore into a state that is "
+            "not bound to the module: ckpt.restore(ll.copy_state(state))",
+        )
 
 
 def _of_module(leaf_path: str) -> bool:

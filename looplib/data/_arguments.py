@@ -67,11 +67,12 @@ def check_dataloader_options(options: Mapping[str, Any]) -> None:
 
 def check_beside_dataloader(dataset: Any, is_given: Mapping[str, bool]) -> None:
     """Raise ValueError for arguments that a DataLoader, passed as the dataset, already has."""
-    if names := sorted(name for name in is_given if is_given[name]):
-        raise ValueError(
-            f"{', '.join(names)} given together with a {type(dataset).__name__}, which has its own; "
-            "give them to it, or give its dataset to make_loader"
-        )
+    names = sorted(filter(is_given.get, is_given))
+    check(
+        not names,
+        f"{', '.join(names)} given together with a {type(dataset).__name__}, which has its own; give them to it, or "
+        "give its dataset to make_loader",
+    )
 
 
 def check_batch_size(

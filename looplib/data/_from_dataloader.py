@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -26,7 +27,7 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     if isinstance(loader.dataset, IterableDataset):
         return options | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     batches: Any = loader.batch_sampler
-    if _is_torchs("BatchSampler", batches):
+    if _torchs_name(batches) == "BatchSampler":
         options |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
         return options | {"order": _order_of(loader, batches.sampler)}
     if batches is not None:
@@ -37,16 +38,18 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
 def _order_of(loader: DataLoader[Any], source: Any) -> Order:
     dataset: Any = loader.dataset
     count = len(dataset) if hasattr(dataset, "__len__") else None
-    if _is_torchs("SequentialSampler", source) and len(source) == count:
-        return in_order()
-    if _is_torchs("RandomSampler", source) and not source.replacement and len(source) == count:
-        return shuffled()
-    if _is_torchs("WeightedRandomSampler", source) and source.replacement and len(source.weights) == count:
-        return weighted(source.weights, source.num_samples)
-    return sampler(source)
+    orders: dict[tuple[str, bool], Callable[[], Order]] = {  # by the sampler's name and `replacement`
+        ("SequentialSampler", False): in_order,
+        ("RandomSampler", False): shuffled,
+        ("WeightedRandomSampler", True): lambda: weighted(source.weights, source.num_samples),
+    }
+    order = orders.get((_torchs_name(source), getattr(source, "replacement", False)))
+    if order is None or len(getattr(source, "weights", source)) != count:
+        return sampler(source)
+    return order()
 
 
-def _is_torchs(name: str, source: Any) -> bool:
-    """True for torch's or torchdata's own class, and not a subclass, which may use a different order."""
+def _torchs_name(source: Any) -> str:
+    """Name of torch's or torchdata's own class; empty for a subclass of it, which may use a different order."""
     kind = type(source)
-    return kind.__name__ == name and kind.__module__.partition(".")[0] in ("torch", "torchdata")
+    return kind.__name__ if kind.__module__.partition(".")[0] in ("torch", "torchdata") else ""

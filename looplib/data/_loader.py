@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from looplib._core import trees
 from looplib._core.calls import Call, Code, remember
-from looplib._core.checks import check_optional_count
+from looplib._core.checks import check, check_optional_count
 from looplib._core.interrupts import interruptible
 from looplib._core.kinds import instances_are
 from looplib._core.made_with import note_loader
@@ -458,10 +458,10 @@ def _stream_source(
 
 def _epoch_length(epochs: Epochs, order: Order, batch_size: int | None) -> int:
     plan = epochs(0)
-    if not plan:
-        raise ValueError(
-            f"an epoch has no batches: {len(plan.keys)} samples, batch_size={batch_size}, drop_last={epochs.drop_last}"
-        )
+    check(
+        plan,
+        f"an epoch has no batches: {len(plan.keys)} samples, batch_size={batch_size}, drop_last={epochs.drop_last}",
+    )
     order.check_repeatable(plan, epochs)
     return len(plan)
 

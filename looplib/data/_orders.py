@@ -374,11 +374,12 @@ def _seeded(source: Sampler) -> Draw:
 
 
 def _length_of(dataset: Any) -> int:
-    if not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"dataset is a {type(dataset).__name__} without __len__; give it one, or give a sampler: "
-            "order=ll.data.sampler(...)"
-        )
+    check(
+        hasattr(dataset, "__len__"),
+        f"dataset is a {type(dataset).__name__} without __len__; give it one, or give a sampler: "
+        "order=ll.data.sampler(...)",
+        TypeError,
+    )
     return len(dataset)
 
 

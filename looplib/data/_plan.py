@@ -16,6 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check
 from looplib._core.random import mix
 from looplib.data._permutation import Computed
 from looplib.data._random_streams import ORDER, kept_streams, seed_streams
@@ -157,11 +158,12 @@ def _as_keys(drawn: Iterable[Any] | Tensor | Computed) -> Tensor | list[Any] | C
     if isinstance(drawn, Computed):
         return drawn
     if isinstance(drawn, Tensor):
-        if drawn.dim() != 1 or drawn.is_floating_point() or drawn.dtype == torch.bool:
-            raise TypeError(
-                f"the sampler gave a {drawn.dtype} tensor of shape {tuple(drawn.shape)}; "
-                "expected indices of the dataset: a 1-D tensor of an integer type"
-            )
+        check(
+            drawn.dim() == 1 and not drawn.is_floating_point() and drawn.dtype != torch.bool,
+            f"the sampler gave a {drawn.dtype} tensor of shape {tuple(drawn.shape)}; expected indices of the dataset: a "
+            "1-D tensor of an integer type",
+            TypeError,
+        )
         return drawn.cpu().long()
     keys = list(drawn)
     try:

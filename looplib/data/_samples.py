@@ -190,12 +190,12 @@ def reader_of(
 def _rows_of(dataset: Any) -> tuple[Sequence[Tensor], Tensor | None] | None:
     """Tensors of a TensorDataset and the rows chosen by its Subsets, or None for a different dataset."""
     if type(dataset) is TensorDataset:
-        plain = all(type(t) is Tensor and t.layout is torch.strided and not t.is_nested for t in dataset.tensors)
-        return (dataset.tensors, None) if plain else None
+        kinds = {(type(tensor), tensor.layout, tensor.is_nested) for tensor in dataset.tensors}
+        return (dataset.tensors, None) if kinds == {(Tensor, torch.strided, False)} else None
     if type(dataset) is Subset and (within := _rows_of(dataset.dataset)):
         tensors, rows = within
         chosen = torch.as_tensor(dataset.indices)
-        if chosen.dtype == torch.int64 and chosen.dim() == 1 and bool((chosen >= 0).all()):
+        if (chosen.dtype, chosen.dim()) == (torch.int64, 1) and bool((chosen >= 0).all()):
             return tensors, chosen if rows is None else rows[chosen]
     return None
 

@@ -114,8 +114,8 @@ def first_difference(
         "fingerprints, such as the states that the Run has kept",
         TypeError,
     )
-    first: Mapping[int, Any] = _by_step(one.states) if isinstance(one, Run) else one
-    second: Mapping[int, Any] = _by_step(other.states) if isinstance(other, Run) else other
+    first: Mapping[int, Any] = _by_step(getattr(one, "states", one))
+    second: Mapping[int, Any] = _by_step(getattr(other, "states", other))
 
     def compare(one: Any, other: Any) -> list[LeafDifference]:
         return differences(one, other, rtol=rtol, atol=atol)

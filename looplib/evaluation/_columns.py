@@ -107,11 +107,12 @@ def _shape(column: Column) -> str:
 def _column(name: str, leaf: Any) -> Column:
     if is_texts(leaf):
         return _Texts(leaf)
-    if not isinstance(leaf, Tensor) or not leaf.dim():
-        raise TypeError(
-            f"the output's {name!r} is a {type(leaf).__name__}; predict_to writes tensors with one row for each "
-            "example, and lists of strings"
-        )
+    check(
+        isinstance(leaf, Tensor) and leaf.dim(),
+        f"the output's {name!r} is a {type(leaf).__name__}; predict_to writes tensors with one row for each example, and "
+        "lists of strings",
+        TypeError,
+    )
     dense = leaf.is_nested or leaf.layout == torch.strided
     check(dense, f"the output's {name!r} is a sparse tensor ({leaf.layout}); give {name}.to_dense()", TypeError)
     parts = [row.unsqueeze(0) for row in leaf.unbind()] if leaf.is_nested else [leaf]

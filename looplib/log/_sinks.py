@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import orjson
 from tqdm import tqdm
 
+from looplib._core.checks import check
 from looplib._core.kinds import check_kind
 from looplib._core.ranks import is_first
 from looplib.types import Metric, Sink, TrainState, check_state
@@ -180,11 +181,12 @@ def tee(*sinks: Sink) -> Sink:
         TypeError: an argument is not callable.
     """
     for number, sink in enumerate(sinks, 1):
-        if not callable(sink):
-            raise TypeError(
-                f"tee takes sinks, each a function of (state, values); argument {number} is a "
-                f"{type(sink).__name__}; for a list of sinks write ll.tee(*sinks)"
-            )
+        check(
+            callable(sink),
+            f"tee takes sinks, each a function of (state, values); argument {number} is a {type(sink).__name__}; for a "
+            "list of sinks write ll.tee(*sinks)",
+            TypeError,
+        )
         check_kind(sink, "tee", "sink")
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:

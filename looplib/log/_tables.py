@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from looplib._core.checks import check
 from looplib.log._sinks import COUNTS, CodedSink, read_jsonl, row_of
 from looplib.types import Sink, TrainState
 
@@ -221,12 +222,12 @@ def _table(path: Path, size: int) -> tuple[list[str], list[list[str]], int]:
         if not quoted and line.endswith(b"\n"):
             end = position
     lines = list(csv.reader(io.StringIO(data[:end].decode(), newline="")))
-    header = lines[0] if lines else []
-    if header[:4] != list(COUNTS) if end else not b"step,epoch,batch,samples".startswith(data[:24]):
-        raise ValueError(
-            f"{path} is no log of csv_file: it begins with {data[:40]!r}, not with {','.join(COUNTS)!r}; give "
-            "another path, or move that file away"
-        )
+    header = next(iter(lines), [])
+    check(
+        header[:4] == list(COUNTS) if end else b"step,epoch,batch,samples".startswith(data[:24]),
+        f"{path} is no log of csv_file: it begins with {data[:40]!r}, not with {','.join(COUNTS)!r}; give another path, "
+        "or move that file away",
+    )
     return header, lines[1:], end
 
 

@@ -42,8 +42,8 @@ class WithoutDropout(TorchFunctionMode):
         if function in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if function is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            return function(**dict(zip(names, args, strict=False)) | kwargs | {"dropout_p": 0.0})
         if function is F.multi_head_attention_forward:
             kwargs["training"] = False
         return function(*args, **kwargs)
