@@ -71,7 +71,7 @@ def explain_attributes(cls: type, owner: str, advice: Mapping[str, str]) -> None
     """Make the errors for these missing attributes of a class say what to write instead."""
     for name, text in advice.items():
         setattr(cls, name, _Absent(name, f"{owner} has no attribute {name!r}: {text}"))
-    cls.__dir__ = lambda self: [name for name in object.__dir__(self) if name not in advice]  # type: ignore[method-assign]
+    cls.__dir__ = lambda self: [name for name in object.__dir__(self) if name not in advice]  # type: ignore[assignment, method-assign, misc]
 
 
 def explain_names(package: ModuleType) -> None:

@@ -396,7 +396,7 @@ class Guarded(Generic[S]):
             pure = "" if chain.writer.startswith("ckpt.restore") else " or make the step with donate=False"
             raise self.error(
                 f"{name} of the state at step {state.step} (epoch {state.epoch}, batch {state.batch}) was donated: "
-                f"{chain.writer} has written over its tensors{now}. Go on with the state that it returned; to keep an "
+                f"{chain.writer} has written over its tensors{now}. Continue with the state that it returned; to keep an "
                 f"earlier one, copy it first (kept = ll.copy_state(state)){pure}"
             )
 

@@ -54,7 +54,7 @@ def with_position(loader: Loader, state: TrainState) -> TrainState:
     `split_dataset_by_node`), all ranks call this together, and as many ranks continue.
 
     What it cannot keep is what the dataset's `state_dict` does not: `datasets` fill a shuffle buffer with new samples. Draws
-    from the global random streams (torch, numpy, `random`) in the dataset are others than those of an uninterrupted run.
+    from the global random streams (torch, numpy, `random`) in the dataset differ from those of an uninterrupted run.
 
     Args:
         loader: a loader over a stream, with `num_workers=0`.
