@@ -128,7 +128,7 @@ def _module() -> types.ModuleType:
     module.device = device
     module.default_generators = generators
     module._initialized = True
-    module.is_initialized = lambda: True
+    module.is_initialized = ops.is_available
     module._is_in_bad_fork = lambda: False
     module._lazy_init = lambda: None
     module.device_count = lambda: COUNT if ops.is_available() else 0

@@ -166,3 +166,5 @@ def test_the_device_is_there_only_while_it_is_used():
     torch.ops.far.set_available(False)
     assert not torch.accelerator.is_available()
     assert torch.accelerator.device_count() == 0
+    assert torch.accelerator.current_accelerator(check_available=True) is None
+    assert not torch.get_device_module("far").is_initialized()  # a test may fork
