@@ -42,11 +42,24 @@ rebuild_buckets: Callable[[Any], None] = operator.methodcaller("_rebuild_buckets
 shutdown_workers: Callable[[Any], None] = operator.methodcaller("_shutdown_workers")
 init_group: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_init_group")
 
+
+def replace_init_group(instance: Any, function: Callable[..., Any] | None) -> None:
+    """Let an optimizer's `step` call this function for its lists of tensors. None restores the class's own."""
+    if function is None:
+        vars(instance).pop("_init_group", None)
+    else:
+        instance._init_group = function
+
+
 # Of a process group: its number of calls so far.
 calls_of: Callable[[Any], int] = operator.methodcaller("_get_sequence_number_for_group")
 
 # One kernel for many tensors.
-foreach_add_ = torch._foreach_add_
+foreach_add: Callable[..., Any] = torch._foreach_add
+foreach_add_: Callable[..., None] = torch._foreach_add_
+foreach_clone: Callable[..., list[Tensor]] = getattr(
+    torch, "_foreach_clone", lambda tensors: [tensor.clone() for tensor in tensors]
+)  # later than torch 2.11
 foreach_clamp_max_ = torch._foreach_clamp_max_
 foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_copy_ = torch._foreach_copy_
@@ -55,8 +68,10 @@ foreach_lerp_ = torch._foreach_lerp_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+fused_adagrad_: Callable[..., None] = torch._fused_adagrad_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
+fused_sgd_: Callable[..., None] = torch._fused_sgd_
 amp_update_scale_ = torch._amp_update_scale_
 
 

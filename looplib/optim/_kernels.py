@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -16,21 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core import torch_private
 from looplib._core.ranks import is_sharded, shards
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe
 from looplib.types import Params
 
-# Classes whose kernel is called directly: their `step` rebuilds its lists each time, which costs ten times as much.
-DIRECT = {torch.optim.Adam, torch.optim.AdamW}
+# Classes whose fused kernel is also used for sharded tensors, on the shards of each rank.
+_OF_SHARDS = {torch.optim.Adam, torch.optim.AdamW}
 
 # Fused kernels of torch that are wrong by far more than rounding: on a CPU, SGD's handles half precision in vectors,
 # and from the first full vector on moves parameters by as much as their size.
 _WRONG = {(torch.optim.SGD, "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)}
-
-_PLAIN = {Tensor, torch.nn.Parameter}
-
-_exp_avg, _exp_avg_sq, _step = map(operator.itemgetter, ("exp_avg", "exp_avg_sq", "step"))
 
 
 def chosen_by_user(recipe: Recipe) -> list[bool]:
@@ -50,7 +44,7 @@ def fused_groups(recipe: Recipe, params: Params, members: Sequence[Sequence[str]
 
 def _all_supported(recipe: Recipe, tensors: Sequence[Tensor]) -> bool:
     if any(map(is_sharded, tensors)):
-        if recipe.cls not in DIRECT:
+        if recipe.cls not in _OF_SHARDS:
             return False  # torch's other fused kernels do not accept DTensors
         tensors = shards(tensors)
     kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
@@ -145,34 +139,6 @@ def realigned(name: str, grad: Tensor, param: Tensor, state: dict[str, Any]) -> 
     if grad.layout is not torch.strided or aligned([[param], [grad]]):
         return grad
     return torch.empty_like(param).copy_(grad)
-
-
-def fused_adam(
-    values: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]], one: Tensor | int
-) -> bool:
-    """Run Adam's or AdamW's fused kernel in place, like the class. Returns False, unchanged, if it would be wrong."""
-    lists = [params, grads, [*map(_exp_avg, states)], [*map(_exp_avg_sq, states)]]
-    lists.append([state["max_exp_avg_sq"] for state in states] if values["amsgrad"] else [])
-    if not _PLAIN.issuperset(map(type, params)) and any(map(is_sharded, params)):
-        # The kernel is elementwise, so use this rank's shards and avoid DTensor's overhead per operation.
-        lists = [shards(tensors) for tensors in lists]
-    if not aligned(lists if lists[4] else lists[:4]):
-        return False
-    steps = [*map(_step, states)]
-    torch_private.foreach_add_(steps, one)
-    kernel: Any = torch_private.fused_adamw_ if values["decoupled_weight_decay"] else torch_private.fused_adam_
-    kernel(
-        *lists,
-        steps,
-        lr=values["lr"],
-        beta1=values["betas"][0],
-        beta2=values["betas"][1],
-        weight_decay=values["weight_decay"],
-        eps=values["eps"],
-        amsgrad=values["amsgrad"],
-        maximize=values["maximize"],
-    )
-    return True
 
 
 def told(recipe: Recipe, plans: Sequence[Any]) -> str:

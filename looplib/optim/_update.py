@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from copy import deepcopy
@@ -20,9 +21,11 @@ from looplib._core import ownership as _donation
 from looplib._core import torch_private
 from looplib._core.optimizer_states import makers_of
 from looplib._core.random import mix
+from looplib._core.ranks import is_sharded
 from looplib.optim._closure import Evaluate, closure_over
+from looplib.optim._columns import FUSED, Lists, update_columns
 from looplib.optim._first_state import first_state, makes_state_late
-from looplib.optim._kernels import DIRECT, aligned, check_fused, clone, fused_adam, fused_groups, realigned
+from looplib.optim._kernels import aligned, check_fused, clone, fused_groups, realigned
 from looplib.optim._mismatch import mismatch
 from looplib.optim._recipe import Recipe, copied, value_at
 from looplib.optim._rehearsal import Kept, own_attributes, packed, rehearse, streams_at, unpacked
@@ -32,6 +35,7 @@ States = dict[str, dict[str, Any]]
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}
+_dtype = operator.attrgetter("dtype")
 # Classes whose initial state holds the learning rate of the update that creates it, and the key of that value.
 LR_IN_STATE = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
 
@@ -48,6 +52,9 @@ class Plan:
         fused: for each group, True if looplib uses the fused kernel, strides permitting.
         asked: for each group, True if the user asked for the fused kernel.
         direct: True if all groups with a fused kernel may call it without the class's `step`.
+        by_columns: True if updates usually do not need the class's own sorting of parameters (`_columns`).
+        sharded: True if parameters are sharded over ranks.
+        lists: what `_columns` has learned about the class.
         sample: keys under which the class keeps the state of the first parameter of each group.
         objects: name -> key -> class of an object that the class keeps for a parameter.
         idle: instances of the class that are not in use, each with its original attributes.
@@ -64,8 +71,7 @@ class Plan:
         self.values = [{key: value for key, value in group.items() if key != "params"} for group in made.param_groups]
         self.mutable = [{k for k, v in values.items() if isinstance(v, (list, dict, set))} for values in self.values]
         self.asked = [recipe.ours and bool(values.get("fused")) for values in self.values]
-        self.direct = recipe.cls in DIRECT and _alike(params, self.members)
-        self.direct = self.direct and not any(v["capturable"] for v in self.values)
+        self.direct = _calls_kernel(self, params)
         kept = self._rehearsed({names[0]: params[names[0]] for names in self.members if names})
         self.sample = {name: set(state) for name, state in kept.state.items()}
         self.flags = kept.flags
@@ -73,6 +79,9 @@ class Plan:
         self.step = _step_of(recipe)
         self.differentiable = bool(recipe.defaults.get("differentiable", False))
         self.moves = any(self.moving)
+        self.by_columns = _takes_columns(self)
+        self.sharded = any(map(is_sharded, params.values()))
+        self.lists: dict[Any, Lists | None] = {}
         nested = any(isinstance(value, dict) for state in states.values() for value in state.values())
         self.objects = self._rehearsed(params).objects if nested else {}
         self.one = _one(params)
@@ -123,6 +132,18 @@ def _step_of(recipe: Recipe) -> Any:
     return inspect.unwrap(recipe.cls.step) if recipe.ours else recipe.cls.step
 
 
+def _takes_columns(plan: Plan) -> bool:
+    """True if an update usually does not need the class's own sorting of parameters."""
+    makes_rates = plan.recipe.cls in LR_IN_STATE and plan.moves
+    return plan.recipe.ours and not (plan.late or plan.differentiable or makes_rates)
+
+
+def _calls_kernel(plan: Plan, params: Params) -> bool:
+    """True if looplib may call the class's fused kernel itself."""
+    capturable = any(values.get("capturable") for values in plan.values)
+    return plan.recipe.cls in FUSED and _alike(params, plan.members) and not capturable
+
+
 def _alike(params: Params, members: Sequence[Sequence[str]]) -> bool:
     """True if the parameters of each group share one device and one dtype."""
     return all(len({(params[name].device, params[name].dtype) for name in names}) < 2 for names in members)
@@ -140,7 +161,7 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[
     # Group predicates may depend on shapes; without groups nothing does.
     shapes = [tensor.shape for tensor in tensors] if recipe.groups else None
     # Models with the same names may be sharded or not, and their kernels differ.
-    key = names, [tensor.dtype for tensor in tensors], tensors[0].device, shapes, {*map(type, tensors)} - _PLAIN
+    key = names, [*map(_dtype, tensors)], tensors[0].device, shapes, {*map(type, tensors)} - _PLAIN
     for plan in plans:
         if plan.key == key:
             return plan
@@ -206,15 +227,17 @@ def eager_update(
     states = opt_state["state"]
     plan = plan_for(plans, recipe, params, states)
     check_keys(recipe, opt_state, plan.sample)
-    if [grad.dtype for grad in grads.values()] != plan.key[1]:
+    if [*map(_dtype, grads.values())] != plan.key[1]:
         _check_dtypes(grads, params)
+    values = plan.values_at(opt_state, step) if plan.moves or "groups" in opt_state else plan.values
+    if plan.by_columns and (made := update_columns(plan, values, grads, params, states, donate)):
+        return made[0], {**opt_state, "state": made[1]}
     if donate:
         tensors = {name: params[name] for name in grads}
         working: States = {name: states[name] for name in grads}
     else:
         tensors, working = _copies(grads, params, states)
     late, kept = _first_updates(plan, opt_state, step, grads, working, donate) if plan.late else (frozenset(), {})
-    values = plan.values_at(opt_state, step) if plan.moves or "groups" in opt_state else plan.values
     if recipe.cls in LR_IN_STATE:
         _take_rates(plan, values, tensors, working)
     new_state: dict[str, Any] = dict(opt_state)
@@ -222,10 +245,8 @@ def eager_update(
     try:
         if recipe.ours:
             torch_private.set_grad_enabled(plan.differentiable)
-        left = _launch(plan, values, grads, tensors, working) if plan.direct else range(len(values))
-        if left and recipe.ours:
-            _run(plan, left, values, grads, tensors, working, params)
-        elif left:
+            _run(plan, values, grads, tensors, working, params)
+        else:
             evaluate = extra.get("evaluate")
             with streams_at(mix(extra.get("seed", 0), step, STREAM), params.values()):
                 first = late & grads.keys()
@@ -263,34 +284,8 @@ def _take_rates(plan: Plan, values: Sequence[Mapping[str, Any]], tensors: Params
                 working[name][key].fill_(complex(rate, rate) if working[name][key].is_complex() else rate)
 
 
-def _launch(
-    plan: Plan, values: Sequence[dict[str, Any]], grads: Grads, tensors: Params, working: States
-) -> list[int]:
-    """Call Adam's fused kernel for the groups that use it, and return the other groups."""
-    left = []
-    whole = len(grads) == len(plan.key[0])
-    for number, members in enumerate(plan.members):
-        names = members if whole else [name for name in members if name in grads]
-        if not names:
-            continue
-        if plan.fused[number] or plan.asked[number]:
-            own = [*map(tensors.__getitem__, names)]
-            given = [*map(grads.__getitem__, names)]
-            states = [*map(working.__getitem__, names)]
-            if fused_adam(values[number], own, given, states, plan.one):
-                continue
-            if plan.asked[number]:
-                given = [realigned(*each) for each in zip(names, given, own, states, strict=True)]
-                if fused_adam(values[number], own, given, states, plan.one):
-                    continue
-            plan.fell_back = True
-        left.append(number)
-    return left
-
-
 def _run(
     plan: Plan,
-    groups: Sequence[int],
     values: Sequence[dict[str, Any]],
     grads: Grads,
     tensors: Params,
@@ -300,8 +295,8 @@ def _run(
     """Run the step of one of torch's classes on these tensors, in place."""
     lent = instance, _ = plan.take(params)
     given = dict(grads)
-    for number in groups:
-        group, names = instance.param_groups[number], plan.members[number]
+    for number, names in enumerate(plan.members):
+        group = instance.param_groups[number]
         if len(tensors) < len(plan.key[0]):
             names = [name for name in names if name in tensors]
         group.update(values[number])

@@ -162,6 +162,63 @@ def test_the_kernel_called_directly_equals_the_class():
             assert all(torch.equal(one, two) for one, two in zip(*leaves, strict=True))
 
 
+FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
+CLASSES = [
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {}),
+    (torch.optim.Adagrad, {"lr_decay": 0.1}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.RMSprop, {}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.Adafactor, {}),
+]
+KERNELS = {"default": {}, "fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("number", range(len(CLASSES)))
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_each_class_with_each_kernel_equals_its_raw_loop(number, kernel, donate):
+    """With a parameter that gets no gradient in some steps, and two groups."""
+    cls, options = CLASSES[number]
+    if kernel == "fused" and cls not in FUSED:
+        pytest.skip("torch has no fused kernel for it")
+    options = {"lr": 0.1, **options, **KERNELS[kernel]}
+    model = net()
+    taken = {"fused": True} if kernel == "default" and cls in FUSED else {}
+    vectors, matrices = ([p for p in model.parameters() if (p.ndim < 2) is small] for small in (True, False))
+    raw = cls([{"params": vectors, "lr": 0.05}, {"params": matrices}], **{**options, **taken})
+
+    def loss_fn(model, x):
+        out = model[0](x)
+        return (model[2](out if len(x) > 7 else model[1](out)) - 1).square().mean()
+
+    sizes = [7, 8, 7, 8, 7]
+    for size, batch in zip(sizes, batches(5), strict=True):
+        loss_fn(model, batch[:size]).backward()
+        raw.step()
+        raw.zero_grad()
+
+    optimizer = ll.optimizer(cls, groups=[(is_vector, {"lr": 0.05})], **options)
+    ours = net()
+    grad_fn = ll.make_grad_fn(ours, loss_fn, allow_unused=True)
+    step = ll.make_train_step(grad_fn, optimizer, donate=donate)
+    state = ll.init_state(ours, optimizer)
+    for size, batch in zip(sizes, batches(5), strict=True):
+        state, _ = step(state, batch[:size])
+    assert same(state, model)
+    for name, tensor in model.named_parameters():
+        for key, value in raw.state[tensor].items():
+            assert torch.equal(state.opt_state["state"][name][key], value), (name, key)
+
+
 class Lion(torch.optim.Optimizer):
     """As people copy it: state made in the step, and a count in the group."""
 

@@ -1,0 +1,343 @@
+"""Column update: a torch class's arithmetic on lists of tensors, without a Python loop over the parameters.
+
+A class's `step` first sorts parameters, gradients and each entry of their state into lists, and then passes the lists
+to one function. Here they are sorted by C functions, and go to the same function, or straight to the fused kernel. A
+pure update copies them list by list. What this cannot handle (sparse gradients, entries that differ between
+parameters, strides that a kernel would get wrong) is left to the class's own `step`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from looplib._core import ownership, torch_private
+from looplib._core.ranks import shards
+from looplib.optim._kernels import aligned, clone
+from looplib.optim._recipe import copied
+from looplib.types import Grads, Params
+
+Plan = Any  # of `_update`, which imports this module
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+_is_sparse, _is_contiguous = operator.attrgetter("is_sparse"), Tensor.is_contiguous
+
+# Hyperparameters that do not decide which entries of the state a class reads. The others must not be schedules.
+_MAY_MOVE = {"lr", "weight_decay", "betas"}
+
+
+class Columns(NamedTuple):
+    """Tensors of one group, one for each of its parameters.
+
+    Attributes:
+        number: index of the group.
+        names: names of the parameters.
+        entries: key of the parameters' states -> column.
+        kernel: a fused kernel to call directly, or None for the class's own function.
+    """
+
+    number: int
+    names: Sequence[str]
+    params: list[Tensor]
+    grads: list[Tensor]
+    entries: dict[str, Sequence[Any]]
+    kernel: Kernel | None
+
+
+class Lists(NamedTuple):
+    """What a class's `_init_group` does with a group: the column in each list (None for empty ones), and its result."""
+
+    keys: list[str | None]
+    result: Any
+
+
+def update_columns(
+    plan: Plan,
+    values: Sequence[dict[str, Any]],
+    grads: Grads,
+    params: Params,
+    states: Mapping[str, dict[str, Any]],
+    donate: bool,
+) -> tuple[Params, dict[str, dict[str, Any]]] | None:
+    """The next parameters and their states, or None, with nothing written, if the class's `step` is needed."""
+    groups: list[Columns] = []
+    whole = len(grads) == len(plan.key[0])
+    for number, members in enumerate(plan.members):
+        names = members if whole else [name for name in members if name in grads]
+        if names:
+            columns = _columns(plan, values[number], number, names, grads, params, states)
+            if columns is None:
+                return None
+            groups.append(columns)
+    grad_mode = torch.is_grad_enabled()
+    try:
+        torch_private.set_grad_enabled(False)
+        working = groups if donate else [_copies(plan, columns) for columns in groups]
+        others = []
+        for columns in working:
+            if columns.kernel is None:
+                others.append(columns)
+            else:
+                _launch(plan, values[columns.number], columns, donate)
+        if others:
+            _run(plan, values, others, params)
+    finally:
+        torch_private.set_grad_enabled(grad_mode)
+    if donate:
+        ownership.writes.count += 1
+        return dict(params), dict(states)
+    return _next(params, states, groups, working)
+
+
+def _columns(
+    plan: Plan,
+    values: dict[str, Any],
+    number: int,
+    names: Sequence[str],
+    grads: Grads,
+    params: Params,
+    states: Mapping[str, dict[str, Any]],
+) -> Columns | None:
+    rows = [*map(states.__getitem__, names)]
+    own, given = [*map(params.__getitem__, names)], [*map(grads.__getitem__, names)]
+    entries = _entries(rows)
+    if entries is None:
+        return None
+    fused = plan.fused[number] or plan.asked[number]
+    if fused:
+        lists = [own, given, *[column for key, column in entries.items() if key != "step"]]
+        if not aligned([shards(tensors) for tensors in lists] if plan.sharded else lists):
+            return None
+    elif any(map(_is_sparse, given)):
+        return None
+    kernel = FUSED.get(plan.recipe.cls) if fused and plan.direct else None
+    columns = Columns(number, names, own, given, entries, kernel)
+    if kernel is None and _lists(plan, values, columns) is None:
+        return None
+    return columns
+
+
+def _entries(rows: Sequence[dict[str, Any]]) -> dict[str, Sequence[Any]] | None:
+    """The parameters' states as columns, or None if their keys differ."""
+    keys = tuple(rows[0])
+    if {*map(len, rows)} != {len(keys)}:
+        return None
+    try:
+        if len(keys) < 2:
+            return {key: [*map(operator.itemgetter(key), rows)] for key in keys}
+        return dict(zip(keys, zip(*map(_values(keys), rows), strict=True), strict=True))
+    except KeyError:
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _values(keys: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    return operator.itemgetter(*keys)
+
+
+def _copies(plan: Plan, columns: Columns) -> Columns:
+    """Columns to write to. A fused kernel's columns are dense, and its counts need no copy: adding one makes new ones."""
+    copy, left = _cloned, ""
+    if columns.kernel is not None:
+        copy, left = (_cloned if plan.key[-1] else torch_private.foreach_clone), "step"
+    entries = {key: column if key == left else copy(column) for key, column in columns.entries.items()}
+    return columns._replace(params=copy(columns.params), entries=entries)
+
+
+def _cloned(column: Sequence[Any]) -> list[Any]:
+    if _PLAIN.issuperset(map(type, column)) and all(map(_is_contiguous, column)):
+        return torch_private.foreach_clone(column)
+    return [clone(value) if isinstance(value, Tensor) else copied(value) for value in column]
+
+
+def _next(
+    params: Params, states: Mapping[str, dict[str, Any]], groups: Sequence[Columns], working: Sequence[Columns]
+) -> tuple[Params, dict[str, dict[str, Any]]]:
+    """New parameters and states, from the columns of a pure update."""
+    new_params, new_states = dict(params), dict(states)
+    for old, new in zip(groups, working, strict=True):
+        for tensor, before in zip(new.params, old.params, strict=True):
+            tensor.requires_grad = before.requires_grad
+        new_params.update(zip(new.names, new.params, strict=True))
+        rows = zip(*new.entries.values(), strict=True)
+        new_states.update(zip(new.names, map(dict, map(zip, repeat([*new.entries]), rows)), strict=bool(new.entries)))
+    return new_params, new_states
+
+
+# The class's own function
+
+
+def _run(plan: Plan, values: Sequence[dict[str, Any]], groups: Sequence[Columns], params: Params) -> None:
+    """Run the class's step on these columns, with `_init_group` replaced by one that has them at hand."""
+    lent = instance, _ = plan.take(params)
+    all_groups, waiting = instance.param_groups, iter(groups)
+
+    def fill(group: dict[str, Any], *lists: list[Any]) -> Any:
+        columns = next(waiting)
+        known = plan.lists[columns.number, *columns.entries]
+        assert known is not None
+        for into, key in zip(lists, known.keys, strict=True):
+            if key is not None:
+                into.extend(_column(columns, key))
+        return known.result
+
+    try:
+        instance.param_groups = [all_groups[columns.number] for columns in groups]
+        for group, columns in zip(instance.param_groups, groups, strict=True):
+            group.update(values[columns.number])
+            if plan.fused[columns.number]:
+                group["fused"] = True
+        torch_private.replace_init_group(instance, fill)
+        plan.step(instance)
+    finally:
+        torch_private.replace_init_group(instance, None)
+        instance.param_groups = all_groups
+        plan.give_back(lent)
+
+
+def _column(columns: Columns, key: str) -> Sequence[Any]:
+    return columns.params if key == "params" else columns.grads if key == "grads" else columns.entries[key]
+
+
+def _lists(plan: Plan, values: dict[str, Any], columns: Columns) -> Lists | None:
+    """Which column belongs in which of the class's lists, found by running its `_init_group` once."""
+    key = columns.number, *columns.entries
+    if key not in plan.lists:
+        settled = plan.moving[columns.number].keys() <= _MAY_MOVE and hasattr(plan.recipe.cls, "_init_group")
+        plan.lists[key] = _learned(plan, values, columns) if settled else None
+    known: Lists | None = plan.lists[key]
+    return known
+
+
+def _learned(plan: Plan, values: dict[str, Any], columns: Columns) -> Lists | None:
+    lent = instance, _ = plan.take(dict(zip(columns.names, columns.params, strict=True)))
+    init_group = torch_private.init_group(instance)
+    lists: list[list[Any]] = [[] for _ in range(len(inspect.signature(init_group).parameters) - 1)]
+    rows = [{key: column[index] for key, column in columns.entries.items()} for index in range(len(columns.params))]
+    stale = [tensor.grad for tensor in columns.params]
+    try:
+        instance.state = defaultdict(dict, zip(columns.params, rows, strict=True))
+        for tensor, grad in zip(columns.params, columns.grads, strict=True):
+            tensor.grad = grad
+        group = {**instance.param_groups[columns.number], **values, "params": columns.params}
+        result = init_group(group, *lists)
+    finally:
+        for tensor, before in zip(columns.params, stale, strict=True):
+            tensor.grad = before
+        plan.give_back(lent)
+    found = [_key_of(tensors, columns) for tensors in lists]
+    return None if _UNKNOWN in found else Lists(found, result)
+
+
+_UNKNOWN = "no column"
+
+
+def _key_of(tensors: list[Any], columns: Columns) -> str | None:
+    if not tensors:
+        return None
+    for key in ("params", "grads", *columns.entries):
+        column = _column(columns, key)
+        if len(tensors) == len(column) and all(map(operator.is_, tensors, column)):
+            return key
+    return _UNKNOWN
+
+
+# Fused kernels
+
+
+Kernel = Callable[[Mapping[str, Any], Sequence[Tensor], Sequence[Tensor], Mapping[str, Sequence[Tensor]]], None]
+
+
+def _launch(plan: Plan, values: Mapping[str, Any], columns: Columns, donate: bool) -> None:
+    """Count the update and call a fused kernel, on this rank's shards of sharded tensors: it is elementwise."""
+    params, grads, entries, kernel = columns.params, columns.grads, columns.entries, columns.kernel
+    assert kernel is not None
+    if "step" in entries:
+        if donate:
+            torch_private.foreach_add_(entries["step"], plan.one)
+        else:
+            entries["step"] = torch_private.foreach_add(entries["step"], plan.one)
+    if plan.sharded:
+        params, grads = shards(params), shards(grads)
+        entries = {key: column if key == "step" else shards(column) for key, column in entries.items()}
+    kernel(values, params, grads, entries)
+
+
+def _adam(
+    values: Mapping[str, Any],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    entries: Mapping[str, Sequence[Tensor]],
+) -> None:
+    kernel: Any = torch_private.fused_adamw_ if values["decoupled_weight_decay"] else torch_private.fused_adam_
+    kernel(
+        params,
+        grads,
+        entries["exp_avg"],
+        entries["exp_avg_sq"],
+        entries["max_exp_avg_sq"] if values["amsgrad"] else [],
+        entries["step"],
+        lr=values["lr"],
+        beta1=values["betas"][0],
+        beta2=values["betas"][1],
+        weight_decay=values["weight_decay"],
+        eps=values["eps"],
+        amsgrad=values["amsgrad"],
+        maximize=values["maximize"],
+    )
+
+
+def _adagrad(
+    values: Mapping[str, Any],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    entries: Mapping[str, Sequence[Tensor]],
+) -> None:
+    torch_private.fused_adagrad_(
+        params,
+        grads,
+        entries["sum"],
+        entries["step"],
+        lr=values["lr"],
+        lr_decay=values["lr_decay"],
+        weight_decay=values["weight_decay"],
+        eps=values["eps"],
+        maximize=values["maximize"],
+    )
+
+
+def _sgd(
+    values: Mapping[str, Any],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    entries: Mapping[str, Sequence[Tensor]],
+) -> None:
+    torch_private.fused_sgd_(
+        params,
+        grads,
+        entries["momentum_buffer"] if values["momentum"] else [],
+        weight_decay=values["weight_decay"],
+        momentum=values["momentum"],
+        lr=values["lr"],
+        dampening=values["dampening"],
+        nesterov=values["nesterov"],
+        maximize=values["maximize"],
+        is_first_step=False,
+    )
+
+
+# Classes whose fused kernel is called directly: their functions first sort the lists again by device and dtype.
+FUSED: dict[type, Kernel] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.Adagrad: _adagrad,
+}
