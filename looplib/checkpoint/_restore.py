@@ -82,7 +82,7 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
         run = _continued(path, counts, known, template, settings)
     saved = _Saved(reader, wanted)
     writes: list[tuple[Tensor, Tensor]] = []
-    if template.params and all(isinstance(leaf, nn.Parameter) for leaf in template.params.values()):
+    if {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}:  # bound to a module
         sharing = Sharing(leaves, wanted, saved.entry, path)
         sharing.check_weights(saved.value)
         # Not detached, unless sharded: the record of who has written a tensor ends with the tensor.
