@@ -20,7 +20,32 @@ from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
+class MinDelta:
+    """Smallest improvement that counts, for `BestSoFar`, where a plain number does not say enough.
+
+    >>> import looplib as ll
+    >>> ll.predicates.BestSoFar("eval/loss", min_delta=ll.predicates.MinDelta(0.01, relative=True)).min_delta
+    MinDelta(value=0.01, relative=True, cumulative=True)
+
+    Attributes:
+        value: smallest difference that counts (exclusive), at least 0.
+        relative: if True, `value` is a fraction of the magnitude of the value compared with: 0.01 for 1%, as with
+            `threshold_mode="rel"` of torch's ReduceLROnPlateau.
+        cumulative: if True, each value is compared with that of the last improvement, so that small gains add up until
+            they count. If False, it is compared with the best so far, so that small gains never count, as with
+            transformers' `early_stopping_threshold`.
+    """
+
+    value: float = 0.0
+    relative: bool = field(default=False, kw_only=True)
+    cumulative: bool = field(default=True, kw_only=True)
+
+    def reached(self, gain: float, reference: float) -> bool:
+        return gain > self.value * (abs(reference) if self.relative else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class BestSoFar:
     """Best value of a metric so far, and the number of evaluations since the last improvement.
 
@@ -39,14 +64,11 @@ class BestSoFar:
     Attributes:
         monitor: name of the metric.
         mode: "min" if lower is better, "max" if higher is.
-        min_delta: smallest difference from `reference` that counts as an improvement (exclusive); absolute, at least
-            0.
-        relative: if True, `min_delta` is a fraction of the magnitude of `reference`: 0.01 for 1%.
-        cumulative: if True, small gains add up until they exceed `min_delta`. If False, each value is compared with the
-            best so far, so that small gains never count, as with transformers' `early_stopping_threshold`.
+        min_delta: smallest difference from `reference` that counts as an improvement (exclusive), at least 0. A plain
+            number is absolute, and small gains add up until they exceed it; `MinDelta` has the other meanings.
         best: the best value, or None before the first evaluation.
         best_step: step of the best value, or the first such step if there are several.
-        reference: value at the last improvement, or with `cumulative=False`, the best value.
+        reference: value at the last improvement, or with `MinDelta(..., cumulative=False)`, the best value.
         waited: evaluations since the last improvement, which `early_stopping` compares with its patience.
 
     Raises:
@@ -55,9 +77,7 @@ class BestSoFar:
 
     monitor: str
     mode: Literal["min", "max"] = field(default="min", kw_only=True)
-    min_delta: float = field(default=0.0, kw_only=True)
-    relative: bool = field(default=False, kw_only=True)
-    cumulative: bool = field(default=True, kw_only=True)
+    min_delta: float | MinDelta = field(default=0.0, kw_only=True)
     best: float | None = field(default=None, kw_only=True)
     best_step: int | None = field(default=None, kw_only=True)
     reference: float | None = field(default=None, kw_only=True)
@@ -66,7 +86,7 @@ class BestSoFar:
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
             raise ValueError(f'BestSoFar({self.monitor!r}): mode is {self.mode!r}; give "min" or "max"')
-        if not 0 <= self.min_delta < math.inf:
+        if not 0 <= self.delta.value < math.inf:
             raise ValueError(
                 f"BestSoFar({self.monitor!r}): min_delta is {self.min_delta!r}; give a finite number of at least 0, "
                 'also where higher is better (mode="max")'
@@ -88,23 +108,19 @@ class BestSoFar:
         changes: dict[str, Any] = {"waited": self.waited + 1}
         if self.best is None or sign * value > sign * self.best:
             changes |= {"best": value, "best_step": step}
-        if self.reference is None or sign * (value - self.reference) > self._least_gain():
+        if self.reference is None or self.delta.reached(sign * (value - self.reference), self.reference):
             changes |= {"reference": value, "waited": 0}
-        elif not self.cumulative:
+        elif not self.delta.cumulative:
             changes |= {"reference": changes.get("best", self.best)}
         return replace(self, **changes)
 
-    def _least_gain(self) -> float:
-        return self.min_delta * abs(self.reference or 0.0) if self.relative else self.min_delta
-
-    def __repr__(self) -> str:
-        omitted = {"relative": False, "cumulative": True}
-        shown = {f.name: getattr(self, f.name) for f in fields(self)}
-        shown = {name: value for name, value in shown.items() if omitted.get(name) is not value}
-        return f"BestSoFar({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+    @property
+    def delta(self) -> MinDelta:
+        """`min_delta` as a `MinDelta`."""
+        return self.min_delta if isinstance(self.min_delta, MinDelta) else MinDelta(self.min_delta)
 
 
-_SETTINGS = ("monitor", "mode", "min_delta", "relative", "cumulative")
+_SETTINGS = ("monitor", "mode", "min_delta")
 
 
 _COUNTED = tuple(name for name in (f.name for f in fields(BestSoFar)) if name not in _SETTINGS)
@@ -191,7 +207,7 @@ class early_stopping(Predicate):
     Raises:
         ValueError: `patience` is not an int of at least 1; or, when called, the state has no such record.
 
-    It behaves like Lightning's EarlyStopping and, with `BestSoFar(..., cumulative=False)`, like transformers'
+    It behaves like Lightning's EarlyStopping and, with `MinDelta(..., cumulative=False)`, like transformers'
     EarlyStoppingCallback, except for NaN: there it ends the run or counts as worse, while `update_best` raises an
     error.
     """
@@ -249,7 +265,7 @@ class at_best(Predicate):
         record = _record(state, self.key)
         # A second evaluation at the step of the best, as after a restore, increases `waited`. If small improvements do
         # not count as such, `waited` shows nothing.
-        return record.best_step == state.step and (record.waited == 0 or record.min_delta > 0)
+        return record.best_step == state.step and (record.waited == 0 or record.delta.value > 0)
 
     def __repr__(self) -> str:
         return "at_best()" if self.key == "best" else f"at_best(key={self.key!r})"

@@ -276,6 +276,23 @@ def _(device):
     return runs, ll.metrics.perplexity(loss(language_model(device), tokens(device))).compute()
 
 
+@case("losses.model_inputs", "data.collate_microbatches")
+def _(device):
+    model = plain(device)
+    rows = [{"input": torch.ones(4) * n} for n in range(4)]
+
+    def collate(samples):
+        return torch.utils.data.default_collate(samples)
+
+    cut = ll.data.collate_microbatches(collate, 2, length=lambda row: int(row["input"][0]))
+    loader = ll.make_loader(rows, batch_size=4, collate_fn=cut, device=device)
+
+    def loss_fn(model, batch):
+        return model(**ll.losses.model_inputs(model, batch)).square().mean()
+
+    return ll.accumulate(ll.make_grad_fn(model, loss_fn))(ll.init_state(model), next(iter(loader(ll.TrainState()))))
+
+
 @case("losses.model_loss")
 def _(device):
     import transformers
@@ -506,6 +523,17 @@ def _(device):
     matrix = ll.metrics.ConfusionMatrix.of(model(x).argmax(1), y, classes=3)
     metrics = {"accuracy": ll.accuracy(model(x), y, top_k=2), "matrix": matrix}
     return metrics, matrix.matrix, ll.compute(metrics), matrix.macro_f1()
+
+
+@case("metrics.Corpus")
+def _(device):
+    score, label, _ = scores(device)
+
+    def agree(scores, labels):
+        return sum((score > 0) == bool(label) for score, label in zip(scores, labels, strict=True)) / len(labels)
+
+    parts = [ll.metrics.Corpus.of(agree, *columns) for columns in zip(score.split(16), label.split(16), strict=True)]
+    return ll.compute({"agree": parts[0].merge(parts[1])})
 
 
 @case("metrics.Window")

@@ -973,8 +973,8 @@ nothing("TrainerCallback.on_push_begin", text="Nothing is pushed but by a line o
 @here(
     "Callbacks.EarlyStoppingCallback",
     text="A record of the best in the state, where a resume finds it, and a predicate that reads it. For "
-    "`early_stopping_threshold`, write `BestSoFar(..., min_delta=threshold, cumulative=False)`; by default, small "
-    "improvements add up until they count.",
+    "`early_stopping_threshold`, write `BestSoFar(..., min_delta=MinDelta(threshold, cumulative=False))`; a plain number lets "
+    "small improvements add up until they count.",
 )
 def _(model, optimizer):
     done = ll.after_epochs(10) | ll.early_stopping(patience=2)
@@ -991,11 +991,11 @@ def _(model, optimizer):
         assert stopped_here(losses, 3) == stopped_by_callback(losses, 3)
     slowly = [0.5, 0.45, 0.4, 0.35, 0.3]
     assert (stopped_here(slowly, 2, 0.08), stopped_by_callback(slowly, 2, 0.08)) == (None, 2)
-    assert stopped_here(slowly, 2, 0.08, cumulative=False) == 2
+    assert stopped_here(slowly, 2, ll.predicates.MinDelta(0.08, cumulative=False)) == 2
 
 
-def stopped_here(losses, patience, threshold=0.0, **settings):
-    best = ll.predicates.BestSoFar("eval/loss", min_delta=threshold, **settings)
+def stopped_here(losses, patience, threshold=0.0):
+    best = ll.predicates.BestSoFar("eval/loss", min_delta=threshold)
     state = ll.TrainState(extra={"best": best})
     done = ll.early_stopping(patience)
     for number, loss in enumerate(losses):

@@ -1,0 +1,70 @@
+"""Corpus metrics: functions of all predictions at once, such as BLEU, ROUGE or exact match."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Column = Sequence[Any] | Tensor
+
+
+class Corpus(NamedTuple):
+    """Metric of a whole corpus: keeps what each sample gave and hands all of it to a function at the end.
+
+    >>> import looplib as ll
+    >>> def exact_match(predictions, references):
+    ...     return sum(map(str.__eq__, predictions, references)) / len(predictions)
+    >>> record = ll.metrics.Corpus.of(exact_match, ["a cat", "a dog"], ["a cat", "the dog"])
+    >>> ll.compute({"exact_match": record})
+    {'exact_match': 0.5}
+
+    Use it in the `metric_fn` of an evaluation with `model.generate`, with a function of sacrebleu, torchmetrics or
+    evaluate:
+
+        def metric_fn(model, batch):
+            tokens = model.generate(input_ids=batch["input_ids"], max_new_tokens=32)
+            texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            return {"bleu": ll.metrics.Corpus.of(bleu, texts, batch["reference"])}
+
+    Memory grows with the dataset. On several ranks, the function gets the samples of all ranks, in the order of the
+    ranks, so it must not depend on the order of the samples.
+
+    Attributes:
+        function: `(*columns) -> number`, called once with a list per column. It must be a function of a module, not a
+            lambda that captures values of one rank.
+        parts: columns of each batch.
+    """
+
+    function: Callable[..., Any]
+    parts: tuple[tuple[Column, ...], ...] = ()
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], *columns: Column) -> Corpus:
+        """Record of a batch.
+
+        Args:
+            function: see `Corpus`.
+            columns: one value per sample each: a list of strings or of other values, or a tensor whose rows are the
+                samples; rows may have different widths in different batches, as token ids have.
+
+        Raises:
+            ValueError: there are no columns, or they have different lengths.
+        """
+        lengths = [len(column) for column in columns]
+        if len(set(lengths)) != 1:
+            raise ValueError(f"Corpus.of got columns of lengths {lengths}; give at least one, all of the same length")
+        kept = tuple(column.detach() if isinstance(column, Tensor) else list(column) for column in columns)
+        return cls(function, (kept,))
+
+    def merge(self, other: Corpus) -> Corpus:
+        return Corpus(self.function, self.parts + other.parts)
+
+    def compute(self) -> Any:
+        columns = ([row for part in parts for row in _rows(part)] for parts in zip(*self.parts, strict=True))
+        return self.function(*columns)
+
+
+def _rows(part: Column) -> Sequence[Any]:
+    return part.tolist() if isinstance(part, Tensor) else part

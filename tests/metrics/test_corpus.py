@@ -1,0 +1,112 @@
+"""Metrics of a whole corpus, and predictions by `generate`, against Seq2SeqTrainer and torchmetrics."""
+
+import numpy as np
+import pytest
+import torch
+from ranks import launch
+from torchmetrics.functional.text import bleu_score
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+import looplib as ll
+
+GENERATE = {"max_length": 9, "num_beams": 2, "do_sample": False}
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=12, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, **sizes)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # so that answers differ, and some end early
+    return model.eval()
+
+
+def rows(count=10):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "input_ids": torch.randint(2, 12, (6,), generator=generator),
+            "labels": torch.randint(2, 12, (5,), generator=generator),
+        }
+        for _ in range(count)
+    ]
+
+
+def bleu(predictions, references):
+    return float(bleu_score([text(ids) for ids in predictions], [[text(ids)] for ids in references], n_gram=1))
+
+
+def text(ids):
+    return " ".join(str(token) for token in ids if token > 1)
+
+
+def metric_fn(model, batch):
+    tokens = model.generate(input_ids=batch["input_ids"], **GENERATE)
+    return {"loss": ll.losses.model_loss(model, batch), "bleu": ll.metrics.Corpus.of(bleu, tokens, batch["labels"])}
+
+
+def test_evaluation_and_prediction_equal_those_of_seq2seq_trainer(tmp_path):
+    model, data = t5(), rows()
+    arguments = Seq2SeqTrainingArguments(
+        tmp_path,
+        per_device_eval_batch_size=4,
+        predict_with_generate=True,
+        generation_max_length=GENERATE["max_length"],
+        generation_num_beams=GENERATE["num_beams"],
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+    def compute_metrics(prediction):
+        return {"bleu": bleu(prediction.predictions.tolist(), prediction.label_ids.tolist())}
+
+    theirs = Seq2SeqTrainer(model, arguments, compute_metrics=compute_metrics).predict(data)
+    loader = ll.make_loader(data, batch_size=4, order=ll.data.in_order())
+    state = ll.init_state(model)
+    scores = ll.evaluate(ll.make_eval_step(model, metric_fn), state, loader)
+    assert scores["bleu"] == pytest.approx(theirs.metrics["test_bleu"], abs=1e-6)
+    assert 0 < scores["bleu"] < 1
+    predict_step = ll.make_predict_step(model, lambda model, batch: model.generate(batch["input_ids"], **GENERATE))
+    ll.predict_to(tmp_path / "answers.jsonl", predict_step, state, loader)
+    answers = ll.evaluation.read_predictions(tmp_path / "answers.jsonl")["output"]
+    padded = [list(answer) + [0] * (theirs.predictions.shape[1] - len(answer)) for answer in answers]
+    np.testing.assert_array_equal(padded, np.where(theirs.predictions == -100, 0, theirs.predictions))
+
+
+def test_columns_of_strings_tensors_and_ragged_rows_reach_the_function_as_lists():
+    seen = []
+
+    def keep(*columns):
+        seen.extend(columns)
+        return 0.5
+
+    one = ll.metrics.Corpus.of(keep, ["a", "b"], torch.tensor([[1, 2], [3, 4]]))
+    two = ll.metrics.Corpus.of(keep, ["c"], torch.tensor([[5, 6, 7]]))
+    assert ll.compute({"score": ll.merge({"score": one}, {"score": two})["score"]}) == {"score": 0.5}
+    assert seen == [["a", "b", "c"], [[1, 2], [3, 4], [5, 6, 7]]]
+
+
+def test_lengths_are_checked():
+    with pytest.raises(ValueError, match=r"columns of lengths \[2, 1\]; give at least one, all of the same length"):
+        ll.metrics.Corpus.of(bleu, ["a", "b"], ["a"])
+    with pytest.raises(ValueError, match=r"columns of lengths \[\]"):
+        ll.metrics.Corpus.of(bleu)
+
+
+def on_two_ranks():
+    with ll.distributed.setup():
+        model, data = t5(), rows(7)
+        loader = ll.make_loader(data, batch_size=4, order=ll.data.in_order())
+        print("bleu", ll.evaluate(ll.make_eval_step(model, metric_fn), ll.init_state(model), loader)["bleu"])
+
+
+def test_two_ranks_have_the_value_of_one_process():
+    model = t5()
+    loader = ll.make_loader(rows(7), batch_size=4, order=ll.data.in_order())
+    expected = ll.evaluate(ll.make_eval_step(model, metric_fn), ll.init_state(model), loader)["bleu"]
+    printed = [float(line.split()[1]) for line in launch(2, on_two_ranks).splitlines() if line.startswith("bleu")]
+    assert printed == pytest.approx([expected, expected], abs=1e-6)
