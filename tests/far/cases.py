@@ -798,7 +798,6 @@ EXCEPTIONS = {
     "checkpoint.DamagedCheckpointError": "an error about a file",
     "debug.LeafDifference": _RECORD,
     "debug.read_fingerprints": "reads a text file",
-    "losses.model_inputs": "chooses columns of a batch",
     "testing.assert_compiles": _COMPILED,
     "testing.assert_ranks_train_alike": _RANKS,
     "testing.assert_reduces_alike": _RANKS,
