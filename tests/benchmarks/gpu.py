@@ -66,7 +66,8 @@ def main(options: argparse.Namespace) -> int:
     about = {"device": name_of(device), **versions()}
     if options.dry_run:
         about["DRY RUN"] = "tiny models and no Inductor: the figures mean nothing"
-    report = Report(options.out, about, time.perf_counter() + options.seconds)
+    seconds = options.seconds if options.seconds is not None else 1e6 if options.dry_run else 330.0
+    report = Report(options.out, about, time.perf_counter() + seconds)
     report.say(", ".join(f"{key} {value}" for key, value in about.items()))
     peak = options.peak * 1e12 if options.peak else peak_of(device)
     small = options.dry_run
@@ -82,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
     for name in options.rows:
         measure, share = ROWS[name]
         with report.attempt(name, "all"):
-            measure(report, settings, share * options.seconds)
+            measure(report, settings, share * seconds)
     report.write()
     print(f"\n{report.markdown()}\nWritten to {options.out}/gpu.json and gpu.md, with the traces beside them.")
     expected = ("ImportError", "ModuleNotFoundError", "OutOfTime")
@@ -95,7 +96,9 @@ if __name__ == "__main__":
     parser.add_argument("--device", default=None if found is None else str(found), required=found is None)
     parser.add_argument("--dry-run", action="store_true", help="tiny models, two rounds of one step, no Inductor")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="all of them unless given")
-    parser.add_argument("--seconds", type=float, default=330.0, help="after which nothing new is begun")
+    parser.add_argument(
+        "--seconds", type=float, help="after which nothing new is begun: 330, and no limit for a dry run"
+    )
     parser.add_argument("--leave-out", nargs="*", default=[], metavar="NAME", help="contenders, by their names")
     parser.add_argument("--peak", type=float, help="dense bfloat16 TFLOP/s, if the device is not among those known")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder for the results")
