@@ -25,7 +25,7 @@ class Reader(HTMLParser):
         given = dict(attrs)
         self.nested |= self.in_link and tag == "a"
         self.in_link |= tag == "a"
-        self.links += [given[name] for name in ("href", "src") if given.get(name)]
+        self.links += [given[name] for name in ("href", "src", "srcset") if given.get(name)]
         self.anchors += [given[name] for name in ("id", "name") if given.get(name) and tag not in ("meta", "input")]
 
     def handle_endtag(self, tag):

@@ -17,7 +17,7 @@ IN_CODE = re.compile(
 )
 IN_TEXT = re.compile(r'(?<!">)<code>(?:(ll|looplib)\.(\w+)(?:\.(\w+))?|(\w+))(?=[^\w.])')
 MODULES = {"typing": "", "collections.abc": "", "torch.nn.modules.module": "nn"}  # -> what stands before the type
-REFERENCE = re.compile(r'(<(?:a|img)\b[^>]*?\b(?:href|src)=")([^"#]*)((?:#[^"]*)?")')
+REFERENCE = re.compile(r'(<(?:a|img|source)\b[^>]*?\b(?:href|src|srcset)=")([^"#]*)((?:#[^"]*)?")')
 
 
 def entries() -> dict[str, str]:
