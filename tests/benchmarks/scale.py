@@ -1,0 +1,205 @@
+"""One rank of 8, 128 and 1024: planning, a step, an evaluation and a sharded save, on torch's fake process group.
+
+    python tests/benchmarks/scale.py            (writes the figure and the table in recipes/SCALE.md)
+    python tests/benchmarks/scale.py --quick    (fewer tensors; prints the table only)
+
+The fake group sends nothing, so times are those of this rank's own work, and what all ranks send is counted, not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RANKS = (8, 128, 1024)
+ROWS = {
+    "plan an epoch of 1e9 samples and find batch 900,000, ms": "plan",
+    "memory for that, MB": "plan_memory",
+    "host work of a step, ms": "step",
+    "collective calls in a step": "step_calls",
+    "bytes handed to them in a step": "step_bytes",
+    "collective calls in an evaluation of 4 batches": "evaluation_calls",
+    "bytes handed to them in an evaluation": "evaluation_bytes",
+    "write and describe {tensors:,} tensors on rank 0, s": "save",
+    "bytes of the description that rank 0 writes of its own chunks": "described",
+    "bytes that rank 0 receives about the chunks of all ranks": "received",
+    "merge these on rank 0, ms": "merge",
+}
+
+
+def measure(ranks: int, tensors: int) -> dict[str, float]:
+    """All numbers for rank 0 of this many; in a process of its own, for its memory."""
+    import torch
+    from torch import distributed, nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
+
+    import looplib as ll
+    from looplib._core import ranks as _ranks
+    from looplib.checkpoint import _shards
+    from looplib.checkpoint._directory import new_entry
+    from looplib.checkpoint._format_write import Parts
+
+    def world(*args: Any) -> Any:
+        return distributed.group.WORLD
+
+    _ranks.host_group = _ranks.new_group = world  # there is no gloo between ranks that do not exist
+    found: dict[str, float] = {}
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("fake", rank=0, world_size=ranks, store=store)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.perf_counter()
+    loader = ll.make_loader(range(1_000_000_000), batch_size=1024)
+    next(loader(ll.TrainState(batch=900_000)))
+    found["plan"] = 1000 * (time.perf_counter() - began)
+    found["plan_memory"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000
+
+    calls = Calls()
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    tensors_of_step = [parameter.detach() for parameter in model.parameters()]
+
+    def reduce_step() -> None:  # what reduce_gradients sends: the counts, and the gradients in buckets
+        _ranks.sum_over_ranks(torch.zeros(len(tensors_of_step) + 2, dtype=torch.float64))
+        _ranks.add_up_over_ranks(tensors_of_step, 1.0)
+
+    found["step_calls"], found["step_bytes"] = calls.of(reduce_step)
+    found["step"] = 1000 * fastest(reduce_step)
+    metrics = {"loss": ll.Mean(1.0, 4), "accuracy": ll.Mean(1.0, 4)}
+    found["evaluation_calls"], found["evaluation_bytes"] = calls.of(lambda: ll.distributed.reduce(metrics))
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    shard = torch.zeros(1, 4)
+    state = {
+        f"layers.{n}.weight": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False) for n in range(tensors)
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        parts, entry = Parts({"params": state}), new_entry(Path(folder), 1)
+        entry.writing.mkdir()
+        began = time.perf_counter()
+        own = _shards._write_chunks(0, entry, parts, True)
+        found["save"] = time.perf_counter() - began
+        found["described"] = float((entry.writing / "chunks-00000.json").stat().st_size)
+    of_ranks = [json.dumps(own)] * ranks
+    found["received"] = float(sum(map(len, of_ranks)))
+
+    def merge() -> None:
+        files: dict[str, Any] = {}
+        for text in of_ranks:
+            files |= json.loads(text)[0]
+
+    found["merge"] = 1000 * fastest(merge)
+    distributed.destroy_process_group()
+    return found
+
+
+class Calls:
+    """Counts collective calls that pass torch's dispatcher, and the bytes of their first tensors."""
+
+    def of(self, function: Callable[[], Any]) -> tuple[int, int]:
+        from torch.utils import _pytree as pytree
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        calls: list[int] = []
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if op.namespace == "c10d":
+                    tensors = [leaf for leaf in pytree.tree_leaves(args[:1]) if hasattr(leaf, "nbytes")]
+                    calls.append(sum(tensor.nbytes for tensor in tensors))
+                return op(*args, **(kwargs or {}))
+
+        with Mode():
+            function()
+        return len(calls), sum(calls)
+
+
+def fastest(function: Callable[[], Any], times: int = 20) -> float:
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def table(found: dict[int, dict[str, float]], tensors: int) -> str:
+    head = "| rank 0 of | " + " | ".join(f"{ranks:,}" for ranks in found) + " |\n"
+    lines = [head, "| --- |" + " --- |" * len(found) + "\n"]
+    for title, name in ROWS.items():
+        numbers = " | ".join(shown(numbers[name]) for numbers in found.values())
+        lines.append(f"| {title.format(tensors=tensors)} | {numbers} |\n")
+    return "".join(lines)
+
+
+def shown(number: float) -> str:
+    return f"{number:,.0f}" if number >= 20 or number == int(number) else f"{number:.2g}"
+
+
+def draw(found: dict[int, dict[str, float]], path: Path) -> None:
+    """Curves over the number of ranks, in colors that can be read on a light and on a dark page."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    gray = "#808080"
+    with pyplot.rc_context({"text.color": gray, "axes.labelcolor": gray, "xtick.color": gray, "ytick.color": gray}):
+        figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+        for axis, names, label in (
+            (
+                axes[0],
+                {"plan": "find batch 900,000", "step": "step, host", "merge": "merge of a save"},
+                "milliseconds",
+            ),
+            (
+                axes[1],
+                {"described": "own description", "received": "received in a save", "step_bytes": "step"},
+                "bytes",
+            ),
+        ):
+            for (name, title), color in zip(names.items(), ("#1f77b4", "#d95f02", "#2ca02c"), strict=True):
+                axis.loglog(
+                    list(found), [max(row[name], 1e-3) for row in found.values()], "o-", label=title, color=color
+                )
+            axis.set_xticks(list(found), [f"{ranks:,}" for ranks in found], minor=False)
+            axis.set(xlabel="ranks", ylabel=label)
+            axis.spines[:].set_color(gray)
+            axis.legend(frameon=False)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="200 tensors instead of 10,000; only print")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    tensors = 200 if arguments.quick else 10_000
+    if arguments.one:
+        print(json.dumps(measure(arguments.one, tensors)))
+        return
+    found = {}
+    for ranks in RANKS:
+        command = [sys.executable, __file__, "--one", str(ranks), *(["--quick"] if arguments.quick else [])]
+        found[ranks] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    text = table(found, tensors)
+    print(text)
+    if not arguments.quick:
+        page = ROOT / "recipes" / "SCALE.md"
+        begin, end = "<!-- measured -->\n", "<!-- end -->\n"
+        before, rest = page.read_text().split(begin)
+        page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
+        draw(found, ROOT / "notebooks" / "figures" / "scale.svg")
+
+
+if __name__ == "__main__":
+    main()
