@@ -1,4 +1,4 @@
-"""One rank of 8, 128 and 1024: planning, a step, an evaluation and a sharded save, on torch's fake process group.
+"""One rank of 8, 128 and 1024: planning, the sums of a step, merged metrics and a sharded save, on torch's fake process group.
 
     python tests/benchmarks/scale.py            (writes the figure and the table in recipes/SCALE.md)
     python tests/benchmarks/scale.py --quick    (fewer tensors; prints the table only)
@@ -24,11 +24,11 @@ RANKS = (8, 128, 1024)
 ROWS = {
     "plan an epoch of 1e9 samples and find batch 900,000, ms": "plan",
     "memory for that, MB": "plan_memory",
-    "host work of a step, ms": "step",
+    "host work to sum the gradients of a step, ms": "step",
     "collective calls in a step": "step_calls",
     "bytes handed to them in a step": "step_bytes",
-    "collective calls in an evaluation of 4 batches": "evaluation_calls",
-    "bytes handed to them in an evaluation": "evaluation_bytes",
+    "collective calls to merge two metrics, as `evaluate` does once": "evaluation_calls",
+    "bytes handed to them for the metrics": "evaluation_bytes",
     "write and describe {tensors:,} tensors on rank 0, s": "save",
     "bytes of the description that rank 0 writes of its own chunks": "described",
     "bytes that rank 0 receives about the chunks of all ranks": "received",
