@@ -161,14 +161,7 @@ def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _describe(reader: Reader, leaves: Mapping[str, Any]) -> None:
     """Read descriptions until they cover what this rank holds: on the mesh of the save, only its own."""
-    items = _own_items({leaf_path: leaf for leaf_path, leaf in leaves.items() if is_sharded(leaf)})
-    boxes: dict[str, Chunk] = {}
-    for leaf_path, leaf in leaves.items():
-        if leaf_path in items:
-            chunk = _chunk(items[leaf_path])
-            boxes[leaf_path] = tuple(chunk.offsets), tuple(chunk.sizes)
-        elif not is_sharded(leaf) and (about := reader.about(leaf_path)) is not None:
-            boxes[leaf_path] = (0,) * len(about["shape"]), tuple(about["shape"])
+    boxes = _boxes(reader, leaves)
     missing: dict[str, int] = {
         leaf_path: math.prod(sizes)
         for leaf_path, (_, sizes) in boxes.items()
@@ -188,6 +181,19 @@ def _describe(reader: Reader, leaves: Mapping[str, Any]) -> None:
                 if not missing[leaf_path]:
                     del missing[leaf_path]
     check(not missing, f"{reader.directory} has not all chunks of {', '.join(missing)}", DamagedCheckpointError)
+
+
+def _boxes(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Chunk]:
+    """The part of each leaf that this process holds: all of an unsharded one."""
+    items = _own_items({leaf_path: leaf for leaf_path, leaf in leaves.items() if is_sharded(leaf)})
+    boxes: dict[str, Chunk] = {}
+    for leaf_path, leaf in leaves.items():
+        if leaf_path in items:
+            chunk = _chunk(items[leaf_path])
+            boxes[leaf_path] = tuple(chunk.offsets), tuple(chunk.sizes)
+        elif not is_sharded(leaf) and (about := reader.about(leaf_path)) is not None:
+            boxes[leaf_path] = (0,) * len(about["shape"]), tuple(about["shape"])
+    return boxes
 
 
 def _overlap(one: Chunk, other: Chunk) -> int:
