@@ -71,8 +71,8 @@ def main(
         done = ended | (log_now & ll.after_signal(signal.SIGINT, signal.SIGTERM))
         board = ll.log.tensorboard(f"{output_dir}/tensorboard")
         log = ll.tee(board, ll.jsonl(f"{output_dir}/log.jsonl"), ll.console())
-        options = {"keep_last": save_total_limit, "monitor": "eval/loss", "describe": {"loader": loader}}
-        ckpt = ll.checkpoint_io(f"{output_dir}/checkpoints", **options)
+        settings, folder = {"loader": loader}, f"{output_dir}/checkpoints"
+        ckpt = ll.checkpoint_io(folder, keep_last=save_total_limit, monitor="eval/loss", describe=settings)
         extra = {"best": ll.predicates.BestSoFar("eval/loss")}  # metric_for_best_model; mode="max": greater_is_better
         first = ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader), extra=extra)
         state, window = ckpt.restore(first), ll.Window()

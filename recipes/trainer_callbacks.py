@@ -64,7 +64,7 @@ class Callbacks:  # adapter for TrainerCallbacks: `fire` calls them, and `contro
             vars(each).update(attributes)
 
 
-class Flow(hf.DefaultFlowCallback):  # type: ignore[misc]  # predicates in place of the Trainer's strategies and counts
+class Flow(hf.DefaultFlowCallback):  # type: ignore[misc, name-defined]  # predicates in place of the Trainer's strategies and counts
     def __init__(self, **predicates: ll.predicates.Predicate) -> None:  # log=, evaluate=, save=
         self.predicates = predicates
 

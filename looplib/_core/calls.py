@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import nn
 
@@ -74,7 +74,7 @@ def remember(made: T, factory: Callable[..., Any], *args: Any, **settings: Any) 
 
 def bare(function: T) -> T:
     """The function itself, without its repr. Calls of it are faster: a subclass of `partial` lacks the fast protocol."""
-    return function.func if type(function) is Function else function  # type: ignore[return-value]
+    return cast(Any, function).func if type(function) is Function else function
 
 
 def shown(value: Any) -> str:

@@ -263,6 +263,6 @@ def _look_at_requests() -> None:
         del now
 
 
-def _no_longer(request: Any) -> bool:
+def _no_longer(request: tuple[Any, Any]) -> bool:
     time.sleep(watch.step.total_seconds())
-    return watch.requested is not request or request[0].is_completed()
+    return bool(request[0].is_completed()) or watch.requested is not request

@@ -84,4 +84,4 @@ def paths_left_out(path: Path, manifest: Mapping[str, Any], leaves: Mapping[str,
         f"digest {expected['digest']}), and those of the state are others ({found['tensors']} parameters, "
         f"{found['bytes']} bytes, digest {found['digest']}): load the weights that the run began with before init_state",
     )
-    return rest.keys()
+    return set(rest)

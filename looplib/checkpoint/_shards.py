@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -159,14 +159,16 @@ def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
     return into
 
 
+def _count(sizes: Sequence[int]) -> int:
+    return int(torch.Size(sizes).numel())
+
+
 def _describe(reader: Reader, leaves: Mapping[str, Any]) -> None:
     """Read descriptions until they cover what this rank holds: on the mesh of the save, only its own."""
     boxes = _boxes(reader, leaves)
-    missing: dict[str, int] = {
-        leaf_path: math.prod(sizes)
-        for leaf_path, (_, sizes) in boxes.items()
-        if leaf_path in reader.shards and "chunks" not in reader.shards[leaf_path] and math.prod(sizes)
-    }
+    undescribed = {leaf_path for leaf_path, shards in reader.shards.items() if "chunks" not in shards}
+    counts = {leaf_path: _count(sizes) for leaf_path, (_, sizes) in boxes.items() if leaf_path in undescribed}
+    missing = {leaf_path: count for leaf_path, count in counts.items() if count}
     rank, ranks = (distributed.get_rank(), distributed.get_world_size()) if running() else (0, 1)
     names = sorted(reader.described)
     nearest = sorted(range(len(names)), key=lambda index: abs(index - rank * len(names) // ranks))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -170,7 +170,7 @@ class Stream(IterableDataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         if position is not None:
-            self.dataset.load_state_dict(copy.deepcopy(position))
+            cast(Any, self.dataset).load_state_dict(copy.deepcopy(position))
         return iter(self.dataset)
 
     def batch(self, items: Any) -> Any:

@@ -53,7 +53,7 @@ class Columns(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """What a class's `_init_group` does with a group: the column in each list (None for empty ones), and its result."""
+    """Result of a class's `_init_group`: the column in each list that it filled (None for empty ones), and its value."""
 
     keys: list[str | None]
     result: Any
