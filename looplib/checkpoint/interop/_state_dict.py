@@ -56,6 +56,9 @@ def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False
     """
     keeps = _ranks.is_first() or not cpu_offload
 
+    def kept(value: Any) -> Any:
+        return (map_tensors(Tensor.cpu, value) if cpu_offload else value) if keeps else None
+
     def exported() -> dict[str, Any]:
         clean, names = cleaner(model), state_names(model)
         entries: dict[str, Any] = model.state_dict()
@@ -63,9 +66,8 @@ def state_dict(model: nn.Module, state: TrainState, *, cpu_offload: bool = False
         for key in list(entries):
             value, key = entries.pop(key), clean(key)
             name = names.get(key, key)
-            if name not in gathered:
-                full = whole(value, trim=keeps)
-                gathered[name] = (map_tensors(Tensor.cpu, full) if cpu_offload else full) if keeps else None
+            if name not in gathered:  # without a name here for the whole tensor, which would live until the next one
+                gathered[name] = kept(whole(value, trim=keeps))
             if keeps:
                 entries[key] = gathered[name]
         versions = getattr(entries, "_metadata", {})  # by module name
