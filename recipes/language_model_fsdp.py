@@ -160,8 +160,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        mixed: Tensor = x + self.mlp(self.norm2(x))
-        return mixed
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
 class Transformer(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from torch import nn
 
 from looplib._core.checks import check_count
+from looplib._core.kinds import check_kind
 from looplib._core.ranks import is_first, world_size
 
 
@@ -52,8 +53,10 @@ def summary(
         file: where to print. Defaults to the standard output.
 
     Raises:
+        TypeError: `model` is not a module.
         ValueError: `depth` or `microbatches` is not a count.
     """
+    check_kind(model, "summary", "model")
     check_count("depth", depth, 0)
     check_count("microbatches", microbatches, 1)
     if is_first():

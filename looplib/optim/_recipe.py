@@ -120,8 +120,8 @@ def chosen_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: s
     for name, tensor in sorted(params.items()):
         if choose(name, tensor.detach().requires_grad_(tensor.requires_grad)) != choices[name]:
             raise ValueError(
-                f"{what} {choices[name]!r} is chosen for {name}, and another for an equal tensor, and each update "
-                "makes new tensors: choose a parameter by its name, shape or dtype"
+                f"{what} {choices[name]!r} is chosen for {name}, but not for an equal tensor, and each update makes new "
+                "tensors: choose a parameter by its name, shape or dtype"
             )
     return choices
 
