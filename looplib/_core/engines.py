@@ -244,7 +244,7 @@ class Engine(NoEngine):
         modules = list(model.modules())
         self.replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self.learned: set[nn.Module] = set()
-        self.alone: list[DistributedDataParallel] = []  # replicas that send no buffers during this call
+        self.sends: list[tuple[DistributedDataParallel, bool]] = []  # True if one sends buffers in its next pass
         self.shards = [module for module in modules if _is_sharded(module)]
         self.waits = [type(module).__name__ for module in modules if isinstance(module, nn.SyncBatchNorm)]
         self.waits += [name for name, tensor in params.items() if is_sharded(tensor)]
@@ -329,6 +329,10 @@ class Engine(NoEngine):
         """Write values into FSDP2's own parameters for the call, since FSDP2 gathers these and ignores the slots."""
         if is_alone():
             self._run_alone()
+        elif not torch.is_grad_enabled():
+            # After a pass without gradients, DDP takes the first rank's buffers as sent. These went into copies, so the
+            # next pass has to send them again.
+            self.sends = [(replica, replica.require_forward_param_sync) for replica in self.replicas]
         if not self.shards:
             return None
         own_params = module_params()
@@ -347,14 +351,14 @@ class Engine(NoEngine):
                 f"{self.name} gathers its shards in each forward pass, on all ranks together: one rank cannot run the "
                 "model alone. Call this on all ranks, without ll.distributed.rank_zero_only"
             )
+        self.sends = [(replica, replica.require_forward_param_sync) for replica in self.replicas]
         for replica in self.replicas:
-            if replica.require_forward_param_sync:
-                replica.require_forward_param_sync = False
-                self.alone.append(replica)
+            replica.require_forward_param_sync = False
 
     def take_back(self, lent: Lent | None) -> None:
-        while self.alone:
-            self.alone.pop().require_forward_param_sync = True
+        while self.sends:
+            replica, sends = self.sends.pop()
+            replica.require_forward_param_sync = sends
         for shard in self.shards:  # the outermost module stays gathered after a forward pass without backward
             shard.reshard()  # type: ignore[operator]
         if lent is not None:
