@@ -58,8 +58,8 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
         fail(
             "the step wrote to its batch",
             differences(inputs, dict(leaves(rows, "batch"))),
-            "Whoever reads the batch after it (a second step, a metric, the next epoch of a dataset in memory) reads "
-            "something else. Usually an operation in place on an input (x += ..., x.clamp_(...), labels[mask] = -100, "
+            "Code that reads the batch afterwards (a second step, a metric, the next epoch of a dataset in memory) gets "
+            "different values. Usually an operation in place on an input (x += ..., x.clamp_(...), labels[mask] = -100, "
             "batch.pop(...)): make a new tensor, such as x = x + ...",
         )
         fail(
