@@ -322,11 +322,15 @@ def test_what_stands_around_a_step_sends_numbers_and_no_tensors(counted):
 
 def test_an_evaluation_sends_its_records_once_and_the_shards_for_each_batch(counted):
     ranks, sent = counted
-    for name, gathers in {"ddp evaluation": 0, "ddp evaluation with buffers": 0, "fsdp evaluation": 2 * 4}.items():
+    for name, gathers in {"ddp evaluation": 0, "fsdp evaluation": 2 * 4}.items():
         contents, headers = gathers * (ranks - 1) / ranks * UNIT, gathers * 2 * (ranks - 1) * HEADERS
         for one, three in zip(sent[f"{name}, 1"], sent[f"{name}, 3"], strict=True):
             assert -10 * ranks <= three - one - contents <= headers + 10 * ranks  # by which pickles of floats differ
     assert max(sent["ddp evaluation, 3"]) < (ranks - 1) * 2000
+    # The first rank's buffers go to all others for each batch, by way of a tree: a mean, a variance and a count.
+    one, three = (sum(sent[f"ddp evaluation with buffers, {count}"]) for count in (1, 3))
+    contents = 2 * (ranks - 1) * (2 * 4 * 64 + 8)
+    assert contents <= three - one <= contents + 2 * (ranks - 1) * 2 * HEADERS + 10 * ranks**2
     outputs = 4 * 8 * 64  # bytes of a rank's own, which all others are given
     for one in sent["ddp prediction"]:
         assert 0 <= one - (ranks - 1) * outputs < (ranks - 1) * outputs

@@ -88,7 +88,8 @@ def test_a_script_spawns_its_function_and_says_so_if_the_call_is_not_guarded(tmp
     with started(tmp_path, code, "guarded") as run:
         out, err = run.communicate(timeout=120)
     assert run.returncode == 0, err
-    assert sorted(out.splitlines()) == ["[('__mp_main__', '!'), ('__mp_main__', '!')]", "rank 0", "rank 1"]
+    for text in ("[('__mp_main__', '!'), ('__mp_main__', '!')]", "rank 0", "rank 1"):
+        assert out.count(text) == 1  # in any order, and without ends of lines between what two processes print
     with started(tmp_path, code, "bare") as run:
         out, err = run.communicate(timeout=120)
     assert run.returncode == 1
