@@ -124,7 +124,7 @@ def safely(sink: Sink) -> Sink:
     ...     for step in range(3):
     ...         log(ll.TrainState(step=step), {"train/loss": 0.5})
     >>> [str(warning.message) for warning in told]
-    ["<function server at ...> failed at step 0: ConnectionError('no route to it'); training goes on, ..."]
+    ["<function server at ...> failed at step 0: ConnectionError('no route to it'); training continues, ..."]
 
     Values of failed calls are lost. Interrupts are not errors and are raised. For a slow sink, use `in_background`.
 
@@ -300,6 +300,6 @@ def _copied(value: Any) -> Any:
 
 def _failed(sink: Sink, step: int, error: BaseException) -> str:
     return (
-        f"{sink!r} failed at step {step}: {error!r}; training goes on, each later call is tried again, and what "
+        f"{sink!r} failed at step {step}: {error!r}; training continues, each later call is tried again, and what "
         "cannot be written is lost"
     )

@@ -31,9 +31,10 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
     much as one with many.
 
     The model is called with the batch's columns as arguments, with `num_items_in_batch` if it takes that, and without a
-    cache, so that documents packed into one row do not see each other. The count
-    is that of the labels that are not -100. Causal models predict the next token, so the first label of each row is not
-    counted. For regression and for several labels per sample, it is the number of samples.
+    cache, so that documents packed into one row do not see each other.
+
+    The weight is the number of labels that are not -100. Causal models predict the next token, so the first label of
+    each row is not counted. For regression and for several labels per sample, it is the number of samples.
 
     Args:
         model: a transformers model for causal or masked language modeling, sequence-to-sequence generation, or the
@@ -58,7 +59,7 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
     base = innermost(model)
     count = _count_of(base)(base, batch).clamp(min=1)
     arguments = dict(batch)
-    takes = _taken(type(base).forward)
+    takes = _arguments(type(base).forward)
     if {"num_items_in_batch", "**"} & takes and getattr(base, "accepts_loss_kwargs", True):
         arguments["num_items_in_batch"] = count
     if "use_cache" in takes:  # with a cache, transformers lets documents that are packed into a row see each other
@@ -91,7 +92,7 @@ def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
 
 
 @cache
-def _taken(forward: Callable[..., Any]) -> frozenset[str]:
+def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
     """Names of the arguments of a `forward`; ** if it takes any name."""
     return frozenset("**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters_of(forward))
 

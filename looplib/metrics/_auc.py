@@ -221,7 +221,7 @@ def _runs(new: Tensor) -> Tensor:
 
 def _all_weights(scores: tuple[Tensor, ...], weights: tuple[Tensor | None, ...]) -> Tensor:
     if all(part is None for part in weights):  # ones that take no memory
-        dtype = _wide_dtype(scores[0].new_empty(0, dtype=torch.float32))
+        dtype = _wide_dtype(scores[0])
         return scores[0].new_ones(1, dtype=dtype).expand(sum(map(len, scores)))
     parts = zip(scores, weights, strict=True)
     return torch.cat([_wide(torch.ones_like(s, dtype=torch.float32)) if w is None else w for s, w in parts])

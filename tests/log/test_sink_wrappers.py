@@ -89,7 +89,7 @@ def test_every_rank_takes_a_sink_that_writes():
 def test_safely_tells_the_first_error_at_the_line_of_the_call_and_tries_again(tmp_path):
     log = safely(jsonl(tmp_path / "log"))
     (tmp_path / "log").mkdir()
-    with pytest.warns(RuntimeWarning, match=r"jsonl\(.*\) failed at step 7: IsADirectoryError.*goes on") as told:
+    with pytest.warns(RuntimeWarning, match=r"jsonl\(.*\) failed at step 7: IsADirectoryError.*continues") as told:
         log(STATE, {"x": 1})
     log(STATE, {"x": 1})  # a second warning would be an error here
     assert [os.path.basename(warning.filename) for warning in told] == [os.path.basename(__file__)]
@@ -154,7 +154,7 @@ def test_an_error_is_told_once_and_counted_and_later_calls_are_tried(tmp_path):
     log(at(1), {"x": 1})
     while not log._finished:
         time.sleep(0.001)
-    with pytest.warns(RuntimeWarning, match="failed at step 1: IsADirectoryError.*goes on") as told:
+    with pytest.warns(RuntimeWarning, match="failed at step 1: IsADirectoryError.*continues") as told:
         log(at(2), {"x": 2})
     log(at(3), {"x": 3})
     assert [os.path.basename(warning.filename) for warning in told] == [os.path.basename(__file__)]
@@ -275,7 +275,7 @@ def test_a_full_disk_and_a_hung_server_stop_no_training_nor_its_end_and_are_told
     assert (result.returncode, result.stdout) == (0, "trained\n"), result.stderr
     told = [line for line in result.stderr.splitlines() if "RuntimeWarning" in line]
     assert sum("csv_file('/dev/full') lost 1000 of 1000 calls; 1000 failed" in line for line in told) == 1
-    assert sum("No space left on device" in line and "goes on" in line for line in told) <= 1
+    assert sum("No space left on device" in line and "continues" in line for line in told) <= 1
     assert sum(".safely') failed at step" in line and "File too large" in line for line in told) == 1
     steps = read_columns(path)["step"]
     assert 0 < len(steps) < 1000
