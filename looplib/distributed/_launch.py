@@ -177,13 +177,17 @@ def _accelerator_used() -> bool:
 @contextmanager
 def _supervised(folder: Path, method: str) -> Iterator[Path]:
     """Handle signals while processes run. Afterwards no process is left, and handlers and environment are as before."""
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException, start_processes
 
     handlers = {number: signal.getsignal(number) for number in (*_STOPPING, signal.SIGQUIT)}
     environment = {name: os.environ.get(name) for name in _VARIABLES}
     children = set(multiprocessing.active_children())
 
     def stop(number: int, frame: Any) -> None:
+        if any(one.f_code is start_processes.__code__ for one, _ in traceback.walk_stack(frame)):
+            # Torch would end the processes with SIGTERM, whatever it received. Ask again when it has started them.
+            threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+            return
         (folder / _STOPPED).touch()
         # torch's launcher sends it on to the processes, and waits for them.
         raise SignalException("signal", signal.Signals(number))

@@ -147,6 +147,15 @@ def test_processes_are_started_again_as_often_as_allowed(tmp_path):
 INTERRUPTED = """
 import os, signal, sys, time
 import looplib as ll
+from torch.distributed.elastic.multiprocessing import api
+
+def slowly(*args, start=api.mp.start_processes, **options):
+    processes = start(*args, **options)
+    time.sleep(2)  # the signal arrives while processes are being started
+    return processes
+
+if sys.argv[1] == "early":
+    api.mp.start_processes = slowly
 
 def main():  # counts the signals, and waits until it is told to end by one, or by nothing
     count = 0
@@ -168,9 +177,9 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("kind", ["polite", "stubborn", "killed", "terminated"])
+@pytest.mark.parametrize("kind", ["polite", "early", "stubborn", "killed", "terminated"])
 def test_ctrl_c_ends_all_processes_and_so_does_the_end_of_the_first(tmp_path, kind):
-    with started(tmp_path, INTERRUPTED, "stubborn" if kind == "stubborn" else "polite") as run:
+    with started(tmp_path, INTERRUPTED, kind) as run:
         pids = [int(run.stdout.readline().removeprefix("started ")) for _ in range(2)]
         assert all(map(alive, pids))
         if kind == "killed":
@@ -187,6 +196,7 @@ def test_ctrl_c_ends_all_processes_and_so_does_the_end_of_the_first(tmp_path, ki
     one_each = sorted(f"signal {pid}" for pid in pids)  # though the terminal and the launcher both send one
     code, expected = {
         "polite": (0, ["interrupted", *one_each]),
+        "early": (0, ["interrupted", *one_each]),
         "stubborn": (0, ["interrupted"]),
         "killed": (-signal.SIGKILL, one_each),  # Linux sends it, maybe twice
         "terminated": (-signal.SIGTERM, []),

@@ -87,7 +87,7 @@ def _note(what: str) -> None:
 def _line() -> str:
     """The innermost line of looplib or of the tests."""
     frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(str(ROOT))]
-    frames = [frame for frame in frames if frame.filename != __file__]
+    frames = [frame for frame in frames if frame.filename != __file__ and "site-packages" not in frame.filename]
     if not frames:
         return "a thread of autograd"
     return f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}: {frames[-1].line}"
