@@ -22,6 +22,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checksums import checksum, checksums, has_values
+from looplib._core.mappings import chosen
 from looplib._core.tracing import tracing
 
 _SMALL = 1 << 16  # elements; batch norm has three buffers with one element per channel
@@ -56,8 +57,7 @@ class Saved:
 
     def watch_only(self, names: Set[str]) -> None:
         """Check only these tensors from now on: the update that follows may write the others."""
-        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in names}
-        self.sums = {name: value for name, value in self.sums.items() if name in names}
+        self.tensors, self.sums = chosen(self.tensors, names), chosen(self.sums, names)
 
     def restore(self) -> set[str]:
         """Restore the values, and return the names of written tensors that cannot be restored."""
@@ -131,7 +131,7 @@ class Written:
         if not self.looks:
             return Saved(buffers, copies, self.sums)
         copies |= {name: params[name].detach().clone() for name in self.params}
-        watched = params if known is None else {name: params[name] for name in self.params}
+        watched = params if known is None else chosen(params, self.params)
         if known is None:
             self.sums = {name: _Sum(tensor) for name, tensor in params.items() if has_values(tensor)}
         return Saved({**buffers, **watched}, copies, self.sums)
@@ -147,13 +147,18 @@ class Written:
             self.looks = bool(self.params)
             changed &= buffers.keys()
         if self.buffers is None or not changed <= self.buffers:
-            # Batch norm's kernels write without counting, but its module counts batches, so compare the values now.
-            copied = saved.copies.keys() & buffers.keys()
-            uncounted = {name for name in copied if not torch.equal(saved.copies[name], buffers[name])}
-            self.buffers = (self.buffers or set()) | changed | uncounted
-            large = [name for name in buffers.keys() - self.buffers if buffers[name].numel() > _SMALL]
-            self.sums = {name: self.sums.get(name) or _Sum(buffers[name]) for name in large}
+            self.buffers = self._relearned(changed, saved, buffers)
         return self.buffers
+
+    def _relearned(self, changed: set[str], saved: Saved, buffers: Mapping[str, Tensor]) -> set[str]:
+        """All buffers written so far, after a write that torch counted to one that is not among them."""
+        # Batch norm's kernels write without counting, but its module counts batches, so compare the values now.
+        copied = saved.copies.keys() & buffers.keys()
+        uncounted = {name for name in copied if not torch.equal(saved.copies[name], buffers[name])}
+        written = (self.buffers or set()) | changed | uncounted
+        large = [name for name in buffers.keys() - written if buffers[name].numel() > _SMALL]
+        self.sums = {name: self.sums.get(name) or _Sum(buffers[name]) for name in large}
+        return written
 
 
 def explain(lost: set[str], buffers: Set[str]) -> str:

@@ -83,18 +83,10 @@ def shown(value: Any) -> str:
     >>> shown({"lr": 0.1, "dtype": float, "key": lambda name: name})
     "{'lr': 0.1, 'dtype': float, 'key': lambda name: ...}"
     """
-    if inspect.isroutine(value):
-        return _function(value)
-    if isinstance(call := getattr(value, "call", None), Call):
-        return str(call)
-    if isinstance(value, Code):
-        return value
-    if isinstance(value, nn.Module):
-        return type(value).__name__
-    if isinstance(value, type):
-        return value.__name__
-    if isinstance(value, (list, tuple, dict)):
-        return _container(value)
+    return next(text(value) for is_one, text in _SHOWN if is_one(value))
+
+
+def _object(value: Any) -> str:
     text = repr(value)
     if type(value).__module__.startswith("looplib.") and text.startswith(f"{type(value).__name__}("):
         return text.replace(type(value).__name__, _public_name(type(value)), 1)
@@ -117,6 +109,18 @@ def _container(values: Any) -> str:
     if isinstance(values, list):
         return f"[{inside}]"
     return f"({inside},)" if len(values) == 1 else f"({inside})"
+
+
+# Kinds of values, the first that fits, and how to write each as code.
+_SHOWN: tuple[tuple[Callable[[Any], bool], Callable[[Any], str]], ...] = (
+    (inspect.isroutine, _function),
+    (lambda value: isinstance(getattr(value, "call", None), Call), lambda value: str(value.call)),
+    (lambda value: isinstance(value, Code), str),
+    (lambda value: isinstance(value, nn.Module), lambda value: type(value).__name__),
+    (lambda value: isinstance(value, type), lambda value: value.__name__),
+    (lambda value: isinstance(value, (list, tuple, dict)), _container),
+    (lambda value: True, _object),
+)
 
 
 def _public_name(thing: Any) -> str:

@@ -127,7 +127,7 @@ def are_columns(values: Any) -> bool:
     >>> are_columns((x, y)), are_columns((x, x))
     (True, False)
     """
-    if not isinstance(values, (tuple, list)) or len(values) < 2 or not all(map(is_column, values)):
+    if not isinstance(values, (tuple, list)) or not all(map(is_column, values)):
         return False
-    same_rows = len({len(value) for value in values}) == 1
+    same_rows = len({*map(len, values)}) == 1
     return same_rows and len({(str(value.dtype), value.ndim) for value in values}) > 1

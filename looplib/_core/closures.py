@@ -11,7 +11,7 @@ import inspect
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial, singledispatch
 from typing import Any, NamedTuple
 
@@ -111,8 +111,7 @@ def _referred_to(thing: Any, variable: Variable, in_whole: Callable[[Any], bool]
         return
     mentioned = variable.mentioned
     called = [method for method in _methods(kind) if method.__name__ in mentioned | {"__call__"}]
-    for method in called:
-        yield _constant(thing, f"{method.__qualname__}()", method.__name__, method, mentioned)
+    yield from _method_variables(thing, called, mentioned)
     mentioned = _all_names(called) | mentioned
     for key in attributes if whole else sorted(mentioned & attributes.keys()):
         in_dict = key in getattr(thing, "__dict__", ())
@@ -124,15 +123,11 @@ def _referred_to(thing: Any, variable: Variable, in_whole: Callable[[Any], bool]
 @_referred_to.register
 def _of_module(model: nn.Module, *_: Any) -> Iterator[Variable]:
     for prefix, module in named_modules(model):
-        attributes = vars(module)
-        for key, value in attributes.items():
-            if not key.startswith("_") and key not in _MODULES_OWN:
-                path = f"{prefix or type(module).__name__}.{key}"
-                yield Variable(module, path, path, partial(attributes.get, key), value, frozenset())
-        methods = _methods(type(module))
-        for method in methods:
-            yield _constant(module, f"{prefix}.{method.__qualname__}", method.__name__, method, frozenset())
         name = prefix or type(module).__name__
+        settings = [key for key in vars(module) if not key.startswith("_") and key not in _MODULES_OWN]
+        yield from _entries(module, vars(module), settings, frozenset(), f"{name}.", f"{name}.")
+        methods = _methods(type(module))
+        yield from _method_variables(module, methods, frozenset())
         yield _constant(module, f"{prefix}'s class", name, type(module), _all_names(methods))
 
 
@@ -145,14 +140,17 @@ def _of_function(
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield Variable(function, name, name, partial(_content, cell), _content(cell), mentioned)
     attributes = vars(function)
-    for name in attributes if in_whole(function) else () if installed else sorted(mentioned & attributes.keys()):
-        path = f"{function.__name__}.{name}"
-        yield Variable(function, f".{name}", path, partial(attributes.get, name), attributes[name], mentioned)
-    if installed:
-        return
+    whole = in_whole(function)
+    if whole or not installed:
+        read = attributes if whole else sorted(mentioned & attributes.keys())
+        yield from _entries(function, attributes, read, mentioned, ".", f"{function.__name__}.")
+    if not installed:
+        yield from _globals_and_defaults(function, mentioned)
+
+
+def _globals_and_defaults(function: types.FunctionType, mentioned: Set[str]) -> Iterator[Variable]:
     space = function.__globals__
-    for name in sorted(mentioned & space.keys()):
-        yield Variable(function, f"global {name}", name, partial(space.get, name), space[name], mentioned)
+    yield from _entries(function, space, sorted(mentioned & space.keys()), mentioned, "global ")
     for index, value in enumerate(function.__defaults__ or ()):
         yield _constant(function, f"default {index}", f"a default of {function.__name__}", value, mentioned)
 
@@ -194,10 +192,21 @@ def _of_namespace(space: type | types.ModuleType, variable: Variable, _: Any) ->
         module = sys.modules.get(owner.__module__) if isinstance(owner, type) else owner
         if _is_installed_module(module):
             continue
-        attributes = vars(owner)
-        for key in sorted(variable.mentioned & attributes.keys()):
-            read = partial(attributes.get, key)
-            yield Variable(owner, key, f"{variable.path}.{key}", read, attributes[key], variable.mentioned)
+        names = sorted(variable.mentioned & vars(owner).keys())
+        yield from _entries(owner, vars(owner), names, variable.mentioned, path=f"{variable.path}.")
+
+
+def _entries(
+    owner: Any, space: Mapping[str, Any], names: Iterable[str], mentioned: Set[str], key: str = "", path: str = ""
+) -> Iterator[Variable]:
+    """Variables in a mapping of the owner's; `key` and `path` are put before their names."""
+    for name in names:
+        yield Variable(owner, key + name, path + name, partial(space.get, name), space[name], mentioned)
+
+
+def _method_variables(owner: Any, methods: Iterable[types.FunctionType], mentioned: Set[str]) -> Iterator[Variable]:
+    for method in methods:
+        yield _constant(owner, f"{method.__qualname__}()", method.__name__, method, mentioned)
 
 
 def _is_installed_module(module: types.ModuleType | None) -> bool:

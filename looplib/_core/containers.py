@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,20 +46,25 @@ class Node(NamedTuple):
 
 def _dict(node: dict[Any, Any]) -> Node:
     names = list(node)
-    return Node(names, list(node.values()), lambda children: dict(zip(names, children, strict=True)))
+    return Node(names, list(node.values()), partial(_dict_of, names))
+
+
+def _dict_of(names: Sequence[Any], children: list[Any]) -> dict[Any, Any]:
+    return dict(zip(names, children, strict=True))
+
+
+def _refilled(put: Callable[..., Any], node: Any, names: Sequence[Any], children: list[Any]) -> Any:
+    """A copy of a container with other children."""
+    new = copy.copy(node)
+    for name, child in zip(names, children, strict=True):
+        put(new, name, child)
+    return new
 
 
 def _mapping(node: Mapping[Any, Any]) -> Node:
     names = list(node)
-
-    def rebuild(children: list[Any]) -> Any:
-        if not isinstance(node, MutableMapping):
-            return dict(zip(names, children, strict=True))
-        new = copy.copy(node)
-        for name, child in zip(names, children, strict=True):
-            new[name] = child
-        return new
-
+    refilled = partial(_refilled, operator.setitem, node, names)
+    rebuild = refilled if isinstance(node, MutableMapping) else partial(_dict_of, names)
     return Node(names, [*map(node.__getitem__, names)], rebuild)
 
 
@@ -71,13 +78,7 @@ def _sequence(node: Sequence[Any]) -> Node:
 
 def _dataclass(node: Any) -> Node:
     names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-
-    def rebuild(children: list[Any]) -> Any:
-        new = copy.copy(node)
-        for name, child in zip(names, children, strict=True):
-            object.__setattr__(new, name, child)  # also if frozen
-        return new
-
+    rebuild = partial(_refilled, object.__setattr__, node, names)  # also if frozen
     return Node(names, [getattr(node, name) for name in names], rebuild, True)
 
 

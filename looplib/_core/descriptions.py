@@ -96,14 +96,23 @@ def _text(value: Any) -> str:
     return type(value).__qualname__ if _ADDRESS.search(text) else text
 
 
+@functools.singledispatch
 def _function(function: Any) -> str:
-    if isinstance(function, Function):
-        function = function.func
-    if isinstance(function, functools.partial):
-        arguments = [*map(described, function.args), *(f"{k}={described(v)}" for k, v in function.keywords.items())]
-        return f"{_function(function.func)} with {', '.join(map(str, arguments))}"
-    if not isinstance(function, types.FunctionType):
-        return getattr(function, "__qualname__", None) or _text(function)
+    """Description of a callable of any other type than those below."""
+    return getattr(function, "__qualname__", None) or _text(function)
+
+
+_function.register(Function, lambda function: _function(function.func))
+
+
+@_function.register
+def _partial(function: functools.partial) -> str:  # type: ignore[type-arg]
+    arguments = [*map(described, function.args), *(f"{k}={described(v)}" for k, v in function.keywords.items())]
+    return f"{_function(function.func)} with {', '.join(map(str, arguments))}"
+
+
+@_function.register
+def _of_python(function: types.FunctionType) -> str:
     name = function.__qualname__.rpartition(".")[2]
     if name == "<lambda>":
         name = f"lambda {', '.join(inspect.signature(function).parameters)}"
@@ -154,6 +163,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             changes += differences(before, now, f"{prefix}{key} ")
         elif before != now and (prefix or MISSING not in (before, now)):
-            was, is_ = ("not given" if value is MISSING else value for value in (before, now))
-            changes.append(f"{prefix}{key} was {was}, is {is_}")
+            changes.append(f"{prefix}{key} was {_given(before)}, is {_given(now)}")
     return changes
+
+
+def _given(value: Any) -> Any:
+    return "not given" if value is MISSING else value

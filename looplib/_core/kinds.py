@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from looplib._core.checks import named
+
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C")
 
@@ -117,14 +119,19 @@ def chain(function: Any) -> Iterator[Made]:
 
 def kind_of(value: Any) -> str | None:
     """One of `KINDS`, or None if it is not certain."""
-    for cls in type(value).__mro__:
-        if cls in _classes:
-            return _classes[cls]
+    of_class = next(filter(None, map(_classes.get, type(value).__mro__)), None)
+    return of_class or _kind_made(value) or _kind_by_parameters(value)
+
+
+def _kind_made(value: Any) -> str | None:
     if (record := made(value)) is not None:
         return record.kind
     # A step made by looplib has `parts`.
-    if (kind := getattr(getattr(value, "parts", None), "kind", None)) is not None:
-        return f"{kind}_step"
+    kind = getattr(getattr(value, "parts", None), "kind", None)
+    return None if kind is None else f"{kind}_step"
+
+
+def _kind_by_parameters(value: Any) -> str | None:
     first, second, *_ = [*positional(value), "", ""]
     if second and first in MODELS:
         return "loss_fn"
@@ -134,13 +141,17 @@ def kind_of(value: Any) -> str | None:
 def check_kind(value: Any, who: str, *expected: str, advice: str = "") -> None:
     """Raise TypeError unless a value is of one of these kinds, or is a plain callable that may be."""
     kind = kind_of(value)
-    if kind in expected:
-        return
-    counts = {KINDS[name][1] for name in expected} - {None}
-    if kind is None and callable(value) and any(_takes(value, count) for count in counts if count):
-        return
-    wanted = " or ".join(dict.fromkeys(KINDS[name][2] for name in expected))
-    raise TypeError(f"{who} got {_named(value, kind)}; give {wanted}{advice}")
+    if kind not in expected and not (kind is None and callable(value) and _may_be(value, expected)):
+        raise TypeError(f"{who} got {_named(value, kind)}; give {_wanted(expected)}{advice}")
+
+
+def _may_be(value: Any, expected: tuple[str, ...]) -> bool:
+    """True if a plain function can be called with the arguments of one of these kinds."""
+    return any(_takes(value, count) for name in expected if (count := KINDS[name][1]))
+
+
+def _wanted(expected: tuple[str, ...]) -> str:
+    return " or ".join(dict.fromkeys(KINDS[name][2] for name in expected))
 
 
 class WrongKindError(TypeError):
@@ -158,30 +169,34 @@ def checked(value: F, who: str, *expected: str, advice: str = "") -> F:
     check_kind(value, who, *expected, advice=advice)
     if kind_of(value) in expected:
         return value
-    wanted = " or ".join(KINDS[name][2] for name in expected)
-    should = " or ".join(dict.fromkeys(_RETURNS[name][0] for name in expected))
 
     @functools.wraps(value)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
             out = value(*args, **kwargs)
         except (AttributeError, TypeError) as error:
-            of_the_state = isinstance(error, AttributeError) and kind_of(error.obj) == "state"
-            about_the_state = of_the_state or "'TrainState'" in str(error) or "not TrainState" in str(error)
-            if not about_the_state or isinstance(error, WrongKindError):
+            if not _failed_on_the_state(error):
                 raise
             raise WrongKindError(
                 f"{who} got {_named(value, None)}, which is called with a state and a batch and failed on the state "
-                f"({error}); give {wanted}"
+                f"({error}); give {_wanted(expected)}"
             ) from error
         if not any(_RETURNS[name][1](out) for name in expected):
+            should = " or ".join(dict.fromkeys(_RETURNS[name][0] for name in expected))
             raise WrongKindError(
                 f"{who} got {_named(value, None)}, which returned {_returned(out)} and should return {should}; "
-                f"give {wanted}"
+                f"give {_wanted(expected)}"
             )
         return out
 
     return called  # type: ignore[return-value]
+
+
+def _failed_on_the_state(error: Exception) -> bool:
+    """True for the error of a function that takes the state for something else, unless it is explained already."""
+    of_the_state = isinstance(error, AttributeError) and kind_of(error.obj) == "state"
+    about_the_state = of_the_state or "'TrainState'" in str(error) or "not TrainState" in str(error)
+    return about_the_state and not isinstance(error, WrongKindError)
 
 
 def _is_state_and_more(out: Any) -> bool:
@@ -211,7 +226,7 @@ def _returned(out: Any) -> str:
         return f"a {type(out).__name__} of {', '.join(type(item).__name__ for item in out) or 'nothing'}"
     if isinstance(out, Mapping):
         return f"a {type(out).__name__} of {', '.join(f'{k!r}: {type(v).__name__}' for k, v in out.items())}"
-    return "None" if out is None else f"a {type(out).__name__}"
+    return named(out)
 
 
 def _named(value: Any, kind: str | None) -> str:
@@ -230,12 +245,16 @@ def positional(value: Any, required: bool = False) -> list[str]:
     """Names of the parameters that can be passed by position, or of those that must be."""
     if isinstance(value, type) or not callable(value):
         return []
-    try:
-        parameters = inspect.signature(value).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    allowed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    allowed = [p for p in parameters_of(value).values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [p.name for p in allowed if not required or p.default is p.empty]
+
+
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a function by name; none if Python cannot tell, as for some functions in C."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def _takes(value: Any, count: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from looplib._core.checks import named
+from looplib._core.checks import check, named
 from looplib._core.kinds import MODELS, check_kind, positional
 from looplib._core.memory import out_of_memory
 
@@ -21,24 +21,25 @@ _RETURNS = {
 
 def check_function_of_model(model: Any, function: Any, who: str, name: str) -> None:
     """Raise TypeError unless `who(model, function)` was given a module and a function `name(model, batch)`."""
-    if isinstance(function, nn.Module) and not isinstance(model, nn.Module) and callable(model):
-        raise TypeError(f"{who} takes the model first: write {who}(model, {name})")
-    if _of_torch(function):
-        raise TypeError(
-            f"{who} got {named(function)}, which takes outputs and targets; {name} is called as {name}(model, batch). "
-            f"Write a function around it:\n    def {name}(model, batch):\n        inputs, targets = batch\n"
-            f"        {_RETURNS[name]}"
-        )
+    swapped = isinstance(function, nn.Module) and not isinstance(model, nn.Module) and callable(model)
+    check(not swapped, f"{who} takes the model first: write {who}(model, {name})", TypeError)
+    check(
+        not _of_torch(function),
+        f"{who} got {named(function)}, which takes outputs and targets; {name} is called as {name}(model, batch). "
+        f"Write a function around it:\n    def {name}(model, batch):\n        inputs, targets = batch\n"
+        f"        {_RETURNS[name]}",
+        TypeError,
+    )
     names = positional(function, required=True) if inspect.isroutine(function) else []
-    if [name in MODELS for name in names] == [False, True]:
-        raise TypeError(
-            f"{who} got {name}({', '.join(names)}); the model comes first: def {name}({names[1]}, {names[0]})"
-        )
-    if len(names) > 2:
-        raise TypeError(
-            f"{who} got {name}({', '.join(names)}), which is called as {name}(model, batch): take the batch as one "
-            f"argument, and unpack it inside, {', '.join(names[1:])} = batch"
-        )
+    listed = ", ".join(names)
+    reverse = f"{who} got {name}({listed}); the model comes first: def {name}({', '.join(names[::-1])})"
+    check([name in MODELS for name in names] != [False, True], reverse, TypeError)
+    check(
+        len(names) <= 2,
+        f"{who} got {name}({listed}), which is called as {name}(model, batch): take the batch as one argument, and unpack "
+        f"it inside, {', '.join(names[1:])} = batch",
+        TypeError,
+    )
     check_kind(function, who, "loss_fn")
 
 

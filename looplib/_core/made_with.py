@@ -13,6 +13,7 @@ from typing import Any
 from looplib._core import ownership
 from looplib._core.checks import few
 from looplib._core.descriptions import differences
+from looplib._core.mappings import chosen
 from looplib._core.notices import warn
 from looplib._core.ownership import Marked
 from looplib._core.ranks import rank
@@ -55,12 +56,20 @@ def note_loader(state: Any, description: Mapping[str, Any]) -> None:
         return
     loaders = known.loaders
     if known.restored and known.at_step == state.step:
-        before = [loader for loader in loaders if _of_same_data(loader, description)] or loaders
-        if changed := differences(*_comparable(before, description)):
-            loaders = tuple(loader for loader in loaders if loader not in before)
-            if rank() == 0:
-                warn(other_settings(known.restored, changed))
+        loaders = _without_replaced(known, description)
     ownership.note_made_with(state, replace(known, loaders=(*loaders, description)[-_KEPT:]))
+
+
+def _without_replaced(known: MadeWith, description: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The saved run's loaders, without those that this one takes the place of with other settings, and a warning then."""
+    loaders = known.loaders
+    before = [loader for loader in loaders if _of_same_data(loader, description)] or loaders
+    changed = differences(*_comparable(before, description))
+    if not changed:
+        return loaders
+    if rank() == 0:
+        warn(other_settings(known.restored, changed))
+    return tuple(loader for loader in loaders if loader not in before)
 
 
 def _of_same_data(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -71,7 +80,7 @@ def _comparable(before: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> 
     """Settings shared by several loaders, and those of one more. Settings that vary between them are not compared."""
     first, *others = before
     shared = {key: value for key, value in first.items() if key in now and all(o.get(key) == value for o in others)}
-    return {"loader": shared}, {"loader": {key: now[key] for key in shared}}
+    return {"loader": shared}, {"loader": chosen(now, shared)}
 
 
 def restored_into(

@@ -21,7 +21,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.buffers import Unwritten
-from looplib._core.checks import check_type
+from looplib._core.checks import check, check_type
 from looplib._core.engines import engine_of
 from looplib._core.loss_functions import note_batch
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
@@ -48,20 +48,31 @@ class Members(NamedTuple):
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`model.named_modules()` without the prefixes of wrappers."""
-    seen: set[int] = set()
+    return _walk(model, "", set())
 
-    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        yield prefix, module
-        parallel = isinstance(module, (DataParallel, DistributedDataParallel))
-        for name, child in torch_private.own_modules(module).items():
-            if child is not None:
-                transparent = name in TRANSPARENT or (parallel and name == "module")
-                yield from walk(child, prefix if transparent else f"{prefix}.{name}".lstrip("."))
 
-    yield from walk(model, "")
+def _walk(module: nn.Module | None, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if module is None or id(module) in seen:
+        return
+    seen.add(id(module))
+    yield prefix, module
+    transparent = TRANSPARENT | {"module"} if is_parallel(module) else TRANSPARENT
+    for name, child in torch_private.own_modules(module).items():
+        yield from _walk(child, prefix if name in transparent else f"{prefix}.{name}".lstrip("."), seen)
+
+
+def is_parallel(module: nn.Module) -> bool:
+    """True for torch's wrappers that hold the wrapped module as `module`."""
+    return isinstance(module, (DataParallel, DistributedDataParallel))
+
+
+def _slots_in(model: nn.Module) -> Iterator[tuple[int, dict[str, Any], str, str]]:
+    """All slots, empty ones too: 0 for a parameter or 1 for a buffer, the dictionary, the key, and the name."""
+    for prefix, module in named_modules(model):
+        groups: tuple[dict[str, Any], ...] = own_parameters(module), own_buffers(module)
+        for kind, own in enumerate(groups):
+            for key in own:
+                yield kind, own, key, f"{prefix}.{key}".lstrip(".")
 
 
 def members(model: nn.Module) -> Members:
@@ -69,17 +80,11 @@ def members(model: nn.Module) -> Members:
     check_type("model is", model, nn.Module, f"looplib needs a torch.nn.Module{instance}")
     all_slots = Members({}, {})
     names: dict[int, str] = {}
-    for prefix, module in named_modules(model):
-        for slots, own in ((all_slots.params, own_parameters(module)), (all_slots.buffers, own_buffers(module))):
-            for key, tensor in own.items():
-                if tensor is None:
-                    continue
-                if is_lazy(tensor):
-                    raise ValueError(
-                        f"{prefix}.{key} has no shape yet (a lazy module): run the model on one batch first"
-                    )
-                name = names.setdefault(id(tensor), f"{prefix}.{key}".lstrip("."))
-                slots.setdefault(name, []).append((own, key))
+    for kind, own, key, path in _slots_in(model):
+        if (tensor := own[key]) is not None:
+            check(not is_lazy(tensor), f"{path} has no shape yet (a lazy module): run the model on one batch first")
+            name = names.setdefault(id(tensor), path)
+            all_slots[kind].setdefault(name, []).append((own, key))
     return all_slots
 
 
@@ -91,18 +96,13 @@ def check_names(what: str, of_state: Mapping[str, Tensor], slots: dict[str, list
     """Raise unless `given` matches the model in names, shapes and dtypes."""
     of_model = tensors(slots)
     title = f"the state's {what} are not those of this {type(model).__name__}"
+    advice = "make the state with ll.init_state from the same model"
     if of_state.keys() != of_model.keys():
         missing, unexpected = sorted(of_model.keys() - of_state.keys()), sorted(of_state.keys() - of_model.keys())
-        raise ValueError(
-            f"{title}: missing {missing or 'none'}, unexpected {unexpected or 'none'}; "
-            "make the state with ll.init_state from the same model"
-        )
+        raise ValueError(f"{title}: missing {missing or 'none'}, unexpected {unexpected or 'none'}; {advice}")
     for name, tensor in of_state.items():
-        if tensor.shape != of_model[name].shape:
-            raise ValueError(
-                f"{title}: {name} has shape {tuple(tensor.shape)}, the model's has {tuple(of_model[name].shape)}; "
-                "make the state with ll.init_state from the same model"
-            )
+        shape, of_tensor = tuple(of_model[name].shape), tuple(tensor.shape)
+        check(shape == of_tensor, f"{title}: {name} has shape {of_tensor}, the model's has {shape}; {advice}")
 
 
 def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] | None) -> list[str]:
@@ -187,17 +187,8 @@ class Host:
         self.flags = [*map(_attributes, self.modules)]
         # The same as flat lists, which each call maps over.
         self.places = [_Places.of(group) for group in self.slots]
-        self.unfilled = [
-            (own_buffers(module), key, f"{prefix}.{key}".lstrip("."))
-            for prefix, module in named_modules(model)
-            for key, tensor in own_buffers(module).items()
-            if tensor is None
-        ]
-        names = {id(tensor): name for name, tensor in tensors(self.slots.params).items()}
-        weights = [id(module.weight) for module in model.modules() if _writes_its_weight(module)]
-        self.renormed = [
-            names[weight] for weight in weights if weight in names
-        ]  # a parametrized weight has no name here
+        self.unfilled = [(own, key, path) for kind, own, key, path in _slots_in(model) if kind and own[key] is None]
+        self.renormed = _renormed(model, tensors(self.slots.params))
         self.engine = engine_of(model, tensors(self.slots.params))
         self.backward = training
         self.unwritten = Unwritten()
@@ -205,9 +196,7 @@ class Host:
     def left_in_eval(self, names: Sequence[str]) -> str | None:
         """The outermost submodule in eval mode that has dropout and some of these parameters, in a module that is not."""
         for prefix, module in named_modules(self.model) if self.model.training else ():
-            drops = [part for part in module.modules() if isinstance(part, torch_private.Dropout) and part.p > 0]
-            off = not module.training and not all(part.training for part in drops)
-            if off and any(name.startswith(f"{prefix}.") for name in names):
+            if _drops_nothing(module) and any(name.startswith(f"{prefix}.") for name in names):
                 return f"{prefix} ({type(module).__name__})"
         return None
 
@@ -297,12 +286,13 @@ class Host:
                     flags["training"] = mode
 
     def _refuse_filled(self) -> None:
-        if filled := [name for owner, key, name in self.unfilled if owner[key] is not None]:
-            raise ValueError(
-                f"the forward pass put a tensor into {', '.join(filled)}, which register_buffer(..., None) left "
-                "empty, so no state and no checkpoint has it: run the model on one batch before ll.init_state and "
-                "before functions are made of it, or register a tensor"
-            )
+        filled = [name for owner, key, name in self.unfilled if owner[key] is not None]
+        check(
+            not filled,
+            f"the forward pass put a tensor into {', '.join(filled)}, which register_buffer(..., None) left empty, so no "
+            "state and no checkpoint has it: run the model on one batch before ll.init_state and before functions are "
+            "made of it, or register a tensor",
+        )
 
     def unshared(self, params: dict[str, Tensor], keep: Collection[str] = ()) -> dict[str, Tensor]:
         """The parameters, with copies of those that the forward pass itself writes, except for these names."""
@@ -336,11 +326,11 @@ class Host:
             for path, leaf in leaves
             if isinstance(leaf, Tensor) and leaf.device not in devices
         ]
-        if strays and params:
-            raise ValueError(
-                f"{', '.join(strays)}, and the parameters are on {', '.join(sorted(map(str, devices)))}: move the "
-                "batch, or let make_loader(..., device=...) do it"
-            )
+        check(
+            not (strays and params),
+            f"{', '.join(strays)}, and the parameters are on {', '.join(sorted(map(str, devices)))}: move the batch, or "
+            "let make_loader(..., device=...) do it",
+        )
 
     def explained(
         self, error: Exception, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any
@@ -370,8 +360,19 @@ _OF_HOOKS = (
 _NO_TENSOR = torch.empty(0, device=_CPU)
 
 
-def _writes_its_weight(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+def _renormed(model: nn.Module, params: Mapping[str, Tensor]) -> list[str]:
+    """Names of the parameters that the forward pass writes because of `max_norm=`."""
+    layers = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    weights = {id(layer.weight) for layer in layers if layer.max_norm is not None}
+    return [
+        name for name, tensor in params.items() if id(tensor) in weights
+    ]  # a parametrized weight has no name here
+
+
+def _drops_nothing(module: nn.Module) -> bool:
+    """True for a module in eval mode with dropout in eval mode."""
+    drops = [part for part in module.modules() if isinstance(part, torch_private.Dropout) and part.p > 0]
+    return not module.training and not all(part.training for part in drops)
 
 
 def _generators(*devices: torch.device) -> tuple[torch.Generator, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from looplib._core.mappings import without
+
 _MOMENTS = "step exp_avg exp_avg_sq"
 
 # Keys that each class of torch.optim keeps for a parameter; several sets if they depend on its options.
@@ -48,12 +50,20 @@ def _maker(opt_state: Any) -> str:
     if not isinstance(opt_state, Mapping):
         return f"another optimizer, which keeps a {type(opt_state).__name__}"
     if "inner_state" in opt_state:
-        kept = _listed(key for key in opt_state if key != "inner_state")
-        return f"{_maker(opt_state['inner_state'])} in a wrapper" + (f" that keeps {kept}" if kept else "")
+        return f"{_maker(opt_state['inner_state'])} in a wrapper{_besides(opt_state)}"
     if isinstance(members := opt_state.get("inner_states"), Mapping):
         return f"a partition ({'; '.join(f'{label}: {_maker(member)}' for label, member in members.items())})"
     if not isinstance(entries := opt_state.get("state"), Mapping):
         return f"another optimizer, which keeps {_listed(opt_state)}"
+    return _maker_of_entries(entries)
+
+
+def _besides(opt_state: Mapping[str, Any]) -> str:
+    kept = _listed(without(opt_state, {"inner_state"}))
+    return f" that keeps {kept}" if kept else ""
+
+
+def _maker_of_entries(entries: Mapping[str, Any]) -> str:
     keys = next((entry.keys() for entry in entries.values() if isinstance(entry, Mapping) and entry), ())
     return " or ".join(makers_of(frozenset(keys))) or f"another optimizer, which keeps {_listed(keys)}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Set
-from itertools import product
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -22,11 +22,11 @@ def overlapping(tensors: Mapping[str, Tensor], written: Set[str]) -> tuple[str, 
     for name, tensor in tensors.items():
         if address := tensor.untyped_storage().data_ptr() if is_plain(tensor) else 0:  # 0 for one without memory
             by_storage[tensor.device, address].append(name)
-    for names in by_storage.values():
-        for one, other in product(sorted(written & set(names)), names):
-            if other != one and _share(tensors[one], tensors[other]):
-                return one, other
-    return None
+    pairs = (product(sorted(written & set(names)), names) for names in by_storage.values())
+    shared = (
+        pair for pair in chain.from_iterable(pairs) if pair[0] != pair[1] and _share(*map(tensors.__getitem__, pair))
+    )
+    return next(shared, None)
 
 
 def share_elements(one: Tensor, other: Tensor) -> bool:

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import torch_private
+from looplib._core.checks import check
+from looplib._core.mappings import chosen, fields_of
 from looplib._core.overlap import share_elements
 from looplib._core.torch_private import pytree
 
@@ -233,22 +235,23 @@ def before_writing(state: Any, params: Set[str], buffers: Set[str]) -> Chain:
 
 def _check_extra(state: Any, params: Set[str], buffers: Set[str]) -> None:
     """Raise if `extra` holds tensors that an in-place step would overwrite."""
-    if not any(True for _ in tensors_in(state.extra)):
+    kept = list(_named_tensors("extra", state.extra))
+    if not kept:
         return
     written: dict[int, list[tuple[str, Tensor]]] = {}
-    for field, names in (("params", params), ("buffers", buffers), ("opt_state", None)):
-        tree = getattr(state, field)
-        for path, tensor in _named_tensors(field, tree if names is None else {name: tree[name] for name in names}):
+    trees = {"params": chosen(state.params, params), "buffers": chosen(state.buffers, buffers)}
+    for field, tree in {**trees, "opt_state": state.opt_state}.items():
+        for path, tensor in _named_tensors(field, tree):
             written.setdefault(_storage(tensor), []).append((path, tensor))
-    for kept, leaf in _named_tensors("extra", state.extra):
-        key = _storage(leaf)
-        for path, tensor in written.get(key, ()) if key else ():
-            if share_elements(tensor, leaf):
-                raise ValueError(
-                    f"{kept} shares memory with {path}, which a step with donate=True writes in place, so that it would "
-                    "change with every step: keep a copy there, such as extra={'start': ll.copy_state(state).params} "
-                    "or tensor.detach().clone(), or make the step with donate=False"
-                )
+    written.pop(0, None)  # without memory
+    for name, leaf in kept:
+        for path, tensor in written.get(_storage(leaf), ()):
+            check(
+                not share_elements(tensor, leaf),
+                f"{name} shares memory with {path}, which a step with donate=True writes in place, so that it would "
+                "change with every step: keep a copy there, such as extra={'start': ll.copy_state(state).params} or "
+                "tensor.detach().clone(), or make the step with donate=False",
+            )
 
 
 def _named_tensors(root: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
@@ -332,7 +335,7 @@ class Guarded(Generic[S]):
         self.fields = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
         self.counts = tuple(name for name in self.fields if name not in trees)
         self._set_mark = vars(Marked)["_mark"].__set__
-        slots = {name: getattr(cls, name) for name in self.fields}
+        slots = fields_of(cls, self.fields)
         for name, slot in slots.items():
             setattr(cls, f"_{name}", slot)  # the value itself, whatever the mark says
             get = self._tree(name) if name in trees else self._count(name)

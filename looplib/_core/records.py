@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from looplib._core import containers
+from looplib._core.mappings import fields_of
 from looplib._core.torch_private import pytree
 
 
@@ -19,7 +20,7 @@ def register(cls: Any, fields: tuple[str, ...], trees: tuple[str, ...]) -> None:
     def flatten(record: Any) -> tuple[list[Any], Any]:
         # None is a leaf in torch's pytrees, so a missing tree belongs to the structure.
         present = {name: tree for name in trees if (tree := getattr(record, name)) is not None}
-        return list(present.values()), (tuple(present), {name: getattr(record, name) for name in counts})
+        return list(present.values()), (tuple(present), fields_of(record, counts))
 
     def flatten_with_keys(record: Any) -> tuple[list[Any], Any]:
         present, (names, numbers) = flatten(record)
@@ -30,7 +31,7 @@ def register(cls: Any, fields: tuple[str, ...], trees: tuple[str, ...]) -> None:
         return cls(**{**dict.fromkeys(trees), **dict(zip(names, present, strict=True)), **numbers})
 
     def taken_apart(record: Any) -> containers.Node:
-        values = [getattr(record, name) for name in fields]
+        values = [*fields_of(record, fields).values()]
         return containers.Node(fields, values, lambda values: cls(*values), attributes=True)
 
     pytree.register_pytree_node(

@@ -28,12 +28,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check
 from looplib._core.containers import OWN, PLAIN, Key, Node, Path, node_of
 
 
@@ -174,6 +176,11 @@ def batch_size(batch: Any) -> int:
         return first.size(0)
     if (length := _first_length(batch)) is not None:
         return length
+    return _length_of_list(batch)
+
+
+def _length_of_list(batch: Any) -> int:
+    """Number of samples in a batch without tensors."""
     for members in _lists(batch):
         return len(members)
     try:
@@ -193,11 +200,11 @@ def _first_length(tree: Any) -> int | None:
 
 def _lists(tree: Any) -> Iterator[Sequence[Any]]:
     """Lists and tuples that contain only leaves."""
+    return (leaf for _, leaf in leaves(tree, _is_plain_list) if _is_list(leaf))
 
-    def plain(node: Any) -> bool:
-        return _is_list(node) and all(node_of(child) is None for child in node)
 
-    return (leaf for _, leaf in leaves(tree, plain) if _is_list(leaf))
+def _is_plain_list(node: Any) -> bool:
+    return _is_list(node) and all(node_of(child) is None for child in node)
 
 
 def _is_list(node: Any) -> bool:
@@ -231,16 +238,8 @@ def split(
         sizes = [min(sizes, count - low) for low in range(0, count, sizes)]
     if len(sizes) <= 1:
         return [batch]
-    bounds = [0, *accumulate(sizes)]
-
-    def cut(rows: Any) -> list[Any]:
-        if isinstance(rows, Tensor):
-            return list(torch.split(rows, sizes))
-        indexed = getattr(rows, "iloc", rows)  # pandas objects are indexed by position
-        return [indexed[low:high] for low, high in pairwise(bounds)]
-
-    parts = _cut(batch, count, cut, len(sizes), None)
-    part_sizes = [batch_size(part) for part in parts]
+    parts = _cut(batch, count, partial(_slices, sizes), len(sizes), None)
+    part_sizes = [*map(batch_size, parts)]
     if sum(part_sizes) != count:
         raise ValueError(
             f"a {type(batch).__name__} of {count} examples cannot be cut: its pieces would have "
@@ -250,6 +249,13 @@ def split(
     return parts
 
 
+def _slices(sizes: list[int], rows: Any) -> list[Any]:
+    if isinstance(rows, Tensor):
+        return list(torch.split(rows, sizes))
+    indexed = getattr(rows, "iloc", rows)  # pandas objects are indexed by position
+    return [indexed[low:high] for low, high in pairwise([0, *accumulate(sizes)])]
+
+
 def without_samples(sample: Any) -> Any:
     """A batch of no samples, from a batch of one: the same dtypes and further dimensions."""
     return split(sample, 1, [0, 1])[0]
@@ -257,30 +263,30 @@ def without_samples(sample: Any) -> Any:
 
 def stand_in(batch: Any) -> Any:
     """Two samples of ones for a batch of none, with its dtypes and further dimensions."""
-
-    def ones(rows: Any) -> list[Any]:
-        if not isinstance(rows, Tensor):
-            raise TypeError(
-                f"this rank has no sample of the batch, and a {type(rows).__name__} is no tensor to run the model on in "
-                "their place: give the loader drop_last=True, or another batch_size"
-            )
-        return [rows.new_ones(2, *rows.shape[1:])]
-
-    [made] = _cut(batch, 0, ones, 1, None)
+    [made] = _cut(batch, 0, _ones, 1, None)
     return made
+
+
+def _ones(rows: Any) -> list[Any]:
+    check(
+        isinstance(rows, Tensor),
+        f"this rank has no sample of the batch, and a {type(rows).__name__} is no tensor to run the model on in their "
+        "place: give the loader drop_last=True, or another batch_size",
+        TypeError,
+    )
+    return [rows.new_ones(2, *rows.shape[1:])]
 
 
 def take(batch: Any, count: int, index: Sequence[int]) -> Any:
     """Samples of a batch of `count` at these indices, in this order."""
-    index = list(index)
-
-    def chosen(rows: Any) -> list[Any]:
-        if _is_list(rows):
-            return [type(rows)([rows[i] for i in index])]
-        return [getattr(rows, "iloc", rows)[index]]
-
-    [taken] = _cut(batch, count, chosen, 1, None)
+    [taken] = _cut(batch, count, partial(_at, list(index)), 1, None)
     return taken
+
+
+def _at(index: list[int], rows: Any) -> list[Any]:
+    if _is_list(rows):
+        return [type(rows)(map(rows.__getitem__, index))]
+    return [getattr(rows, "iloc", rows)[index]]
 
 
 def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, above: Any) -> list[Any]:
@@ -294,12 +300,8 @@ def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, abo
     if rows or one_for_each(node, count):
         return cut(node)
     inner = node_of(node)
-    if inner is None and above is not None and _hides_samples(node, count):
-        raise ValueError(
-            f"{named(_path(above), 'batch')} is a {type(node).__name__}, an object that cannot be cut into "
-            f"{count} samples: each part of the batch would have all of it. Give tensors, arrays or lists with "
-            "one item for each sample, or make it a dataclass or a registered pytree"
-        )
+    if inner is None:
+        _check_whole(node, count, above)
     if inner is None or not inner.children:
         return [node] * parts
     columns = [
@@ -307,6 +309,16 @@ def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, abo
         for name, child in zip(inner.names, inner.children, strict=True)
     ]
     return [inner.rebuild(list(members)) for members in zip(*columns, strict=True)]
+
+
+def _check_whole(node: Any, count: int, above: Any) -> None:
+    """Raise ValueError for an object with samples that looplib cannot see."""
+    if above is not None and _hides_samples(node, count):
+        raise ValueError(
+            f"{named(_path(above), 'batch')} is a {type(node).__name__}, an object that cannot be cut into "
+            f"{count} samples: each part of the batch would have all of it. Give tensors, arrays or lists with "
+            "one item for each sample, or make it a dataclass or a registered pytree"
+        )
 
 
 def _path(above: Any) -> Path:
@@ -370,9 +382,10 @@ def _in_all(parts: list[Any], name: str) -> Any:
 
 def _joined_rows(parts: list[Any], counts: list[int], name: str) -> Any:
     for part, count in zip(parts, counts, strict=True):
-        if len(part) != count:
-            shape = tuple(part.shape)
-            raise ValueError(f"{name} has shape {shape} in a part of {count} samples: give one row for each sample")
+        shape = tuple(part.shape)
+        check(
+            len(part) == count, f"{name} has shape {shape} in a part of {count} samples: give one row for each sample"
+        )
     if all(isinstance(part, Tensor) for part in parts):
         return torch.cat(parts)
     if {type(part).__module__ for part in parts} == {"numpy"}:

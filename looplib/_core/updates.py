@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from looplib._core.kinds import parameters_of
+from looplib._core.mappings import chosen
 from looplib._core.optimizer_states import in_words, kept_in, name_of
 from looplib._core.tracing import tracing, where
 
@@ -28,7 +30,7 @@ def with_known_arguments(function: Any) -> Any:
         return function
 
     def deaf(*args: Any, **extra: Any) -> Any:
-        return function(*args, **{name: value for name, value in extra.items() if name in accepted})
+        return function(*args, **chosen(extra, accepted))
 
     return deaf
 
@@ -41,7 +43,7 @@ def conditional(update: Any, init: Any, description: Mapping[str, Any]) -> Calla
     if update in _complete:
         return update  # type: ignore[no-any-return]
     known = with_known_arguments(update)
-    if "when" in _parameters(update):
+    if "when" in parameters_of(update):
 
         def update_of_three(*args: Any, **extra: Any) -> tuple[Any, Any, Any]:
             try:
@@ -93,16 +95,9 @@ def complete(update: F) -> F:
     return update
 
 
-def _parameters(function: Any) -> Any:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
 def _keywords(function: Any) -> set[str] | None:
     """Names of the keyword arguments that a function accepts; None for any."""
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     if not parameters or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     return set(parameters)

@@ -1,0 +1,34 @@
+"""Mappings: some of their entries, other values under the same names, and the fields of a record as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+R = TypeVar("R")
+
+
+def chosen(mapping: Mapping[K, V], names: Container[Any]) -> dict[K, V]:
+    """The entries with one of these names, in the order of the mapping."""
+    return {name: value for name, value in mapping.items() if name in names}
+
+
+def without(mapping: Mapping[K, V], names: Container[Any]) -> dict[K, V]:
+    """The entries with none of these names."""
+    return {name: value for name, value in mapping.items() if name not in names}
+
+
+def mapped(function: Callable[[V], R], mapping: Mapping[K, V]) -> dict[K, R]:
+    """Other values under the same names.
+
+    >>> mapped(len, {"a": [1, 2], "b": []})
+    {'a': 2, 'b': 0}
+    """
+    return {name: function(value) for name, value in mapping.items()}
+
+
+def fields_of(record: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The attributes of a record with these names."""
+    return {name: getattr(record, name) for name in names}
