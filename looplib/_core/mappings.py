@@ -1,9 +1,11 @@
-"""Mappings: some of their entries, other values under the same names, and the fields of a record as one."""
+"""Mappings: some of their entries, other values under the same names, copies of tensors, and the fields of a record."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -32,3 +34,22 @@ def mapped(function: Callable[[V], R], mapping: Mapping[K, V]) -> dict[K, R]:
 def fields_of(record: Any, names: Iterable[str]) -> dict[str, Any]:
     """The attributes of a record with these names."""
     return {name: getattr(record, name) for name in names}
+
+
+def pick(mapping: Mapping[K, V], names: Iterable[K]) -> dict[K, V]:
+    """The entries with these names, in the order of the names.
+
+    >>> pick({"a": 1, "b": 2, "c": 3}, ["c", "a"])
+    {'c': 3, 'a': 1}
+    """
+    return {name: mapping[name] for name in names}
+
+
+def detached_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors by name, outside of any graph."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def in_dtypes_of(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors in the dtypes of those under the same names."""
+    return {name: tensor.to(like[name].dtype) for name, tensor in tensors.items()}

@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def with_known_arguments(function: Any) -> Any:
     """Wrap a function so that it ignores keyword arguments that it does not take."""
-    accepted = _keywords(function)
+    accepted = keywords(function)
     if accepted is None:
         return function
 
@@ -95,7 +95,7 @@ def complete(update: F) -> F:
     return update
 
 
-def _keywords(function: Any) -> set[str] | None:
+def keywords(function: Any) -> set[str] | None:
     """Names of the keyword arguments that a function accepts; None for any."""
     parameters = parameters_of(function)
     if not parameters or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from itertools import filterfalse
 from typing import Any, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from looplib._core.checks import check, named
+from looplib._core.checks import check, few, named
+from looplib._core.updates import keywords
 
 
 class NotGiven(Enum):
@@ -44,26 +46,32 @@ _SCHEDULES = {
 
 def check_class(cls: Any, parameters: Sequence[Any]) -> None:
     """Raise TypeError for anything but an optimizer class without parameters."""
-    if isinstance(cls, torch.optim.Optimizer):
-        name = type(cls).__name__
-        raise TypeError(
-            f"ll.optimizer needs the class, found an instance of {name}: write ll.optimizer(torch.optim.{name}, lr=...)"
-            ", without the parameters. They are in the state"
-        )
-    if not isinstance(cls, type):
-        near = [name for name in dir(torch.optim) if name.lower() == str(cls).lower()]
-        raise TypeError(
-            f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim."
-            f"{(near or ['AdamW'])[0]}, lr=...). The parameters are in the state, ll.init_state(model, optimizer)"
-        )
-    if not callable(getattr(cls, "step", None)) or "params" not in inspect.signature(cls).parameters:
-        raise TypeError(f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer")
-    if parameters:
-        raise TypeError(
-            f"ll.optimizer takes no parameters, found {named(parameters[0])} after the class: write "
-            f"ll.optimizer({cls.__name__}, lr=...). The parameters are in the state, "
-            "ll.init_state(model, optimizer)"
-        )
+    name = type(cls).__name__
+    check(
+        not isinstance(cls, torch.optim.Optimizer),
+        f"ll.optimizer needs the class, found an instance of {name}: write ll.optimizer(torch.optim.{name}, lr=...)"
+        ", without the parameters. They are in the state",
+        TypeError,
+    )
+    near = dict(zip(map(str.lower, dir(torch.optim)), dir(torch.optim), strict=True))
+    in_the_state = "The parameters are in the state, ll.init_state(model, optimizer)"
+    check(
+        isinstance(cls, type),
+        f"ll.optimizer needs an optimizer class, found {named(cls)}: write ll.optimizer(torch.optim."
+        f"{near.get(str(cls).lower(), 'AdamW')}, lr=...). {in_the_state}",
+        TypeError,
+    )
+    check(
+        callable(getattr(cls, "step", None)) and "params" in inspect.signature(cls).parameters,
+        f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer",
+        TypeError,
+    )
+    check(
+        not parameters,
+        f"ll.optimizer takes no parameters, found {few([*map(named, parameters)], 1)} after the class: write "
+        f"ll.optimizer({cls.__name__}, lr=...). {in_the_state}",
+        TypeError,
+    )
 
 
 def check_lr(lr: Any) -> None:
@@ -83,8 +91,8 @@ def check_lr(lr: Any) -> None:
             first = lr(0)
         except TypeError as error:
             raise TypeError(f"lr is {named(lr)}, and lr(0) raised {error}; give {advice}") from error
-        if isinstance(first, _NO_RATES):
-            raise TypeError(f"lr(0) is {named(first)}; a schedule gives a number for each step")
+        what = f"lr(0) is {named(first)}; a schedule gives a number for each step"
+        check(not isinstance(first, _NO_RATES), what, TypeError)
 
 
 def check_groups(groups: Any) -> None:
@@ -101,14 +109,11 @@ def check_groups(groups: Any) -> None:
 
 def refuse_hyperparameters(cls: type, error: TypeError, values: Mapping[str, Any]) -> NoReturn:
     """Raise TypeError for a class that could not be created with these hyperparameters."""
-    taken = inspect.signature(cls).parameters
-    taken_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    unknown = [] if taken_any else [name for name in values if name not in taken]
-    if unknown:
-        raise TypeError(
-            f"{cls.__name__} has no hyperparameter {', '.join(unknown)}; it takes "
-            f"{', '.join(name for name in taken if name != 'params')}"
-        ) from error
-    raise TypeError(
-        f"{cls.__name__} cannot be made with {', '.join(f'{name}={value!r}' for name, value in values.items())}: {error}"
-    ) from error
+    known = [*inspect.signature(cls).parameters]
+    taken = keywords(cls)
+    if unknown := [*filterfalse((taken or values).__contains__, values)]:
+        known.remove("params")
+        message = f"{cls.__name__} has no hyperparameter {', '.join(unknown)}; it takes {', '.join(known)}"
+        raise TypeError(message) from error
+    given = ", ".join(f"{name}={value!r}" for name, value in values.items())
+    raise TypeError(f"{cls.__name__} cannot be made with {given}: {error}") from error

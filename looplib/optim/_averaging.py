@@ -16,8 +16,9 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.calls import remember
-from looplib._core.checks import check_argument, is_count
+from looplib._core.checks import check, check_argument, is_count
 from looplib._core.kinds import check_kind
+from looplib._core.mappings import in_dtypes_of, mapped, pick
 from looplib._core.ranks import shards
 from looplib._core.trees import map_leaves
 from looplib.optim._hyperparameters import of_another
@@ -121,16 +122,10 @@ def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = Fal
 def _averaging(
     optimizer: Optimizer, weight: Callable[[int], float], start: int, every: int, with_buffers: bool
 ) -> Optimizer:
-    if not is_count(start, 0) or not is_count(every):
-        raise ValueError(f"start is {start} and every {every}; give a step of at least 0 and a count of at least 1")
-
-    def init(params: Params, **extra: Any) -> dict[str, Any]:
-        inner = optimizer.init(params, **extra)
-        averaged = {"params": _wide_copies(params)}
-        if with_buffers:
-            averaged["buffers"] = _wide_copies(extra.get("buffers", {}), Tensor.is_floating_point)
-        count = torch.tensor(int(start == 0))
-        return {"inner_state": inner, "average": averaged, "n_averaged": count, "updates": torch.tensor(0)}
+    check(
+        is_count(start, 0) and is_count(every),
+        f"start is {start} and every {every}; give a step of at least 0 and a count of at least 1",
+    )
 
     def act(
         plan: tuple[bool, float], new: Params, opt_state: Any, grads: Grads, in_place: bool, **extra: Any
@@ -149,7 +144,19 @@ def _averaging(
         counted = {"updates": torch.tensor(updates), "n_averaged": torch.tensor(count + 1)}
         return counted, (count == 0, float(weight(count)) if count else 1.0)
 
+    init = partial(_first_average, optimizer, start, with_buffers)
     return act_after_updates(optimizer, init, moment, act, partial(_evaluated, optimizer))
+
+
+def _first_average(
+    optimizer: Optimizer, start: int, with_buffers: bool, params: Params, **extra: Any
+) -> dict[str, Any]:
+    averaged = {"params": mapped(_wide_copy, params)}
+    if with_buffers:
+        floats = filter(lambda item: item[1].is_floating_point(), extra.get("buffers", {}).items())
+        averaged["buffers"] = mapped(_wide_copy, dict(floats))
+    inner, count = optimizer.init(params, **extra), torch.tensor(int(start == 0))
+    return {"inner_state": inner, "average": averaged, "n_averaged": count, "updates": torch.tensor(0)}
 
 
 def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
@@ -157,9 +164,8 @@ def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state
     begun, average = opt_state["n_averaged"] > 0, opt_state["average"]
     if not begun.any():
         return optimizer.evaluation(params, buffers, opt_state["inner_state"])
-    chosen = {name: tensor.to(params[name].dtype) for name, tensor in average["params"].items()}
-    statistics = {name: tensor.to(buffers[name].dtype) for name, tensor in average.get("buffers", {}).items()}
-    averaged = {**params, **chosen}, {**buffers, **statistics}
+    statistics = in_dtypes_of(average.get("buffers", {}), buffers)
+    averaged = {**params, **in_dtypes_of(average["params"], params)}, {**buffers, **statistics}
     if begun.all():
         return averaged
 
@@ -171,8 +177,8 @@ def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state
     return map_leaves(of_member, averaged, without)  # type: ignore[no-any-return]
 
 
-def _wide_copies(tensors: Tensors, chosen: Callable[[Tensor], bool] = lambda tensor: True) -> Tensors:
-    return {name: _wide(tensor).clone() for name, tensor in tensors.items() if chosen(tensor)}
+def _wide_copy(tensor: Tensor) -> Tensor:
+    return _wide(tensor).clone()
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -184,21 +190,23 @@ def _moved(average: Tensors, now: Tensors, first: bool, weight: float, in_place:
     if not average:  # a model without floating-point buffers; kernels over lists refuse empty ones
         return average
     with torch.no_grad():
-        old, new = list(average.values()), [_wide(now[name]) for name in average]
+        old, new = [*average.values()], [*map(_wide, pick(now, average).values())]
         if not in_place:
-            moved: Sequence[Tensor]
-            if first:
-                moved = [tensor.clone() for tensor in new]
-            elif isinstance(weight, Tensor):  # while tracing
-                moved = [before + (after - before) * weight for before, after in zip(old, new, strict=True)]
-            else:
-                moved = torch_private.foreach_lerp(old, new, weight)
-            return dict(zip(average, moved, strict=True))
+            return dict(zip(average, _between(old, new, first, weight), strict=True))
         if first:
             torch_private.foreach_copy_(shards(old), shards(new))
         else:
             torch_private.foreach_lerp_(shards(old), shards(new), weight)
     return average
+
+
+def _between(old: list[Tensor], new: list[Tensor], first: bool, weight: float) -> Sequence[Tensor]:
+    """New averages; the first ones are copies of the weights."""
+    if first:
+        return [*map(Tensor.clone, new)]
+    if isinstance(weight, Tensor):  # while tracing
+        return [before + (after - before) * weight for before, after in zip(old, new, strict=True)]
+    return torch_private.foreach_lerp(old, new, weight)
 
 
 def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:

@@ -9,31 +9,34 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.checks import check
+from looplib._core.mappings import mapped, pick
 from looplib.optim._kernels import clone
 from looplib.optim._lbfgs_state import packed_into, unpacked
 from looplib.optim._mismatch import mismatch
-from looplib.optim._recipe import Recipe, values_at
+from looplib.optim._recipe import Recipe, drop_grads
 from looplib.types import Grads, Params
 
 Evaluate = Callable[[Params], tuple[Any, Grads]]
 
 
-def closure_over(evaluate: Evaluate | None, cls: type, tensors: Params, known: list[Any]) -> Callable[[], Any]:
+def closure_over(evaluate: Any, cls: type, tensors: Params, known: list[Any]) -> Callable[[], Any]:
     """Make the `closure()` that a step calls: it returns the loss at the current tensors and sets their `.grad`.
 
     `known` holds losses and gradients that need not be computed, with the next one last.
     """
-    if evaluate is None:
-        raise TypeError(
-            f"{cls.__name__} evaluates the loss at other parameters, so its update needs evaluate=: a function "
-            "from params to (loss, grads). A train step gives one; a wrapper hands it on with **extra"
-        )
+    check(
+        evaluate,
+        f"{cls.__name__} evaluates the loss at other parameters, so its update needs evaluate=: a function "
+        "from params to (loss, grads). A train step gives one; a wrapper hands it on with **extra",
+        TypeError,
+    )
 
     def closure() -> Any:
-        for tensor in tensors.values():
-            tensor.grad = None
+        drop_grads(tensors.values())
         with torch.enable_grad():
             loss, grads = known.pop() if known else evaluate(dict(tensors))
         for name, tensor in tensors.items():
@@ -62,18 +65,17 @@ def lbfgs_update(
         raise mismatch(recipe, opt_state, first, ["old_dirs", "old_stps", "prev_flat_grad"])
     tensors = {name: clone(params[name].detach()).requires_grad_(params[name].requires_grad) for name in states}
     instance = recipe.build(tensors, recipe.members(tensors))
-    group, injected = instance.param_groups[0], opt_state.get("hyperparameters", [{}])[0]
-    group.update(values_at(recipe.moving[0], step))
-    group.update({key: value.item() for key, value in injected.items()})
+    injected = opt_state.get("hyperparameters", [{}])[0]
+    recipe.move(instance, step)
+    instance.param_groups[0].update(mapped(Tensor.item, injected))
     instance.state[tensors[first]] = unpacked(states[first])
     # The first evaluation is at the parameters where the gradients were taken.
     known = [(extra["metrics"]["loss"].compute(), grads)] if "metrics" in extra else []
     instance.step(closure_over(extra.get("evaluate"), recipe.cls, tensors, known))
     packed = packed_into(states[first], instance.state[tensors[first]], donate)
-    for tensor in tensors.values():
-        tensor.grad = None
+    drop_grads(tensors.values())
     if donate:
         with torch.no_grad():
-            torch_private.foreach_copy_([*map(params.__getitem__, tensors)], [*tensors.values()])
+            torch_private.foreach_copy_([*pick(params, tensors).values()], [*tensors.values()])
         tensors = {}
     return {**params, **tensors}, {**opt_state, "state": {**states, first: packed}}

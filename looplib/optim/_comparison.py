@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from torch import Tensor
+
+from looplib._core.checks import check
+from looplib._core.mappings import mapped, pick
 from looplib._core.random import mix
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib._core.trees import same
 from looplib.optim._first_state import first_state
-from looplib.optim._recipe import Recipe, values_at
+from looplib.optim._recipe import Recipe
 from looplib.optim._rehearsal import leaf_copies, sample_gradient, streams_at
 from looplib.optim._update import STREAM, Plan, eager_update
 from looplib.types import Params
@@ -48,21 +54,19 @@ def _pure_loop(recipe: Recipe, params: Params) -> Params:
     plans: list[Plan] = []
     opt_state, structures = first_state(recipe, params), []
     for step in range(_STEPS):
-        grads = {name: sample_gradient(tensor, step) for name, tensor in params.items()}
+        grads = mapped(partial(sample_gradient, phase=step), params)
         params, opt_state = eager_update(plans, recipe, grads, opt_state, params, step, False, {})
         structures.append(pytree.tree_structure(opt_state))
-    if structures[0] != structures[-1]:
-        raise ValueError("it keeps more after some updates than after one, and an opt_state has one structure")
+    message = "it keeps more after some updates than after one, and an opt_state has one structure"
+    check(structures[0] == structures[-1], message)
     return params
 
 
 def _small(recipe: Recipe, params: Params) -> Params:
     """Copies of the smallest parameters of each group, one for each number of dimensions."""
     falling = sorted(params, key=lambda name: params[name].numel(), reverse=True)
-    smallest = {
-        (recipe.group_of(name, params[name]), params[name].ndim): name for name in falling
-    }  # the last of each
-    return leaf_copies({name: tensor for name, tensor in params.items() if name in smallest.values()})
+    last_of_each = {(recipe.group_of(name, params[name]), params[name].ndim): name for name in falling}
+    return leaf_copies(pick(params, filter({*last_of_each.values()}.__contains__, params)))
 
 
 def _raw_loop(recipe: Recipe, params: Params) -> Params | None:
@@ -71,12 +75,11 @@ def _raw_loop(recipe: Recipe, params: Params) -> Params | None:
     made = recipe.build(copies, recipe.members(copies))
     try:
         for step in range(_STEPS):
-            for group, moving in zip(made.param_groups, recipe.moving, strict=True):
-                group.update(values_at(moving, step))
+            recipe.move(made, step)
             for tensor in copies.values():
                 tensor.grad = sample_gradient(tensor, step)
             with streams_at(mix(0, step, STREAM), copies.values()):
                 made.step()
     except (RuntimeError, ValueError, ArithmeticError):
         return None
-    return {name: tensor.detach() for name, tensor in copies.items()}
+    return mapped(Tensor.detach, copies)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check
+from looplib._core.mappings import mapped
 from looplib._core.torch_private import pytree
 from looplib.optim._hyperparameters import injected
 from looplib.optim._kernels import fused_groups
@@ -33,7 +34,7 @@ def first_state(recipe: Recipe, params: Params) -> dict[str, Any]:
     numbers = _injected(recipe)
     chosen_by_kind(recipe.group_of, params, "group")
     members = recipe.members(params)
-    params = {name: tensor.detach() for name, tensor in params.items()}
+    params = mapped(Tensor.detach, params)
     if not recipe.ours:
         return {**_of_others(recipe, params, members), **numbers}
     state = _OF_CLASS.get(recipe.cls, _of_torch)(recipe, params, members)
@@ -52,17 +53,21 @@ def makes_state_late(recipe: Recipe) -> bool:
 
 
 def _injected(recipe: Recipe) -> dict[str, Any]:
-    tuples = [(key, value) for values in recipe.moving for key, value in values.items() if not callable(value)]
-    if inside := [key for key, value in tuples if injected in map(type, value)]:
-        raise TypeError(
-            f"{inside[0]} has an injected member: injected stands for a hyperparameter as a whole, so give a "
-            "number or a schedule there"
-        )
-    numbers = [
-        {key: torch.tensor(v.value, dtype=torch.float64) for key, v in values.items() if isinstance(v, injected)}
-        for values in recipe.moving
-    ]
+    numbers = [dict(filter(None, map(_number_of, values, values.values()))) for values in recipe.moving]
     return {"hyperparameters": numbers} if any(numbers) else {}
+
+
+def _number_of(key: str, value: Any) -> tuple[str, Tensor] | None:
+    """An injected hyperparameter as it is kept in the state; None for a schedule, or a tuple with some."""
+    if isinstance(value, injected):
+        return key, torch.tensor(value.value, dtype=torch.float64)
+    check(
+        callable(value) or injected not in map(type, value),
+        f"{key} has an injected member: injected stands for a hyperparameter as a whole, so give a number or a "
+        "schedule there",
+        TypeError,
+    )
+    return None
 
 
 def _none_yet(params: Params) -> Tensor:
@@ -79,9 +84,10 @@ def _of_sgd(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) ->
     0.0 and -0.0 as well. So the first update is not a special case, at whatever step a parameter has it.
     """
     recipe.build(params, members)  # for what it refuses
-    with_momentum = chain.from_iterable(compress(members, recipe.group_values("momentum", 0)))
-    buffers = {name: {"momentum_buffer": torch.full_like(params[name], -0.0)} for name in with_momentum}
-    return {name: buffers.get(name, {}) for name in params}
+    state: State = {name: {} for name in params}
+    for name in chain.from_iterable(compress(members, recipe.group_values("momentum", 0))):
+        state[name]["momentum_buffer"] = torch.full_like(params[name], -0.0)
+    return state
 
 
 def _of_sparse_adam(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> State:

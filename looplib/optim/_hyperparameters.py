@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check
 from looplib._core.kinds import check_kind
 from looplib._core.optimizer_states import in_words, name_of
 from looplib._core.trees import map_leaves
@@ -40,8 +41,7 @@ class injected:
     """
 
     def __init__(self, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"injected got a {type(value).__name__}; give a number")
+        check(_is_real(value), f"injected got a {type(value).__name__}; give a number", TypeError)
         self.value = float(value)
 
     def __repr__(self) -> str:
@@ -194,13 +194,19 @@ def _alike(name: str, value: Any, old: Tensor) -> Tensor:
     """Convert a value to a tensor like the one it replaces."""
     if callable(value):
         value = value(old)
-    if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
-        raise TypeError(f"{name} is a {type(value).__name__}; give a number, a tensor, or a function that gives one")
-    if not isinstance(value, Tensor):
+    if _is_real(value):
         return torch.full_like(old, float(value))
-    if value.shape not in (old.shape, ()):
-        raise ValueError(
-            f"{name} has shape {tuple(value.shape)}, and in this state {tuple(old.shape)}: give one number, or in a "
-            "stack one for each member"
-        )
-    return value.to(old.device, old.dtype).expand(old.shape).clone()
+    kind = type(value).__name__
+    message = f"{name} is a {kind}; give a number, a tensor, or a function that gives one"
+    check(isinstance(value, Tensor), message, TypeError)
+    check(
+        value.shape in (old.shape, ()),
+        f"{name} has shape {tuple(value.shape)}, and in this state {tuple(old.shape)}: give one number, or in a "
+        "stack one for each member",
+    )
+    tensor: Tensor = value.to(old.device, old.dtype).expand(old.shape).clone()
+    return tensor
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

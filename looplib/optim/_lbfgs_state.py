@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from looplib._core.mappings import mapped, pick
 from looplib.optim._recipe import Recipe
 from looplib.types import Params
 
@@ -40,30 +42,23 @@ def unpacked(kept: Mapping[str, Any]) -> dict[str, Any]:
 
     The tensors are copies, since BLAS may round a dot product differently if a vector is not aligned in memory.
     """
-    counts = {key: kept[key] for key in ("func_evals", "n_iter")}
     if not kept["n_iter"]:
-        return counts
+        return pick(kept, ("func_evals", "n_iter"))
     rows = {key: [*map(Tensor.clone, kept[key][: kept["history"]])] for key in _ROWS}
-    flat = {key: kept[key].clone() for key in _FLAT}
-    return {**counts, **rows, **flat, "t": kept["t"], "prev_loss": kept["prev_loss"]}
+    flat = mapped(Tensor.clone, pick(kept, _FLAT))
+    return {**pick(kept, ("func_evals", "n_iter", "t", "prev_loss")), **rows, **flat}
 
 
 def packed_into(kept: Mapping[str, Any], state: Mapping[str, Any], donate: bool) -> dict[str, Any]:
     """The state in tensors of fixed shapes. With `donate`, the existing tensors are overwritten."""
-    packed = {**kept, "func_evals": state["func_evals"], "n_iter": state["n_iter"]}
+    packed = {**kept, **pick(state, ("func_evals", "n_iter"))}
     if "d" not in state:
         return packed  # it started at an optimum and has no direction
+    if not donate:
+        packed |= mapped(torch.zeros_like, pick(kept, (*_FLAT, *_ROWS)))
     with torch.no_grad():
         for key in _FLAT:
-            value = torch.as_tensor(state[key], dtype=kept[key].dtype, device=kept[key].device)
-            packed[key] = kept[key].copy_(value) if donate else value.clone()
-        for key in _ROWS:
-            packed[key] = into = kept[key] if donate else torch.zeros_like(kept[key])
-            for index, row in enumerate(state[key]):
-                into[index].copy_(row)
-    return {
-        **packed,
-        "history": len(state["old_dirs"]),
-        "t": float(state["t"]),
-        "prev_loss": float(state["prev_loss"]),
-    }
+            packed[key].copy_(torch.as_tensor(state[key]))
+        for into, row in chain(*(zip(packed[key], state[key], strict=False) for key in _ROWS)):
+            into.copy_(row)
+    return {**packed, "history": len(state["old_dirs"]), **mapped(float, pick(state, ("t", "prev_loss")))}

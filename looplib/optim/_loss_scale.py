@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.calls import remember
+from looplib._core.checks import check
+from looplib._core.mappings import pick
 from looplib._core.tracing import afterwards, where
 from looplib.optim._skipping import NonFiniteGradientsError, all_finite
 from looplib.optim._wrap import Flag, Updated, kept_by_wrappers, wrap
@@ -60,12 +63,12 @@ def dynamic_loss_scale(
         NonFiniteGradientsError: from the step, if the scale would fall below `min_scale`.
         ValueError: an argument is out of range.
     """
-    if not (growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1 and 0 < min_scale <= init_scale):
-        raise ValueError(
-            f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
-            f"growth_interval={growth_interval}, min_scale={min_scale}: growth is above 1, backoff between 0 and 1, "
-            "the interval at least 1, and the scale at least min_scale, above 0"
-        )
+    check(
+        all((growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1, 0 < min_scale <= init_scale)),
+        f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
+        f"growth_interval={growth_interval}, min_scale={min_scale}: growth is above 1, backoff between 0 and 1, "
+        "the interval at least 1, and the scale at least min_scale, above 0",
+    )
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         device = next(iter(params.values())).device
@@ -82,24 +85,25 @@ def dynamic_loss_scale(
         new, inner, applied = optimizer.update(
             grads, opt_state["inner_state"], params, step, when=finite & when, **extra
         )
-        before = {name: opt_state[name] for name in ("loss_scale", "growth_tracker")}
-        scale, tracker = (tensor.clone() for tensor in before.values())
+        before = pick(opt_state, ("loss_scale", "growth_tracker"))
+        scale, tracker = map(Tensor.clone, before.values())
         torch_private.amp_update_scale_(
             scale, tracker, (~finite).to(scale), growth_factor, backoff_factor, growth_interval
         )
         if applied is not True:
-            afterwards(check, ~finite & when, scale, before["loss_scale"], step)
+            afterwards(partial(_check_scale, min_scale), ~finite & when, scale, before["loss_scale"], step)
         after = where(when, {"loss_scale": scale, "growth_tracker": tracker}, before)
         return new, {"inner_state": inner, **after}, applied
-
-    def check(overflowed: Tensor, scale: Tensor, before: Tensor, step: int) -> None:
-        if overflowed and scale < min_scale:
-            raise NonFiniteGradientsError(
-                f"gradients are not finite at step {step} though the loss scale is down to "
-                f"{before.item()} (min_scale={min_scale}), so the scale is not the cause: "
-                "lower the learning rate, clip the gradients, or look at the batch"
-            )
 
     factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
     made = wrap(optimizer, init, update)
     return remember(made, dynamic_loss_scale, optimizer, init_scale=init_scale, **factors, min_scale=min_scale)
+
+
+def _check_scale(min_scale: float, overflowed: Tensor, scale: Tensor, before: Tensor, step: int) -> None:
+    if overflowed and scale < min_scale:
+        raise NonFiniteGradientsError(
+            f"gradients are not finite at step {step} though the loss scale is down to "
+            f"{before.item()} (min_scale={min_scale}), so the scale is not the cause: "
+            "lower the learning rate, clip the gradients, or look at the batch"
+        )

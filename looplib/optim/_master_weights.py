@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from looplib._core.calls import remember
 from looplib._core.checks import check
+from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.tracing import where
 from looplib.optim._wrap import Flag, Updated, wrap
 from looplib.types import Grads, Optimizer, Params
@@ -46,17 +48,6 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
     """
     check(dtype in (torch.float32, torch.float64), f"masters in {dtype}: give torch.float32 or torch.float64")
 
-    def init(params: Params, **extra: Any) -> dict[str, Any]:
-        narrow = {name: p for name, p in params.items() if p.dtype in (torch.bfloat16, torch.float16)}
-        if not narrow:
-            dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in params.values()}))
-            raise ValueError(
-                f"master_weights has nothing to keep: the parameters are {dtypes}. Make the model of half precision "
-                "(model.bfloat16()), or leave this wrapper out"
-            )
-        master = {name: tensor.detach().to(dtype) for name, tensor in narrow.items()}
-        return {"inner_state": optimizer.init({**params, **master}, **extra), "master": master}
-
     def update(
         grads: Grads,
         opt_state: Any,
@@ -68,24 +59,40 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
         **extra: Any,
     ) -> Updated:
         master = opt_state["master"]
-        wide = {name: grad.to(dtype) if name in master else grad for name, grad in grads.items()}
+        moved = pick(params, filter(grads.__contains__, master))
+        wide = {name: grad.to(dtype) if name in moved else grad for name, grad in grads.items()}
         full = {**params, **master}
         new, inner, applied = optimizer.update(
             wide, opt_state["inner_state"], full, step, donate=donate, when=when, **extra
         )
         if applied is False:
             return params, {**opt_state, "inner_state": inner}, False
-        kept = {name: params[name] for name in master}
-        moved = {name: tensor for name, tensor in kept.items() if name in grads}
         narrow = where(applied, {name: _rounded(new[name], old, donate) for name, old in moved.items()}, moved)
-        new_params = {**new, **kept, **narrow}
-        return new_params, {"inner_state": inner, "master": {name: new[name] for name in master}}, applied
+        new_params = {**new, **pick(params, master), **narrow}
+        return new_params, {"inner_state": inner, "master": pick(new, master)}, applied
 
-    def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
-        full = {**params, **opt_state["master"]}
-        chosen, buffers = optimizer.evaluation(full, buffers, opt_state["inner_state"])
-        if chosen is full:
-            return params, buffers
-        return {name: tensor.to(params[name].dtype) for name, tensor in chosen.items()}, buffers
-
+    init, evaluation = partial(_first_state, optimizer, dtype), partial(_evaluated, optimizer)
     return remember(wrap(optimizer, init, update, evaluation), master_weights, optimizer, dtype=dtype)
+
+
+def _first_state(optimizer: Optimizer, dtype: torch.dtype, params: Params, **extra: Any) -> dict[str, Any]:
+    master = {
+        name: tensor.detach().to(dtype)
+        for name, tensor in params.items()
+        if tensor.dtype in (torch.bfloat16, torch.float16)
+    }
+    dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in params.values()}))
+    check(
+        master,
+        f"master_weights has nothing to keep: the parameters are {dtypes}. Make the model of half precision "
+        "(model.bfloat16()), or leave this wrapper out",
+    )
+    return {"inner_state": optimizer.init({**params, **master}, **extra), "master": master}
+
+
+def _evaluated(
+    optimizer: Optimizer, params: Params, buffers: dict[str, Tensor], opt_state: Any
+) -> tuple[Params, dict[str, Tensor]]:
+    full = {**params, **opt_state["master"]}
+    chosen, buffers = optimizer.evaluation(full, buffers, opt_state["inner_state"])
+    return (params if chosen is full else in_dtypes_of(chosen, params)), buffers

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from looplib._core.calls import remember
+from looplib._core.mappings import detached_copies, pick
 from looplib._core.tracing import entered, tracing
 from looplib._core.updates import complete, update_if
 from looplib.optim._arguments import NotGiven, check_class, check_groups, check_lr
@@ -142,11 +143,10 @@ def evaluated(recipe: Recipe, params: Params, opt_state: Any) -> Params:
     if recipe.ours or not callable(getattr(recipe.cls, "eval", None)):
         return params
     states = opt_state["state"]
-    copies = {name: params[name].detach().clone() for name in states}
+    copies = detached_copies(pick(params, states))
     made = recipe.build(copies, recipe.members(copies))
-    late = not_started(recipe, opt_state, 1)
-    for name in states.keys() - late:
-        made.state[copies[name]] = copied(states[name])
+    started = states.keys() - not_started(recipe, opt_state, 1)
+    made.state.update(zip(pick(copies, started).values(), copied([*pick(states, started).values()]), strict=True))
     for group, values in zip(made.param_groups, opt_state.get("groups", ()), strict=False):
         group.update({key: copied(value) for key, value in values.items() if value is not None})
     made.eval()

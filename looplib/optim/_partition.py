@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import filterfalse
 from typing import Any
 
 from torch import Tensor
 
 from looplib._core.calls import remember
+from looplib._core.checks import check
+from looplib._core.mappings import mapped, pick
 from looplib._core.tracing import on_host
 from looplib.optim._recipe import chosen_by_kind
 from looplib.optim._wrap import Flag, Updated, wrap
@@ -82,16 +86,18 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         same = all(map(operator.is_, chosen.values(), params.values()))
         return (params if same else chosen), buffers
 
-    def numbers(opt_state: Any, step: int) -> dict[str, float]:
-        states = opt_state["inner_states"]
-        return {
-            _name_within(key, name): value
-            for key, member in optimizers.items()
-            for name, value in member.hyperparameters(states[key], step).items()
-        }
-
-    description = {label: member.description for label, member in optimizers.items()}
+    numbers = partial(_hyperparameters, optimizers)
+    description = mapped(operator.attrgetter("description"), optimizers)
     return remember(Optimizer(init, update, evaluation, numbers, description), partition, optimizers, label)
+
+
+def _hyperparameters(optimizers: Mapping[str, Optimizer], opt_state: Any, step: int) -> dict[str, float]:
+    states = opt_state["inner_states"]
+    return {
+        _name_within(key, name): value
+        for key, member in optimizers.items()
+        for name, value in member.hyperparameters(states[key], step).items()
+    }
 
 
 def _name_within(key: str, name: str) -> str:
@@ -124,8 +130,8 @@ def _first_divided(
     label_of = chosen_by_kind(label, params, "label")
     _check_labels(optimizers, params, label_of)
     members = _divided(optimizers, params, label_of)
-    if empty := [key for key, subset in members.items() if not subset]:
-        raise ValueError(f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
+    empty = ", ".join(map(repr, filterfalse(members.__getitem__, members)))
+    check(not empty, f"no parameter has the label {empty}: leave that optimizer out")
     return members
 
 
@@ -138,8 +144,8 @@ def _divided(optimizers: Mapping[str, Optimizer], params: Params, label_of: Mapp
 
 def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
     for name, member in optimizers.items():
-        if not isinstance(member, Optimizer):
-            raise TypeError(f"partition got a {type(member).__name__} for {name!r}; give what ll.optimizer returns")
+        message = f"partition got a {type(member).__name__} for {name!r}; give what ll.optimizer returns"
+        check(isinstance(member, Optimizer), message, TypeError)
 
 
 def _check_labels(optimizers: Mapping[str, Optimizer], names: Params, label_of: Mapping[str, str]) -> None:
@@ -179,9 +185,9 @@ def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimize
             raise KeyError("inner_state alone")  # `Optimizer` says whose state it is
         names = tuple(grads)
         chosen = on_host(lambda step: [name for name in names if not frozen(name, step)], step)
-        active = {name: grads[name] for name in chosen}
-        if not active:
+        if not chosen:
             return params, opt_state, when
+        active = pick(grads, chosen)
         new, inner, applied = optimizer.update(active, opt_state["inner_state"], params, step, when=when, **extra)
         return new, {"inner_state": inner}, applied
 

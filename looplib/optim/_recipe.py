@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check
 from looplib._core.torch_private import pytree
 from looplib.optim._arguments import refuse_hyperparameters
 from looplib.types import Params
@@ -80,6 +81,11 @@ class Recipe:
         matches = (number for number, (predicate, _) in enumerate(self.groups) if predicate(name, tensor))
         return next(matches, len(self.groups))
 
+    def move(self, made: Any, step: int) -> None:
+        """Set the hyperparameters of an instance that are schedules to their values at a step."""
+        for group, moving in zip(made.param_groups, self.moving, strict=True):
+            group.update(values_at(moving, step))
+
     def build(self, params: Params, members: Sequence[Sequence[str]], fused: Sequence[bool] = ()) -> Any:
         """An instance over these tensors, with the hyperparameters of step 0.
 
@@ -118,11 +124,11 @@ def chosen_by_kind(choose: Callable[[str, Tensor], Any], params: Params, what: s
     """Choice for each parameter. Raise if it depends on the identity of a tensor, since each update makes new ones."""
     choices = {name: choose(name, tensor) for name, tensor in params.items()}
     for name, tensor in sorted(params.items()):
-        if choose(name, tensor.detach().requires_grad_(tensor.requires_grad)) != choices[name]:
-            raise ValueError(
-                f"{what} {choices[name]!r} is chosen for {name}, but not for an equal tensor, and each update makes new "
-                "tensors: choose a parameter by its name, shape or dtype"
-            )
+        check(
+            choose(name, tensor.detach().requires_grad_(tensor.requires_grad)) == choices[name],
+            f"{what} {choices[name]!r} is chosen for {name}, but not for an equal tensor, and each update makes new "
+            "tensors: choose a parameter by its name, shape or dtype",
+        )
     return choices
 
 
@@ -143,6 +149,11 @@ def values_at(values: Mapping[str, Any], step: int) -> dict[str, Any]:
 def moves(value: Any) -> bool:
     """True if a hyperparameter, or a member of it, is a schedule or injected."""
     return callable(value) or (isinstance(value, (tuple, list)) and any(map(callable, value)))
+
+
+def drop_grads(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.grad = None
 
 
 def copied(value: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
+from looplib._core.checks import check
 from looplib._core.modules import _generators
 from looplib._core.random import restored
 from looplib._core.ranks import is_sharded
@@ -68,18 +69,9 @@ def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
     names = {id(tensor): name for name, tensor in copies.items()}
     made = recipe.build(copies, members)
     before = _pictures(made, names)
-    groups = [dict(group) for group in made.param_groups]
+    groups = [*map(dict, made.param_groups)]
     shared = copied(_for_all(made.state))
-    for name, tensor in copies.items():
-        tensor.grad = sample_gradient(tensor, len(name))
-    with streams_at(0, copies.values()):
-        drawn = _other_streams()
-        recipe.cls.step(made, *([_closure_of(copies)] if recipe.needs_closure else []))
-    if drawn != _other_streams():
-        raise TypeError(
-            f"{recipe.cls.__name__} draws from the random streams of Python or NumPy in its step, which no seed of a "
-            "state reaches; looplib takes optimizers that draw from torch's"
-        )
+    _step(recipe, made, copies)
     flags = _flags(recipe, before, _pictures(made, names))
     kept = Kept(groups=_numbers_of_groups(recipe, groups, made.param_groups), flags=flags)
     for key, value in _for_all(made.state).items():
@@ -89,6 +81,21 @@ def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
         kept.state[name], kinds = packed(recipe, name, made.state.get(tensor, {}))
         kept.objects |= {name: kinds} if kinds else {}
     return kept
+
+
+def _step(recipe: Recipe, made: Any, params: Params) -> None:
+    """Step on sample gradients, and raise if the class draws random numbers that no seed of a state reaches."""
+    for name, tensor in params.items():
+        tensor.grad = sample_gradient(tensor, len(name))
+    with streams_at(0, params.values()):
+        drawn = _other_streams()
+        recipe.cls.step(made, *([_closure_of(params)] if recipe.needs_closure else []))
+    check(
+        drawn == _other_streams(),
+        f"{recipe.cls.__name__} draws from the random streams of Python or NumPy in its step, which no seed of a "
+        "state reaches; looplib takes optimizers that draw from torch's",
+        TypeError,
+    )
 
 
 def leaf_copies(params: Params) -> Params:
@@ -155,11 +162,12 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
             continue
         plain[key], kinds[key] = dict(vars(value)), kind
         inner = chain.from_iterable(getattr(each, "__dict__", {}).values() for each in plain[key].values())
-        if any(isinstance(part, Tensor) for part in inner):
-            raise TypeError(
-                f"{recipe.cls.__name__} keeps a {kind.__name__} for {name}, with an object in it that holds "
-                "tensors: looplib takes objects whose own attributes are tensors and numbers"
-            )
+        check(
+            not any(isinstance(part, Tensor) for part in inner),
+            f"{recipe.cls.__name__} keeps a {kind.__name__} for {name}, with an object in it that holds "
+            "tensors: looplib takes objects whose own attributes are tensors and numbers",
+            TypeError,
+        )
     return plain, kinds
 
 
@@ -175,10 +183,12 @@ def unpacked(state: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, An
 def _check_plain(recipe: Recipe, where: str, value: Any) -> None:
     """Raise for state that a pure update cannot copy or a checkpoint cannot hold."""
     leaves = trees.leaves(value, lambda node: not isinstance(node, (dict, list, tuple)))
-    if beyond := [type(leaf).__name__ for _, leaf in leaves if not isinstance(leaf, _PLAIN)]:
-        raise TypeError(
-            f"{recipe.cls.__name__} keeps {where} a {beyond[0]}, which a pure update cannot copy; looplib takes "
-            "optimizers that keep tensors and numbers, in dicts and lists of a fixed length"
+    for _, leaf in leaves:
+        check(
+            isinstance(leaf, _PLAIN),
+            f"{recipe.cls.__name__} keeps {where} a {type(leaf).__name__}, which a pure update cannot copy; looplib "
+            "takes optimizers that keep tensors and numbers, in dicts and lists of a fixed length",
+            TypeError,
         )
 
 
@@ -200,20 +210,31 @@ def _flags(recipe: Recipe, before: Mapping[str, Any], after: Mapping[str, Any]) 
     return list(changed)
 
 
+@functools.singledispatch
 def _picture(value: Any, names: Mapping[int, str], depth: int = 4) -> Any:
-    """Snapshot of a value, to compare with later."""
-    if isinstance(value, Tensor):
-        return names.get(id(value)) or value.detach().clone()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, (str, bytes, int, float, complex, type(None))):
-        return value
+    """Snapshot of a value, to compare with later: here, of an object of any other type than those below."""
     if not depth or callable(value):
         return id(value)
-    if isinstance(value, Mapping):
-        return {str(key): _picture(member, names, depth - 1) for key, member in value.items()}
-    if isinstance(value, (Sequence, Set)):
-        return [_picture(member, names, depth - 1) for member in value]
     return _picture(getattr(value, "__dict__", {}), names, depth - 1)
+
+
+for _plain in (str, bytes, int, float, complex, type(None)):
+    _picture.register(_plain, lambda value, *_: value)
+_picture.register(torch.Generator, lambda value, *_: value.get_state())
+_picture.register(random.Random, lambda value, *_: value.getstate())
+
+
+@_picture.register
+def _of_tensor(value: Tensor, names: Mapping[int, str], depth: int = 4) -> Any:
+    return names.get(id(value)) or value.detach().clone()
+
+
+@_picture.register(Mapping)
+def _of_mapping(value: Any, names: Mapping[int, str], depth: int = 4) -> Any:
+    return {str(key): _picture(member, names, depth - 1) for key, member in value.items()} if depth else id(value)
+
+
+@_picture.register(Sequence)
+@_picture.register(Set)
+def _of_members(value: Any, names: Mapping[int, str], depth: int = 4) -> Any:
+    return [_picture(member, names, depth - 1) for member in value] if depth else id(value)

@@ -8,6 +8,8 @@ records in their own state.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.calls import remember
 from looplib._core.checks import check_argument, check_count, few
+from looplib._core.mappings import mapped, pick
 from looplib._core.ranks import all_ranks, shards, sum_over_ranks
 from looplib._core.tracing import afterwards, tracing, where
 from looplib.metrics._mean import Mean
@@ -78,28 +81,30 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
         new, inner, applied = optimizer.update(
             grads, opt_state["inner_state"], params, step, when=finite & when, **extra
         )
-        before = {name: opt_state[name] for name in ("notfinite_count", "total_notfinite")}
+        before = pick(opt_state, ("notfinite_count", "total_notfinite"))
         after = {**before, "notfinite_count": torch.zeros_like(before["notfinite_count"])}
         if applied is not True:  # otherwise all was finite, and there is nothing to check
             skipped = {name: count + 1 for name, count in before.items()}
             after = where(when, where(finite, after, skipped), before)
-            by_name = {} if tracing() else {name: _finite([grad]) for name, grad in grads.items()}
-            afterwards(check, ~finite & when, before["notfinite_count"], step, by_name)
+            by_name = {} if tracing() else mapped(lambda grad: _finite([grad]), grads)
+            checks = partial(_check_row, max_consecutive)
+            afterwards(checks, ~finite & when, before["notfinite_count"], step, by_name)
         return new, {"inner_state": inner, **after}, applied
 
-    def check(skipped: Tensor, count: Tensor, step: int, by_name: dict[str, Tensor]) -> None:
-        if not skipped or count < max_consecutive:
-            return
-        bad = [name for name, good in by_name.items() if not good]
-        names = f"in {len(bad)} of {len(by_name)} parameters: {few(bad, 5)}"
-        where = (names if bad else "on another rank") if by_name else "(a compiled step does not look where)"
-        raise NonFiniteGradientsError(
-            f"gradients were not finite {int(count) + 1} times in a row (max_consecutive={max_consecutive}), "
-            f"now at step {step} {where}. Lower the learning rate, clip the "
-            "gradients, or look at the batch; the state is as it was before it"
-        )
-
     return remember(wrap(optimizer, init, update), apply_if_finite, optimizer, max_consecutive=max_consecutive)
+
+
+def _check_row(max_consecutive: int, skipped: Tensor, count: Tensor, step: int, by_name: dict[str, Tensor]) -> None:
+    if not skipped or count < max_consecutive:
+        return
+    bad = [*filterfalse(by_name.__getitem__, by_name)]
+    names = f"in {len(bad)} of {len(by_name)} parameters: {few(bad, 5)}"
+    where = (names if bad else "on another rank") if by_name else "(a compiled step does not look where)"
+    raise NonFiniteGradientsError(
+        f"gradients were not finite {int(count) + 1} times in a row (max_consecutive={max_consecutive}), "
+        f"now at step {step} {where}. Lower the learning rate, clip the "
+        "gradients, or look at the batch; the state is as it was before it"
+    )
 
 
 def all_finite(grads: Grads) -> Tensor:
@@ -190,19 +195,22 @@ def skip_spikes(
             "total_spikes": opt_state["total_spikes"] + spike,
         }
         if applied is not True:
-            afterwards(check, ~finite & when, row, value, step)
-        return new, {"inner_state": inner, **where(when, after, {name: opt_state[name] for name in after})}, applied
-
-    def check(diverged: Tensor, row: Tensor, value: Tensor, step: int) -> None:
-        if diverged and row >= max_consecutive:
-            raise NonFiniteGradientsError(
-                f"{monitor!r} was a spike {int(row) + 1} times in a row (max_consecutive={max_consecutive}) and is "
-                f"{value.item()} at step {step}: lower the learning rate, or look at the batch; the state is as it "
-                "was before it"
-            )
+            afterwards(partial(_check_spikes, monitor, max_consecutive), ~finite & when, row, value, step)
+        return new, {"inner_state": inner, **where(when, after, pick(opt_state, after))}, applied
 
     made, limits = wrap(optimizer, init, update), {"window": window, "sigmas": sigmas}
     return remember(made, skip_spikes, optimizer, **limits, monitor=monitor, max_consecutive=max_consecutive)
+
+
+def _check_spikes(
+    monitor: str, max_consecutive: int, diverged: Tensor, row: Tensor, value: Tensor, step: int
+) -> None:
+    if diverged and row >= max_consecutive:
+        raise NonFiniteGradientsError(
+            f"{monitor!r} was a spike {int(row) + 1} times in a row (max_consecutive={max_consecutive}) and is "
+            f"{value.item()} at step {step}: lower the learning rate, or look at the batch; the state is as it "
+            "was before it"
+        )
 
 
 def _value(metrics: Any, name: str) -> Tensor:

@@ -11,6 +11,7 @@ import inspect
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -20,9 +21,11 @@ from torch.overrides import TorchFunctionMode
 
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
+from looplib._core.checks import check
+from looplib._core.mappings import detached_copies, pick
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.optim._first_state import makes_state_late
-from looplib.optim._recipe import Recipe
+from looplib.optim._recipe import Recipe, drop_grads
 from looplib.optim._update import LR_IN_STATE, not_started
 from looplib.types import Grads, Params
 
@@ -35,12 +38,9 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     _check(recipe, grads, opt_state)
     states = opt_state["state"]
     late = _not_started(recipe, opt_state, step)
-    tensors = {name: params[name].detach().clone() for name in grads}
-    working = {
-        name: {} if name in late else {key: _precise(key, value) for key, value in states[name].items()}
-        for name in grads
-    }
-    instance, numbers = _lent(recipe, {name: params[name] for name in states}, tensors, opt_state, step)
+    tensors = detached_copies(pick(params, grads))
+    working = {name: {} if name in late else _working(states[name]) for name in grads}
+    instance, numbers = _lent(recipe, pick(params, states), tensors, opt_state, step)
     if recipe.cls in LR_IN_STATE:
         _take_rates(instance, LR_IN_STATE[recipe.cls], tensors, working)
     for name, grad in grads.items():
@@ -50,32 +50,28 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     with torch.no_grad(), numbers:
         (_taking_tensors(step_in_place) if recipe.ours else step_in_place)(instance)
     made = {name: _as_before(dict(instance.state[tensor]), states[name]) for name, tensor in tensors.items()}
-    for tensor in tensors.values():
-        tensor.grad = None
-    starts = {}
-    if late & grads.keys() and "started" in opt_state:
-        begun = [made.get(name, state) is not state for name, state in states.items()]
-        starts["started"] = _with_started(opt_state["started"], begun)
-    return {**params, **tensors}, {**opt_state, "state": {**states, **made}, **starts}
+    drop_grads(tensors.values())
+    states = {**states, **made}
+    starts = _with_started(opt_state, states) if late & grads.keys() else {}
+    return {**params, **tensors}, {**opt_state, "state": states, **starts}
 
 
 def _check(recipe: Recipe, grads: Grads, opt_state: Mapping[str, Any]) -> None:
     cls, advice = recipe.cls.__name__, "take the step without ll.compile_step, or one of torch.optim's classes"
-    if recipe.needs_closure:
-        raise UntraceableError(f"{cls} decides by the values of losses how often to evaluate them: {advice}")
-    if any(isinstance(value, dict) for state in opt_state["state"].values() for value in state.values()):
-        raise UntraceableError(
-            f"{cls} keeps objects for its parameters, whose numbers a graph would keep for ever: {advice}"
-        )
-    if "groups" in opt_state or "shared" in opt_state:
-        raise UntraceableError(
-            f"{cls} changes numbers of its own at each update, which a graph would keep for ever: {advice}"
-        )
-    if sparse := [name for name, grad in grads.items() if grad.is_sparse]:
-        raise UntraceableError(
-            f"the gradient of {', '.join(sparse)} is sparse, which a graph of a step cannot hold: leave out "
-            "Embedding(sparse=True), or take the step without ll.compile_step"
-        )
+    message = f"{cls} decides by the values of losses how often to evaluate them: {advice}"
+    check(not recipe.needs_closure, message, UntraceableError)
+    message = f"{cls} keeps objects for its parameters, whose numbers a graph would keep for ever: {advice}"
+    kept = chain.from_iterable(map(dict.values, opt_state["state"].values()))
+    check(not any(isinstance(value, dict) for value in kept), message, UntraceableError)
+    message = f"{cls} changes numbers of its own at each update, which a graph would keep for ever: {advice}"
+    check(not {"groups", "shared"} & opt_state.keys(), message, UntraceableError)
+    sparse = ", ".join(name for name, grad in grads.items() if grad.is_sparse)
+    check(
+        not sparse,
+        f"the gradient of {sparse} is sparse, which a graph of a step cannot hold: leave out "
+        "Embedding(sparse=True), or take the step without ll.compile_step",
+        UntraceableError,
+    )
 
 
 def _not_started(recipe: Recipe, opt_state: Mapping[str, Any], step: int) -> frozenset[str]:
@@ -90,11 +86,15 @@ def _not_started(recipe: Recipe, opt_state: Mapping[str, Any], step: int) -> fro
     return on_host(late, opt_state.get("started"), step)
 
 
-def _with_started(started: Tensor, begun: list[bool]) -> Tensor:
+def _with_started(opt_state: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Flags of the parameters that have had an update, which are those whose state is a new one."""
+    if "started" not in opt_state:
+        return {}
+    started, begun = opt_state["started"], [*map(operator.is_not, states.values(), opt_state["state"].values())]
     if all(begun):
-        return torch.ones_like(started)
+        return {"started": torch.ones_like(started)}
     flags = [torch.ones_like(flag) if now else flag for flag, now in zip(torch.split(started, 1), begun, strict=True)]
-    return torch.cat(flags)
+    return {"started": torch.cat(flags)}
 
 
 def _lent(
@@ -138,6 +138,10 @@ def _as_before(state: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
         key: value.to(old[key].dtype) if isinstance(value, Tensor) and isinstance(old.get(key), Tensor) else value
         for key, value in state.items()
     }
+
+
+def _working(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _precise(key, value) for key, value in state.items()}
 
 
 def _precise(key: str, value: Any) -> Any:
