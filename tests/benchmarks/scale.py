@@ -1,9 +1,10 @@
-"""One rank of 8, 128 and 1024: planning, the sums of a step, merged metrics and a sharded save, on torch's fake process group.
+"""One rank of 8, 128 and 1024: planning, steps, merged metrics and a sharded save, on torch's fake process group.
 
     python tests/benchmarks/scale.py            (writes the figure and the table in recipes/SCALE.md)
     python tests/benchmarks/scale.py --quick    (fewer tensors; prints the table only)
 
-The fake group sends nothing, so times are those of this rank's own work, and what all ranks send is counted, not timed.
+The fake group sends nothing, so times are those of this rank's own work, what all ranks send is counted, not timed, and
+gradients are only this rank's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,9 +26,14 @@ RANKS = (8, 128, 1024)
 ROWS = {
     "plan an epoch of 1e9 samples and find batch 900,000, ms": "plan",
     "memory for that, MB": "plan_memory",
-    "host work to sum the gradients of a step, ms": "step",
-    "collective calls in a step": "step_calls",
-    "bytes handed to them in a step": "step_bytes",
+    "step with DDP, ms": "DDP",
+    "the same, over a raw loop with DDP": "DDP_ratio",
+    "collective calls in it (raw loop)": "DDP_calls",
+    "bytes handed to them (raw loop)": "DDP_bytes",
+    "step with FSDP2, ms": "FSDP2",
+    "the same, over a raw loop with FSDP2": "FSDP2_ratio",
+    "collective calls in it (raw loop)&nbsp;": "FSDP2_calls",
+    "bytes handed to them (raw loop)&nbsp;": "FSDP2_bytes",
     "collective calls to merge two metrics, as `evaluate` does once": "evaluation_calls",
     "bytes handed to them for the metrics": "evaluation_bytes",
     "write and describe {tensors:,} tensors on rank 0, s": "save",
@@ -39,7 +46,7 @@ ROWS = {
 def measure(ranks: int, tensors: int) -> dict[str, float]:
     """All numbers for rank 0 of this many; in a process of its own, for its memory."""
     import torch
-    from torch import distributed, nn
+    from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
@@ -55,6 +62,7 @@ def measure(ranks: int, tensors: int) -> dict[str, float]:
 
     vars(_ranks).update(host_group=world, new_group=world)  # there is no gloo between ranks that do not exist
     found: dict[str, float] = {}
+    torch.set_num_threads(1)
     store = distributed.HashStore()  # type: ignore[attr-defined]
     distributed.init_process_group("fake", rank=0, world_size=ranks, store=store)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -64,18 +72,17 @@ def measure(ranks: int, tensors: int) -> dict[str, float]:
     found["plan"] = 1000 * (time.perf_counter() - began)
     found["plan_memory"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000
 
-    calls = Calls()
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-    tensors_of_step = [parameter.detach() for parameter in model.parameters()]
-
-    def reduce_step() -> None:  # what reduce_gradients sends: the counts, and the gradients in buckets
-        _ranks.sum_over_ranks(torch.zeros(len(tensors_of_step) + 2, dtype=torch.float64))
-        _ranks.add_up_over_ranks(tensors_of_step, 1.0)
-
-    found["step_calls"], found["step_bytes"] = calls.of(reduce_step)
-    found["step"] = 1000 * fastest(reduce_step)
+    for kind in ("DDP", "FSDP2"):
+        raw, own = raw_step(wrapped(kind)), own_step(wrapped(kind))
+        for _ in range(3):  # DDP builds its buckets in the first step
+            raw(), own()
+        times = [(seconds(raw), seconds(own)) for _ in range(50)]
+        of_raw, of_own = (statistics.median(column) for column in zip(*times, strict=True))
+        found[kind], found[f"{kind}_ratio"] = 1000 * of_own, of_own / of_raw
+        for name, numbers in zip(("calls", "bytes"), zip(calls(own), calls(raw), strict=True), strict=True):
+            found[f"{kind}_{name}"], found[f"{kind}_{name}_raw"] = map(float, numbers)
     metrics = {"loss": ll.Mean(1.0, 4), "accuracy": ll.Mean(1.0, 4)}
-    found["evaluation_calls"], found["evaluation_bytes"] = calls.of(lambda: ll.distributed.reduce(metrics))
+    found["evaluation_calls"], found["evaluation_bytes"] = calls(lambda: ll.distributed.reduce(metrics))
 
     mesh = init_device_mesh("cpu", (ranks,))
     shard = torch.zeros(1, 4)
@@ -102,43 +109,107 @@ def measure(ranks: int, tensors: int) -> dict[str, float]:
     return found
 
 
-class Calls:
-    """Counts collective calls that pass torch's dispatcher, and the bytes of their first tensors."""
+def wrapped(kind: str) -> Any:
+    """Four layers, with DDP or FSDP2."""
+    import torch
+    from torch import distributed, nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
 
-    def of(self, function: Callable[[], Any]) -> tuple[int, int]:
-        from torch.utils import _pytree as pytree
-        from torch.utils._python_dispatch import TorchDispatchMode
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    if kind == "FSDP2":
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
 
-        calls: list[int] = []
+    def all_reduce(_, bucket):  # type: ignore[no-untyped-def]
+        # DDP's own expects a result, which the fake group does not give.
+        distributed.all_reduce(bucket.buffer())
+        done = torch.futures.Future()  # type: ignore[no-untyped-call, var-annotated]
+        done.set_result(bucket.buffer())
+        return done
 
-        class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-            def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if op.namespace == "c10d":
-                    tensors = [leaf for leaf in pytree.tree_leaves(args[:1]) if hasattr(leaf, "nbytes")]
-                    calls.append(sum(tensor.nbytes for tensor in tensors))
-                return op(*args, **(kwargs or {}))
+    replica = DistributedDataParallel(model)
+    replica.register_comm_hook(None, all_reduce)
+    return replica
 
-        with Mode():  # type: ignore[no-untyped-call]
-            function()
-        return len(calls), sum(calls)
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return model(batch).square().mean()
+
+
+def raw_step(model: Any) -> Callable[[], None]:
+    import torch
+
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=1e-3), torch.randn(16, 64)
+
+    def step() -> None:
+        loss_fn(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def own_step(model: Any) -> Callable[[], None]:
+    import torch
+
+    import looplib as ll
+
+    optimizer, batch = ll.optimizer(torch.optim.SGD, lr=1e-3), torch.randn(16, 64)
+    state = ll.init_state(model, optimizer)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+
+    def step() -> None:
+        nonlocal state
+        state, _ = train_step(state, batch)
+
+    return step
+
+
+def calls(function: Callable[[], Any]) -> tuple[int, int]:
+    """Collective calls that pass torch's dispatcher, and the bytes of their first tensors."""
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    sent: list[int] = []
+
+    class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if op.namespace == "c10d":
+                # An all-gather has its output first, and what this rank sends second.
+                given = args[1:2] if "allgather_base" in str(op) or "reduce_scatter_base" in str(op) else args[:1]
+                tensors = [leaf for leaf in pytree.tree_leaves(given) if hasattr(leaf, "nbytes")]
+                sent.append(sum(tensor.nbytes for tensor in tensors))
+            return op(*args, **(kwargs or {}))
+
+    with Mode():  # type: ignore[no-untyped-call]
+        function()
+    return len(sent), sum(sent)
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
 
 
 def fastest(function: Callable[[], Any], times: int = 20) -> float:
-    seconds = []
-    for _ in range(times):
-        began = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    return min(seconds(function) for _ in range(times))
 
 
 def table(found: dict[int, dict[str, float]], tensors: int) -> str:
     head = "| rank 0 of | " + " | ".join(f"{ranks:,}" for ranks in found) + " |\n"
     lines = [head, "| --- |" + " --- |" * len(found) + "\n"]
     for title, name in ROWS.items():
-        numbers = " | ".join(shown(numbers[name]) for numbers in found.values())
+        numbers = " | ".join(cell(numbers, name) for numbers in found.values())
         lines.append(f"| {title.format(tensors=tensors)} | {numbers} |\n")
     return "".join(lines)
+
+
+def cell(numbers: dict[str, float], name: str) -> str:
+    raw = numbers.get(f"{name}_raw")
+    return shown(numbers[name]) + ("" if raw is None else f" ({shown(raw)})")
 
 
 def shown(number: float) -> str:
@@ -158,20 +229,19 @@ def draw(found: dict[int, dict[str, float]], path: Path) -> None:
         for axis, names, label in (
             (
                 axes[0],
-                {"plan": "find batch 900,000", "step": "step, host", "merge": "merge of a save"},
+                {"plan": "find batch 900,000", "FSDP2": "step with FSDP2", "merge": "merge of a save"},
                 "milliseconds",
             ),
             (
                 axes[1],
-                {"described": "own description", "received": "received in a save", "step_bytes": "step"},
+                {"described": "own description", "received": "received in a save", "DDP_bytes": "step with DDP"},
                 "bytes",
             ),
         ):
             for (name, title), color in zip(names.items(), ("#1f77b4", "#d95f02", "#2ca02c"), strict=True):
-                axis.loglog(
-                    list(found), [max(row[name], 1e-3) for row in found.values()], "o-", label=title, color=color
-                )
-            axis.set_xticks(list(found), [f"{ranks:,}" for ranks in found], minor=False)
+                axis.loglog(list(found), [row[name] for row in found.values()], "o-", label=title, color=color)
+            axis.set_xticks(list(found), [f"{ranks:,}" for ranks in found])
+            axis.set_xticks([], minor=True)
             axis.set(xlabel="ranks", ylabel=label)
             axis.spines[:].set_color(gray)
             axis.legend(frameon=False)
@@ -190,7 +260,7 @@ def main() -> None:
     found = {}
     for ranks in RANKS:
         command = [sys.executable, __file__, "--one", str(ranks), *(["--quick"] if arguments.quick else [])]
-        found[ranks] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        found[ranks] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     text = table(found, tensors)
     print(text)
     if not arguments.quick:
