@@ -153,11 +153,33 @@ def _(model, loss_fn, batch):
 
 @here(
     "Trainer.callbacks",
+    text="What a callback does is a line at its place in the loop, which you see; the events are "
+    "[below](#trainercallback-on-init-end). Callbacks that you have run unchanged: `ll.contrib.TrainerCallbacks` calls "
+    "them in the Trainer's order, does what they request and restores them with the run. `args` says when to log, "
+    "evaluate and save, and that the best model is loaded at the end.",
+)
+def _(model, grad_fn, optimizer, state, loader, eval_step, test_batches):
+    when = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    args = transformers.TrainingArguments("runs/small", num_train_epochs=9, report_to="none", **when)
+    early = transformers.EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.1)
+    held = {"eval_step": eval_step, "eval_batches": test_batches}
+    callbacks = ll.contrib.TrainerCallbacks(args, [early], model, loader, **held)
+    train_step = callbacks.make_train_step(grad_fn, optimizer)
+    for state, batch in callbacks.loop(state):
+        state, metrics = train_step(state, batch)
+    state = callbacks.state
+    # shows
+    history = [row for row in callbacks.trainer_state.log_history if "eval_loss" in row]
+    losses = [row["eval_loss"] for row in history]
+    assert stopped_by_callback(losses, 2, 0.1) == len(losses) - 1 < 8
+    assert ll.evaluate(eval_step, state, test_batches)["loss"] == min(losses)
+
+
+@here(
     "Trainer.add_callback",
     "Trainer.pop_callback",
     "Trainer.remove_callback",
-    text="What a callback does is a line at its place in the loop, which you see; the events are "
-    "[below](#trainercallback-on-init-end). What is to be switched on and off is an `if`, or a predicate.",
+    text="What is to be switched on and off is an `if`, or a predicate.",
 )
 def _(train_step, state, loader, rows, log):
     norm_now = ll.every_n_steps(2)

@@ -18,7 +18,6 @@ ORDER = [
     "from_transformers",
     "from_fastnlp",
     "from_dist_trainer",
-    "trainer_callbacks",
     "language_model",
     "fine_tune_lora",
     "vision",
