@@ -8,6 +8,7 @@ from looplib.log._plots import plot
 from looplib.log._profiler import profiled
 from looplib.log._progress import progress
 from looplib.log._sinks import console, jsonl, read_jsonl, tee
+from looplib.log._stage_memory import stage_memory
 from looplib.log._step_timer import meter
 from looplib.log._summary import summary
 from looplib.log._tables import csv_file, read_columns, record
@@ -32,6 +33,7 @@ __all__ = [
     "record",
     "rename",
     "safely",
+    "stage_memory",
     "summary",
     "tee",
     "tensorboard",
