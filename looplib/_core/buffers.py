@@ -22,7 +22,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checksums import checksum, checksums, has_values
-from looplib._core.mappings import chosen
+from looplib._core.mappings import subset
 from looplib._core.tracing import tracing
 
 _SMALL = 1 << 16  # elements; batch norm has three buffers with one element per channel
@@ -57,7 +57,7 @@ class Saved:
 
     def watch_only(self, names: Set[str]) -> None:
         """Check only these tensors from now on: the update that follows may write the others."""
-        self.tensors, self.sums = chosen(self.tensors, names), chosen(self.sums, names)
+        self.tensors, self.sums = subset(self.tensors, names), subset(self.sums, names)
 
     def restore(self) -> set[str]:
         """Restore the values, and return the names of written tensors that cannot be restored."""
@@ -131,7 +131,7 @@ class Written:
         if not self.looks:
             return Saved(buffers, copies, self.sums)
         copies |= {name: params[name].detach().clone() for name in self.params}
-        watched = params if known is None else chosen(params, self.params)
+        watched = params if known is None else subset(params, self.params)
         if known is None:
             self.sums = {name: _Sum(tensor) for name, tensor in params.items() if has_values(tensor)}
         return Saved({**buffers, **watched}, copies, self.sums)

@@ -12,7 +12,7 @@ V = TypeVar("V")
 R = TypeVar("R")
 
 
-def chosen(mapping: Mapping[K, V], names: Container[Any]) -> dict[K, V]:
+def subset(mapping: Mapping[K, V], names: Container[Any]) -> dict[K, V]:
     """The entries with one of these names, in the order of the mapping."""
     return {name: value for name, value in mapping.items() if name in names}
 

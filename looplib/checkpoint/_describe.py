@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from looplib._core.checks import check
+from looplib._core.mappings import fields_of, mapped, without
 from looplib.checkpoint._directory import in_words
 from looplib.checkpoint._format import MANIFEST, sound
 from looplib.checkpoint._format_read import check_files, read_manifest
@@ -54,8 +55,8 @@ class Checkpoints(list[Checkpoint]):
         for checkpoint in self:
             counts = checkpoint.step, checkpoint.epoch, checkpoint.batch, checkpoint.samples
             saved = checkpoint.created.replace("T", " ").replace("Z", " UTC")
-            sizes = parts | {name: in_words(size) for name, size in checkpoint.parts.items()}
-            scores = names | {name: f"{value:.5g}" for name, value in checkpoint.metrics.items()}
+            sizes = parts | mapped(in_words, checkpoint.parts)
+            scores = names | mapped("{:.5g}".format, checkpoint.metrics)
             size = in_words(checkpoint.bytes)
             rows.append([*map(str, counts), saved, size, *sizes.values(), *scores.values()])
         return rows
@@ -90,7 +91,7 @@ def describe(path: Path) -> Checkpoint:
             epoch=counts["epoch"],
             batch=counts["batch"],
             samples=counts["samples"],
-            metrics={name: float(value) for name, value in manifest["metrics"].items()},
+            metrics=mapped(float, manifest["metrics"]),
             bytes=size,
             parts=dict(parts),
             created=str(manifest["created"]),
@@ -100,8 +101,9 @@ def describe(path: Path) -> Checkpoint:
 def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Counts and seed stored in a manifest."""
     counts: dict[str, Any] = manifest["counts"]
-    ints = {name: count for name, count in counts.items() if name not in ("seed", "epoch_length")}
-    kinds = {*map(type, ints.values())} == {int} and type(counts["epoch_length"]) in (int, type(None))
+    kinds = {*map(type, without(counts, ("seed", "epoch_length")).values())} == {int} and type(
+        counts["epoch_length"]
+    ) in (int, type(None))
     check(kinds and counts.keys() == set(COUNTS), f"counts that are no counts of a state: {counts}")
     seed = counts["seed"]
     return {**counts, "seed": tuple(map(int, seed)) if isinstance(seed, list) else int(seed)}
@@ -112,7 +114,7 @@ def counts_of(state: TrainState) -> dict[str, Any]:
     seed = state.seed
     # Stored as text, since JSON numbers have 64 bits. The seeds of a stack are a list.
     written = [*map(str, seed)] if isinstance(seed, tuple) else str(seed)
-    return {**{name: getattr(state, name) for name in COUNTS}, "seed": written}
+    return {**fields_of(state, COUNTS), "seed": written}
 
 
 def trees_of(state: TrainState) -> dict[str, Any]:

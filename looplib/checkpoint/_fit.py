@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check, few
+from looplib._core.mappings import subset, without
 from looplib.checkpoint._format_read import Reader
 
 
@@ -18,16 +19,11 @@ def check_fit(
 ) -> None:
     """Raise ValueError that lists all differences between the leaves of a state and those of a checkpoint."""
     saved = {**reader.shards, **reader.tensors, **reader.values}
-    misfits = [
-        f"{leaf_path} is in the state, and not in the checkpoint" for leaf_path in wanted if leaf_path not in saved
-    ]
-    misfits += [
-        f"{leaf_path} is in the checkpoint, and not in the state"
-        for leaf_path in filter(selected, saved)
-        if leaf_path not in wanted
-    ]
-    common = {leaf_path: leaf for leaf_path, leaf in wanted.items() if leaf_path in saved}
-    misfits += filter(None, (_difference(leaf_path, leaf, reader, convert) for leaf_path, leaf in common.items()))
+    misfits = [f"{leaf_path} is in the state, and not in the checkpoint" for leaf_path in without(wanted, saved)]
+    unexpected = filter(selected, without(saved, wanted))
+    misfits += [f"{leaf_path} is in the checkpoint, and not in the state" for leaf_path in unexpected]
+    common = subset(wanted, saved).items()
+    misfits += filter(None, (_difference(leaf_path, leaf, reader, convert) for leaf_path, leaf in common))
     check(not misfits, f"{path} does not fit the state:\n  " + few(misfits, 10, "\n  "))
 
 
@@ -53,6 +49,10 @@ def _difference(leaf_path: str, leaf: Any, reader: Reader, convert: bool) -> str
     if about is None or not isinstance(leaf, Tensor):
         saved, new = "a tensor" if about else _kind(reader.values[leaf_path]), _kind(leaf)
         return "" if _fits(saved, new) else f"{leaf_path} is {saved} in the checkpoint, {new} in the state"
+    return _difference_of_tensors(leaf_path, leaf, about, convert)
+
+
+def _difference_of_tensors(leaf_path: str, leaf: Tensor, about: Mapping[str, Any], convert: bool) -> str:
     dtype, saved_shape = str(leaf.dtype).removeprefix("torch."), tuple(about["shape"])
     if saved_shape != tuple(leaf.shape):
         return f"{leaf_path} has shape {saved_shape} in the checkpoint, {tuple(leaf.shape)} in the state"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check
+from looplib._core.mappings import mapped
 from looplib.checkpoint._format import (
     DATA,
     MANIFEST,
@@ -115,7 +116,7 @@ class Reader:
         self.maps: dict[str, mmap.mmap] = {}
         self.runs: dict[str, Tensor] = {}
         with sound(directory / MANIFEST):
-            self.values = {leaf_path: decoded(entry) for leaf_path, entry in manifest["values"].items()}
+            self.values = mapped(decoded, manifest["values"])
             self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
             self.shards: dict[str, dict[str, Any]] = manifest.get("shards", {})
             self.data: dict[str, dict[str, Any]] = manifest["data"]

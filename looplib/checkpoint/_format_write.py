@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check
+from looplib._core.mappings import mapped
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import (
     DATA,
@@ -77,6 +78,10 @@ class _Span:
     dtype: str
     low: int  # first byte of the tensor in its storage, and one past the last
     high: int
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        return self.dtype, self.low, self.tensor.shape, self.tensor.stride()
 
 
 class Parts:
@@ -140,10 +145,7 @@ class Parts:
 
     def _add_run(self, spans: list[_Span], high: int) -> None:
         first = spans[0]
-        low, plain = first.low, first.tensor.is_contiguous()
-        for span in spans[1:]:
-            same = (span.dtype, span.low, span.tensor.shape, span.tensor.stride())
-            plain = plain and same == (first.dtype, low, first.tensor.shape, first.tensor.stride())
+        low, plain = first.low, first.tensor.is_contiguous() and len({span.layout for span in spans}) == 1
         if not plain:
             low -= low % _ALIGNMENT  # so that each stays aligned for its dtype
         name, size = first.leaf_path, high - low
@@ -159,7 +161,7 @@ class Parts:
         for run in self.runs:
             run.copied = _copied_to_host(run.source())
         self._record()
-        self.locals = {leaf_path: tensor.to("cpu", copy=True) for leaf_path, tensor in self.locals.items()}
+        self.locals = mapped(partial(torch.Tensor.to, device="cpu", copy=True), self.locals)
 
     def size(self) -> int:
         """Bytes of the tensors. Of sharded tensors, only this process's shards count."""

@@ -8,7 +8,6 @@ the state that the code has created, and then loads the values into it.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import time
 import warnings
@@ -19,6 +18,8 @@ from typing import Any, Literal
 from looplib._core import ownership as _donation
 from looplib._core.checks import check, check_type
 from looplib._core.collective import Together, together
+from looplib._core.descriptions import described
+from looplib._core.mappings import mapped
 from looplib._core.ranks import is_alone
 from looplib.checkpoint._background import BackgroundWriter
 from looplib.checkpoint._describe import Checkpoint, Checkpoints, counts_of
@@ -174,20 +175,7 @@ class CheckpointIO:
         ranks = together()
         ranks.meet()
         copied = self._asynchronous and _donation.written_in_place(state)
-
-        def taken_apart() -> tuple[Parts, dict[str, Any]]:
-            trees, left_out = self._left_out.trees(state)
-            about = {**self._about(state, metrics), **left_out}
-            parts = Parts(trees)
-            check(
-                not (parts.sharded and is_alone()),
-                "the state is sharded, and this rank holds a part of it: save it on all ranks together",
-            )
-            # DTensors are always copied: nearly all come from donated steps, which FSDP2 requires.
-            if self._asynchronous and (parts.sharded or (copied and ranks.first)):
-                parts.copy()
-            return parts, about
-
+        taken_apart = functools.partial(self._taken_apart, state, metrics, copied and ranks.first)
         parts, about = ranks.on_each(taken_apart)
         if ranks.several:
             # A count, a plain value, a dtype or a shape may not differ.
@@ -295,16 +283,31 @@ class CheckpointIO:
         """Delete the checkpoints of steps later than `after`, to restart from there."""
         self.wait()
         together().meet()
-
-        def delete_later() -> None:
-            for path in [checkpoint.path for checkpoint in self._locked_listing() if checkpoint.step > after]:
-                remove(path)
-
-        together().on_first(delete_later)
+        together().on_first(functools.partial(self._delete, after))
 
     def wait(self) -> None:
         """Wait until a background save has finished on all ranks, and raise its error."""
         self._background.wait()
+
+    def _delete(self, after: int) -> None:
+        for path in [checkpoint.path for checkpoint in self._locked_listing() if checkpoint.step > after]:
+            remove(path)
+
+    def _taken_apart(
+        self, state: TrainState, metrics: Mapping[str, float] | None, copied: bool
+    ) -> tuple[Parts, dict[str, Any]]:
+        """The tensors of a state, copied if the next step may write them before they are on disk, and its manifest."""
+        trees, left_out = self._left_out.trees(state)
+        about = {**self._about(state, metrics), **left_out}
+        parts = Parts(trees)
+        check(
+            not (parts.sharded and is_alone()),
+            "the state is sharded, and this rank holds a part of it: save it on all ranks together",
+        )
+        # DTensors are always copied: nearly all come from donated steps, which FSDP2 requires.
+        if self._asynchronous and (parts.sharded or copied):
+            parts.copy()
+        return parts, about
 
     def _about(self, state: TrainState, metrics: Mapping[str, float] | None) -> dict[str, Any]:
         """Contents of the manifest besides the leaves."""
@@ -313,7 +316,7 @@ class CheckpointIO:
             self._policy.check_scores(scores)
         return {
             "counts": counts_of(state),
-            "metrics": {name: value if math.isfinite(value) else str(value) for name, value in scores.items()},
+            "metrics": mapped(described, scores),
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "made_with": self._settings.description(state),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from looplib._core.checks import check
 from looplib._core.checksums import checksums
+from looplib._core.mappings import without
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import version
 from looplib.checkpoint._describe import trees_of
@@ -43,15 +44,18 @@ class LeftOut:
             return trees, {}
         saved = {name: tensor for name, tensor in state.params.items() if self._select(name, tensor)}
         check(bool(saved), "select chooses none of the state's parameters, so there would be no weights to save")
-        rest = {name: tensor for name, tensor in state.params.items() if name not in saved}
-        unchanged = len(self._seen) == len(rest) and all(
-            seen() is tensor and written == version(tensor)
-            for (seen, written), tensor in zip(self._seen, rest.values(), strict=True)
-        )
-        if not unchanged:
+        rest = without(state.params, saved)
+        if not self._has_seen(rest.values()):
             self._about = about(leaves_of({"params": rest}))
             self._seen = [(weakref.ref(tensor), version(tensor)) for tensor in rest.values()]
         return {**trees, "params": saved}, {"left_out": self._about} if rest else {}
+
+    def _has_seen(self, tensors: Collection[Tensor]) -> bool:
+        """True if these tensors were read last, and torch has counted no write since."""
+        return len(self._seen) == len(tensors) and all(
+            seen() is tensor and written == version(tensor)
+            for (seen, written), tensor in zip(self._seen, tensors, strict=True)
+        )
 
 
 def about(leaves: Mapping[str, Any]) -> dict[str, Any]:

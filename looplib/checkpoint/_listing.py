@@ -47,9 +47,7 @@ class Listing:
     def _try_to_read(self) -> dict[Stamp, Checkpoint] | None:
         """Descriptions of the complete entries, or None if one was removed or replaced in the meantime."""
         described: dict[Stamp, Checkpoint] = {}
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            if not number_of(path) or path in self.damaged:
-                continue
+        for path in self._entries():
             stamp = None
             try:
                 stamp = stamp_of(path)
@@ -64,6 +62,11 @@ class Listing:
                 reason = error if stamp else f"{path} is a symbolic link to nothing"
                 warnings.warn(f"{reason}; this checkpoint is left out", stacklevel=6)
         return described
+
+    def _entries(self) -> list[Path]:
+        """Entries named as checkpoints and not known to be damaged."""
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        return [path for path in paths if number_of(path) and path not in self.damaged]
 
     def choose(self, which: str | int, policy: Policy) -> tuple[Path, Stamp] | None:
         """The checkpoint to restore and its stamp, or None if the latest is requested and there is none."""
@@ -91,18 +94,21 @@ class Listing:
             return ValueError(
                 f"no checkpoint in {self.folder} was saved with the metric {monitor!r}; steps there: {complete}"
             )
-        asked = "no whole checkpoint" if which == "latest" else f"no {which!r} (give 'latest', 'best' or a step)"
-        if type(which) is int:
-            asked = f"no checkpoint of step {which}"
-        where = f"{self.folder} has {asked}; steps there: {complete}"
+        where = f"{self.folder} has {_asked(which)}; steps there: {complete}"
         return DamagedCheckpointError(f"{where}; damaged: {damaged}") if damaged else ValueError(where)
+
+
+def _asked(which: str | int) -> str:
+    if type(which) is int:
+        return f"no checkpoint of step {which}"
+    return "no whole checkpoint" if which == "latest" else f"no {which!r} (give 'latest', 'best' or a step)"
 
 
 def _chosen(checkpoints: Checkpoints, which: str | int, policy: Policy) -> Checkpoint | None:
     if which == "best":
         return policy.best(checkpoints)
     matching = [checkpoint for checkpoint in checkpoints if which in ("latest", checkpoint.step)]
-    return matching[-1] if matching else None
+    return next(reversed(matching), None)
 
 
 def stamp_of(path: Path) -> Stamp:

@@ -19,6 +19,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import ownership as _donation
 from looplib._core.descriptions import differences
 from looplib._core.made_with import MadeWith, known_of, other_settings, restored_into
+from looplib._core.mappings import fields_of, mapped, subset, without
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib.checkpoint._describe import counts_in, trees_of
@@ -71,11 +72,9 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     tree = without_later_entries(trees_of(template), reader)
     leaves = leaves_of(tree)
     left_out = paths_left_out(path, manifest, leaves)
-    wanted = {
-        leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in left_out and selected(leaf_path)
-    }
+    wanted = subset(leaves, set(filter(selected, without(leaves, left_out))))
     check_fit(path, wanted, reader, selected, convert)
-    run = _Run({name: getattr(template, name) for name in COUNTS}, known_of(template))
+    run = _Run(fields_of(template, COUNTS), known_of(template))
     if selected.everything:
         made_with = manifest.get("made_with")
         known = made_with if isinstance(made_with, Mapping) else {}  # older checkpoints have none
@@ -85,23 +84,26 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     if {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}:  # bound to a module
         sharing = Sharing(leaves, wanted, saved.entry, path)
         sharing.check_weights(saved.value)
-        # Not detached, unless sharded: the record of who has written a tensor ends with the tensor.
-        memory = {leaf_path: local(leaf) if is_sharded(leaf) else leaf for leaf_path, leaf in sharing.written.items()}
-        writes = [(tensor, saved.value(leaf_path)) for leaf_path, tensor in memory.items()]
+        writes = [(_memory(leaf), saved.value(leaf_path)) for leaf_path, leaf in sharing.written.items()]
         # A leaf that is not restored but shares memory with a restored one keeps its value in a copy.
-        leaves |= {leaf_path: _copied(leaves[leaf_path]) for leaf_path in sharing.kept_apart}
-        wanted = {leaf_path: leaf for leaf_path, leaf in wanted.items() if leaf_path not in sharing.written}
+        leaves |= mapped(_copied, subset(leaves, sharing.kept_apart))
+        wanted = without(wanted, sharing.written)
     leaves |= {leaf_path: saved.leaf(leaf_path, like) for leaf_path, like in wanted.items()}
     values = iter(leaves.values())
-    trees = pytree.tree_map(lambda _: next(values), tree)
-
-    def restored() -> TrainState:
-        state = TrainState(**{**dict.fromkeys(TREES), **trees, **run.counts})
-        _donation.note_made_with(state, run.made_with)
-        return state
-
+    restored = functools.partial(_restored, pytree.tree_map(lambda _: next(values), tree), run)
     state = functools.partial(_write_over, template, writes, restored) if writes else restored
     return Loaded(state, checksum, run.warning)
+
+
+def _restored(trees: Mapping[str, Any], run: _Run) -> TrainState:
+    state = TrainState(**{**dict.fromkeys(TREES), **trees, **run.counts})
+    _donation.note_made_with(state, run.made_with)
+    return state
+
+
+def _memory(leaf: Tensor) -> Tensor:
+    """The tensor to write. Not detached, unless sharded: the record of who has written a tensor ends with the tensor."""
+    return local(leaf) if is_sharded(leaf) else leaf
 
 
 class _Run(NamedTuple):

@@ -24,11 +24,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
 from looplib._core.checks import check
 from looplib._core.collective import Together
+from looplib._core.mappings import mapped, subset
 from looplib._core.ranks import is_sharded, running
 from looplib.checkpoint import _directory
 from looplib.checkpoint._directory import Entry
@@ -86,13 +87,12 @@ def _write_chunks(rank: int, entry: Entry, parts: Parts, in_thread: bool) -> _Fi
     """Write the chunks that this rank is responsible for, and their description. Returns what the manifest needs."""
     items = _own_items(parts.sharded)
     written = [path for path in items if parts.locals[path].numel() and _is_written_here(path, parts.sharded[path])]
-    runs = runs_of({leaf_path: parts.locals[leaf_path] for leaf_path in written})
+    runs = runs_of(subset(parts.locals, written))
     if not runs:
         return {}, {}
     name, description = f"tensors-{rank:05d}.safetensors", f"chunks-{rank:05d}.json"
     data, size = write_data(entry.writing / name, runs, parts.ready, in_thread)
-    held = {leaf_path: _chunk(items[leaf_path]) for leaf_path in data}
-    chunks = {path: {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)} for path, chunk in held.items()}
+    chunks = mapped(_placed, subset(items, data))
     text = orjson.dumps({"file": name, "data": data, "chunks": chunks})
     write_file(entry.writing / description, text)
     weights = {path: [chunks[path], run["crc32"]] for path, run in data.items() if path.startswith(WEIGHTS)}
@@ -110,6 +110,11 @@ def _own_items(leaves: Mapping[str, Any]) -> dict[str, WriteItem]:
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:
     assert item.tensor_data is not None
     return item.tensor_data.chunk
+
+
+def _placed(item: WriteItem) -> dict[str, list[int]]:
+    chunk = _chunk(item)
+    return {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
 
 
 def _is_written_here(leaf_path: str, leaf: Any) -> bool:
@@ -138,12 +143,7 @@ def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
     """
     _describe(reader, leaves)
     saved = {leaf_path: _saved(reader, leaf_path) for leaf_path in leaves}
-    into = {
-        leaf_path: torch.empty(
-            local(leaf).shape if is_sharded(leaf) else saved[leaf_path].size, dtype=saved[leaf_path].properties.dtype
-        )
-        for leaf_path, leaf in leaves.items()
-    }
+    into = {leaf_path: _memory_for(leaf, saved[leaf_path]) for leaf_path, leaf in leaves.items()}
     planner = _LoadPlanner(into)
     planner.set_up_planner(
         {leaf_path: leaf if is_sharded(leaf) else into[leaf_path] for leaf_path, leaf in leaves.items()},
@@ -152,11 +152,21 @@ def read(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
     plan = planner.finish_plan(planner.create_local_plan())  # each rank plans only for itself
     reader.verify((), {(item.storage_index.fqn, item.storage_index.index or 0) for item in plan.items})
     for item in plan.items:
-        chunk = reader.chunk(item.storage_index.fqn, item.storage_index.index or 0)
-        for axis, (low, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            chunk = chunk.narrow(axis, low, size)
-        planner.resolve_tensor(item).copy_(chunk)
+        planner.resolve_tensor(item).copy_(_needed(reader, item))
     return into
+
+
+def _memory_for(leaf: Any, saved: TensorStorageMetadata) -> Tensor:
+    shape = local(leaf).shape if is_sharded(leaf) else saved.size
+    return torch.empty(shape, dtype=saved.properties.dtype)
+
+
+def _needed(reader: Reader, item: ReadItem) -> Tensor:
+    """The part of a chunk that goes into a shard."""
+    chunk = reader.chunk(item.storage_index.fqn, item.storage_index.index or 0)
+    for axis, (low, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        chunk = chunk.narrow(axis, low, size)
+    return chunk
 
 
 def _count(sizes: Sequence[int]) -> int:
@@ -169,20 +179,24 @@ def _describe(reader: Reader, leaves: Mapping[str, Any]) -> None:
     undescribed = {leaf_path for leaf_path, shards in reader.shards.items() if "chunks" not in shards}
     counts = {leaf_path: _count(sizes) for leaf_path, (_, sizes) in boxes.items() if leaf_path in undescribed}
     missing = {leaf_path: count for leaf_path, count in counts.items() if count}
-    rank, ranks = (distributed.get_rank(), distributed.get_world_size()) if running() else (0, 1)
-    names = sorted(reader.described)
-    nearest = sorted(range(len(names)), key=lambda index: abs(index - rank * len(names) // ranks))
-    seen: dict[str, set[Any]] = {leaf_path: set() for leaf_path in missing}
-    for index in nearest:
+    seen: set[Any] = set()
+    for name in _nearest(sorted(reader.described)):
         if not missing:
             break
-        for leaf_path, saved in reader.describe(names[index]):
-            if leaf_path in missing and saved[0] not in seen[leaf_path]:
-                seen[leaf_path].add(saved[0])
+        for leaf_path, saved in reader.describe(name):
+            if leaf_path in missing and (leaf_path, saved[0]) not in seen:
+                seen.add((leaf_path, saved[0]))
                 missing[leaf_path] -= _overlap(boxes[leaf_path], saved)
                 if not missing[leaf_path]:
                     del missing[leaf_path]
     check(not missing, f"{reader.directory} has not all chunks of {', '.join(missing)}", DamagedCheckpointError)
+
+
+def _nearest(names: Sequence[str]) -> list[str]:
+    """Names of ranks' files, beginning with the ones that are most likely to hold what this rank holds."""
+    rank, ranks = (distributed.get_rank(), distributed.get_world_size()) if running() else (0, 1)
+    indices = sorted(range(len(names)), key=lambda index: abs(index - rank * len(names) // ranks))
+    return [*map(names.__getitem__, indices)]
 
 
 def _boxes(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Chunk]:

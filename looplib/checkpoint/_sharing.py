@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check
+from looplib._core.mappings import without
 from looplib.checkpoint._format import extent, local
 
 
@@ -62,11 +63,13 @@ class Sharing:
         for leaf_path, leaf in wanted.items():
             if isinstance(leaf, Tensor):
                 self._add(_block(leaf_path, leaf), leaf)
-        for leaf_path, leaf in leaves.items():
-            if isinstance(leaf, Tensor) and leaf_path not in wanted and not _of_module(leaf_path):
-                block = _dense_block(leaf_path, leaf)
-                if block is not None and any(map(block.overlaps, self._blocks.get(block.storage, ()))):
-                    self.kept_apart.append(leaf_path)
+        for leaf_path, leaf in without(leaves, wanted).items():
+            if isinstance(leaf, Tensor) and not _of_module(leaf_path) and self._is_written(leaf_path, leaf):
+                self.kept_apart.append(leaf_path)
+
+    def _is_written(self, leaf_path: str, leaf: Tensor) -> bool:
+        block = _dense_block(leaf_path, leaf)
+        return block is not None and any(map(block.overlaps, self._blocks.get(block.storage, ())))
 
     def _add(self, block: _Block, leaf: Tensor) -> None:
         others = self._blocks.setdefault(block.storage, [])
@@ -97,13 +100,7 @@ class Sharing:
 
     def _check_weights(self, weights: list[_Block], value: Callable[[str], Tensor]) -> None:
         """Write all of them into a copy of their memory, and compare."""
-        base = min(block.low for block in weights) // 64 * 64
-        memory = torch.zeros(max(block.high for block in weights) - base, dtype=torch.uint8)
-        views = {}
-        for leaf_path, tensor, _, low, _ in weights:
-            rest = memory[low - base :]
-            rest = rest[: len(rest) // tensor.element_size() * tensor.element_size()]
-            views[leaf_path] = rest.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        views = _views(weights)
         saved = {leaf_path: value(leaf_path).to(view.dtype) for leaf_path, view in views.items()}
         for leaf_path, view in views.items():
             once = element_once(view)
@@ -115,6 +112,18 @@ class Sharing:
             f"{', '.join(changed)} would lose the values that the checkpoint has for them. Restore into a state that is "
             "not bound to the module: ckpt.restore(ll.copy_state(state))",
         )
+
+
+def _views(blocks: list[_Block]) -> dict[str, Tensor]:
+    """Tensors that share new memory as these blocks share theirs."""
+    base = min(block.low for block in blocks) // 64 * 64
+    memory = torch.zeros(max(block.high for block in blocks) - base, dtype=torch.uint8)
+    views = {}
+    for leaf_path, tensor, _, low, _ in blocks:
+        rest = memory[low - base :]
+        rest = rest[: len(rest) // tensor.element_size() * tensor.element_size()]
+        views[leaf_path] = rest.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    return views
 
 
 def _of_module(leaf_path: str) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from looplib._core import forgotten
 from looplib._core import modules as _modules
@@ -31,21 +31,17 @@ def lend(model: nn.Module, state: TrainState, body: Callable[[], R]) -> R:
 
 def cleaner(model: nn.Module) -> Callable[[str], str]:
     """Make a function that removes what wrappers add to the names in a module's `state_dict`."""
+    modules = model.named_modules(remove_duplicate=False)
+    return partial(_cleaned, [_parts_of(path) for path, module in modules if _modules.is_parallel(module)])
 
-    def parts_of(path: str) -> list[str]:
-        return [part for part in path.split(".") if part not in ("", *_modules.TRANSPARENT)]
 
-    parallel = [
-        parts_of(path)
-        for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, (DataParallel, DistributedDataParallel))
-    ]
+def _cleaned(parallel: list[list[str]], key: str) -> str:
+    parts = _parts_of(key)
+    return ".".join(part for i, part in enumerate(parts) if part != "module" or parts[:i] not in parallel)
 
-    def clean(key: str) -> str:
-        parts = parts_of(key)
-        return ".".join(part for i, part in enumerate(parts) if part != "module" or parts[:i] not in parallel)
 
-    return clean
+def _parts_of(path: str) -> list[str]:
+    return [part for part in path.split(".") if part not in ("", *_modules.TRANSPARENT)]
 
 
 def state_names(model: nn.Module) -> dict[str, str]:

@@ -5,7 +5,8 @@ A torch optimizer numbers its parameters by group; a state has them under the na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import ranks as _ranks
 from looplib._core.checks import check, check_type, few
+from looplib._core.mappings import subset
 from looplib._core.trees import map_tensors
 from looplib.checkpoint.interop._names import check_state
 from looplib.checkpoint.interop._whole import copied_like, shape_of, whole
@@ -66,11 +68,7 @@ def optimizer_state_dict(
     """
     matched = _matched(model, state, torch_optimizer)
     keeps = _ranks.is_first() or not (cpu_offload and full_state_dict)
-
-    def exported(value: Tensor, like: Tensor, _: str) -> Tensor | None:
-        value = whole(value) if full_state_dict else value
-        return value.detach().to("cpu" if cpu_offload else like.device, like.dtype, copy=True) if keeps else None
-
+    exported = partial(_exported, full_state_dict, cpu_offload, keeps)
     packed: dict[str, Any] = torch_optimizer.state_dict()
     packed["state"] = {}
     groups = zip(torch_optimizer.param_groups, packed["param_groups"], matched.names, matched.groups, strict=True)
@@ -83,6 +81,11 @@ def optimizer_state_dict(
         }
         described |= _copied(values) if state.step else {}
     return packed if keeps else {}
+
+
+def _exported(full: bool, cpu_offload: bool, keeps: bool, value: Tensor, like: Tensor, _: str) -> Tensor | None:
+    value = whole(value) if full else value
+    return value.detach().to("cpu" if cpu_offload else like.device, like.dtype, copy=True) if keeps else None
 
 
 def _entries_of_group(
@@ -140,12 +143,7 @@ def load_optimizer_state_dict(
     matched = _matched(model, state, torch_optimizer)
     cls = type(torch_optimizer).__name__
     entries = matched.opt_state["state"]
-
-    def fitted(value: Tensor, like: Tensor, title: str) -> Tensor:
-        shapes = f"has shape {tuple(value.shape)} in this {cls}, the state's has {shape_of(like)}"
-        check(value.shape == like.shape, f"{title} {shapes}")
-        return copied_like(value, like)
-
+    fitted = partial(_fitted, cls)
     loaded = {
         name: _converted(name, kept, entries[name], f"this {cls}", "the state", fitted)
         for name, param in matched.params.items()
@@ -161,13 +159,19 @@ def load_optimizer_state_dict(
         "state.replace(step=..., epoch=..., batch=..., samples=...)",
     )
     groups = [
-        _copied({key: group[key] for key in values})
+        _copied(subset(group, values))
         for group, values in zip(torch_optimizer.param_groups, matched.groups, strict=True)
     ]
     started = torch.tensor([name in loaded for name in entries])
     new = {"state": {**entries, **loaded}, "started": started, "groups": groups}
     known = {key: new.get(key, value) for key, value in matched.opt_state.items()}
     return state.replace(opt_state=_with_innermost(state.opt_state, known))
+
+
+def _fitted(cls: str, value: Tensor, like: Tensor, title: str) -> Tensor:
+    shapes = f"has shape {tuple(value.shape)} in this {cls}, the state's has {shape_of(like)}"
+    check(value.shape == like.shape, f"{title} {shapes}")
+    return copied_like(value, like)
 
 
 class _Matched(NamedTuple):
@@ -192,19 +196,12 @@ def _matched(model: nn.Module, state: TrainState, torch_optimizer: torch.optim.O
     check_state(model, state)
     opt_state = _innermost(state.opt_state)
     title = f"this {type(torch_optimizer).__name__}"
-    members = [group["params"] for group in torch_optimizer.param_groups]
-    name_of = {id(param): name for name, param in _modules.tensors(_modules.members(model).params).items()}
-    strange = [tuple(param.shape) for param in chain(*members) if id(param) not in name_of]
-    check(
-        not strange,
-        f"{title} has parameters that are not this {type(model).__name__}'s own, of shapes {few(strange)}: make it "
-        "over model.parameters(), after all that gives the module new ones",
-    )
-    params = {name_of[id(param)]: param for param in chain(*members)}
+    members = [_by_name(model, group["params"], title) for group in torch_optimizer.param_groups]
+    params = dict(chain.from_iterable(map(dict.items, members)))
     in_state = opt_state["state"].keys()
     missing, unexpected = in_state - params.keys(), {name for name in params if params[name].requires_grad} - in_state
     check(
-        not (missing or unexpected),
+        not missing | unexpected,
         f"{title} and the state's optimizer train different parameters: missing {few(sorted(missing))}, unexpected "
         f"{few(sorted(unexpected))}; make it over the others, or the state with the same trainable=",
     )
@@ -214,7 +211,19 @@ def _matched(model: nn.Module, state: TrainState, torch_optimizer: torch.optim.O
         f"{title} has {len(members)} groups, and the state's optimizer {len(groups)}: make the groups of ll.optimizer "
         "in its order, those of the defaults last",
     )
-    return _Matched([[name_of[id(param)] for param in group] for group in members], params, groups, opt_state)
+    return _Matched([*map(list, members)], params, groups, opt_state)
+
+
+def _by_name(model: nn.Module, params: Sequence[Tensor], title: str) -> dict[str, Tensor]:
+    """The parameters of a torch optimizer's group by their names in a state."""
+    name_of = {id(param): name for name, param in _modules.tensors(_modules.members(model).params).items()}
+    strange = [tuple(param.shape) for param in params if id(param) not in name_of]
+    check(
+        not strange,
+        f"{title} has parameters that are not this {type(model).__name__}'s own, of shapes {few(strange)}: make it "
+        "over model.parameters(), after all that gives the module new ones",
+    )
+    return {name_of[id(param)]: param for param in params}
 
 
 def _innermost(opt_state: Any) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import ranks as _ranks
-from looplib._core.checks import check_type, few
+from looplib._core.checks import check, check_type, few
+from looplib._core.mappings import subset
 from looplib._core.trees import map_tensors
 from looplib.checkpoint.interop._files import read_state_dict
 from looplib.checkpoint.interop._names import check_state, cleaner, lend, state_names
@@ -131,15 +132,15 @@ def load_state_dict(
     chosen = {key: value for key, value in given.items() if selected(key) and not key.endswith("_extra_state")}
     loaded, misfits = _fitted(name_of, chosen, {**state.params, **state.buffers})
     problems = _unmatched(name_of, chosen, strict, selected) + misfits
-    if problems:
-        title = "the mapping" if isinstance(source, Mapping) else os.fspath(source)
-        raise ValueError(
-            f"{title} does not fit the state of this {type(model).__name__}: {'; '.join(problems)}. To load a part, "
-            "choose it with names=, or pass over names that one side alone has with strict=False"
-        )
+    title = "the mapping" if isinstance(source, Mapping) else os.fspath(source)
+    check(
+        not problems,
+        f"{title} does not fit the state of this {type(model).__name__}: {'; '.join(problems)}. To load a part, choose it "
+        "with names=, or pass over names that one side alone has with strict=False",
+    )
     return state.replace(
-        params={name: loaded.get(name, tensor) for name, tensor in state.params.items()},
-        buffers={name: loaded.get(name, tensor) for name, tensor in state.buffers.items()},
+        params={**state.params, **subset(loaded, state.params)},
+        buffers={**state.buffers, **subset(loaded, state.buffers)},
     )
 
 
