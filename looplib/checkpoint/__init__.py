@@ -2,6 +2,7 @@
 
 from looplib.checkpoint._describe import Checkpoint, Checkpoints
 from looplib.checkpoint._format import CheckpointVersionError, DamagedCheckpointError
+from looplib.checkpoint._hub import Hub, hub
 from looplib.checkpoint._io import CheckpointIO, checkpoint_io
 from looplib.checkpoint.interop._optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from looplib.checkpoint.interop._pretrained import save_pretrained
@@ -14,7 +15,9 @@ __all__ = [
     "CheckpointVersionError",
     "Checkpoints",
     "DamagedCheckpointError",
+    "Hub",
     "checkpoint_io",
+    "hub",
     "load_optimizer_state_dict",
     "load_state_dict",
     "optimizer_state_dict",

@@ -15,9 +15,8 @@ from looplib._core.collective import Together, finish_first
 _NICE = 10
 
 
-_unheard: set[BaseException | None] = (
-    set()
-)  # errors of background saves that have not been raised by a later call yet
+unheard: dict[BaseException, str] = {}
+"""Errors of background work that no later call has raised yet, and what failed."""
 
 
 class BackgroundWriter:
@@ -39,12 +38,17 @@ class BackgroundWriter:
         finish_first(self._pending)
         return self._pending
 
+    @property
+    def pending(self) -> Future[None] | None:
+        """The last task, unless it has been waited for."""
+        return self._pending
+
     def wait(self) -> None:
         """Wait for the current task and raise its error."""
         if self._pending is not None:
             concurrent.futures.wait([self._pending])  # an interrupt is raised here while the work continues
             done, self._pending = self._pending, None
-            _unheard.discard(done.exception())
+            raised(done.exception())
             done.result()
 
 
@@ -54,11 +58,17 @@ def _run(work: Callable[[Together], None], ranks: Together) -> None:
     try:
         work(ranks)
     except BaseException as error:
-        _unheard.add(error)
+        unheard[error] = "save"
         raise
+
+
+def raised(error: BaseException | None) -> None:
+    """Note that a call has raised this error, or warned of it."""
+    if error is not None:
+        unheard.pop(error, None)
 
 
 @atexit.register  # runs after the background threads have finished
 def _report_unheard() -> None:
-    for error in _unheard:
-        print(f"looplib: the last save failed: {error}", file=sys.stderr)
+    for error, work in unheard.items():
+        print(f"looplib: the last {work} failed: {error}", file=sys.stderr)

@@ -24,7 +24,7 @@ from looplib.checkpoint._format_write import Parts, write, write_document
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 
-_WRITING, _DELETING = ".writing-", ".deleting-"
+_WRITING, _DELETING, PUSHING = ".writing-", ".deleting-", ".pushing-"
 
 
 def number_of(path: Path) -> tuple[int, int] | tuple[()]:
@@ -197,7 +197,7 @@ class Lock:
                 "own, or end that process"
             ) from None
         for path in folder.iterdir():
-            if path.name.startswith((_WRITING, _DELETING)):
+            if path.name.startswith((_WRITING, _DELETING, PUSHING)):
                 clear(path)
         with contextlib.suppress(OSError):  # the disk is full: the number is only used in messages
             os.ftruncate(self.file, 0)

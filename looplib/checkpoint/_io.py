@@ -20,12 +20,13 @@ from looplib._core.checks import check, check_type
 from looplib._core.collective import Together, together
 from looplib._core.descriptions import described
 from looplib._core.mappings import mapped
-from looplib._core.ranks import is_alone
+from looplib._core.ranks import is_alone, is_first
 from looplib.checkpoint._background import BackgroundWriter
 from looplib.checkpoint._describe import Checkpoint, Checkpoints, counts_of
 from looplib.checkpoint._directory import Entry, Lock, new_entry, put, put_aside, remove
 from looplib.checkpoint._format import DamagedCheckpointError
 from looplib.checkpoint._format_write import Parts
+from looplib.checkpoint._hub import Hub
 from looplib.checkpoint._left_out import LeftOut, Select
 from looplib.checkpoint._listing import Listing, changed_since
 from looplib.checkpoint._policy import Policy
@@ -288,6 +289,24 @@ class CheckpointIO:
     def wait(self) -> None:
         """Wait until a background save has finished on all ranks, and raise its error."""
         self._background.wait()
+
+    def push(self, hub: Hub) -> None:
+        """Push the latest checkpoint, and with `monitor` the best one, to the Hugging Face Hub, in the background.
+
+        Returns at once. The upload begins after a background save that is under way, and later saves may delete
+        what is being uploaded, since it is linked first. If pushes take longer than the time between them, those
+        that have not begun are replaced by the last. It needs no other rank: the first one pushes.
+
+        An error of the network does not end the run: the next `push` warns of it and includes what it has missed, and
+        `hub.wait()` raises it. A process waits for its last push when it exits.
+
+        Raises:
+            OSError: another process writes to the directory, or it cannot be written.
+        """
+        check_type("hub is", hub, Hub, 'give ll.checkpoint.hub("me/name")')
+        if is_first():
+            self._lock = Lock(self._listing.folder)
+            hub.start(self._listing.folder, self._lock, self._policy, self._background.pending)
 
     def _delete(self, after: int) -> None:
         for path in [checkpoint.path for checkpoint in self._locked_listing() if checkpoint.step > after]:
