@@ -18,12 +18,15 @@ however the batch was split. The loss itself is 0 / 0, which metrics report as N
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from looplib._core import torch_private
+from looplib._core.checks import check
+from looplib._core.mappings import mapped, without
 from looplib._core.ranks import Sums, add_up_over_ranks, shards, total_over_ranks
 from looplib._core.tracing import entered, tracing
 from looplib.metrics._mean import Mean
@@ -52,31 +55,39 @@ def objective_of(
     On several ranks, whose gradients are averaged afterwards, the mean is over all ranks and `normalizer` is the same
     on each. `total` is the weight of the losses of all ranks, if it is known.
     """
-    value = _scalar(loss.total if isinstance(loss, Mean) else loss)
-    if not isinstance(loss, Mean):
-        if not summed and ranks == 1:
-            return Objective(value, 1.0, None, 1.0)
-        normalizer = max(samples, 1) if normalizer is None else normalizer
-        return Objective(value, samples / normalizer, samples if ranks == 1 else None, normalizer)
-    weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
-    if summed:
-        return _summed(value, weight, loss.times, normalizer)
-    if ranks > 1:
-        total_weight = total_over_ranks(weight * loss.times) if total is None else total
-        weight = _not_zero(total_weight, 1) / (ranks * loss.times)
-    else:
-        weight = _not_zero(weight, loss.times)
-    return Objective(value, (scalar_like(value) if isinstance(weight, Tensor) else 1.0) / weight, None, 1.0)
+    if isinstance(loss, Mean):
+        value, weight = _scalar(loss.total), _detached(loss.weight)
+        if summed:
+            return _summed(value, weight, loss.times, normalizer)
+        return Objective(value, _over(value, _mean_weight(weight, loss.times, ranks, total)), None, 1.0)
+    value = _scalar(loss)
+    if not summed and ranks == 1:
+        return Objective(value, 1.0, None, 1.0)
+    normalizer = max(samples, 1) if normalizer is None else normalizer
+    return Objective(value, samples / normalizer, samples if ranks == 1 else None, normalizer)
+
+
+def _mean_weight(weight: Tensor | float, times: int, ranks: int, total: float | None) -> Tensor | float:
+    """What to divide a total by for the mean; on several ranks, for one whose gradients are averaged afterwards."""
+    if ranks == 1:
+        return _not_zero(weight, times)
+    return _not_zero(total_over_ranks(weight * times) if total is None else total, 1) / (ranks * times)
+
+
+def _over(value: Tensor, weight: Tensor | float) -> Tensor | float:
+    """`1 / weight` as a factor for a value, in its dtype."""
+    return (scalar_like(value) if isinstance(weight, Tensor) else 1.0) / weight
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def mean_of(loss: Any) -> Tensor:
     """Mean loss of one sample inside a `torch.func` transform, where values cannot be read."""
-    value = _scalar(loss.total if isinstance(loss, Mean) else loss)
-    if not isinstance(loss, Mean):
-        return (value * 1.0).reshape(())
-    weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
-    weight = weight + (weight == 0)
-    return (value * ((scalar_like(value) if isinstance(weight, Tensor) else 1.0) / weight)).reshape(())
+    mean = loss if isinstance(loss, Mean) else Mean(loss, 1.0)
+    value, weight = _scalar(mean.total), _detached(mean.weight)
+    return (value * _over(value, weight + (weight == 0))).reshape(())
 
 
 def _scalar(value: Any) -> Tensor:
@@ -119,8 +130,11 @@ def _not_zero(weight: Tensor | float, times: int) -> Tensor | float:
 
 def on_host(weight: Tensor) -> bool:
     """Return True if the value can be read without waiting for a device."""
-    plain = type(weight) is Tensor and weight.device.type == "cpu"
-    return plain and not tracing() and torch_private.functorch_level_of(weight) < 1
+    return _on_cpu(weight) and not tracing() and torch_private.functorch_level_of(weight) < 1
+
+
+def _on_cpu(weight: Tensor) -> bool:
+    return type(weight) is Tensor and weight.device.type == "cpu"
 
 
 def weight_on_host(loss: Any) -> list[float]:
@@ -129,8 +143,7 @@ def weight_on_host(loss: Any) -> list[float]:
         return []
     if not isinstance(loss.weight, Tensor):
         return [loss.weight * loss.times]
-    plain = type(loss.weight) is Tensor and loss.weight.device.type == "cpu"
-    return [loss.weight.detach().item() * loss.times] if plain else []
+    return [loss.weight.item() * loss.times] if _on_cpu(loss.weight) else []
 
 
 def split_loss(out: Any, counts: bool = True) -> tuple[Any, Mapping[str, Any]]:
@@ -161,16 +174,19 @@ def records(loss: Any, aux: Mapping[str, Any], samples: int, apart: bool, counts
 def record(name: str, value: Any, samples: int) -> Metric:
     """Wrap a value of the loss function in a metric record, detached from the graph."""
     if isinstance(value, Mean):
-        total, weight = (v.detach() if isinstance(v, Tensor) else v for v in value[:2])
-        return Mean(total, weight, value.times)
+        return Mean(_detached(value.total), _detached(value.weight), value.times)
     if isinstance(value, Tensor) and value.numel() == 1:
         return Mean(value.detach(), 1, samples)
     if isinstance(value, (int, float)):
         return Mean(value, 1, samples)
     if isinstance(value, Metric) and not isinstance(value, Tensor):
         return value
-    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
-    raise ValueError(f"{name!r} has {found}; give a scalar, a Mean(total, weight), or another metric")
+    raise ValueError(f"{name!r} has {shape_or_type(value)}; give a scalar, a Mean(total, weight), or another metric")
+
+
+def shape_or_type(value: Any) -> str:
+    """The shape of a tensor or the type of another value, for messages."""
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
 
 
 def without_weight(loss: Any) -> Any:
@@ -180,13 +196,13 @@ def without_weight(loss: Any) -> Any:
 
 def uncounted(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Metrics of no samples, with the names of those of a stand-in."""
-    if others := [name for name, metric in metrics.items() if not isinstance(metric, Mean)]:
-        raise ValueError(
-            f"this rank has no sample of the batch, and {', '.join(others)} of the loss function's metrics would count "
-            "the stand-in that it runs on: return Means alone, or give the loader drop_last=True"
-        )
     means = {name: metric for name, metric in metrics.items() if isinstance(metric, Mean)}
-    return {name: Mean(mean.total * 0, 0) for name, mean in means.items()}
+    check(
+        len(means) == len(metrics),
+        f"this rank has no sample of the batch, and {', '.join(without(metrics, means))} of the loss function's "
+        "metrics would count the stand-in that it runs on: return Means alone, or give the loader drop_last=True",
+    )
+    return mapped(lambda mean: Mean(mean.total * 0, 0), means)
 
 
 def _apart(value: Any) -> Any:
@@ -225,14 +241,14 @@ def mean_over_ranks(out: Gradients, params: Mapping[str, Tensor]) -> Gradients:
 
     The weights are summed over ranks first, then the gradients. A gradient that a rank does not have counts as zero.
     """
-    has_grad = [float(name in out.grads) for name in params]
+    has_grad = [*map(float, map(out.grads.__contains__, params))]
     weight = out.weight if out.weight is not None else out.samples
     sums = Sums([out.samples, *has_grad, *([] if isinstance(weight, Tensor) else [weight])])
     total = total_over_ranks(weight) if isinstance(weight, Tensor) else None
     samples, *counts = sums.read()
     if total is None:
         total = counts.pop()
-    reached = [name for name, count in zip(params, counts, strict=True) if count]
+    reached = compress(params, counts)
     grads = {name: out.grads[name] if name in out.grads else torch.zeros_like(params[name]) for name in reached}
     add_up_over_ranks(grads.values(), out.normalizer / (total + (total == 0)))
     return out._replace(grads=grads, samples=round(samples), weight=None, normalizer=1.0, finish=None)

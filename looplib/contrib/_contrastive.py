@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import trees
 from looplib._core.calls import remember
-from looplib._core.checks import check_count
+from looplib._core.checks import check, check_count
 from looplib._core.kinds import Made, check_kind, mark
+from looplib._core.mappings import mapped
 from looplib._core.random import mix
 from looplib._core.ranks import gather, largest_over_ranks, rank, several
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import batch_size as count_samples
-from looplib._objective import mean_of, record, split_loss
+from looplib._objective import mean_of, records, shape_or_type, split_loss
 from looplib.gradients import indices, make_grad_fn, of_this_model
 from looplib.grads import accumulate, reduce_gradients
 from looplib.metrics import Mean
@@ -94,49 +95,51 @@ def make_contrastive_grad_fn(
 
     def pull(model: Any, microbatch: _Microbatch) -> Mean:
         """Surrogate loss with the cached gradient: the product of the embeddings with it."""
-        tensors = _floating(embed_fn(model, microbatch.batch))
-        pairs = zip(tensors, microbatch.grads, strict=True)
+        pairs = zip(_floating(embed_fn(model, microbatch.batch)), microbatch.grads, strict=True)
         return Mean(torch.stack([(tensor * grad).sum() for tensor, grad in pairs]).sum(), microbatch.share)
 
-    inner = make_grad_fn(model, pull, trainable=trainable, batch_size=lambda microbatch: batch_size(microbatch.batch))
-    pulls = accumulate(inner, batch_size=lambda microbatch: batch_size(microbatch.batch))
+    def samples_of(microbatch: _Microbatch) -> int:
+        return batch_size(microbatch.batch)
+
+    inner = make_grad_fn(model, pull, trainable=trainable, batch_size=samples_of)
+    pulls = accumulate(inner, batch_size=samples_of)
     if not host.engine.name:
         pulls = reduce_gradients(pulls)
-
-    def embed(state: TrainState, batches: Sequence[Any], part: Part) -> list[Any]:
-        """Embeddings of each microbatch without a graph, with the random numbers of the later pass."""
-        params, buffers = of_this_model(host, state)
-        lent = {name: tensor.clone() for name, tensor in buffers.items()}
-        seeds = [mix(state.seed, state.step, rank(), index) for index in indices(part, len(batches))]
-        passes = round(largest_over_ranks([len(batches)])[0]) if several() else len(batches)
-        embeddings: list[Any] = []
-
-        def body() -> None:
-            for number in range(passes):  # as many on all ranks, since an engine may wait for the others in each
-                index = min(number, len(batches) - 1)
-                host.start(seeds[index])
-                embeddings.append(embed_fn(model, batches[index]))
-
-        with torch.no_grad():
-            host.run(params, lent, seeds[0], body)
-        return embeddings[: len(batches)]
 
     def contrastive(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         _check_whole(part)
         count = batch_size(batch)
-        sizes = [len(rows) for rows in torch.arange(count).tensor_split(max(1, min(microbatches, count)))]
+        sizes = [*map(len, torch.arange(count).tensor_split(max(1, min(microbatches, count))))]
         batches = trees.split(batch, count, sizes, batch_size)
-        embeddings = [_checked(each, size) for each, size in zip(embed(state, batches, part), sizes, strict=True)]
+        embeddings = [*map(_checked, _embedded(host, embed_fn, state, batches, part), sizes)]
         loss, aux, grads, total = _loss_and_grads(embedding_loss, trees.concat(embeddings, sizes), count)
         columns = zip(*(torch.split(grad, sizes) for grad in grads), strict=True)
         shares = [size / total for size in sizes]
-        cached = [_Microbatch(*each) for each in zip(batches, map(list, columns), shares, strict=True)]
-        out = pulls(state, cached, part)
-        metrics = {name: record(name, value, count) for name, value in {"loss": loss, **aux}.items()}
-        return out._replace(metrics=metrics)
+        out = pulls(state, [*map(_Microbatch, batches, map(list, columns), shares)], part)
+        return out._replace(metrics=records(loss, aux, count, apart=False))
 
     made = mark(contrastive, Made("grad_fn", "make_contrastive_grad_fn", whole_step=True, scaled=True, model=model))
     return remember(made, make_contrastive_grad_fn, model, embed_fn, embedding_loss, microbatches=microbatches)
+
+
+def _embedded(
+    host: _modules.Host, embed_fn: Callable[[Any, Any], Any], state: TrainState, batches: Sequence[Any], part: Part
+) -> list[Any]:
+    """Embeddings of each microbatch without a graph, with the random numbers of the later pass."""
+    params, buffers = of_this_model(host, state)
+    seeds = [mix(state.seed, state.step, rank(), index) for index in indices(part, len(batches))]
+    passes = round(largest_over_ranks([len(batches)])[0]) if several() else len(batches)
+    embeddings: list[Any] = []
+
+    def body() -> None:
+        for number in range(passes):  # as many on all ranks, since an engine may wait for the others in each
+            index = min(number, len(batches) - 1)
+            host.start(seeds[index])
+            embeddings.append(embed_fn(host.model, batches[index]))
+
+    with torch.no_grad():
+        host.run(params, mapped(Tensor.clone, buffers), seeds[0], body)
+    return embeddings[: len(batches)]
 
 
 def _check_whole(part: Part) -> None:
@@ -161,13 +164,12 @@ def _floating(embeddings: Any) -> list[Tensor]:
 def _checked(embeddings: Any, count: int) -> Any:
     for path, leaf in trees.leaves(embeddings):
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,):
-            kind = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"type {type(leaf).__name__}"
             raise ValueError(
-                f"{trees.named(path, 'embeddings')} of a microbatch of {count} samples has {kind}: embed_fn must return "
-                "tensors with one row for each sample"
+                f"{trees.named(path, 'embeddings')} of a microbatch of {count} samples has {shape_or_type(leaf)}: "
+                "embed_fn must return tensors with one row for each sample"
             )
-    if not _floating(embeddings):
-        raise ValueError("embed_fn returned no tensor of floating point, so there is nothing to take a gradient of")
+    message = "embed_fn returned no tensor of floating point, so there is nothing to take a gradient of"
+    check(_floating(embeddings), message)
     return embeddings
 
 
@@ -184,19 +186,21 @@ def _loss_and_grads(
         return leaves[-1]
 
     embedded, total = trees.map_leaves(leaf_of, embeddings), count
-    if several():
-        everyone = gather((trees.map_leaves(Tensor.cpu, embeddings), count))
-        device = leaves[0].device
-        parts = [trees.map_leaves(lambda value: value.to(device), part) for part, _ in everyone]
-        counts = [each for _, each in everyone]
-        parts[rank()], total = embedded, sum(counts)
-        with torch.enable_grad():
-            embedded = trees.concat(parts, counts)
     with torch.enable_grad():
+        if several():
+            embedded, total = _of_all_ranks(embedded, embeddings, count, leaves[0].device)
         loss, aux = split_loss(embedding_loss(embedded))
         value = mean_of(loss)
-    grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(leaves)
-    if all(grad is None for grad in grads):
-        raise ValueError("the loss does not depend on the embeddings: compute it from what embedding_loss is given")
+    grads = torch.autograd.grad(value, leaves, allow_unused=True)
+    message = "the loss does not depend on the embeddings: compute it from what embedding_loss is given"
+    check(any(grad is not None for grad in grads), message)
     filled = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
     return loss, dict(aux), filled, total
+
+
+def _of_all_ranks(embedded: Any, embeddings: Any, count: int, device: torch.device) -> tuple[Any, int]:
+    """The embeddings of all ranks in order, this rank's with their graph, and the number of samples."""
+    everyone, counts = zip(*gather((trees.map_leaves(Tensor.cpu, embeddings), count)), strict=True)
+    parts = [trees.map_leaves(lambda value: value.to(device), part) for part in everyone]
+    parts[rank()] = embedded
+    return trees.concat(parts, counts), sum(counts)

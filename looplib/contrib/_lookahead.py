@@ -10,6 +10,7 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.calls import remember
 from looplib._core.checks import check, is_count
+from looplib._core.mappings import detached_copies, pick
 from looplib._core.ranks import shards
 from looplib.optim._averaging import Tensors
 from looplib.optim._wrap import act_after_updates, kept_by_wrappers
@@ -44,13 +45,12 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
 
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         inner = optimizer.init(params, **extra)
-        if kept_by_wrappers(inner, "master") is not None:  # they would not notice that the weights were moved
-            raise ValueError(
-                "lookahead around master_weights would move the rounded weights, and the next update overwrites "
-                "those: put it inside, master_weights(lookahead(optimizer))"
-            )
-        slow = {name: tensor.detach().clone() for name, tensor in params.items()}
-        return {"inner_state": inner, "slow": slow, "updates": torch.tensor(0)}
+        check(
+            kept_by_wrappers(inner, "master") is None,  # they would not notice that the weights were moved
+            "lookahead around master_weights would move the rounded weights, and the next update overwrites "
+            "those: put it inside, master_weights(lookahead(optimizer))",
+        )
+        return {"inner_state": inner, "slow": detached_copies(params), "updates": torch.tensor(0)}
 
     def moment(before: Tensor) -> tuple[dict[str, Tensor], bool | None]:
         updates = int(before) + 1
@@ -60,7 +60,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
         meets: bool, new: Params, opt_state: Any, grads: Grads, in_place: bool, old: Params, **extra: Any
     ) -> tuple[Params, dict[str, Any]]:
         with torch.no_grad():
-            slow, fast = [*map(opt_state["slow"].__getitem__, grads)], [*map(new.__getitem__, grads)]
+            slow, fast = [*pick(opt_state["slow"], grads).values()], [*pick(new, grads).values()]
             if in_place:
                 slow, fast = shards(slow), shards(fast)
                 torch_private.foreach_lerp_(slow, fast, slow_step_size)
@@ -71,8 +71,9 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
         met = {name: t.clone().requires_grad_(old[name].requires_grad) for name, t in moved.items()}
         return {**new, **met}, {"slow": {**opt_state["slow"], **moved}}
 
-    def evaluation(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
-        return {**params, **opt_state["slow"]}, buffers
-
-    made = act_after_updates(optimizer, init, moment, act, evaluation)
+    made = act_after_updates(optimizer, init, moment, act, _slow_weights)
     return remember(made, lookahead, optimizer, sync_period=sync_period, slow_step_size=slow_step_size)
+
+
+def _slow_weights(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
+    return {**params, **opt_state["slow"]}, buffers

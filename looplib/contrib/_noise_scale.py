@@ -11,7 +11,7 @@ from looplib._core.kinds import Made, mark
 from looplib._wrapping import check_grad_fn
 from looplib.contrib._per_sample import _examples, _together
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, Grads, Part, TrainState
 
 
 def gradient_noise_scale(grad_fn: GradFn) -> GradFn:
@@ -47,13 +47,16 @@ def gradient_noise_scale(grad_fn: GradFn) -> GradFn:
     def measured(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         out = _examples("gradient_noise_scale", grad_fn, state, batch, part)
         sums = {name: grad.sum(0) for name, grad in out.grads.items()}
-        scale = Mean(0.0, 0.0)
-        if (count := out.samples) > 1:
-            device = next(iter(sums.values())).device
-            trace = torch.stack([grad.var(0).sum().to(device) for grad in out.grads.values()]).sum()
-            squared = torch.stack([total.div(count).square().sum().to(device) for total in sums.values()]).sum()
-            scale = Mean(trace, squared - trace / count)
+        scale = _estimates(out.grads, sums, out.samples) if out.samples > 1 else Mean(0.0, 0.0)
         return _together(out, sums, part, {"gradient_noise_scale": scale})
 
     made = mark(measured, Made("grad_fn", "gradient_noise_scale", grad_fn, adds=True))
     return remember(made, gradient_noise_scale, grad_fn)
+
+
+def _estimates(grads: Grads, sums: Grads, count: int) -> Mean:
+    """Estimates of the trace of the covariance, and of the squared norm of the true gradient."""
+    device = next(iter(sums.values())).device
+    trace = torch.stack([grad.var(0).sum().to(device) for grad in grads.values()]).sum()
+    squared = torch.stack([total.div(count).square().sum().to(device) for total in sums.values()]).sum()
+    return Mean(trace, squared - trace / count)

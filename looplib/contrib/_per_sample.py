@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from looplib._core.calls import remember
 from looplib._core.checks import check
 from looplib._core.cuts import cuts_marked
 from looplib._core.kinds import Made, check_kind, mark
+from looplib._core.mappings import mapped, pick
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import tracing
@@ -86,33 +88,20 @@ def make_per_sample_grad_fn(
     def per_sample_grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         _check_part(part)
         params, buffers = of_this_model(host, state)
-        lent = {name: tensor.clone() for name, tensor in buffers.items()}
-        samples, seed = (
-            batch_size(batch),
-            part.index if tracing() else mix(state.seed, state.step, rank(), part.index),
-        )
+        lent = mapped(Tensor.clone, buffers)
+        seed = part.index if tracing() else mix(state.seed, state.step, rank(), part.index)
+        samples = batch_size(batch)
         columns, layout = _columns_of(batch, samples)
 
-        def one(leaves: Grads, rows: list[Tensor]) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-            example = _batch_of_one(layout, rows)
-
-            def body() -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-                with cuts_marked():
-                    loss, aux = split_loss(loss_fn(model, example))
-                value = mean_of(loss)
-                sums = {name: _total_and_weight(name, value) for name, value in {"loss": loss, **aux}.items()}
-                after = host.buffers()
-                if written := [name for name, t in lent.items() if after[name] is not t or torch_private.version(t)]:
-                    raise ValueError(_written(", ".join(written)))
-                return value, sums
-
+        def one(leaves: Grads, rows: list[Tensor]) -> tuple[Tensor, _Sums]:
+            body = partial(_value_and_sums, host, loss_fn, _batch_of_one(layout, rows), lent)
             return host.run({**params, **leaves}, lent, seed, body)
 
         each = torch.func.vmap(torch.func.grad(one, has_aux=True), in_dims=(None, 0), randomness="different")
         try:
             # Use the plain form of attention: vmap would run the fused kernels one sample at a time.
             with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-                grads, sums = each({name: params[name] for name in names}, columns)
+                grads, sums = each(pick(params, names), columns)
         except RuntimeError as error:
             host.explain(params, buffers, batch)
             if "mutate a captured Tensor" in str(error) or "updated in place" in str(error):
@@ -126,6 +115,23 @@ def make_per_sample_grad_fn(
 
     made = mark(per_sample_grad_fn, Made("grad_fn", "make_per_sample_grad_fn", per_sample=True, model=model))
     return remember(made, make_per_sample_grad_fn, model, loss_fn, trainable=trainable)
+
+
+_Sums = dict[str, tuple[Tensor, Tensor]]  # name -> total and weight
+
+
+def _value_and_sums(
+    host: _modules.Host, loss_fn: LossFn, batch: Any, lent: dict[str, Tensor]
+) -> tuple[Tensor, _Sums]:
+    """The loss to differentiate and the metrics of a batch of one sample, with a state's tensors in the module."""
+    with cuts_marked():
+        loss, aux = split_loss(loss_fn(host.model, batch))
+    value = mean_of(loss)
+    sums = {name: _total_and_weight(name, value) for name, value in {"loss": loss, **aux}.items()}
+    after = host.buffers()
+    if written := [name for name, t in lent.items() if after[name] is not t or torch_private.version(t)]:
+        raise ValueError(_written(", ".join(written)))
+    return value, sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,11 +185,12 @@ def _check_model(host: _modules.Host) -> None:
         f"{host.engine.name} works on gradients of whole batches, which per-sample gradients pass by: give the module "
         "that it wraps",
     )
-    if mixing := _batch_norms(host):
-        raise ValueError(
-            f"{', '.join(mixing)} would normalise each example by the others, so that it has no gradient of its own: "
-            "use GroupNorm in its place, or put it into eval mode, with running statistics, before this call"
-        )
+    mixing = ", ".join(_batch_norms(host))
+    check(
+        not mixing,
+        f"{mixing} would normalise each example by the others, so that it has no gradient of its own: "
+        "use GroupNorm in its place, or put it into eval mode, with running statistics, before this call",
+    )
 
 
 def _check_part(part: Part) -> None:
@@ -213,11 +220,10 @@ def _written(names: str) -> str:
 
 
 def _total_and_weight(name: str, value: Any) -> tuple[Tensor, Tensor]:
-    mean = record(name, value, 1)
-    if not isinstance(mean, Mean):
-        raise TypeError(
-            f"{name!r} is a {type(value).__name__}; with per-sample gradients give a scalar or a Mean(total, weight)"
-        )
+    mean: Any = record(name, value, 1)
+    kind = type(value).__name__
+    message = f"{name!r} is a {kind}; with per-sample gradients give a scalar or a Mean(total, weight)"
+    check(isinstance(mean, Mean), message, TypeError)
     total = torch.as_tensor(mean.total).reshape(())
     return total * mean.times, torch.as_tensor(mean.weight, device=total.device).reshape(()) * mean.times
 
@@ -246,9 +252,6 @@ def _together(out: Gradients, grads: Grads, part: Part, metrics: dict[str, Metri
     normalizer = part.normalizer if part.summed and part.normalizer is not None else max(out.samples, 1)
     multiply(grads, 1 / normalizer)
     if into := part.context.into:
-        for name, grad in grads.items():
-            grads[name] = into[name].add_(grad)
-    metrics = {**out.metrics, **metrics}
-    if part.summed:
-        return Gradients(grads, metrics, out.buffers, out.samples, out.samples, normalizer)
-    return Gradients(grads, metrics, out.buffers, out.samples)
+        grads = {name: into[name].add_(grad) for name, grad in grads.items()}
+    mean = Gradients(grads, {**out.metrics, **metrics}, out.buffers, out.samples)
+    return mean._replace(weight=out.samples, normalizer=normalizer) if part.summed else mean

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -136,17 +138,21 @@ def add_noise(
         size = expected_batch_size or out.samples
         check(size, "the batch is empty: with Poisson sampling, give add_noise(..., expected_batch_size=)")
         multiply(out.grads, out.normalizer / size)
-        generators = {  # while tracing, they are the step's own, which also differ between steps
-            device: None if tracing() else torch.Generator(device).manual_seed(mix(state.seed, state.step, _NOISE))
-            for device in {grad.device for grad in out.grads.values()}
-        }
-        for grad in out.grads.values():
-            noise = torch.empty_like(grad).normal_(generator=generators[grad.device])
-            grad.add_(noise, alpha=noise_multiplier * max_norm / size)
+        _add_normal(out.grads.values(), noise_multiplier * max_norm / size, state)
         return Gradients(out.grads, out.metrics, out.buffers, out.samples)
 
     made = of_whole_step("add_noise", noisy, grad_fn)
     return remember(made, add_noise, grad_fn, max_norm, noise_multiplier, expected_batch_size=expected_batch_size)
+
+
+def _add_normal(grads: Collection[Tensor], deviation: float, state: TrainState) -> None:
+    """Add noise in place, drawn from one generator on each device."""
+    generators = {  # while tracing, they are the step's own, which also differ between steps
+        device: None if tracing() else torch.Generator(device).manual_seed(mix(state.seed, state.step, _NOISE))
+        for device in map(attrgetter("device"), grads)
+    }
+    for grad in grads:
+        grad.add_(torch.empty_like(grad).normal_(generator=generators[grad.device]), alpha=deviation)
 
 
 def _check_norm(grad_fn: GradFn, max_norm: float) -> None:

@@ -6,12 +6,14 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from looplib._core.calls import remember
 from looplib._core.checks import check_argument
+from looplib._core.mappings import mapped, pick
 from looplib._wrapping import check_whole, of_whole_step
 from looplib.grads._clipping import global_norm
-from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
+from looplib.types import WHOLE, GradFn, Gradients, Grads, Params, Part, TrainState
 
 
 def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn:
@@ -44,15 +46,20 @@ def sam(grad_fn: GradFn, rho: float = 0.05, *, adaptive: bool = False) -> GradFn
     def sharp(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         first = grad_fn(state, batch, part)
         start = {**state.params, **(first.params or {})}
-        params = {name: start[name].detach() for name in first.grads}
-        with torch.no_grad():
-            units = {name: tensor.abs() if adaptive else 1.0 for name, tensor in params.items()}
-            scaled = {name: grad * units[name] for name, grad in first.grads.items()} if adaptive else first.grads
-            distance = rho / (global_norm(scaled.values()) + 1e-12)
-            away = {name: params[name] + g * units[name] * distance.to(g.device) for name, g in scaled.items()}
+        params = mapped(Tensor.detach, pick(start, first.grads))
+        away = _worst_nearby(params, first.grads, rho, adaptive)
         moved = state.replace(params={**start, **away}, buffers=first.buffers)
         second = grad_fn(moved, batch, dataclasses.replace(part, donate=False))
         return first._replace(grads=second.grads)
 
     made = of_whole_step("sam", sharp, grad_fn, scaled=True)
     return remember(made, sam, grad_fn, rho, adaptive=adaptive)
+
+
+@torch.no_grad()
+def _worst_nearby(params: Params, grads: Grads, rho: float, adaptive: bool) -> Params:
+    """Parameters at the distance `rho` along the gradient, both in units of the weights if `adaptive`."""
+    units: dict[str, Any] = mapped(Tensor.abs, params) if adaptive else dict.fromkeys(params, 1.0)
+    scaled = {name: grad * units[name] for name, grad in grads.items()} if adaptive else grads
+    distance = rho / (global_norm(scaled.values()) + 1e-12)
+    return {name: params[name] + g * units[name] * distance.to(g.device) for name, g in scaled.items()}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import filterfalse
 from typing import Any
 
 from torch import nn
 
+from looplib._core.checks import check
+from looplib._core.mappings import pick, without
 from looplib._core.notices import warn
 
 
@@ -33,11 +36,10 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: the batch is not a mapping, or an argument of `forward` without a default is missing.
     """
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"the batch is a {type(batch).__name__}; give a dict whose keys are arguments of the model")
+    advice = "give a dict whose keys are arguments of the model"
+    check(isinstance(batch, Mapping), f"the batch is a {type(batch).__name__}; {advice}", TypeError)
     inner: Any = innermost(model)
-    taken = _taken(type(inner).forward, type(inner).__name__, tuple(map(str, batch)))
-    return {name: batch[name] for name in taken}
+    return pick(batch, _taken(type(inner).forward, type(inner).__name__, tuple(map(str, batch))))
 
 
 def innermost(model: Any) -> Any:
@@ -60,28 +62,35 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 def text_columns(columns: Mapping[str, Any]) -> list[str]:
     """Names of columns of strings."""
-    return [
-        name
-        for name, column in columns.items()
-        if isinstance(column, str) or (isinstance(column, list | tuple) and column and isinstance(column[0], str))
-    ]
+    return [name for name, column in columns.items() if isinstance(_first(column), str)]
 
 
-def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Parameters of a `forward` after self."""
-    return list(inspect.signature(forward).parameters.values())[1:]
+def _first(column: Any) -> Any:
+    return next(iter(column), None) if isinstance(column, list | tuple) else column
+
+
+@cache
+def arguments_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Arguments that a `forward` takes by name, and "**" if it takes any other name."""
+    parameters = [*inspect.signature(forward).parameters.values()][1:]  # after self
+    return {
+        "**" if p.kind is p.VAR_KEYWORD else p.name: p
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.VAR_KEYWORD)
+    }
 
 
 @cache
 def _taken(forward: Callable[..., Any], name: str, columns: tuple[str, ...]) -> tuple[str, ...]:
-    parameters = parameters_of(forward)
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if not named and any(p.kind is p.VAR_KEYWORD for p in parameters):
+    arguments = arguments_of(forward)
+    if [*arguments] == ["**"]:
         return columns
-    takes = f"{name}.forward takes {', '.join(p.name for p in named) or 'no arguments by name'}"
-    if missing := [p.name for p in named if p.default is p.empty and p.name not in columns]:
-        raise TypeError(f"{takes}; the batch has {', '.join(columns) or 'nothing'}, but not {', '.join(missing)}")
-    taken = {p.name for p in named} & set(columns)
-    if left_out := [column for column in columns if column not in taken]:
+    named = without(arguments, {"**"})
+    takes = f"{name}.forward takes {', '.join(named) or 'no arguments by name'}"
+    required = [name for name, parameter in named.items() if parameter.default is parameter.empty]
+    missing = ", ".join(filterfalse(columns.__contains__, required))
+    given = ", ".join(columns) or "nothing"
+    check(not missing, f"{takes}; the batch has {given}, but not {missing}", TypeError)
+    if left_out := [*filterfalse(named.__contains__, columns)]:
         warn(f"columns left out of the batch: {', '.join(left_out)}; {takes}")
-    return tuple(column for column in columns if column in taken)
+    return tuple(filter(named.__contains__, columns))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from looplib.losses._model_inputs import innermost, parameters_of, text_columns
+from looplib._core.checks import check
+from looplib.losses._model_inputs import arguments_of, innermost, text_columns
 from looplib.metrics._mean import Mean
 
 
@@ -47,10 +48,8 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
 
     Source: transformers' `num_items_in_batch`, which its Trainer hands to the model in the same way.
     """
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"model_loss got a batch of type {type(batch).__name__}; give a dict of the model's arguments"
-        )
+    message = f"model_loss got a batch of type {type(batch).__name__}; give a dict of the model's arguments"
+    check(isinstance(batch, Mapping), message, TypeError)
     if text := text_columns(batch):
         raise TypeError(
             f"the batch has columns of text: {', '.join(text)}; tokenize them, remove them from the dataset, or pick the "
@@ -59,8 +58,8 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
     base = innermost(model)
     count = _count_of(base)(base, batch).clamp(min=1)
     arguments = dict(batch)
-    takes = _arguments(type(base).forward)
-    if {"num_items_in_batch", "**"} & takes and getattr(base, "accepts_loss_kwargs", True):
+    takes = arguments_of(type(base).forward)
+    if {"num_items_in_batch", "**"} & takes.keys() and getattr(base, "accepts_loss_kwargs", True):
         arguments["num_items_in_batch"] = count
     if "use_cache" in takes:  # with a cache, transformers lets documents that are packed into a row see each other
         arguments.setdefault("use_cache", False)
@@ -89,12 +88,6 @@ def _count_of(model: Any) -> Callable[[Any, Mapping[str, Any]], Tensor]:
 def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return frozenset(code.co_names if code else ())
-
-
-@cache
-def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
-    """Names of the arguments of a `forward`; ** if it takes any name."""
-    return frozenset("**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters_of(forward))
 
 
 def _labels(model: Any, batch: Mapping[str, Any]) -> Tensor:

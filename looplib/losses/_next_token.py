@@ -7,6 +7,7 @@ before dividing. The logits of a whole vocabulary take most of a step's memory. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from looplib._core.checks import check
 from looplib.metrics._mean import Mean
 
 
@@ -70,16 +72,9 @@ def next_token_loss(
 
     Source: chunking as in Hsu et al., "Liger kernel", 2024; z-loss from Chowdhery et al., "PaLM", 2022, section 5.
     """
-    weight: Tensor | None
-    if isinstance(head, nn.Linear):
-        if bias is not None and head.bias is not None:
-            raise ValueError("the head has a bias of its own; leave out bias=, or give head.weight as the head")
-        weight, bias = head.weight, bias if head.bias is None else head.bias
-    elif head is None or isinstance(head, Tensor):
-        weight = head
-    else:
-        raise TypeError(f"head is a {type(head).__name__}; give a torch.nn.Linear, or a weight (vocabulary, width)")
-    _check(inputs, labels, weight, bias)
+    weight, bias = _weight_and_bias(head, bias)
+    _check_inputs(inputs, labels, "vocabulary" if weight is None else "width")
+    _check_head(inputs, weight, bias)
     if not (0 <= label_smoothing <= 1 and z_loss >= 0 and chunk_size >= 1):
         raise ValueError(
             f"label_smoothing={label_smoothing}, z_loss={z_loss}, chunk_size={chunk_size}: smoothing is from 0 to 1, "
@@ -107,8 +102,18 @@ def next_token_loss(
     return Mean(total, valid.sum())
 
 
-def _check(inputs: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    last = "vocabulary" if weight is None else "width"
+def _weight_and_bias(head: Any, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    if not isinstance(head, nn.Linear):
+        advice = "give a torch.nn.Linear, or a weight (vocabulary, width)"
+        check(isinstance(head, Tensor | None), f"head is a {type(head).__name__}; {advice}", TypeError)
+        return head, bias
+    own: Tensor | None = head.bias
+    message = "the head has a bias of its own; leave out bias=, or give head.weight as the head"
+    check(own is None or bias is None, message)
+    return head.weight, bias if own is None else own
+
+
+def _check_inputs(inputs: Tensor, labels: Tensor, last: str) -> None:
     if inputs.dim() != 3 or not inputs.is_floating_point():
         raise ValueError(
             f"inputs have shape {tuple(inputs.shape)} and dtype {inputs.dtype}; give floats (batch, length, {last})"
@@ -118,9 +123,11 @@ def _check(inputs: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor |
             f"labels have shape {tuple(labels.shape)} and dtype {labels.dtype}; inputs of shape "
             f"{tuple(inputs.shape)} need {tuple(inputs.shape[:2])} and torch.int64"
         )
+
+
+def _check_head(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     if weight is None:
-        if bias is not None:
-            raise ValueError("a bias without a head: inputs are logits then, which have theirs already")
+        check(bias is None, "a bias without a head: inputs are logits then, which have theirs already")
         return
     if weight.shape[1:] != inputs.shape[2:]:
         raise ValueError(
@@ -195,6 +202,17 @@ def _chunk_of(logits: Tensor, labels: Tensor, valid: Tensor) -> _Chunk:
     return _Chunk(logits, logits.logsumexp(-1, keepdim=True), rearrange(labels, column), rearrange(valid, column))
 
 
+def _grads(
+    needs: Sequence[bool], tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
+) -> list[Tensor | None]:
+    """Tensors for the requested gradients of hidden states, which are written once, and of weight and bias."""
+    makers = (torch.empty_like, torch.zeros_like, torch.zeros_like)
+    return [
+        make(tensor, dtype=dtype) if need else None  # type: ignore[operator]
+        for need, make, tensor, dtype in zip(needs, makers, tensors, dtypes, strict=True)
+    ]
+
+
 def _add_gradients(
     grads: list[Tensor | None], rows: slice, by_logits: Tensor, hidden: Tensor, weight: Tensor
 ) -> None:
@@ -228,17 +246,13 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk_size: int,
         differentiate: bool,
     ) -> Tensor:
-        needs = [differentiate and need for need in ctx.needs_input_grad[:3]]
+        needs = ctx.needs_input_grad[:3] if differentiate else (False, False, False)
         device, wide = hidden.device, _wide(hidden)
         low = torch.is_autocast_enabled(device.type) and hidden.dtype != torch.float64
         dtype = torch.get_autocast_dtype(device.type) if low else hidden.dtype
         ctx.dtypes = [getattr(tensor, "dtype", None) for tensor in (hidden, weight, bias)]
         total = torch.zeros((), dtype=wide, device=device)
-        grads = [
-            torch.empty_like(hidden, dtype=dtype) if needs[0] else None,
-            torch.zeros_like(weight, dtype=wide) if needs[1] else None,
-            torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None,
-        ]
+        grads = _grads(needs, (hidden, weight, bias), (dtype, wide, wide))
         with torch.autocast(device.type, enabled=False):
             # Cast once instead of in each chunk, as autocast would.
             weight, bias = (weight.to(dtype), None if bias is None else bias.to(dtype)) if low else (weight, bias)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -82,10 +83,7 @@ def recompute(
         finally:
             _interrupts.begin_hold(thread)
             try:
-                for module, forward in zip(chosen, forwards, strict=True):
-                    vars(module)["forward"] = forward
-                    if forward is None:
-                        del vars(module)["forward"]
+                _put_back(chosen, forwards)
             finally:
                 _interrupts.end_hold(thread)
                 _interrupts.deliver()
@@ -93,9 +91,17 @@ def recompute(
     return remember(recomputing, recompute, loss_fn, modules)
 
 
+def _put_back(modules: list[nn.Module], forwards: list[Any]) -> None:
+    """Restore the entries `forward` of modules' dictionaries. None stands for a module that had none."""
+    for module, forward in zip(modules, forwards, strict=True):
+        vars(module)["forward"] = forward
+        if forward is None:
+            del vars(module)["forward"]
+
+
 def choice(modules: Any) -> Callable[[str, nn.Module], bool]:
     classes = modules if isinstance(modules, tuple) else (modules,)
-    if classes and all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
+    if classes and all(map(_is_module_class, classes)):
         return lambda name, module: isinstance(module, classes)
     check(
         callable(modules) and not isinstance(modules, (type, nn.Module)),
@@ -104,6 +110,10 @@ def choice(modules: Any) -> Callable[[str, nn.Module], bool]:
     )
     predicate: Callable[[str, nn.Module], bool] = modules
     return predicate
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 def outermost(model: nn.Module, choose: Callable[[str, nn.Module], bool], who: str) -> list[nn.Module]:
@@ -145,11 +155,14 @@ _HOOKS = (
 
 def _places(module: nn.Module) -> Iterator[Place]:
     for inner in module.modules():
-        for key, buffer in torch_private.own_buffers(inner).items():
-            yield torch_private.own_buffers(inner), key, buffer
-        for key in _HOOKS:
-            if inner is not module and (hooks := vars(inner)[key]):
-                yield vars(inner), key, hooks
+        buffers = torch_private.own_buffers(inner)
+        yield from _entries(buffers, buffers)
+        if inner is not module:
+            yield from filter(itemgetter(2), _entries(vars(inner), _HOOKS))
+
+
+def _entries(owner: dict[str, Any], keys: Iterable[str]) -> list[Place]:
+    return [(owner, key, owner[key]) for key in keys]
 
 
 def _replayed(run: Callable[..., R], places: list[Place]) -> Callable[..., R]:
