@@ -66,7 +66,7 @@ def is_parallel(module: nn.Module) -> bool:
     return isinstance(module, (DataParallel, DistributedDataParallel))
 
 
-def _slots_in(model: nn.Module) -> Iterator[tuple[int, dict[str, Any], str, str]]:
+def slots_in(model: nn.Module) -> Iterator[tuple[int, dict[str, Any], str, str]]:
     """All slots, empty ones too: 0 for a parameter or 1 for a buffer, the dictionary, the key, and the name."""
     for prefix, module in named_modules(model):
         groups: tuple[dict[str, Any], ...] = own_parameters(module), own_buffers(module)
@@ -80,7 +80,7 @@ def members(model: nn.Module) -> Members:
     check_type("model is", model, nn.Module, f"looplib needs a torch.nn.Module{instance}")
     all_slots = Members({}, {})
     names: dict[int, str] = {}
-    for kind, own, key, path in _slots_in(model):
+    for kind, own, key, path in slots_in(model):
         if (tensor := own[key]) is not None:
             check(not is_lazy(tensor), f"{path} has no shape yet (a lazy module): run the model on one batch first")
             name = names.setdefault(id(tensor), path)
@@ -187,7 +187,7 @@ class Host:
         self.flags = [*map(_attributes, self.modules)]
         # The same as flat lists, which each call maps over.
         self.places = [_Places.of(group) for group in self.slots]
-        self.unfilled = [(own, key, path) for kind, own, key, path in _slots_in(model) if kind and own[key] is None]
+        self.unfilled = [(own, key, path) for kind, own, key, path in slots_in(model) if kind and own[key] is None]
         self.renormed = _renormed(model, tensors(self.slots.params))
         self.engine = engine_of(model, tensors(self.slots.params))
         self.backward = training

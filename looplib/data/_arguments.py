@@ -7,11 +7,11 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from looplib._core.checks import are_columns, check, is_column, is_count, named
+from looplib._core.checks import are_columns, check, check_optional_count, is_column, is_count, named
 from looplib._core.ranks import world_size
 from looplib.data._orders import Order, check_undivided, in_order
 
@@ -53,16 +53,17 @@ def check_dataloader_options(options: Mapping[str, Any]) -> None:
         if name not in _NOT_OPTIONS | _INSTEAD.keys()
     ]
     for name in options:
-        if name in _INSTEAD:
-            raise TypeError(f"make_loader has no argument {name}; write {_INSTEAD[name]}")
         if name not in known:
-            near = difflib.get_close_matches(
-                name, [*known, "batch_size", "collate_fn", "drop_last", "order", "limit"]
-            )
-            guess = f"did you mean {near[0]}? " if near else ""
-            raise TypeError(
-                f"make_loader has no argument {name}; {guess}Of torch's DataLoader it takes {', '.join(known)}"
-            )
+            raise TypeError(f"make_loader has no argument {name}; {_instead_of(name, known)}")
+
+
+def _instead_of(name: str, known: list[str]) -> str:
+    """What to write instead of an argument that make_loader does not have."""
+    if name in _INSTEAD:
+        return f"write {_INSTEAD[name]}"
+    near = difflib.get_close_matches(name, [*known, "batch_size", "collate_fn", "drop_last", "order", "limit"])
+    guess = f"did you mean {near[0]}? " if near else ""
+    return f"{guess}Of torch's DataLoader it takes {', '.join(known)}"
 
 
 def check_beside_dataloader(dataset: Any, is_given: Mapping[str, bool]) -> None:
@@ -83,16 +84,17 @@ def check_batch_size(
         both = f"batch_size={batch_size} and a batch_sampler are given; the sampler makes the batches"
         check(batch_size in (None, NotGiven.BATCH_SIZE), both)
         batch_size = None
-    if isinstance(batch_size, NotGiven):
-        raise TypeError(
-            "make_loader needs a batch_size: write make_loader(dataset, batch_size=64), or batch_size=None if each "
-            f"item of the dataset (a {type(dataset).__name__}) is a batch already"
-        )
-    if batch_size is not None and not is_count(batch_size):
-        error = ValueError if is_count(batch_size, -math.inf) else TypeError
-        raise error(f"batch_size is {batch_size!r}; expected a positive int, or None if items are batches")
+    check(
+        batch_size is not NotGiven.BATCH_SIZE,
+        "make_loader needs a batch_size: write make_loader(dataset, batch_size=64), or batch_size=None if each item of "
+        f"the dataset (a {type(dataset).__name__}) is a batch already",
+        TypeError,
+    )
+    expected = f"batch_size is {batch_size!r}; expected a positive int, or None if items are batches"
+    check(batch_size is None or is_count(batch_size, -math.inf), expected, TypeError)
+    check_optional_count("batch_size", batch_size, advice="expected a positive int, or None if items are batches")
     check(batch_size is not None or not drop_last, "drop_last=True needs a batch_size")
-    return batch_size
+    return cast(int | None, batch_size)
 
 
 def of_all_ranks(
@@ -101,18 +103,16 @@ def of_all_ranks(
     """The batch size of all ranks together, after checking a batch size per rank against the other options."""
     if per_rank is None:
         return batch_size
-    if batch_size is not NotGiven.BATCH_SIZE:
-        raise ValueError(f"batch_size={batch_size} and batch_size_per_rank={per_rank} are given: give one of them")
-    if not is_count(per_rank):
-        raise TypeError(f"batch_size_per_rank is {per_rank!r}; expected a positive int")
-    if order is not None and (order.may_vary or not order.any_batch_size):
-        raise ValueError(
-            f"{order!r} may not have the same samples in batches of another size: give the batch_size of all ranks"
-        )
-    if limit is not None:
-        raise ValueError(f"limit={limit} counts batches, which grow with the number of ranks: give a Subset instead")
-    if not divide:
-        raise ValueError("with divide=False, batch_size is already that of one rank: give batch_size")
+    both = f"batch_size={batch_size} and batch_size_per_rank={per_rank} are given: give one of them"
+    check(batch_size is NotGiven.BATCH_SIZE, both)
+    check(is_count(per_rank), f"batch_size_per_rank is {per_rank!r}; expected a positive int", TypeError)
+    check(
+        order is None or (order.any_batch_size and not order.may_vary),
+        f"{order!r} may not have the same samples in batches of another size: give the batch_size of all ranks",
+    )
+    grows = f"limit={limit} counts batches, which grow with the number of ranks: give a Subset instead"
+    check(limit is None, grows)
+    check(divide, "with divide=False, batch_size is already that of one rank: give batch_size")
     size: int = per_rank * world_size()
     return size
 
@@ -162,13 +162,15 @@ def check_dataset_alone(dataset: Any, misplaced: tuple[Any, ...]) -> None:
         return
     if is_count(misplaced[0]):
         raise TypeError(f"make_loader takes the batch size by name: make_loader(dataset, batch_size={misplaced[0]})")
-    columns = "torch.utils.data.TensorDataset(" + ", ".join("xyz"[: 1 + len(misplaced)]) + ")"
-    instead = (
-        f"make_loader({columns}, batch_size=...)" if is_column(dataset) else "make_loader(dataset, batch_size=...)"
-    )
+    data = _tensor_dataset(1 + len(misplaced)) if is_column(dataset) else "dataset"
     raise TypeError(
-        f"make_loader takes one dataset, found {named(dataset)} and {named(misplaced[0])}: write {instead}"
+        f"make_loader takes one dataset, found {named(dataset)} and {named(misplaced[0])}: write "
+        f"make_loader({data}, batch_size=...)"
     )
+
+
+def _tensor_dataset(columns: int) -> str:
+    return f"torch.utils.data.TensorDataset({', '.join('xyz'[:columns] or '...')})"
 
 
 def check_samples(dataset: Any, collated: bool = False) -> None:
@@ -179,15 +181,18 @@ def check_samples(dataset: Any, collated: bool = False) -> None:
     """
     if isinstance(dataset, list) and (collated or len(dataset) > 3 or not are_columns(dataset)):
         return
-    if isinstance(dataset, (tuple, list)):
-        columns: list[Any] = list(dataset)
-        instead = "torch.utils.data.TensorDataset(" + ", ".join("xyz"[: len(dataset)] or "...") + ")"
-    elif isinstance(dataset, dict) and not dataset.keys() >= {*range(len(dataset))}:  # else it is read by its indices
-        columns, instead = list(dataset.values()), "torch.utils.data.StackDataset(**columns)"
-    else:
-        return
+    columns, instead = _possible_columns(dataset)
     if all(map(is_column, columns)) and len({*map(len, columns)}) == 1:
         raise TypeError(
             f"dataset is a {type(dataset).__name__} of {len(dataset)} tensors or arrays of {len(columns[0])} samples "
             f"each, so its items would be whole columns; write make_loader({instead}, batch_size=...)"
         )
+
+
+def _possible_columns(dataset: Any) -> tuple[list[Any], str]:
+    """What may be columns in a container, and how to make a dataset of them."""
+    if isinstance(dataset, (tuple, list)):
+        return list(dataset), _tensor_dataset(len(dataset))
+    if isinstance(dataset, dict) and not dataset.keys() >= {*range(len(dataset))}:  # else it is read by its indices
+        return list(dataset.values()), "torch.utils.data.StackDataset(**columns)"
+    return [], ""

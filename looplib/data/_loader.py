@@ -156,15 +156,19 @@ class Loader:
         per_rank = self.batch_size if given_per_rank else None
         restart = Restart(source.plan, source.length, repr(self.order), any_size, self.order.any_length, per_rank)
         resumed = restart.state(state)
-        if per_rank is not None and resumed.epoch_length != state.epoch_length and is_first():
-            warn(
-                f"the run continues with batches of {per_rank} samples, {self.batch_size_per_rank} on each rank, and "
-                f"{resumed.epoch_length} steps an epoch instead of {state.epoch_length}. The data continue at the next "
-                "sample, and what counts samples or epochs is not affected. Schedules, and predicates of steps, count "
-                "steps, which are of another size now. For the same steps on any number of ranks, give make_loader the "
-                "batch_size of all ranks together"
-            )
+        if per_rank is not None and resumed.epoch_length != state.epoch_length:
+            self._warn_of_other_steps(state.epoch_length, resumed.epoch_length)
         return resumed
+
+    def _warn_of_other_steps(self, before: int | None, now: int | None) -> None:
+        if is_first():
+            warn(
+                f"the run continues with batches of {self.batch_size} samples, {self.batch_size_per_rank} on each rank, "
+                f"and {now} steps an epoch instead of {before}. The data continue at the next sample, and what counts "
+                "samples or epochs is not affected. Schedules, and predicates of steps, count steps, which are of another "
+                "size now. For the same steps on any number of ranks, give make_loader the batch_size of all ranks "
+                "together"
+            )
 
     @property
     def description(self) -> dict[str, str | int | bool | None]:
@@ -472,11 +476,12 @@ def _mover(device: torch.device | str | int | None, non_blocking: bool) -> Calla
     target = torch.device(device)
     # A copy from memory that is not pinned would wait for the steps that the device still has to do.
     pins = target.type not in ("cpu", "meta", "mps") and torch.accelerator.is_available()
-
-    def move(leaf: Any) -> Any:
-        if pins and type(leaf) is Tensor and leaf.device.type == "cpu":
-            return leaf.pin_memory().to(target, non_blocking=True)
-        return leaf.to(target, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf
-
+    move = functools.partial(_moved, target, pins, non_blocking)
     # Objects with their own `to` (a tokenizer's BatchEncoding, a PackedSequence) are moved by it.
     return functools.partial(trees.map_leaves, move, is_leaf=lambda node: hasattr(node, "to"))
+
+
+def _moved(target: torch.device, pins: bool, non_blocking: bool, leaf: Any) -> Any:
+    if pins and type(leaf) is Tensor and leaf.device.type == "cpu":
+        return leaf.pin_memory().to(target, non_blocking=True)
+    return leaf.to(target, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf

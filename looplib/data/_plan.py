@@ -122,14 +122,20 @@ class Epochs:
                 batches = [list(listed(batch)) for batch in islice(drawn, self.limit)]
                 keys, ends = _as_keys(chain.from_iterable(batches)), list(accumulate(map(len, batches)))
             else:
-                keys, size = _as_keys(drawn), self.batch_size
-                if self.per_rank and self.drop_last:
-                    keys = keys[: len(keys) // self.per_rank * self.per_rank]
-                whole_batches = self.drop_last and not self.per_rank
-                ends = range(size, len(keys) + (1 if whole_batches else size), size)[: self.limit]
-                if not isinstance(keys, Computed):
-                    keys = keys[: ends[-1]] if ends else keys
+                keys, ends = self._in_batches(_as_keys(drawn), self.batch_size)
         return Plan(keys, ends, None if self.distinct else _visits(keys))
+
+    def _in_batches(
+        self, keys: Tensor | list[Any] | Computed, size: int
+    ) -> tuple[Tensor | list[Any] | Computed, Sequence[int]]:
+        """The keys of an epoch, and the ends of its batches of this size."""
+        if self.per_rank and self.drop_last:
+            keys = keys[: len(keys) // self.per_rank * self.per_rank]
+        whole_batches = self.drop_last and not self.per_rank
+        ends = range(size, len(keys) + (1 if whole_batches else size), size)[: self.limit]
+        if not isinstance(keys, Computed):
+            keys = keys[: ends[-1]] if ends else keys
+        return keys, ends
 
     def samples(self, epoch: int) -> int:
         """Number of samples that the order draws for an epoch, before `limit`, and `drop_last` unless it is per rank."""

@@ -54,6 +54,15 @@ def read_of_next(state: TrainState, batch_size: int, samples: int) -> int:
     return read if 0 < read < batch_size and read == state.batch_samples else 0
 
 
+def _agrees(batches: int, length: int, consumed: int, count: int) -> bool:
+    """True if so many of an epoch's batches, of any one size, may end at, or before, the samples that were consumed."""
+    return (
+        0 <= consumed < count
+        and batches * count <= consumed * length
+        and consumed * (length - 1) < count * (batches + 1)
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Restart:
     """Facts about a loader that are needed to continue a run with a different batch size or dataset.
@@ -100,10 +109,7 @@ class Restart:
         assert isinstance(self.plan, Epochs)
         count, length = self.plan.samples(state.epoch), state.epoch_length
         consumed = state.samples - state.epoch * count
-        # As many batches of any one size as the state says may end at, or before, these samples.
-        agrees = length is not None and state.batch * count <= consumed * length
-        agrees = agrees and consumed * ((length or 1) - 1) < count * (state.batch + 1)
-        if not (0 <= consumed < count and agrees):
+        if length is None or not _agrees(state.batch, length, consumed, count):
             self._check(
                 state,
                 length == self.length or state.batch == 0,  # such as after a step that counts tokens

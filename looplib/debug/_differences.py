@@ -73,6 +73,10 @@ def _difference(path: str, one: Any, other: Any, rtol: float, atol: float) -> Le
         return LeafDifference(path, math.nan, 0, 0, f"is in the {which} alone")
     if (first := _numbers(one)) is not None and (second := _numbers(other)) is not None:
         return _difference_of_numbers(path, first, second, rtol, atol)
+    return _difference_of_plain(path, one, other)
+
+
+def _difference_of_plain(path: str, one: Any, other: Any) -> LeafDifference | None:
     if type(one) is type(other) and one == other:
         return None
     both = isinstance(one, (int, float)) and isinstance(other, (int, float))

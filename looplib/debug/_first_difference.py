@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from looplib._core.checks import check, few
@@ -116,10 +117,7 @@ def first_difference(
     )
     first: Mapping[int, Any] = _by_step(getattr(one, "states", one))
     second: Mapping[int, Any] = _by_step(getattr(other, "states", other))
-
-    def compare(one: Any, other: Any) -> list[LeafDifference]:
-        return differences(one, other, rtol=rtol, atol=atol)
-
+    compare = partial(differences, rtol=rtol, atol=atol)
     kept, equal, steps = _difference_of_kept(first, second, compare)
     if equal is None or not (isinstance(one, Run) and isinstance(other, Run)):
         return kept
@@ -201,15 +199,16 @@ def _replayed(
     indices = [_indices(run.loader, position.state) for run, position in zip(runs, before, strict=True)]
     if any(rows is None for rows in indices):
         indices = [None, None]
-    one, other = (
-        Replayed(
-            state=start.state,
-            indices=rows,
-            batch=start.batch,
-            metrics=end.metrics or {},
-            grads=None if run.grad_fn is None else run.grad_fn(start.state, start.batch).grads,
-            after=end.state,
-        )
-        for run, start, end, rows in zip(runs, before, after, indices, strict=True)
-    )
+    one, other = map(_replayed_step, runs, before, after, indices)
     return one, other
+
+
+def _replayed_step(run: Run, start: _Position, end: _Position, indices: Any) -> Replayed:
+    return Replayed(
+        state=start.state,
+        indices=indices,
+        batch=start.batch,
+        metrics=end.metrics or {},
+        grads=None if run.grad_fn is None else run.grad_fn(start.state, start.batch).grads,
+        after=end.state,
+    )

@@ -11,6 +11,7 @@ from torch import Tensor
 from looplib._core import ownership as _donation
 from looplib._core import trees
 from looplib._core.checks import check, check_optional_count
+from looplib._core.mappings import subset
 from looplib.checkpoint._format import local
 from looplib.checkpoint._io import CheckpointIO
 from looplib.debug._fingerprint import leaves_by_path, same_bits
@@ -60,7 +61,7 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
     )
     shareable = {} if last is None else dict(leaves_by_path(kept[last]))
     states = {**kept, state.step: _sharing_copy(state, shareable)}
-    return {step: states[step] for step in _thinned(sorted(states), at_most)}
+    return subset(states, _thinned(sorted(states), at_most))
 
 
 def _sharing_copy(state: TrainState, shareable: Mapping[str, Any]) -> TrainState:
@@ -71,11 +72,7 @@ def _sharing_copy(state: TrainState, shareable: Mapping[str, Any]) -> TrainState
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in copies:
-            old, plain = shareable.get(path), leaf.detach().requires_grad_(leaf.requires_grad)
-            if isinstance(old, Tensor) and old is not leaf and _interchangeable(old, plain):
-                copies[id(leaf)] = old
-            else:
-                copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            copies[id(leaf)] = _shared_or_copied(shareable.get(path), leaf)
         return copies[id(leaf)]
 
     def copy_tree(name: str) -> Any:
@@ -84,6 +81,14 @@ def _sharing_copy(state: TrainState, shareable: Mapping[str, Any]) -> TrainState
         return trees.map_leaves(lambda leaf: copy_of(next(paths), leaf), tree)
 
     return state.replace(**{name: copy_tree(name) for name in TREES})
+
+
+def _shared_or_copied(old: Any, leaf: Tensor) -> Tensor:
+    """The kept tensor if it is interchangeable with this one, or else a copy of this one."""
+    plain = leaf.detach().requires_grad_(leaf.requires_grad)
+    if isinstance(old, Tensor) and old is not leaf and _interchangeable(old, plain):
+        return old
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def _thinned(steps: list[int], at_most: int | None) -> list[int]:
@@ -97,12 +102,12 @@ def _thinned(steps: list[int], at_most: int | None) -> list[int]:
 
 def _interchangeable(old: Tensor, new: Tensor) -> bool:
     """True if two tensors have the same bits and behave the same in every computation."""
+    return _layout(old) == _layout(new) and same_bits(old, new)
 
-    def layout(tensor: Tensor) -> Any:
-        strides = tensor.stride() if tensor.layout == torch.strided else None
-        return type(tensor), tensor.device, tensor.layout, strides, tensor.requires_grad
 
-    return layout(old) == layout(new) and same_bits(old, new)
+def _layout(tensor: Tensor) -> Any:
+    strides = tensor.stride() if tensor.layout == torch.strided else None
+    return type(tensor), tensor.device, tensor.layout, strides, tensor.requires_grad
 
 
 def nbytes(tree: Any) -> int:

@@ -75,9 +75,9 @@ def worst_samples(
         out = grad_fn(state, sample)
         norm = float(global_norm(grad.double() for grad in out.grads.values()))
         scores.append(SampleScore(row, positions[row], compute(out.metrics)["loss"], norm))
+    return sorted(scores, key=_rank)
 
-    def order(score: SampleScore) -> tuple[bool, float]:
-        finite = math.isfinite(score.loss) and math.isfinite(score.grad_norm)
-        return finite, -score.grad_norm if finite else 0.0
 
-    return sorted(scores, key=order)
+def _rank(score: SampleScore) -> tuple[bool, float]:
+    finite = math.isfinite(score.loss) and math.isfinite(score.grad_norm)
+    return finite, -score.grad_norm if finite else 0.0

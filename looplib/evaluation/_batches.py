@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -62,19 +63,22 @@ def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     _check_several(batches)
     check_optional_count("limit", limit, advice="give how many batches, at least 1, or None for all")
     length = length_of(batches)
-    left = None if length is None else max(0, length - start)
+    left = math.inf if length is None else max(0, length - start)
     if left == 0 and reading.check is None and not is_estimate(batches):
         reading = reading._replace(batches=(), start=0)  # a loader treats reading past its end as a mistake
-    if limit is not None:
-        left = limit if left is None else min(limit, left)
+    left = min(left, math.inf if limit is None else limit)
     if divide and not divides_rows(reading):
-        left = None if left is None else -(-left // world_size())
-    shares = _shares(reading, state)
+        left = math.ceil(left / world_size()) if left < math.inf else left
+    return _shown(_shares(reading, state), title, left)
+
+
+def _shown(shares: Iterator[tuple[Any, bool]], title: str | None, count: float) -> Iterator[tuple[Any, bool]]:
+    """The batches behind a progress bar, on the first rank and if there is a title."""
     if title is None or not is_first():
         return shares
     from tqdm.auto import tqdm
 
-    bar: Iterator[tuple[Any, bool]] = iter(tqdm(shares, desc=title, total=left, leave=False))
+    bar: Iterator[tuple[Any, bool]] = iter(tqdm(shares, desc=title, total=count, leave=False))
     return bar
 
 

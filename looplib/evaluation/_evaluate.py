@@ -92,14 +92,8 @@ def evaluate(
     for one in eval_step.values() if isinstance(eval_step, Mapping) else (eval_step,):
         check_kind(one, "evaluate", "eval_step")
     if isinstance(batches, Mapping):
-        _check_sets(batches)
-        options: dict[str, Any] = {"limit": limit, "progress": progress, "rates": rates, "tokens": tokens}
-        values: dict[str, float] = {}
-        steps = eval_step if isinstance(eval_step, Mapping) else dict.fromkeys(batches, eval_step)
-        for name, members in batches.items():
-            check(name in steps, f"no eval_step for the set {name!r}: there are those of {', '.join(steps)}")
-            values |= evaluate(steps[name], state, members, f"{prefix}{name}/", divide=divide, **options)
-        return values
+        options = {"limit": limit, "progress": progress, "rates": rates, "tokens": tokens, "divide": divide}
+        return _evaluate_sets(eval_step, state, batches, prefix, options)
     if isinstance(eval_step, Mapping):
         raise ValueError(f"eval_step has {', '.join(eval_step)}, and the batches no names: give a dict of sets too")
 
@@ -109,6 +103,23 @@ def evaluate(
         records = _measured("evaluate", eval_step, state, Reading(batches, limit, title, divide), counter)
         values = compute(records, prefix)  # waits for the device
     return values | counter.rates(prefix) if counter else values
+
+
+def _evaluate_sets(
+    eval_step: EvalFn | Mapping[str, EvalFn],
+    state: TrainState,
+    sets: Mapping[str, Any],
+    prefix: str,
+    options: dict[str, Any],
+) -> dict[str, float]:
+    """The metrics of several sets, each under its name."""
+    _check_sets(sets)
+    values: dict[str, float] = {}
+    steps = eval_step if isinstance(eval_step, Mapping) else dict.fromkeys(sets, eval_step)
+    for name, batches in sets.items():
+        check(name in steps, f"no eval_step for the set {name!r}: there are those of {', '.join(steps)}")
+        values |= evaluate(steps[name], state, batches, f"{prefix}{name}/", **options)
+    return values
 
 
 class _Counter:
@@ -232,8 +243,15 @@ def _hold(held: list[tuple[int, Metrics]], metrics: Metrics) -> None:
             held[:] = [(1, merge(*[metrics for _, metrics in held]))]
         return
     held.append((_tensors(metrics), metrics))
-    # Records of fixed size, which may be large, are merged at once, so one is held. Records that grow are merged with
-    # those of the same size, like carries in a binary counter: log n are held, and each is copied log n times.
+    _carry(held)
+
+
+def _carry(held: list[tuple[int, Metrics]]) -> None:
+    """Merge the last records with those before them that are no larger.
+
+    Records of fixed size, which may be large, are merged at once, so one is held. Records that grow are merged with
+    those of the same size, like carries in a binary counter: log n are held, and each is copied log n times.
+    """
     while len(held) > 1 and held[-2][0] <= held[-1][0]:
         both = merge(held[-2][1], held[-1][1])
         held[-2:] = [(_tensors(both), both)]

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -158,13 +159,19 @@ def _first_lost(index: Index) -> tuple[int, str] | None:
         }
         for number, batch in enumerate(index.batches):
             for name, end in batch["ends"].items():
-                data = files[name].read(end - begins.get(name, 0)) if name in files else b""
-                if len(data) < end - begins.get(name, 0):
-                    return number, f"{index.file(name)} is shorter than its index says"
-                if "checksums" in batch and zlib.crc32(data) != batch["checksums"][name]:
-                    return number, f"{index.file(name)} has other bytes in batch {number} than were written"
-                begins[name] = end
+                size, begins[name] = end - begins.get(name, 0), end
+                data = files[name].read(size) if name in files else b""
+                if what := _lost(data, size, batch.get("checksums", {}).get(name), number):
+                    return number, f"{index.file(name)} {what}"
     return None
+
+
+def _lost(data: bytes, size: int, checksum: int | None, number: int) -> str:
+    """What is wrong with the bytes of a batch, or an empty string. An index of an earlier version has no checksum."""
+    if len(data) < size:
+        return "is shorter than its index says"
+    changed = checksum is not None and zlib.crc32(data) != checksum
+    return f"has other bytes in batch {number} than were written" if changed else ""
 
 
 def _check_cut(index: Index, batches: Any) -> None:
@@ -202,15 +209,14 @@ def check_of_skipped(index: Index, batches: Any) -> Callable[[int, Any], None] |
     """
     if not index.batches or _sizes_of(batches) is not None:
         return None
-    ranks = world_size() if getattr(batches, "divide", False) else 1
+    return partial(_check_size, index, world_size() if getattr(batches, "divide", False) else 1)
 
-    def check_size(number: int, batch: Any) -> None:
-        expected, size = index.sizes[number], samples_of(batch)
-        if expected is not None and size is not None:
-            of_a_rank = expected // ranks <= size <= -(-expected // ranks)  # this rank's part of a divided batch
-            check(of_a_rank, _other_cut(index, f"{size} in batch {number}"))
 
-    return check_size
+def _check_size(index: Index, ranks: int, number: int, batch: Any) -> None:
+    expected, size = index.sizes[number], samples_of(batch)
+    if expected is not None and size is not None:
+        of_a_rank = expected // ranks <= size <= -(-expected // ranks)  # this rank's part of a divided batch
+        check(of_a_rank, _other_cut(index, f"{size} in batch {number}"))
 
 
 def _other_cut(index: Index, sizes: str) -> str:

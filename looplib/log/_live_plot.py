@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from looplib._core.checks import check
+from looplib._core.mappings import fields_of
 from looplib._core.ranks import is_first
 from looplib.log._plots import Row, _draw, _lines, _panels, _panels_of, figure_class, save
 from looplib.log._sinks import COUNTS, CodedSink, plain_values, read_jsonl
@@ -58,7 +60,7 @@ def live_plot(
         canvas.rows += read_jsonl(history)
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        canvas.add({**plain_values(values), **{name: getattr(state, name) for name in COUNTS}})
+        canvas.add({**plain_values(values), **fields_of(state, COUNTS)})
 
     sink = CodedSink(
         write, "live_plot()" if path is None else f"live_plot(path={os.fspath(path)!r})", first_rank=True
@@ -100,18 +102,20 @@ class _Canvas:
         curves = lines[""]
         names = None if self.names is None else [name for name in self.names if _panels_of(name, curves)]
         if curves and names != []:
-            figure = _draw(lines, _panels(lines, names, self.x), self.x, self.smooth)
-            if self.path is not None:
-                save(figure, self.path)
-            elif self.handle is None:
-                self.handle = _display(figure)
-            else:
-                self.handle.update(figure)
+            self._show(_draw(lines, _panels(lines, names, self.x), self.x, self.smooth))
         self.stale = False
         ended = time.monotonic()
         self.due = ended + max(
             self.every, 0 if first else 9 * (ended - began)
         )  # the first drawing also loads matplotlib's fonts
+
+    def _show(self, figure: Figure) -> None:
+        if self.path is not None:
+            save(figure, self.path)
+        elif self.handle is None:
+            self.handle = _display(figure)
+        else:
+            self.handle.update(figure)
 
     def finish(self) -> None:
         """Draw what has not been drawn yet. The next cell gets its own plot, which is drawn immediately."""
@@ -131,11 +135,12 @@ def _shell() -> Any:
             "live_plot without a path draws in a notebook: pip install ipykernel ipywidgets, or give path='loss.png'"
         ) from error
     shell = get_ipython()  # type: ignore[no-untyped-call, unused-ignore]
-    if shell is None:
-        raise RuntimeError(
-            "live_plot found no notebook to draw in: give it a file, ll.log.live_plot(path='loss.png'), or draw the log "
-            "of a run with ll.plot"
-        )
+    check(
+        shell is not None,
+        "live_plot found no notebook to draw in: give it a file, ll.log.live_plot(path='loss.png'), or draw the log of a "
+        "run with ll.plot",
+        RuntimeError,
+    )
     return shell
 
 

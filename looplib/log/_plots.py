@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from looplib._core.checks import check, check_argument
+from looplib._core.mappings import without
 from looplib.log._sinks import COUNTS, read_jsonl
 
 if TYPE_CHECKING:
@@ -103,14 +104,15 @@ def _lines(rows: Sequence[Row], x: str) -> dict[str, list[tuple[float, float]]]:
     axis = {x, *COUNTS}
     for row in [row for row in rows if isinstance(row.get(x), (int, float))]:
         step = row.get("step", row[x])
-        numbers = {
-            name: number for name, number in row.items() if isinstance(number, (int, float)) and name not in axis
-        }
-        for name, value in numbers.items():
+        for name, value in _numbers_in(without(row, axis)).items():
             line = points.setdefault(name, [])
             del line[bisect_left(line, (step,)) :]
             line.append((step, row[x], value))
     return {name: [(at, value) for _, at, value in line] for name, line in points.items()}
+
+
+def _numbers_in(row: Row) -> dict[str, int | float]:
+    return {name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -251,15 +253,19 @@ def _draw_line(axes: Axes, points: list[tuple[float, float]], colour: str, style
     # Draw lines with few points, as of evaluations, on top of noisy ones.
     dots: dict[str, Any] = {"marker": "o", "markersize": 5, "markeredgecolor": "white", "zorder": 3} if sparse else {}
     (line,) = axes.plot(xs, values, style, color=colour, linewidth=1.6, **dots)
-    lost = [at for at, value in points if not math.isfinite(value)]
-    if lost:
-        edge = axes.get_xaxis_transform()
-        axes.plot(lost, [0.0] * len(lost), "x", color=colour, transform=edge, clip_on=False, zorder=3)
+    _mark_lost(axes, points, colour)
     return line
 
 
+def _mark_lost(axes: Axes, points: list[tuple[float, float]], colour: str) -> None:
+    """Draw a cross at the lower edge for each value that is infinite or NaN."""
+    if lost := [at for at, value in points if not math.isfinite(value)]:
+        edge = axes.get_xaxis_transform()
+        axes.plot(lost, [0.0] * len(lost), "x", color=colour, transform=edge, clip_on=False, zorder=3)
+
+
 def dress(axes: Axes, title: str, x: str, values: list[float]) -> None:
-    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     axes.set_title(title, color=_GREY)
     axes.set_xlabel(x, color=_GREY)
@@ -270,9 +276,15 @@ def dress(axes: Axes, title: str, x: str, values: list[float]) -> None:
     if x in COUNTS:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    finite = [value for value in values if math.isfinite(value)]
-    metric = _split(title)[1]
-    if finite and ("loss" in metric or "perplexity" in metric) and 0 < 10 * min(finite) <= max(finite):
+    _scale(axes, _split(title)[1], [*filter(math.isfinite, values)])
+
+
+def _scale(axes: Axes, metric: str, finite: list[float]) -> None:
+    """A log scale for a loss or perplexity that spans a factor of ten."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    spans_ten = bool(finite) and 0 < 10 * min(finite) <= max(finite)
+    if spans_ten and ("loss" in metric or "perplexity" in metric):
         axes.set_yscale("log")
         decades = math.log10(max(finite) / min(finite))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades <= 3 else (1,)))  # evenly spaced

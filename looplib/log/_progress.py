@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 from torch import Tensor
 
 from looplib._core.checks import check, check_batches, check_optional_count, check_type
+from looplib._core.mappings import mapped
 from looplib._core.ranks import is_first
 from looplib.types import TrainState
 
@@ -132,7 +133,7 @@ class progress(Generic[T]):
         self._left = None if length is None else length - state.batch
         run_length = (length or 0) if self._loader is not None else 0
         done = state.epoch * run_length + state.batch
-        title = self._desc or f"epoch {state.epoch + 1}{f'/{self._epochs}' if self._epochs else ''}"
+        title = self._desc or self._epoch_in_words(state)
         if self._bar is None or self._bar.disable:
             total = length if self._loader is None else run_length * (self._epochs or 0) or None
             self._bar = self._new_bar(title, done, total)
@@ -142,6 +143,9 @@ class progress(Generic[T]):
             self._bar.set_description_str(title)
         self._batches = iter(batches)
         self._given = self._between = False
+
+    def _epoch_in_words(self, state: TrainState) -> str:
+        return f"epoch {state.epoch + 1}{f'/{self._epochs}' if self._epochs else ''}"
 
     def _new_bar(self, title: str, done: int, total: int | None) -> Any:
         # With miniters=1 tqdm checks the clock at every batch (about 50 ns) and needs no thread to notice
@@ -258,7 +262,7 @@ class _Text:
         """
         if self.metrics and threading.get_ident() == self._thread:
             metrics, self.metrics = self.metrics, {}  # only once, even if it fails: closing the bar reads again
-            numbers = {name: _number(metric) for name, metric in metrics.items()}
+            numbers = mapped(_number, metrics)
             self._shown |= {name: f"{name}={number:.4g}" for name, number in numbers.items() if number is not None}
 
     def behind(self, postfix: str | None) -> str | None:
@@ -272,8 +276,10 @@ def _number(metric: Any) -> float | None:
     value = metric.compute() if hasattr(metric, "compute") else metric
     if not isinstance(value, Tensor):
         return value if isinstance(value, (int, float)) else None
-    if not value.numel() or value.numel() != max(value.shape, default=1):
-        return None
+    return _mean_of_finite(value) if value.numel() == max(value.shape, default=1) != 0 else None
+
+
+def _mean_of_finite(value: Tensor) -> float:
     members = value.detach().cpu().double().flatten()
     finite = members[members.isfinite()]
     return float((finite if len(finite) else members).mean())

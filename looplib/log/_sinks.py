@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from looplib._core.checks import check
 from looplib._core.kinds import check_kind
+from looplib._core.mappings import fields_of
 from looplib._core.ranks import is_first
 from looplib.types import Metric, Sink, TrainState, check_state
 
@@ -81,16 +82,19 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
                     f"{name!r} is {value}, beyond the 64 bits that readers of JSON hold; give it as a float or a str"
                 )
             row[name] = _written(value)
-        line = orjson.dumps(row) + b"\n"
-        file_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(file_path, "a+b") as file:
-            if file.seek(0, os.SEEK_END):
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # half a line, from a killed process or a full disk
-                    line = b"\n" + line
-            file.write(line)
+        _append_line(file_path, orjson.dumps(row) + b"\n")
 
     return CodedSink(write, f"jsonl({os.fspath(path)!r})", first_rank=True)
+
+
+def _append_line(path: Path, line: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # half a line, from a killed process or a full disk
+                line = b"\n" + line
+        file.write(line)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -197,20 +201,25 @@ def tee(*sinks: Sink) -> Sink:
             except Exception as error:
                 failed.append((sink, error))
         if failed:
-            (sink, first), *later = failed
-            notes = [f"raised by the sink {sink!r}; {len(sinks) - len(failed)} of {len(sinks)} sinks wrote"]
-            notes += [f"the sink {sink!r} failed too: {error!r}" for sink, error in later]
-            for note in notes:
-                first.add_note(note)
-            raise first
+            raise _explained(failed, len(sinks))
 
     return CodedSink(write, f"tee({', '.join(map(repr, sinks))})")
+
+
+def _explained(failed: list[tuple[Sink, Exception]], count: int) -> Exception:
+    """The first error, with notes on the sink that raised it and on the others that failed."""
+    (sink, first), *later = failed
+    notes = [f"raised by the sink {sink!r}; {count - len(failed)} of {count} sinks wrote"]
+    notes += [f"the sink {sink!r} failed too: {error!r}" for sink, error in later]
+    for note in notes:
+        first.add_note(note)
+    return first
 
 
 def row_of(state: TrainState, values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Row of a log: the counts, then the values."""
     try:
-        row: dict[str, bool | int | float | str] = {name: getattr(state, name) for name in COUNTS}
+        row: dict[str, bool | int | float | str] = fields_of(state, COUNTS)
     except AttributeError:
         check_state(state, "log(state, values)")
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, TextIO
 
 from torch import nn
@@ -60,11 +61,9 @@ def summary(
     check_count("depth", depth, 0)
     check_count("microbatches", microbatches, 1)
     if is_first():
-        counts = {
-            flag: sum(p.numel() for p in model.parameters() if p.requires_grad is flag) for flag in (True, False)
-        }
+        total, trainable = _numbers(model.parameters()), _numbers(_trainable(model.parameters()))
         facts = _run(loader, epochs, steps, microbatches) if loader is not None else _steps(steps)
-        facts += [("trainable parameters", f"{counts[True]:,}"), ("frozen parameters", f"{counts[False]:,}")]
+        facts += [("trainable parameters", f"{trainable:,}"), ("frozen parameters", f"{total - trainable:,}")]
         lines = _aligned(facts, "<<") + [""] + _aligned(_modules(model, depth), "<<>><<")
         print("\n".join(lines), file=file or sys.stdout)
 
@@ -75,18 +74,15 @@ def _run(loader: Any, epochs: float | None, steps: int | None, microbatches: int
     if epochs is not None:
         facts.append(("epochs", f"{epochs:g}" + (f" of {batches:,} batches" if batches else "")))
         steps = round(epochs * batches) if steps is None and batches else steps
-    facts += _steps(steps)
-    if size is not None:
-        ranks = world_size() if loader.divide else 1
-        micro = -(-size // (ranks * microbatches))
-        facts.append(
-            (
-                "batch size",
-                f"{size:,}: {_counted(ranks, 'rank')}, {_counted(microbatches, 'microbatch', 'es')} of at most "
-                f"{_counted(micro, 'sample')} each",
-            )
-        )
-    return facts
+    return facts + _steps(steps) + _batch_size(size, world_size() if loader.divide else 1, microbatches)
+
+
+def _batch_size(size: int | None, ranks: int, microbatches: int) -> list[tuple[str, str]]:
+    if size is None:
+        return []
+    most = _counted(-(-size // (ranks * microbatches)), "sample")
+    parts = f"{_counted(ranks, 'rank')}, {_counted(microbatches, 'microbatch', 'es')} of at most {most} each"
+    return [("batch size", f"{size:,}: {parts}")]
 
 
 def _steps(steps: int | None) -> list[tuple[str, str]]:
@@ -117,13 +113,21 @@ def _modules(model: nn.Module, depth: int) -> list[tuple[str, ...]]:
 
 
 def _row(name: str, module: nn.Module, parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
-    def listed(values: Iterable[Any]) -> str:
-        return ", ".join(sorted({str(value).removeprefix("torch.") for value in values})) or "-"
-
-    total = sum(p.numel() for p in parameters)
-    trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    dtypes, devices = listed(p.dtype for p in parameters), listed(p.device for p in parameters)
+    total, trainable = _numbers(parameters), _numbers(_trainable(parameters))
+    dtypes, devices = _listed(p.dtype for p in parameters), _listed(p.device for p in parameters)
     return name, type(module).__name__, f"{total:,}", f"{trainable:,}", dtypes, devices
+
+
+def _trainable(parameters: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
+    return filter(attrgetter("requires_grad"), parameters)
+
+
+def _numbers(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(map(nn.Parameter.numel, parameters))
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(sorted({str(value).removeprefix("torch.") for value in values})) or "-"
 
 
 def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from looplib._core.checks import check
+from looplib._core.mappings import mapped
 from looplib.log._sinks import COUNTS, CodedSink, read_jsonl, row_of
 from looplib.types import Sink, TrainState
 
@@ -52,13 +53,11 @@ def csv_file(path: str | os.PathLike[str]) -> Sink:
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         nonlocal columns, size
-        row = {name: _cell(value) for name, value in row_of(state, values).items()}
+        row = mapped(_cell, row_of(state, values))
         file_path.parent.mkdir(parents=True, exist_ok=True)
         size_now = file_path.stat().st_size if file_path.exists() else 0
         if size_now != size:
-            columns, _, end = _table(file_path, size_now)
-            if end < size_now:
-                os.truncate(file_path, end)
+            columns = _repaired(file_path, size_now)
         new = [name for name in row if name not in columns]
         if new and columns:
             columns = _widen(file_path, columns + new, row)
@@ -70,6 +69,14 @@ def csv_file(path: str | os.PathLike[str]) -> Sink:
         size = file_path.stat().st_size
 
     return CodedSink(write, f"csv_file({os.fspath(path)!r})", first_rank=True)
+
+
+def _repaired(file_path: Path, size: int) -> list[str]:
+    """Cut off a row that is incomplete. Returns the columns."""
+    columns, _, end = _table(file_path, size)
+    if end < size:
+        os.truncate(file_path, end)
+    return columns
 
 
 def _widen(file_path: Path, columns: list[str], row: Mapping[str, Any]) -> list[str]:
@@ -151,10 +158,7 @@ def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
         rows = read_jsonl(file_path)
     else:
         header, lines, _ = _table(file_path, file_path.stat().st_size)
-        rows = [
-            {name: value for name, cell in zip(header, line, strict=True) if (value := _value(cell)) is not None}
-            for line in lines
-        ]
+        rows = [_row_of_cells(header, line) for line in lines]
     joined = _joined(rows)
     names = dict.fromkeys(name for row in joined for name in row)
     return {name: [row.get(name) for row in joined] for name in names}
@@ -162,21 +166,29 @@ def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
 
 def _joined(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each step, dropping earlier rows that a run repeated after going back."""
-
-    def place_of(row: dict[str, Any]) -> tuple[int, int]:
-        return row["step"], row["samples"]
-
     joined: list[dict[str, Any]] = []
     for row in rows:
-        index = place_of(row)
-        if joined and index < place_of(joined[-1]):
-            while joined and joined[-1]["step"] >= index[0] and place_of(joined[-1]) != index:
-                joined.pop()
-        if joined and place_of(joined[-1]) == index:
+        _drop_repeated(joined, _place_of(row))
+        if joined and _place_of(joined[-1]) == _place_of(row):
             joined[-1].update(row)
         else:
             joined.append(dict(row))
     return joined
+
+
+def _drop_repeated(rows: list[dict[str, Any]], place: tuple[int, int]) -> None:
+    """Drop the last rows if the next one goes back to before them: from the first step that it repeats on."""
+    if rows and place < _place_of(rows[-1]):
+        while rows and rows[-1]["step"] >= place[0] and _place_of(rows[-1]) != place:
+            rows.pop()
+
+
+def _place_of(row: Mapping[str, Any]) -> tuple[int, int]:
+    return row["step"], row["samples"]
+
+
+def _row_of_cells(header: list[str], cells: list[str]) -> dict[str, Any]:
+    return {name: value for name, cell in zip(header, cells, strict=True) if (value := _value(cell)) is not None}
 
 
 def append(path: Path, data: bytes) -> None:

@@ -5,6 +5,7 @@ Numbers are compared bit by bit, or up to a fraction of the largest one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -80,8 +81,10 @@ def _difference(one: Any, other: Any) -> str:
     kinds = kind_of(one), kind_of(other)
     if kinds[0] != kinds[1]:
         return f"{kinds[0]}, then {kinds[1]}"
-    if not isinstance(one, Tensor):
-        return f"{one!r}, then {other!r}"
+    return _difference_of_numbers(one, other) if isinstance(one, Tensor) else f"{one!r}, then {other!r}"
+
+
+def _difference_of_numbers(one: Tensor, other: Tensor) -> str:
     one, other = one.detach(), other.detach()
     if one.numel() == 1:
         return f"{one.item():.9g}, then {other.item():.9g}"
@@ -96,6 +99,20 @@ def _largest(leaf: Any) -> float:
         return 0.0
     finite = leaf.detach()[leaf.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def gaps(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> dict[str, float]:
+    """Largest difference of the numbers of each tensor, infinite for one that is missing; none for empty tensors."""
+    return {
+        name: float((actual[name].to(tensor.dtype) - tensor).abs().max()) if name in actual else math.inf
+        for name, tensor in expected.items()
+        if tensor.numel()
+    }
+
+
+def above(limit: float, gaps: Mapping[str, float]) -> dict[str, float]:
+    """The gaps that are larger than a limit, or NaN."""
+    return {name: gap for name, gap in gaps.items() if not gap <= limit}
 
 
 def beyond(expected: Tensor, actual: Tensor, margin: float) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from looplib._core.checks import check, check_count
+from looplib._core.mappings import mapped
 from looplib._core.tracing import UntraceableError
 from looplib.state import copy_state
 from looplib.steps import Parts, parts_of
@@ -168,8 +169,7 @@ def _reasons(compiler: Any, machines: list[Any], begin: TrainState, now: TrainSt
     """Changes since the first graph: values in Python, the layout of the state, answers of the host."""
     lines = [f"{name}: a plain value that has changed" for m in machines for name in changed(m.program.held)]
     for tree in ("params", "buffers", "opt_state"):
-        one, other = ({n: _layout(leaf) for n, leaf in leaves(getattr(s, tree), tree)} for s in (begin, now))
-        lines += differences(one, other)
+        lines += differences(*(mapped(_layout, dict(leaves(getattr(s, tree), tree))) for s in (begin, now)))
     questions = [node for node in _asked(compiler) if isinstance(node, Question) and len(node.answers) > 1]
     return [*lines, *map(_answers, questions)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from looplib._core import trees
+from looplib._core.mappings import fields_of, mapped
 from looplib.state import copy_state
 from looplib.testing._compare import copied
 from looplib.types import TrainState
@@ -20,9 +22,7 @@ def in_float64(function: Callable[[TrainState, Any], Any], state: TrainState, ba
     """Copies of state and batch and the function's result for them, in float64 if supported, otherwise in their dtypes."""
     copy = copy_state(state)
     try:
-        wide_trees = {
-            tree: trees.map_tensors(_wide, getattr(copy, tree)) for tree in ("params", "buffers", "opt_state")
-        }
+        wide_trees = mapped(partial(trees.map_tensors, _wide), fields_of(copy, ("params", "buffers", "opt_state")))
         wide, rows = copy.replace(**wide_trees), trees.map_tensors(_wide, copied(batch))
         return wide, rows, function(wide, copied(rows))
     except (RuntimeError, TypeError):  # the code requires a dtype, or the device has no float64

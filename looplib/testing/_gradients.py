@@ -71,6 +71,10 @@ def _fault(param: Tensor, grad: Tensor | None, frozen: bool) -> str:
         return (
             f"has no gradient, {'the loss does not reach it' if param.requires_grad else 'it does not require one'}"
         )
+    return _fault_of_numbers(grad)
+
+
+def _fault_of_numbers(grad: Tensor) -> str:
     if not grad.isfinite().all():
         return f"{int((~grad.isfinite()).sum())} of {grad.numel()} numbers are NaN or infinite"
     return f"all of its {grad.numel()} numbers are zero" if grad.numel() and not grad.any() else ""

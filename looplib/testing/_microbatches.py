@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from looplib._core.kinds import chain
 from looplib._core.trees import batch_size, split
 from looplib._wrapping import check_grad_fn
 from looplib.grads._accumulation import accumulate
-from looplib.testing._compare import copied, same
+from looplib.testing._compare import above, copied, gaps, same
 from looplib.testing._float64 import WithoutDropout, in_float64
 from looplib.testing._report import fail
 from looplib.testing._surroundings import streams_kept
@@ -103,13 +102,18 @@ def assert_reduces_alike(
             "A GradFn that wraps another hands its third argument on to it, grad_fn(state, batch, part), and the "
             "weight and normalizer of what that returns: out._replace(grads=...). See ll.types.Part.",
         )
-        total: Any = sum(out.weight for out in outs)
-        added: dict[str, Tensor] = {}
-        for out in outs:
-            for name, grad in out.grads.items():
-                mine = grad * (out.normalizer / (total + (total == 0)))
-                added[name] = added[name] + mine if name in added else mine
-        _compare(whole, added, wide, tolerance, f"the parts of {ranks} ranks, of {count} rows together")
+        _compare(whole, _added_up(outs), wide, tolerance, f"the parts of {ranks} ranks, of {count} rows together")
+
+
+def _added_up(outs: list[Gradients]) -> dict[str, Tensor]:
+    """The gradient of the whole batch, from those of its parts."""
+    total: Any = sum(out.weight for out in outs)
+    added: dict[str, Tensor] = {}
+    for out in outs:
+        for name, grad in out.grads.items():
+            mine = grad * (out.normalizer / (total + (total == 0)))
+            added[name] = added[name] + mine if name in added else mine
+    return added
 
 
 def _of_parts(grad_fn: GradFn) -> GradFn:
@@ -145,12 +149,7 @@ def _comparable(
 def _apart(whole: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float) -> dict[str, float]:
     """Differences of the gradients that differ by more than a fraction of the largest one, by name."""
     largest = max((float(grad.abs().max()) for grad in whole.values() if grad.numel()), default=0.0)
-    gaps = {
-        name: float((found[name].to(grad.dtype) - grad).abs().max()) if name in found else math.inf
-        for name, grad in whole.items()
-        if grad.numel()
-    }
-    return {name: gap for name, gap in gaps.items() if not gap <= tolerance * largest}
+    return above(tolerance * largest, gaps(whole, found))
 
 
 def _compare(whole: Gradients, found: Mapping[str, Tensor], state: TrainState, tolerance: float, what: str) -> None:

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 from looplib.checkpoint.interop._whole import whole
 from looplib.data._loader import Loader
 from looplib.distributed import _processes as distributed
-from looplib.testing._compare import differences
+from looplib.testing._compare import above, differences, gaps
 from looplib.testing._report import fail
 from looplib.testing._resume import run
 from looplib.testing._surroundings import streams_kept
@@ -109,9 +109,8 @@ def _check_that_ranks_train_like_one(
     before: Params, alone: Params, together: Params, ranks: int, steps: int, tolerance: float
 ) -> None:
     __tracebackhide__ = True
-    largest = max(float((alone[name] - tensor).abs().max()) for name, tensor in before.items() if tensor.numel())
-    gaps = {name: float((together[name] - tensor).abs().max()) for name, tensor in alone.items() if tensor.numel()}
-    apart = {name: gap for name, gap in gaps.items() if not gap <= tolerance * largest}
+    largest = max(gaps(before, alone).values())
+    apart = above(tolerance * largest, gaps(alone, together))
     fail(
         f"after {steps} steps {ranks} ranks have other weights than one process",
         [f"{name}: apart by {gap:.3g}, of changes of {largest:.3g} at most" for name, gap in apart.items()],

@@ -6,6 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import check
+from looplib._core.mappings import fields_of, mapped
 from looplib.checkpoint._io import checkpoint_io
 from looplib.data._loader import Loader
 from looplib.state import copy_state
@@ -132,10 +134,10 @@ def run(
 
 def _spoiled(state: TrainState) -> TrainState:
     """A template as in a new process, with different numbers in all tensors and counts."""
-
-    def spoil(tensor: Tensor) -> Tensor:
-        wrong = math.nan if tensor.is_floating_point() or tensor.is_complex() else 1
-        return torch.full_like(tensor, wrong).requires_grad_(tensor.requires_grad)
-
-    spoiled = {name: trees.map_tensors(spoil, getattr(state, name)) for name in TREES}
+    spoiled = mapped(partial(trees.map_tensors, _wrong), fields_of(state, TREES))
     return state.replace(**spoiled, step=0, epoch=0, batch=0, samples=0)
+
+
+def _wrong(tensor: Tensor) -> Tensor:
+    wrong = math.nan if tensor.is_floating_point() or tensor.is_complex() else 1
+    return torch.full_like(tensor, wrong).requires_grad_(tensor.requires_grad)

@@ -58,14 +58,10 @@ def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any
         }
         for way, index in ways.items():
             outputs = dict(leaves(function(wide, _taken(rows, count, index)), "output"))
-            changed = [
-                text
-                for name, expected in whole.items()
-                if (text := _rows_apart(name, expected[index], outputs.get(name), index, tolerance))
-            ]
+            changed = (_rows_apart(name, t[index], outputs.get(name), index, tolerance) for name, t in whole.items())
             fail(
                 f"rows of a batch see each other: their outputs change when they stand {way}",
-                changed,
+                [*filter(None, changed)],
                 "Usually BatchNorm in training mode, a mean, softmax or normalization over dimension 0, attention with "
                 "batch and length the wrong way round (batch_first), a reshape or view that mixes rows where a "
                 "transpose is meant, a squeeze() that drops a batch of one, or random draws. Name the dimension that "
@@ -110,19 +106,23 @@ def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, t
         check(not odd, f"outputs must be (batch, length, ...) with length {length}, and there is {', '.join(odd)}")
         for cut in sorted({1, length // 4 or 1, length // 2, length - 1}):
             outputs = dict(leaves(function(wide, _with_another_future(inputs, cut)), "output"))
-            changed = []
-            for name, expected in whole.items():
-                gap = beyond_part(expected[:, :cut], outputs[name][:, :cut], tolerance)
-                if gap.any():
-                    first = gap.transpose(0, 1).flatten(1).any(1).nonzero()[0].item()
-                    changed.append(f"{name}: from place {first} on, of those before {cut}")
+            changed = (_change_before(cut, name, leaf, outputs[name], tolerance) for name, leaf in whole.items())
             fail(
                 f"outputs see the future: they change when only the places from {cut} on are others",
-                changed,
+                [*filter(None, changed)],
                 "Usually attention without is_causal or with a mask the wrong way round (True means attend in "
                 "scaled_dot_product_attention, and do not attend in nn.MultiheadAttention), a convolution padded on "
                 "both sides, a recurrent layer that is bidirectional, or a normalization over the length.",
             )
+
+
+def _change_before(cut: int, name: str, expected: Tensor, actual: Tensor, tolerance: float) -> str:
+    """The first position before `cut` whose output has changed, in words, or an empty string."""
+    gap = beyond_part(expected[:, :cut], actual[:, :cut], tolerance)
+    if not gap.any():
+        return ""
+    first = gap.transpose(0, 1).flatten(1).any(1).nonzero()[0].item()
+    return f"{name}: from place {first} on, of those before {cut}"
 
 
 def _with_another_future(inputs: Tensor, cut: int) -> Tensor:

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from looplib._core import trees
 from looplib._core.checks import few
 from looplib._core.closures import Variable, walk
-from looplib._core.modules import _generators, named_modules
-from looplib._core.torch_private import own_buffers, own_parameters
+from looplib._core.modules import _generators, named_modules, slots_in
 from looplib.testing._compare import copied_leaf, differences, recorded, same
 from looplib.types import TrainState
 
@@ -94,14 +93,17 @@ def _add_module(model: nn.Module, fixed: dict[str, Any], memory: dict[str, Any])
     for prefix, module in named_modules(model):
         path = f"{type(model).__name__}.{prefix}".rstrip(".")
         fixed[f"{path}.training"] = module.training
-        for name, tensor in [*own_parameters(module).items(), *own_buffers(module).items()]:
-            if tensor is not None and not nn.parameter.is_lazy(tensor):
-                fixed[f"{path}.{name}"] = copied_leaf(tensor)
-                fixed[f"{path}.{name}.requires_grad"] = tensor.requires_grad
-                fixed[f"{path}.{name}.grad"] = copied_leaf(tensor.grad) if tensor.is_leaf else None
-        for name, value in vars(module).items():
-            if not name.startswith("_") and name != "training":
-                memory |= _remembered(f"{path}.{name}", value)
+        for name in [name for name in vars(module) if not name.startswith("_") and name != "training"]:
+            memory |= _remembered(f"{path}.{name}", vars(module)[name])
+    for _, own, key, path in slots_in(model):
+        if own[key] is not None and not nn.parameter.is_lazy(own[key]):
+            _add_tensor(f"{type(model).__name__}.{path}", own[key], fixed)
+
+
+def _add_tensor(path: str, tensor: Tensor, fixed: dict[str, Any]) -> None:
+    fixed[path] = copied_leaf(tensor)
+    fixed[f"{path}.requires_grad"] = tensor.requires_grad
+    fixed[f"{path}.grad"] = copied_leaf(tensor.grad) if tensor.is_leaf else None
 
 
 def _is_searched(value: Any) -> bool:

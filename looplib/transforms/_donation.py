@@ -55,6 +55,11 @@ class _Editing:
         node: Node = self.placeholders[source]
         return node
 
+    def output(self, index: int, like: Tensor) -> Node:
+        """The node of an output: one that the graph computes, or one of its inputs."""
+        kind, source = self.outputs[index]
+        return self.returned[source] if kind == RESULT else self.input((kind, source), like)
+
     def clone(self, node: Node) -> Node:
         clone: Node = self.graph.call_function(torch.ops.aten.clone.default, (node,))
         clone.meta["val"] = node.meta["val"].clone()
@@ -67,10 +72,9 @@ def _copies(program: Program, editing: _Editing) -> dict[int, tuple[Node, Node]]
     state = {storage(node) for source, node in editing.placeholders.items() if source[0] == GIVEN}
     copies: dict[int, tuple[Node, Node]] = {}
     for index, old in program.successors:
-        kind, source = editing.outputs[index]
-        if (kind, source) == (GIVEN, old):
+        if editing.outputs[index] == (GIVEN, old):
             continue
-        new = editing.returned[source] if kind == RESULT else editing.input((kind, source), tensors[index])
+        new = editing.output(index, tensors[index])
         if new.op == "placeholder" or storage(new) in state:  # another copy might overwrite it first
             new = editing.clone(new)
         copies[index] = editing.input((GIVEN, old), tensors[index]), new

@@ -68,19 +68,20 @@ def _drawing(node: Node) -> Drawing:
             f"the step draws random numbers by {target}, whose distribution depends on tensors, and which cannot be "
             "mapped over members: draw them from torch.rand, and make of them what is needed"
         )
-
-    def like(value: Any) -> Any:
-        if not isinstance(value, Node):
-            return value
-        meta = value.meta["val"]
-        return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=meta.device)
-
-    args: Any = torch.fx.node.map_aggregate(node.args, like)
+    args: Any = torch.fx.node.map_aggregate(node.args, _like)
     kwargs = node.kwargs
     if name in _IN_PLACE:  # draws like a single step; the functional forms in a graph do not keep memory order
         method = getattr(Tensor, f"{name.removesuffix('_functional')}_")
         return Drawing(args[0], lambda into: method(into, *args[1:], **kwargs))
-    return Drawing(like(node), lambda into: into.copy_(target(*args, **kwargs)))
+    return Drawing(_like(node), lambda into: into.copy_(target(*args, **kwargs)))
+
+
+def _like(value: Any) -> Any:
+    """Memory with the layout of a node's value; anything else unchanged."""
+    if not isinstance(value, Node):
+        return value
+    meta = value.meta["val"]
+    return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=meta.device)
 
 
 def draw_members(

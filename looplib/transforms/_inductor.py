@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looplib._core.checks import check
 from looplib.transforms._passes import powers_once, stacked_where_it_goes, without_alpha
 from looplib.transforms._program import Program, fakes
 
@@ -22,52 +23,55 @@ def backend(
     backend: str = "inductor", mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[[Program], Compiled]:
     """Function that compiles programs with torch.compile's options."""
-    if not isinstance(backend, str) or mode not in (None, *_MODES):
-        raise TypeError(
-            f"compile_step got backend={backend!r} and mode={mode!r}: give torch.compile's backend=, mode= "
-            f"(one of {', '.join(_MODES)}) or options="
-        )
-    if backend == "inductor":
-        compile_graph = _inductor(mode, options)
-    elif mode or options:
-        raise TypeError(f"compile_step got mode= or options=, which are Inductor's, and the backend {backend!r}")
-    else:
-        compile_graph = _by_name(backend)
+    check(
+        isinstance(backend, str) and mode in (None, *_MODES),
+        f"compile_step got backend={backend!r} and mode={mode!r}: give torch.compile's backend=, mode= (one of "
+        f"{', '.join(_MODES)}) or options=",
+        TypeError,
+    )
+    check(
+        backend == "inductor" or not (mode or options),
+        f"compile_step got mode= or options=, which are Inductor's, and the backend {backend!r}",
+        TypeError,
+    )
+    return partial(_built, _inductor(mode, options) if backend == "inductor" else _by_name(backend))
 
-    def build(program: Program) -> Compiled:
-        without_alpha(program.graph)
-        stacked_where_it_goes(program.graph)
-        powers_once(program.graph)
-        with torch.no_grad():
-            return compile_graph(program.graph, fakes(program.graph), program.in_place())
 
-    return build
+def _built(compile_graph: Callable[..., Compiled], program: Program) -> Compiled:
+    without_alpha(program.graph)
+    stacked_where_it_goes(program.graph)
+    powers_once(program.graph)
+    with torch.no_grad():
+        return compile_graph(program.graph, fakes(program.graph), program.in_place())
 
 
 def _inductor(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Compiled]:
     chosen = {name.replace("-", "_"): value for name, value in (options or {}).items()}
-    if chosen and (strange := chosen.keys() - torch._inductor.list_options()):
-        raise TypeError(f"Inductor has no option {', '.join(sorted(strange))}; see torch._inductor.list_options()")
-    cuda_graphs = mode in ("reduce-overhead", "max-autotune") or chosen.get("triton.cudagraphs")
+    strange = chosen and chosen.keys() - torch._inductor.list_options()
+    names = ", ".join(sorted(strange))
+    check(not strange, f"Inductor has no option {names}; see torch._inductor.list_options()", TypeError)
+    cuda_graphs = mode in ("reduce-overhead", "max-autotune") or bool(chosen.get("triton.cudagraphs"))
+    return partial(_by_inductor, mode or "default", chosen, cuda_graphs)
 
-    def compile_graph(graph: Any, examples: list[Tensor], in_place: list[int]) -> Compiled:
-        from torch._inductor import compile_fx as inductor
 
-        def at_fixed_addresses(lowered: Any, inputs: Any, **settings: Any) -> Any:
-            # Inductor runs no CUDA graph that writes to its inputs, unless it knows that they stay where they are. It
-            # then records the graph again for a state at other addresses. Tensors of the graph itself come first.
-            own = len(inputs) - len(examples)
-            fixed = [*range(own), *(own + index for index in in_place)]
-            return inductor.compile_fx_inner(lowered, inputs, **{**settings, "static_input_idxs": fixed})
+def _by_inductor(
+    mode: str, chosen: dict[str, Any], cuda_graphs: bool, graph: Any, examples: list[Tensor], in_place: list[int]
+) -> Compiled:
+    from torch._inductor import compile_fx as inductor
 
-        inner: dict[str, Any] = {"inner_compile": at_fixed_addresses} if cuda_graphs and in_place else {}
-        patches = {**torch._inductor.list_mode_options(mode or "default"), **chosen}
-        compiled: Any = inductor.compile_fx(graph, examples, config_patches=patches, **inner)
-        if cuda_graphs and any(example.is_cuda for example in examples):
-            return partial(_run_apart, compiled, in_place)
-        return lambda values: compiled(*values)
+    def at_fixed_addresses(lowered: Any, inputs: Any, **settings: Any) -> Any:
+        # Inductor runs no CUDA graph that writes to its inputs, unless it knows that they stay where they are. It
+        # then records the graph again for a state at other addresses. Tensors of the graph itself come first.
+        own = len(inputs) - len(examples)
+        fixed = [*range(own), *(own + index for index in in_place)]
+        return inductor.compile_fx_inner(lowered, inputs, **{**settings, "static_input_idxs": fixed})
 
-    return compile_graph
+    inner: dict[str, Any] = {"inner_compile": at_fixed_addresses} if cuda_graphs and in_place else {}
+    patches = {**torch._inductor.list_mode_options(mode), **chosen}
+    compiled: Any = inductor.compile_fx(graph, examples, config_patches=patches, **inner)
+    if cuda_graphs and any(example.is_cuda for example in examples):
+        return partial(_run_apart, compiled, in_place)
+    return lambda values: compiled(*values)
 
 
 def _by_name(name: str) -> Callable[..., Compiled]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,14 +18,21 @@ def without_alpha(graph: GraphModule) -> None:
             x, y = node.args
             wide = torch.result_type(x.meta["val"], y.meta["val"])  # the dtype in which torch multiplies
             with graph.graph.inserting_before(node):
-                if y.meta["val"].dtype is not wide:
-                    value = y.meta["val"].to(wide)
-                    y = graph.graph.call_function(torch.ops.aten._to_copy.default, (y,), {"dtype": wide})
-                    y.meta["val"] = value
+                y = _as_dtype(graph, y, wide)
                 product = graph.graph.call_function(torch.ops.aten.mul.Tensor, (y, node.kwargs["alpha"]))
             product.meta["val"] = y.meta["val"]
             node.args, node.kwargs = (x, product), {}
     graph.recompile()
+
+
+def _as_dtype(graph: GraphModule, node: Node, dtype: torch.dtype) -> Node:
+    """A node for the same value in a dtype."""
+    value = node.meta["val"]
+    if value.dtype is dtype:
+        return node
+    converted = graph.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+    converted.meta["val"] = value.to(dtype)
+    return converted
 
 
 def stacked_where_it_goes(graph: GraphModule) -> None:
@@ -38,20 +45,31 @@ def stacked_where_it_goes(graph: GraphModule) -> None:
         if not _copies_a_permuted_stack(copy):
             continue
         permuted = copy.args[0]
-        stacked, order = permuted.args
-        tensors, dim = stacked.args[0], stacked.args[1] % len(order) if len(stacked.args) > 1 else 0
-        order = [axis % len(order) for axis in order]
-        rest = [axis - (axis > dim) for axis in order if axis != dim]
-        values = [tensor.meta["val"] for tensor in tensors]
-        alike = [torch.empty_strided(v.size(), v.stride(), device="meta").permute(rest) for v in values]
-        if not torch.stack(alike, order.index(dim)).is_contiguous():
+        stacked = permuted.args[0]
+        tensors, rest, dim = stacked.args[0], *_permutation_of_each(permuted)
+        if not _is_contiguous(tensors, rest, dim):
             continue
         with graph.graph.inserting_before(stacked):  # not at the copy: the tensors may be written in between
             parts = [graph.graph.call_function(aten.permute.default, (tensor, rest)) for tensor in tensors]
-            copy.replace_all_uses_with(graph.graph.call_function(aten.stack.default, (parts, order.index(dim))))
+            copy.replace_all_uses_with(graph.graph.call_function(aten.stack.default, (parts, dim)))
         for node in (copy, permuted, stacked):
             graph.graph.erase_node(node)
     graph.recompile()
+
+
+def _permutation_of_each(permuted: Node) -> tuple[list[int], int]:
+    """How to permute each tensor of a permuted stack, and the dimension to stack them along then."""
+    stacked, axes = cast(Any, permuted.args)
+    dim = stacked.args[1] % len(axes) if len(stacked.args) > 1 else 0
+    order = [axis % len(axes) for axis in axes]
+    return [axis - (axis > dim) for axis in order if axis != dim], order.index(dim)
+
+
+def _is_contiguous(tensors: list[Node], permutation: list[int], dim: int) -> bool:
+    """True if a stack of the permuted tensors is contiguous."""
+    values = [tensor.meta["val"] for tensor in tensors]
+    alike = [torch.empty_strided(v.size(), v.stride(), device="meta").permute(permutation) for v in values]
+    return torch.stack(alike, dim).is_contiguous()
 
 
 def _copies_a_permuted_stack(copy: Node) -> bool:
@@ -78,11 +96,16 @@ def powers_once(graph: GraphModule) -> None:
             continue
         for power in node.all_input_nodes:
             if sizes.get(power, value.numel()) < value.numel():
-                like = power.meta["val"]
-                with graph.graph.inserting_before(node):
-                    arguments = (power, list(like.size()), list(like.stride()), like.storage_offset())
-                    once = graph.graph.call_function(aten.as_strided.default, arguments)
-                node.replace_input_with(power, once)
+                _write_first(graph, power, node)
         if node.target in powers or any(sizes.get(power) == value.numel() for power in node.all_input_nodes):
             sizes[node] = value.numel()
     graph.recompile()
+
+
+def _write_first(graph: GraphModule, value: Node, user: Node) -> None:
+    """Write a value to memory before it is used."""
+    like = value.meta["val"]
+    with graph.graph.inserting_before(user):
+        arguments = (value, list(like.size()), list(like.stride()), like.storage_offset())
+        written = graph.graph.call_function(torch.ops.aten.as_strided.default, arguments)
+    user.replace_input_with(value, written)

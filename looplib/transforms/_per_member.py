@@ -43,8 +43,7 @@ class per_member:
     def __call__(self, step: int) -> float:
         asked = _asked.get()
         if asked is None:
-            if step:
-                raise ValueError(f"{self} was asked for by a step of one state; make a step of a stack: ll.vmap_step")
+            check(step == 0, f"{self} was asked for by a step of one state; make a step of a stack: ll.vmap_step")
             # The initial state is created with this value, and needs room for everything that any member keeps.
             return next(filter(None, (_at(value, 0) for value in self.values)), 0.0)
         if asked.count != len(self.values):

@@ -85,9 +85,13 @@ def _without_inputs(
 
 def _written(graph: GraphModule) -> set[int]:
     """Storages that may be written, at most: batch norm's kernels write without declaring it."""
-    ops = [node for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    writers = [node for node in ops if node.target._schema.is_mutable or "batch_norm" in str(node.target)]
+    writers = filter(_may_write, graph.graph.nodes)
     return {storage(node) for writer in writers for node in writer.all_input_nodes if "val" in node.meta}
+
+
+def _may_write(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (target._schema.is_mutable or "batch_norm" in str(target))
 
 
 def _is_copy(node: Node, of: Node, written: set[int]) -> bool:

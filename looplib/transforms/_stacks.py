@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
 from looplib._core.checks import check, few
+from looplib._core.mappings import fields_of
 from looplib._core.trees import same, same_kind
 from looplib.types import TREES, Metric, TrainState
 
@@ -43,11 +44,12 @@ def stack_states(states: Sequence[TrainState]) -> TrainState:
     check(states, "stack_states got no states; give a list of at least one")
     first = states[0]
     for (number, state), name in itertools.product(enumerate(states), _MOMENT):
-        if getattr(state, name) != getattr(first, name):
-            raise ValueError(
-                f"member {number} is at {name} {getattr(state, name)}, member 0 at {getattr(first, name)}: "
-                "members are stepped together, so take states of one moment"
-            )
+        at, first_at = getattr(state, name), getattr(first, name)
+        check(
+            at == first_at,
+            f"member {number} is at {name} {at}, member 0 at {first_at}: members are stepped together, so take states of "
+            "one moment",
+        )
     trees = {name: _stacked([*map(attrgetter(name), states)], name) for name in TREES}
     return first.replace(**trees, seed=tuple(state.seed for state in states))
 
@@ -55,30 +57,34 @@ def stack_states(states: Sequence[TrainState]) -> TrainState:
 def _stacked(trees: Sequence[Any], name: str) -> Any:
     paths = [{name + keystr(path) for path, _ in tree_flatten_with_path(tree)[0]} for tree in trees]
     for number, of_member in enumerate(paths):
-        if differing := of_member ^ paths[0]:
-            raise ValueError(
-                f"{few(sorted(differing), 5)} stands in one of the members 0 and {number} and not in the "
-                "other; members have the same model and optimizer"
-            )
+        differing = of_member ^ paths[0]
+        check(
+            not differing,
+            f"{few(sorted(differing), 5)} stands in one of the members 0 and {number} and not in the other; members have "
+            "the same model and optimizer",
+        )
     return tree_map_with_path(lambda path, *leaves: _stacked_leaves(name + keystr(path), leaves), *trees)
 
 
 def _stacked_leaves(path: str, leaves: Sequence[Any]) -> Any:
     first = leaves[0]
     for number, leaf in enumerate(leaves):
-        if not isinstance(first, Tensor) or not isinstance(leaf, Tensor):
-            if not same(first, leaf):
-                raise ValueError(
-                    f"{path} is {first!r} in member 0 and {leaf!r} in member {number}; only tensors may differ"
-                )
-        elif not same_kind(first, leaf):
-            raise ValueError(
-                f"{path} has shape {tuple(leaf.shape)}, {leaf.dtype} on {leaf.device} in member {number}, and "
-                f"{tuple(first.shape)}, {first.dtype} on {first.device} in member 0; a stack has one of each"
-            )
+        _check_like_first(path, first, leaf, number)
     if not isinstance(first, Tensor):
         return first
     return torch.stack([*map(Tensor.detach, leaves)]).requires_grad_(first.requires_grad)
+
+
+def _check_like_first(path: str, first: Any, leaf: Any, number: int) -> None:
+    """Raise ValueError for a leaf of a member that cannot be stacked with that of member 0."""
+    if isinstance(first, Tensor) and isinstance(leaf, Tensor):
+        check(
+            same_kind(first, leaf),
+            f"{path} has shape {tuple(leaf.shape)}, {leaf.dtype} on {leaf.device} in member {number}, and "
+            f"{tuple(first.shape)}, {first.dtype} on {first.device} in member 0; a stack has one of each",
+        )
+    elif not same(first, leaf):
+        raise ValueError(f"{path} is {first!r} in member 0 and {leaf!r} in member {number}; only tensors may differ")
 
 
 def unstack_states(stack: TrainState) -> list[TrainState]:
@@ -114,10 +120,10 @@ def members_of(stack: TrainState) -> int:
         ValueError: `stack` is not a stack.
     """
     seeds: Any = stack.seed
-    if not isinstance(seeds, tuple):
-        raise ValueError(
-            f"this is one state, with the seed {seeds}, and no stack; make one by ll.transforms.stack_states([...])"
-        )
+    check(
+        isinstance(seeds, tuple),
+        f"this is one state, with the seed {seeds}, and no stack; make one by ll.transforms.stack_states([...])",
+    )
     return len(seeds)
 
 
@@ -153,17 +159,20 @@ def _member(stack: TrainState, number: int) -> TrainState:
 
 
 def _changed(stack: TrainState, count: int, change: Callable[[Tensor], Tensor]) -> TrainState:
-    def leaf(name: str, path: Any, tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if tensor.shape[:1] != (count,):
-            raise ValueError(
-                f"{name}{keystr(path)} has shape {tuple(tensor.shape)}, and no first dimension of the stack's {count} "
-                "members; what is put into the state of a stack needs one"
-            )
-        return change(tensor.detach()).requires_grad_(tensor.requires_grad)
+    trees = fields_of(stack, TREES).items()
+    changed = {name: tree_map_with_path(partial(_changed_leaf, count, change, name), tree) for name, tree in trees}
+    return stack.replace(**changed)
 
-    return stack.replace(**{name: tree_map_with_path(partial(leaf, name), getattr(stack, name)) for name in TREES})
+
+def _changed_leaf(count: int, change: Callable[[Tensor], Tensor], name: str, path: Any, tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):
+        return tensor
+    check(
+        tensor.shape[:1] == (count,),
+        f"{name}{keystr(path)} has shape {tuple(tensor.shape)}, and no first dimension of the stack's {count} members; "
+        "what is put into the state of a stack needs one",
+    )
+    return change(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 class _Records(NamedTuple):
@@ -195,11 +204,11 @@ def compute_members(metrics: Mapping[str, Metric], prefix: str = "") -> list[dic
     """
     values = {name: torch.as_tensor(metric.compute()).detach().double().cpu() for name, metric in metrics.items()}
     counts = {len(value) for value in values.values() if value.dim()}
-    if len(counts) != 1:
-        raise ValueError(
-            f"these metrics ({few(values)}) are of {' and '.join(map(str, sorted(counts))) or 'no'} "
-            "members; give those of a step by ll.vmap_step, and ll.compute those of one state"
-        )
+    check(
+        len(counts) == 1,
+        f"these metrics ({few(values)}) are of {' and '.join(map(str, sorted(counts))) or 'no'} members; give those of a "
+        "step by ll.vmap_step, and ll.compute those of one state",
+    )
     (count,) = counts
     columns = {prefix + name: value.expand(count).tolist() for name, value in values.items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -8,7 +8,7 @@ member as it would a single run, and small models use the device together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress, product
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -180,19 +180,25 @@ def _answers(
 ) -> tuple[list[Expression], bool]:
     """The host's answer for each member, and True if members may have different answers."""
     answers, varies = _asked_for_each(question, count, flat, counts)
-    keys = [answer.key() for answer in answers]
-    if keys.count(keys[0]) < count and {answer.source for answer in answers} == {"True", "False"}:
+    number = _parting(answers)
+    if number is not None and {answer.source for answer in answers} == {"True", "False"}:
         # torch's optimizers skip a term whose factor is 0. Unless it is 0 for all members, all have the term.
         answers, varies = _asked_for_each(question, count, flat, counts, without_zeros=True)
-        keys = [answer.key() for answer in answers]
-    if parting := [number for number, key in enumerate(keys) if key != keys[0]]:
+        number = _parting(answers)
+    if number is not None:
         raise ValueError(
-            f"members 0 and {parting[0]} of the stack part in what their step does (on_host said "
-            f"{answers[0].source} and {answers[parting[0]].source}): a counter of theirs differs, such as that "
+            f"members 0 and {number} of the stack part in what their step does (on_host said "
+            f"{answers[0].source} and {answers[number].source}): a counter of theirs differs, such as that "
             "of an average when some updates were skipped. Step them in stacks of their own, by "
             "ll.transforms.select_members"
         )
     return answers, varies
+
+
+def _parting(answers: Sequence[Expression]) -> int | None:
+    """The first member whose answer selects a different graph than that of member 0, or None."""
+    keys = [answer.key() for answer in answers]
+    return next((number for number, key in enumerate(keys) if key != keys[0]), None)
 
 
 def _asked_for_each(
@@ -260,22 +266,27 @@ class _Same(dict[str, Any]):
 def _without_copies(graph: GraphModule) -> None:
     """Remove copies: only batch norm's kernels write in this graph, so elsewhere a copy equals its original."""
     for node in list(graph.graph.nodes):
-        copies = node.target in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) and not node.kwargs
-        if copies and not any(user.op == "output" or "batch_norm" in str(user.target) for user in node.users):
+        if _is_needless_copy(node):
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
+
+
+def _is_needless_copy(node: Node) -> bool:
+    copies = node.target in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) and not node.kwargs
+    return copies and not any(user.op == "output" or "batch_norm" in str(user.target) for user in node.users)
 
 
 def _with_numbers_moved(graph: GraphModule) -> None:
     """Move numbers on the CPU to the device that uses them, which takes one of them from there, but not a stack."""
     for node in list(graph.graph.nodes):
-        near = [one for one in node.all_input_nodes if isinstance(one.meta.get("val"), Tensor)]
-        for device in {one.meta["val"].device for one in near} - {torch.device("cpu")}:
-            for one in near:
-                if node.op == "call_function" and one.meta["val"].device.type == "cpu":
-                    with graph.graph.inserting_before(node):
-                        moved = graph.graph.call_function(torch.ops.aten._to_copy.default, (one,), {"device": device})
-                    node.replace_input_with(one, moved)
+        devices = {
+            one: one.meta["val"].device for one in node.all_input_nodes if isinstance(one.meta.get("val"), Tensor)
+        }
+        for device in {*devices.values()} - {torch.device("cpu")} if node.op == "call_function" else ():
+            for one in [one for one, place in devices.items() if place.type == "cpu"]:
+                with graph.graph.inserting_before(node):
+                    moved = graph.graph.call_function(torch.ops.aten._to_copy.default, (one,), {"device": device})
+                node.replace_input_with(one, moved)
 
 
 def _of_all(count: int, out: Outcome) -> Outcome:
