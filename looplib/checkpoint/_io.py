@@ -100,8 +100,9 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
         select: `select(name, tensor) -> bool`, the parameters to save, such as the `trainable` of `init_state` for a model
             of which only adapters are trained. Optimizer state, buffers, counts and `extra` are saved as always. The
             others are left out, and a digest of their bits is stored: `restore` takes them from the state it is given,
-            and refuses one whose base model is different. They are read at the first save, and again only if they have
-            been written (not through `.data`, which torch does not count). Parameters that FSDP2 has sharded cannot be left out.
+            and refuses one whose base model is different. They are read at the first save, and again if they have been
+            written; a write through `.data`, which torch does not count, is found by a sample of each. Parameters that
+            FSDP2 has sharded cannot be left out.
 
     Raises:
         ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.

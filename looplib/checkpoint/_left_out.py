@@ -8,11 +8,13 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from looplib._core.checks import check
-from looplib._core.checksums import checksums
+from looplib._core.checksums import bits_of, checksums
 from looplib._core.mappings import without
+from looplib._core.notices import warn
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import version
 from looplib.checkpoint._describe import trees_of
@@ -22,8 +24,14 @@ from looplib.types import TrainState
 Select = Callable[[str, Tensor], bool]
 
 
+_SAMPLE = 64
+
+
 class LeftOut:
-    """The choice of parameters to save. The others are read once, and again if torch has counted a write to them since.
+    """The choice of parameters to save.
+
+    The others are read once, and again if torch has counted a write to them since, or if one of a few elements of each
+    has changed: peft merges and unmerges adapters through `.data`, which torch does not count and which rounds.
 
     Args:
         select: `select(name, tensor) -> bool`, or None to save all.
@@ -35,6 +43,8 @@ class LeftOut:
         )
         self._select = select
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
+        self._sample: list[int] = []
+        self._names: list[str] = []
         self._about: dict[str, Any] = {}
 
     def trees(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -46,16 +56,38 @@ class LeftOut:
         check(bool(saved), "select chooses none of the state's parameters, so there would be no weights to save")
         rest = without(state.params, saved)
         if not self._has_seen(rest.values()):
-            self._about = about(leaves_of({"params": rest}))
-            self._seen = [(weakref.ref(tensor), version(tensor)) for tensor in rest.values()]
+            self._read(rest)
         return {**trees, "params": saved}, {"left_out": self._about} if rest else {}
 
     def _has_seen(self, tensors: Collection[Tensor]) -> bool:
-        """True if these tensors were read last, and torch has counted no write since."""
-        return len(self._seen) == len(tensors) and all(
+        """True if these tensors were read last, torch has counted no write since, and a sample of them is as it was."""
+        same = len(self._seen) == len(tensors) and all(
             seen() is tensor and written == version(tensor)
             for (seen, written), tensor in zip(self._seen, tensors, strict=True)
         )
+        return same and self._sample == _sample(tensors)
+
+    def _read(self, rest: Mapping[str, Tensor]) -> None:
+        known, names = self._about, self._names
+        self._about, self._names = about(leaves_of({"params": rest})), [*rest]
+        self._seen = [(weakref.ref(tensor), version(tensor)) for tensor in rest.values()]
+        self._sample = _sample(rest.values())
+        if names == self._names and known != self._about:
+            warn(
+                f"the {len(rest)} parameters that select leaves out have changed since the last save, so this checkpoint "
+                "can be restored only over the base model as it is now, and not over the one that the run began with. "
+                "merge_adapter writes into the base model, and unmerge_adapter rounds it: merge a copy, "
+                "copy.deepcopy(model).merge_and_unload()"
+            )
+
+
+def _sample(tensors: Collection[Tensor]) -> list[int]:
+    """Checksums of a few elements of each tensor, evenly spaced, by device."""
+    samples: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        values = tensor.detach().reshape(-1)
+        samples.setdefault(tensor.device, []).append(bits_of(values[:: max(1, len(values) // _SAMPLE)]))
+    return checksums(map(torch.cat, samples.values()))
 
 
 def about(leaves: Mapping[str, Any]) -> dict[str, Any]:
