@@ -11,6 +11,7 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from looplib._core.engines import ALONE, Alone
 from looplib._core.ignored_labels import Watch
 from looplib._core.kinds import Made
 from looplib._core.loss_functions import check_function_of_model
+from looplib._core.mappings import mapped
 from looplib._core.random import mix
 from looplib._core.ranks import rank, several
 from looplib._core.tracing import differentiated, entered, tracing
@@ -99,7 +101,8 @@ def make_grad_fn(
     needed = [] if allow_unused else names
     _warn_of_eval_mode(host, names)
     microbatch = _microbatch_of(host, loss_fn, batch_size)
-    renormed = tuple(name for name in host.renormed if name in names)
+    renormed = tuple(filter(names.__contains__, host.renormed))
+    finish = partial(_finished, host, needed)
 
     def grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         return microbatches(state, (batch,), part)[0]
@@ -124,7 +127,9 @@ def make_grad_fn(
                 normalizer = out.normalizer
                 outs.append(out)
 
-        lent, writes = (buffers, None) if part.donate else (_copies(buffers), host.unwritten.begin(given))
+        lent, writes = (
+            (buffers, None) if part.donate else (mapped(Tensor.clone, buffers), host.unwritten.begin(given))
+        )
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
         try:
             torch_private.set_grad_enabled(True)
@@ -153,14 +158,6 @@ def make_grad_fn(
         if renormed:
             outs[-1] = outs[-1]._replace(params=_written(renormed, params, state))
         return outs
-
-    def finish(state: TrainState, out: Gradients) -> Gradients:
-        """Combine the sums and buffers of all ranks, for an engine that has not sent anything yet."""
-        out = mean_over_ranks(out, state.params)
-        _check_reached(out, needed)
-        if out.buffers:
-            host.run(state.params, out.buffers, 0, host.engine.share_buffers)
-        return out
 
     facts = Made("grad_fn", "make_grad_fn", adds=True, microbatches=microbatches, model=model, renormed=renormed)
     settings = {"trainable": trainable, "allow_unused": allow_unused, "batch_size": batch_size}
@@ -230,8 +227,13 @@ def _check_reached(out: Gradients, names: Sequence[str]) -> None:
         raise ValueError(unreached(name for name in names if name not in out.grads))
 
 
-def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in buffers.items()}
+def _finished(host: _modules.Host, needed: Sequence[str], state: TrainState, out: Gradients) -> Gradients:
+    """Combine the sums and buffers of all ranks, for an engine that has not sent anything yet."""
+    out = mean_over_ranks(out, state.params)
+    _check_reached(out, needed)
+    if out.buffers:
+        host.run(state.params, out.buffers, 0, host.engine.share_buffers)
+    return out
 
 
 def _warn_of_eval_mode(host: _modules.Host, names: Sequence[str]) -> None:

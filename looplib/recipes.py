@@ -17,7 +17,10 @@ import importlib.util
 import shlex
 import shutil
 import sys
+from itertools import filterfalse
 from pathlib import Path
+
+from looplib._core.checks import check
 
 
 def names() -> list[str]:
@@ -48,14 +51,13 @@ def copy(name: str, folder: str | Path = ".") -> Path:
         FileExistsError: the folder already holds a file or folder of this name. It is left unchanged.
     """
     recipes = _recipes()
-    if name not in recipes:
-        near = difflib.get_close_matches(name, recipes, cutoff=0.7)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(recipes))}"
-        raise ValueError(f"there is no recipe {name!r}; {hint}")
+    near = difflib.get_close_matches(name, recipes, cutoff=0.7)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(recipes))}"
+    check(name in recipes, f"there is no recipe {name!r}; {hint}")
     source = recipes[name]
     target = Path(folder) / source.name
-    if target.exists():
-        raise FileExistsError(f"{target} exists already, and is left as it is; give another folder, or move it")
+    message = f"{target} exists already, and is left as it is; give another folder, or move it"
+    check(not target.exists(), message, FileExistsError)
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         ignore = shutil.ignore_patterns("__pycache__", ".*")
@@ -95,11 +97,16 @@ def _commands(recipe: Path) -> str:
 def _missing(recipe: Path) -> list[str]:
     """Modules that a recipe imports and that are not installed here."""
     files = [path for path in (recipe, *recipe.rglob("*.py")) if path.suffix == ".py"]
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
-    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
-    packages = {name.partition(".")[0] for name in imported} - {file.stem for file in files}
-    return sorted(name for name in packages if not importlib.util.find_spec(name))
+    packages = set().union(*map(_packages, files)).difference(file.stem for file in files)
+    return sorted(filterfalse(importlib.util.find_spec, packages))
+
+
+def _packages(file: Path) -> set[str]:
+    """Packages that a file imports."""
+    nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
 
 
 def _main() -> None:
@@ -116,12 +123,16 @@ def _main() -> None:
     if arguments.command == "copy":
         _copy(arguments.name, arguments.folder)
         return
+    _list()
+    if arguments.command is None:
+        print("\nTo copy one into this folder: python -m looplib.recipes copy NAME")
+
+
+def _list() -> None:
     recipes = _recipes()
     width = max(map(len, recipes), default=0)
     for name in sorted(recipes):
         print(f"{name:{width}}  {next(iter(_opening(recipes[name])), '')}".rstrip())
-    if arguments.command is None:
-        print("\nTo copy one into this folder: python -m looplib.recipes copy NAME")
 
 
 def _copy(name: str, folder: str) -> None:

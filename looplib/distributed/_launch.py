@@ -17,15 +17,16 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from looplib._core import ranks as _ranks
-from looplib._core.checks import check_count
+from looplib._core.checks import check, check_count
 from looplib.distributed._processes import launched
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -124,20 +125,23 @@ def launch(
 
 
 def _check_caller(main: Any) -> None:
-    if getattr(main, "__module__", None) == "__mp_main__":
-        raise RuntimeError(
-            "launch was called while a process that it started imports the script; write the call under "
-            '`if __name__ == "__main__":`'
-        )
-    if launched():
-        raise RuntimeError(
-            "this process was itself started by launch or torchrun, as one of several ranks: call the function "
-            "without launch, or start the script with python"
-        )
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(
-            "launch was called in a thread, where Ctrl-C could not end the processes; call it in the main thread"
-        )
+    check(
+        getattr(main, "__module__", None) != "__mp_main__",
+        "launch was called while a process that it started imports the script; write the call under "
+        '`if __name__ == "__main__":`',
+        RuntimeError,
+    )
+    check(
+        not launched(),
+        "this process was itself started by launch or torchrun, as one of several ranks: call the function "
+        "without launch, or start the script with python",
+        RuntimeError,
+    )
+    check(
+        threading.current_thread() is threading.main_thread(),
+        "launch was called in a thread, where Ctrl-C could not end the processes; call it in the main thread",
+        RuntimeError,
+    )
 
 
 def _start_method(main: Any, args: Any) -> Literal["spawn", "fork"]:
@@ -153,17 +157,18 @@ def _start_method(main: Any, args: Any) -> Literal["spawn", "fork"]:
 
 def _check_fork(main: Any) -> None:
     name = getattr(main, "__qualname__", repr(main))
-    if "fork" not in multiprocessing.get_all_start_methods():
-        reason = "this system cannot fork processes"
-    elif _accelerator_used():
-        reason = f"this process has used the {torch.accelerator.current_accelerator()}, which its forks could not"
-    elif _ranks.running():
-        reason = "this process has joined a process group, whose threads a fork would not have"
-    else:
-        return
-    raise RuntimeError(
+    accelerator = torch.accelerator.current_accelerator()
+    reasons = {
+        "this system cannot fork processes": "fork" not in multiprocessing.get_all_start_methods(),
+        f"this process has used the {accelerator}, which its forks could not": _accelerator_used(),
+        "this process has joined a process group, whose threads a fork would not have": _ranks.running(),
+    }
+    reason = next(filter(reasons.__getitem__, reasons), None)
+    check(
+        reason is None,
         f"{name} is defined in a notebook cell or in a function, so its processes have to be forked from this one, but "
-        f"{reason}; move it into a module (a .py file) and import it, or restart the kernel and call launch first"
+        f"{reason}; move it into a module (a .py file) and import it, or restart the kernel and call launch first",
+        RuntimeError,
     )
 
 
@@ -177,24 +182,12 @@ def _accelerator_used() -> bool:
 @contextmanager
 def _supervised(folder: Path, method: str) -> Iterator[Path]:
     """Handle signals while processes run. Afterwards no process is left, and handlers and environment are as before."""
-    from torch.distributed.elastic.multiprocessing import SignalException, start_processes
-
     handlers = {number: signal.getsignal(number) for number in (*_STOPPING, signal.SIGQUIT)}
     environment = {name: os.environ.get(name) for name in _VARIABLES}
     children = set(multiprocessing.active_children())
-
-    def stop(number: int, frame: Any) -> None:
-        if any(one.f_code is start_processes.__code__ for one, _ in traceback.walk_stack(frame)):
-            # Torch would end the processes with SIGTERM, whatever it received. Ask again when it has started them.
-            threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, number)).start()
-            return
-        (folder / _STOPPED).touch()
-        # torch's launcher sends it on to the processes, and waits for them.
-        raise SignalException("signal", signal.Signals(number))
-
     for number in _STOPPING:
         if handlers[number] is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, stop)
+            signal.signal(number, partial(_stop, folder))
     # Ask NVML for the number of GPUs: asking CUDA would keep a forked process from using it.
     os.environ[_NVML] = "1"
     try:
@@ -204,17 +197,37 @@ def _supervised(folder: Path, method: str) -> Iterator[Path]:
             yield folder
     finally:
         # A second Ctrl-C interrupts torch while it waits for processes to end.
-        left = set(multiprocessing.active_children()) - children
-        for process in left:
-            process.kill()
-        for process in left:
-            process.join()
+        _end(set(multiprocessing.active_children()) - children)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for name, value in environment.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        _set_environment(environment)
+
+
+def _stop(folder: Path, number: int, frame: Any) -> None:
+    """Handler of the signals that end all processes."""
+    from torch.distributed.elastic.multiprocessing import SignalException, start_processes
+
+    if any(one.f_code is start_processes.__code__ for one, _ in traceback.walk_stack(frame)):
+        # Torch would end the processes with SIGTERM, whatever it received. Ask again when it has started them.
+        threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+        return
+    (folder / _STOPPED).touch()
+    # torch's launcher sends it on to the processes, and waits for them.
+    raise SignalException("signal", signal.Signals(number))
+
+
+def _end(processes: Collection[Any]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def _child(call: tuple[Callable[..., Any], Any], folder: Path, method: str) -> bytes:
@@ -238,10 +251,14 @@ def _child(call: tuple[Callable[..., Any], Any], folder: Path, method: str) -> b
         raise
     # A process now waits until the launcher has the results of all, which it will not ask for if it was stopped.
     _default_handlers()
-    launcher = multiprocessing.parent_process()
-    if (folder / _STOPPED).exists() or launcher is None or launcher.pid != os.getppid():
+    if (folder / _STOPPED).exists() or not _launcher_lives():
         raise KeyboardInterrupt  # ends the process quietly
     return result
+
+
+def _launcher_lives() -> bool:
+    launcher = multiprocessing.parent_process()
+    return launcher is not None and launcher.pid == os.getppid()
 
 
 def _default_handlers() -> None:

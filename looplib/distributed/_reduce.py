@@ -39,13 +39,15 @@ def reduce(metrics: Metrics) -> dict[str, Metric]:
 
 def merged(metrics: Metrics | None, like: Metrics | None) -> dict[str, Metric] | None:
     """Metrics of all ranks that have any. A rank without metrics passes `like`, a template of what they would be."""
+    own = None if metrics is None else dict(metrics)
     if not _ranks.several():
-        return None if metrics is None else dict(metrics)
+        return own
     unsent: _Unsent = {}
-    data = _pickled(None if metrics is None else dict(metrics), unsent)
-    if metrics is None and like is not None:
+    data = _pickled(own, unsent)
+    if own is None and like is not None:
         _pickled(dict(like), unsent)
-    parts = [part for sent in _ranks.gather(data) if (part := _unpickled(sent, unsent)) is not None]
+    received = [_Unpickler(sent, unsent).load() for sent in _ranks.gather(data)]
+    parts = [part for part in received if part is not None]
     return merge(*parts) if parts else None
 
 
@@ -53,31 +55,33 @@ _Unsent = dict[tuple[str, int], Any]  # functions and modules that each rank has
 
 
 def _pickled(value: Any, unsent: _Unsent) -> bytes:
-    """The parts of a record that can be sent. Lambdas and modules are the same on each rank and are not sent."""
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, thing: Any) -> tuple[str, int] | None:
-            if isinstance(thing, types.FunctionType):
-                if _importable(thing):
-                    return None
-                name = f"{thing.__module__}.{thing.__qualname__}"
-            elif isinstance(thing, nn.Module):
-                name = type(thing).__qualname__
-            else:
-                return None
-            index = 0
-            while unsent.setdefault((name, index), thing) is not thing:
-                index += 1
-            return name, index
-
-        def reducer_override(self, thing: Any) -> Any:
-            if isinstance(thing, Tensor) and thing.device.type != "cpu":
-                return _as_it_is, (thing.cpu(),)
-            return NotImplemented
-
     file = io.BytesIO()
-    Pickler(file).dump(value)
+    _Pickler(file, unsent).dump(value)
     return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles the parts of a record that can be sent. Lambdas and modules are the same on each rank and are not sent."""
+
+    def __init__(self, file: io.BytesIO, unsent: _Unsent) -> None:
+        super().__init__(file)
+        self.unsent = unsent
+
+    def persistent_id(self, thing: Any) -> tuple[str, int] | None:
+        if isinstance(thing, types.FunctionType) and not _importable(thing):
+            return self.numbered(f"{thing.__module__}.{thing.__qualname__}", thing)
+        return self.numbered(type(thing).__qualname__, thing) if isinstance(thing, nn.Module) else None
+
+    def numbered(self, name: str, thing: Any) -> tuple[str, int]:
+        index = 0
+        while self.unsent.setdefault((name, index), thing) is not thing:
+            index += 1
+        return name, index
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, Tensor) and thing.device.type != "cpu":
+            return _as_it_is, (thing.cpu(),)
+        return NotImplemented
 
 
 def _importable(function: types.FunctionType) -> bool:
@@ -91,9 +95,10 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _unpickled(data: bytes, unsent: _Unsent) -> Any:
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, key: tuple[str, int]) -> Any:
-            return unsent[key]
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, unsent: _Unsent) -> None:
+        super().__init__(io.BytesIO(data))
+        self.unsent = unsent
 
-    return Unpickler(io.BytesIO(data)).load()
+    def persistent_load(self, key: tuple[str, int]) -> Any:
+        return self.unsent[key]

@@ -12,7 +12,8 @@ from looplib._core import trees
 from looplib._core.checks import few
 from looplib._core.checksums import checksums
 from looplib._core.collective import together
-from looplib._core.ranks import is_sharded
+from looplib._core.mappings import fields_of
+from looplib._core.ranks import is_sharded, shards
 from looplib.types import COUNTS, TrainState, check_state
 
 
@@ -45,14 +46,7 @@ def check_replicas(state: TrainState) -> None:
     ranks.meet()
     if not ranks.several:
         return
-    everywhere: dict[str, Any] = {name: getattr(state, name) for name in COUNTS}
-    in_shards: dict[str, Any] = {}
-    trees_held = {"params": state.params, "opt_state": state.opt_state}
-    held = [(path, leaf) for path, leaf in trees.leaves(trees_held) if isinstance(leaf, Tensor)]
-    sums = checksums(leaf.to_local() if is_sharded(leaf) else leaf for _, leaf in held)
-    for (path, leaf), checksum in zip(held, sums, strict=True):
-        index = _shard(leaf)
-        (in_shards if index else everywhere)[trees.pointer(path)[1:] + index] = f"{checksum % 2**64:016x}"
+    everywhere, in_shards = _facts(state)
     digests = ranks.gather((_digest(everywhere), _digest(list(in_shards)), _digest(in_shards)))
     shards_of = {shards: values for _, shards, values in digests}
     if all(one[0] == digests[0][0] and shards_of[one[1]] == one[2] for one in digests):
@@ -62,6 +56,17 @@ def check_replicas(state: TrainState) -> None:
 
 
 _NEXT = "\n  "
+
+
+def _facts(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Counts and checksums by name: those that all ranks share, and those of shards."""
+    everywhere, in_shards = fields_of(state, COUNTS), dict[str, Any]()
+    trees_held = {"params": state.params, "opt_state": state.opt_state}
+    held = {path: leaf for path, leaf in trees.leaves(trees_held) if isinstance(leaf, Tensor)}
+    for path, leaf, checksum in zip(held, held.values(), checksums(shards(held.values())), strict=True):
+        index = _shard(leaf)
+        (in_shards if index else everywhere)[trees.pointer(path)[1:] + index] = f"{checksum % 2**64:016x}"
+    return everywhere, in_shards
 
 
 def _shard(leaf: Tensor) -> str:
