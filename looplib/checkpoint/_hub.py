@@ -70,7 +70,7 @@ def hub(
     """
     check_type("repo_id is", repo_id, str, 'give the name of a repository, such as "me/tiny-lm"')
     check(card is None or callable(card), f"card is {card!r}; give a function of a Checkpoint", TypeError)
-    api = _package().HfApi(token=token, library_name="looplib")
+    api = package().HfApi(token=token, library_name="looplib")
     ranks = together()
     ranks.meet()
 
@@ -242,7 +242,8 @@ def _warn_of(push: Future[None]) -> None:
         warn(str(error))
 
 
-def _package() -> Any:
+def package() -> Any:
+    """Import huggingface_hub, or raise an ImportError that says how to install it."""
     try:
         import huggingface_hub
     except ImportError as error:

@@ -1,5 +1,6 @@
 """Pushing to the Hugging Face Hub, by huggingface_hub's own client against a stand-in for its HTTP interface."""
 
+import math
 import os
 import subprocess
 import sys
@@ -316,6 +317,58 @@ def test_what_cannot_work_is_said_at_the_start(server, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match="pip install huggingface_hub"):
         ll.checkpoint.hub(REPO)
+
+
+def test_a_model_card_with_the_numbers_of_the_best_checkpoint_is_pushed(server, tmp_path):
+    step, state = make()
+    config = {"args": {"warmup": 100, "note": "a | b"}, "versions": {"torch": torch.__version__}, "sizes": [1, 2]}
+
+    def card(checkpoint):
+        about = {
+            "task": "regression",
+            "dataset": "points",
+            "text": "Mine.\n",
+            "license": "mit",
+            "base_model": "me/base",
+        }
+        return ll.checkpoint.model_card(checkpoint, "tiny", config=config, **about)
+
+    ckpt, hub = ll.checkpoint_io(tmp_path / "run", monitor="loss"), ll.checkpoint.hub(REPO, card=card)
+    for loss in (0.5, 0.25, 0.75):
+        state = trained(step, state, 1)
+        ckpt.save(state, {"loss": loss, "ratio": math.inf})
+    ckpt.push(hub)
+    hub.wait()
+    pull(tmp_path / "pulled")
+    found = huggingface_hub.ModelCard.load(tmp_path / "pulled/README.md")
+    assert (found.data.license, found.data.base_model) == ("mit", "me/base")
+    [result] = found.data.eval_results
+    assert (result.metric_type, result.metric_value) == ("loss", 0.25)
+    assert (result.task_type, result.dataset_name) == ("regression", "points")
+    assert found.text.startswith("\n# tiny\n\nMine.\n\n## Metrics\n\nOf step 2, epoch 0, 8 samples, saved at 2")
+    lines = {
+        "| loss | 0.25 |",
+        "| ratio | inf |",
+        "| args.warmup | 100 |",
+        r"| args.note | a \| b |",
+        "| sizes | [1, 2] |",
+    }
+    assert lines | {f"| versions.torch | {torch.__version__} |"} <= {*found.text.splitlines()}
+    # Without config=, the settings that the checkpoint stores.
+    stored = ll.checkpoint.model_card(ckpt.latest(), "tiny", task="regression", dataset="points")
+    assert "| optimizer.class | torch.optim.adamw.AdamW |\n| optimizer.lr | 0.01 |" in stored.text
+    with pytest.raises(
+        TypeError, match=r"checkpoint is a .*give one that ckpt\.latest\(\) or ckpt\.best\(\) returns"
+    ):
+        ll.checkpoint.model_card(ckpt.latest().path, "tiny", task="regression", dataset="points")
+
+
+def test_a_card_that_cannot_be_made_is_an_error_of_the_push_and_not_of_the_run(server, tmp_path):
+    ckpt, hub = ll.checkpoint_io(tmp_path / "run"), ll.checkpoint.hub(REPO, card=lambda checkpoint: {}["missing"])
+    ckpt.save(make()[1])
+    ckpt.push(hub)
+    with pytest.raises(OSError, match=r"could not be pushed .* KeyError: 'missing'"):
+        hub.wait()
 
 
 def on_two_ranks(endpoint, folder):
