@@ -33,6 +33,16 @@ def device(request):
             yield first
 
 
+@pytest.fixture
+def server(monkeypatch):
+    """A stand-in for the Hugging Face Hub, which huggingface_hub then talks to."""
+    from hub_server import hub_server, use
+
+    with hub_server() as server:
+        use(monkeypatch, server.endpoint)
+        yield server
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """The fast tier runs the first case of each parametrized test; the others are marked `slow`."""

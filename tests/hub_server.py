@@ -13,6 +13,8 @@ from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
+from huggingface_hub import constants, hf_api, utils
+
 TOKEN = "hf_test"
 
 
@@ -223,3 +225,14 @@ def hub_server():
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def use(patch, endpoint):
+    """Point the client at a server, as HF_ENDPOINT does in a new process."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
+    patch.setattr(constants, "ENDPOINT", endpoint)
+    patch.setattr(hf_api.api, "endpoint", endpoint)  # of the functions that are not called on an HfApi
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    patch.setenv("HF_TOKEN", TOKEN)
+    utils.disable_progress_bars()

@@ -17,7 +17,10 @@ TASKS = {
     for section in SECTIONS
     for number, block in enumerate(BLOCK.findall(section), 1)
 }
-CONTINUES = {"Resume with another learning rate 1": "Resume a run 1"}  # the run that a block continues
+CONTINUES = {  # the run that a block continues
+    "Resume with another learning rate 1": "Resume a run 1",
+    "Push to the Hugging Face Hub 2": "Push to the Hugging Face Hub 1",
+}
 EXPECTED_WARNINGS = {"Resume with another learning rate 1": ["lr was 0.01, is 0.0001"]}
 
 
@@ -31,7 +34,7 @@ def run(task, directory, monkeypatch):
         exec(TASKS[CONTINUES[task]], dict(names))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
+        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated|Use 'content=<...>' to upload raw")
         exec(compile(TASKS[task], task, "exec"), names)
     names["before"], names["warnings"] = before, [str(warning.message) for warning in caught]
     return names
@@ -41,7 +44,15 @@ def moved(names):
     return {name for name, tensor in names["state"].params.items() if not torch.equal(tensor, names["before"][name])}
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.fixture
+def task(request):
+    """A task, with a stand-in for the Hub if it needs one."""
+    if "Hub" in request.param:
+        request.getfixturevalue("server")
+    return request.param
+
+
+@pytest.mark.parametrize("task", TASKS, indirect=True)
 def test_the_block_runs(task, tmp_path, monkeypatch):
     names = run(task, tmp_path, monkeypatch)
     expected = EXPECTED_WARNINGS.get(task, [])
@@ -67,7 +78,9 @@ def test_the_block_runs(task, tmp_path, monkeypatch):
         ("Debug a NaN 1", lambda n: n["worst"].index == 17),
         ("Cross-validate (k-fold) 1", lambda n: len(n["accuracies"]) == 4),
         ("Replay a step 1", lambda n: n["again"].state.step == 12),
+        ("Push to the Hugging Face Hub 2", lambda n: n["state"].step == n["pulled"].latest().step == 24),
     ],
+    indirect=["task"],
 )
 def test_the_task_is_done(task, holds, tmp_path, monkeypatch):
     assert holds(run(task, tmp_path, monkeypatch))

@@ -10,8 +10,8 @@ import time
 import huggingface_hub
 import pytest
 import torch
-from hub_server import TOKEN, hub_server
-from huggingface_hub import constants, utils
+from hub_server import TOKEN, use
+from huggingface_hub import constants
 from public import ROOT
 from ranks import launch
 from shared import equal
@@ -21,26 +21,6 @@ from torch.distributed.fsdp import fully_shard
 import looplib as ll
 
 REPO = "me/tiny"
-# huggingface_hub sends files by an argument that its HTTP client has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-
-
-def use(patch, endpoint):
-    """Point the client at a server, as HF_ENDPOINT does in a new process."""
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
-    patch.setattr(constants, "ENDPOINT", endpoint)
-    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    patch.setenv("HF_TOKEN", TOKEN)
-    utils.disable_progress_bars()
-
-
-@pytest.fixture
-def server(monkeypatch):
-    with hub_server() as server:
-        use(monkeypatch, server.endpoint)
-        yield server
-        utils.enable_progress_bars()
 
 
 def make(seed=0):

@@ -1593,41 +1593,41 @@ nothing("AcceleratorConfig.use_configured_state", text="There is no accelerator,
 TABLE.section("Hub, debugging, and flags of scripts")
 
 
-def upload_folder(**arguments):
-    """Stands for `huggingface_hub.upload_folder`, which needs a network: the arguments have to be among its own."""
-    from huggingface_hub import HfApi
-
-    inspect.signature(HfApi.upload_folder).bind(None, **arguments)
-    return arguments
-
-
-def create_repo(repo_id, **arguments):
-    from huggingface_hub import HfApi
-
-    inspect.signature(HfApi.create_repo).bind(None, repo_id, **arguments)
-    return repo_id
-
-
-@plain(
+@here(
     "TrainingArguments.push_to_hub",
     "TrainingArguments.hub_model_id",
     "TrainingArguments.hub_token",
     "TrainingArguments.hub_private_repo",
-    "TrainingArguments.hub_revision",
     "TrainingArguments.hub_strategy",
     "TrainingArguments.hub_always_push",
-    text="huggingface_hub's own functions, after a save or after the loop, of the model or of a checkpoint's "
-    "folder; `run_as_future=True` does not wait. (The tests check the arguments, and send nothing.)",
+    text="`push` after a save: the latest and the best checkpoint go to the Hub in the background, in one commit. A push "
+    "that has not begun is replaced by the next. (The tests send them to a stand-in for the Hub.)",
 )
-def _(gpt2):
-    ll.checkpoint.save_pretrained(gpt2, ll.init_state(gpt2), "runs/gpt2")
-    repo = create_repo("user/gpt2-small", private=True, exist_ok=True)
-    upload_folder(repo_id=repo, folder_path="runs/gpt2", revision="main", token=None, run_as_future=True)
+def _(server, ckpt, state, train):
+    hub = ll.checkpoint.hub("me/gpt2-small", private=True, token=None)
+    for state in train(state, 4):
+        ckpt.save(state)
+        ckpt.push(hub)
+    hub.wait()
     # shows
-    assert (Path("runs/gpt2") / "config.json").exists()
-    assert list(Path("runs/gpt2").glob("*.safetensors"))
-    with pytest.raises(TypeError):
-        upload_folder(repository="user/gpt2-small")
+    assert [path for path in server.repos["me/gpt2-small"].files if "step-00000004/manifest" in path]
+
+
+@plain(
+    "TrainingArguments.hub_revision",
+    text="huggingface_hub's own functions, for a branch, or for other files than checkpoints; `run_as_future=True` does "
+    "not wait. (The tests send them to a stand-in for the Hub.)",
+)
+def _(server, gpt2):
+    import huggingface_hub
+
+    ll.checkpoint.save_pretrained(gpt2, ll.init_state(gpt2), "runs/gpt2")
+    repo = huggingface_hub.create_repo("user/gpt2-small", private=True, exist_ok=True).repo_id
+    folder = {"folder_path": "runs/gpt2", "revision": "main"}
+    pushed = huggingface_hub.upload_folder(repo_id=repo, token=None, run_as_future=True, **folder)
+    # shows
+    pushed.result()
+    assert {"config.json", "model.safetensors"} <= server.repos["user/gpt2-small"].files.keys()
 
 
 @here(
@@ -1795,16 +1795,16 @@ def _(one_process, gpt2):
     assert not isinstance(gpt2.transformer.wte.weight, torch.distributed.tensor.DTensor)
 
 
-@plain(
+@here(
     "TrainingArguments before 5.push_to_hub_model_id",
     "TrainingArguments before 5.push_to_hub_organization",
     "TrainingArguments before 5.push_to_hub_token",
-    text="huggingface_hub's own function.",
+    text="Name and token of the repository that `ckpt.push(hub)` pushes to. (The tests push to a stand-in for the Hub.)",
 )
-def _():
-    sent = upload_folder(repo_id="organization/gpt2-small", folder_path="runs/gpt2", token=None)
+def _(server):
+    hub = ll.checkpoint.hub("organization/gpt2-small", token=None)
     # shows
-    assert sent["repo_id"] == "organization/gpt2-small"
+    assert [*server.repos] == [hub.repo_id] == ["organization/gpt2-small"]
 
 
 @here(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from rows_transformers import TABLE, arguments, create_repo, scheduled, upload_folder
+from rows_transformers import TABLE, arguments, scheduled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -499,23 +499,30 @@ def _(model, grad_fn, loader, eval_step, test_batches):
 @plain(
     "Trainer.push_to_hub",
     "Trainer.init_hf_repo",
-    text="huggingface_hub's own functions. (The tests check the arguments, and send nothing.)",
+    text="huggingface_hub's own functions, for the folder of a model; for checkpoints, `ckpt.push(hub)`. (The tests send "
+    "them to a stand-in for the Hub.)",
 )
-def _():
-    repo = create_repo("user/gpt2-small", exist_ok=True)
-    sent = upload_folder(repo_id=repo, folder_path="runs/gpt2", commit_message="End of training")
+def _(server, gpt2):
+    import huggingface_hub
+
+    ll.checkpoint.save_pretrained(gpt2, ll.init_state(gpt2), "runs/gpt2")
+    repo = huggingface_hub.create_repo("user/gpt2-small", exist_ok=True).repo_id
+    huggingface_hub.upload_folder(repo_id=repo, folder_path="runs/gpt2", commit_message="End of training")
     # shows
-    assert sent["folder_path"] == "runs/gpt2"
+    assert server.repos["user/gpt2-small"].commits[-1]["message"] == "End of training"
 
 
-@plain("Trainer.create_model_card", text="huggingface_hub's `ModelCard`, or a README.md of yours.")
-def _(eval_step, state, test_batches):
-    from huggingface_hub import ModelCard
-
-    scores = ll.evaluate(eval_step, state, test_batches)
-    ModelCard(f"---\nlicense: mit\n---\n\nAccuracy: {scores['accuracy']:.3f}\n").save("README.md")
+@here(
+    "Trainer.create_model_card",
+    text="A card with the metrics of a checkpoint as the Hub's evaluation results; `hub(..., card=...)` pushes one with "
+    "each checkpoint.",
+)
+def _(ckpt, eval_step, state, test_batches):
+    ckpt.save(state, ll.evaluate(eval_step, state, test_batches))
+    about = {"task": "text-classification", "dataset": "mine", "license": "mit"}
+    ll.checkpoint.model_card(ckpt.latest(), "gpt2-small", **about).save("README.md")
     # shows
-    assert f"Accuracy: {scores['accuracy']:.3f}" in Path("README.md").read_text()
+    assert f"| accuracy | {ckpt.latest().metrics['accuracy']:.6g} |" in Path("README.md").read_text()
 
 
 nothing(
@@ -588,22 +595,36 @@ def _(model, grad_fn, loader, eval_step, test_batches):
     assert objective(0.1) == objective(0.1) < objective(0.001)
 
 
-@plain(
-    "Trainer.push_to_hub(commit_message)",
+@here(
     "Trainer.push_to_hub(blocking)",
     "Trainer.push_to_hub(token)",
-    "Trainer.push_to_hub(revision)",
     "Trainer.push_to_hub(private)",
     "Trainer._push_from_checkpoint",
     "Trainer._finish_current_push",
-    text="Arguments of huggingface_hub's functions, `private` that of `create_repo`; with `run_as_future=True` "
-    "they give a future, whose `result()` waits. (The tests check the arguments, and send nothing.)",
+    text="A push does not block, and `hub.wait()` does. (The tests push to a stand-in for the Hub.)",
 )
-def _():
-    folder = {"folder_path": "runs/small/step-00000500", "path_in_repo": "last-checkpoint", "revision": "main"}
-    upload_folder(repo_id="user/gpt2-small", commit_message="Step 500", run_as_future=True, token=None, **folder)
+def _(server, ckpt, state):
+    hub = ll.checkpoint.hub("user/gpt2-small", private=True, token=None)
+    ckpt.save(state)
+    ckpt.push(hub)
+    hub.wait()
     # shows
-    assert create_repo("user/gpt2-small", private=True, token=None) == "user/gpt2-small"
+    assert len(server.repos["user/gpt2-small"].commits) == 2
+
+
+@plain(
+    "Trainer.push_to_hub(commit_message)",
+    "Trainer.push_to_hub(revision)",
+    text="Arguments of huggingface_hub's functions. (The tests push to a stand-in for the Hub.)",
+)
+def _(server, ckpt, state):
+    import huggingface_hub
+
+    repo = huggingface_hub.create_repo("user/gpt2-small").repo_id
+    folder = {"folder_path": str(ckpt.save(state)), "path_in_repo": "last-checkpoint", "revision": "main"}
+    huggingface_hub.upload_folder(repo_id=repo, commit_message="Step 500", **folder)
+    # shows
+    assert "last-checkpoint/manifest.json" in server.repos["user/gpt2-small"].files
 
 
 TABLE.section("Methods that begin with an underscore, and are overridden all the same")

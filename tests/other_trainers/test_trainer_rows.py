@@ -125,8 +125,8 @@ def test_a_snippet_is_short_and_something_is_asserted_of_it(row):
 
 @pytest.mark.parametrize("row", SNIPPETS, ids=str)
 def test_a_snippet_stands_on_what_a_reader_has(row):
-    # Classes of other packages, and functions of huggingface_hub, for which the rows have something that stands.
-    shown = {"Lion", "Lion8bit", "GaLoreAdamW", "upload_folder", "create_repo"}
+    # Classes of other packages, for which the rows have something that stands.
+    shown = {"Lion", "Lion8bit", "GaLoreAdamW"}
     names = [node for node in ast.walk(ast.parse(row.parts[0])) if isinstance(node, ast.Name)]
     used = {node.id for node in names} - {node.id for node in names if isinstance(node.ctx, ast.Store)}
     own = {
