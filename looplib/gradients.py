@@ -26,7 +26,7 @@ from looplib._core.engines import ALONE, Alone
 from looplib._core.ignored_labels import Watch
 from looplib._core.kinds import Made
 from looplib._core.loss_functions import check_function_of_model
-from looplib._core.mappings import mapped
+from looplib._core.mappings import mapped, pairs
 from looplib._core.random import mix
 from looplib._core.ranks import rank, several
 from looplib._core.tracing import differentiated, entered, tracing
@@ -119,11 +119,11 @@ def make_grad_fn(
         def body() -> None:
             leaves.begin(part.context.into)
             normalizer = part.normalizer
-            for seed, batch in zip(seeds, batches, strict=True):
-                first, final = not outs, len(outs) == len(batches) - 1
-                if not first:
-                    host.start(seed)
-                out = microbatch(batch, part, passes, leaves, normalizer, first, final)
+            last = len(batches) - 1
+            for index, batch in enumerate(batches):
+                if index:
+                    host.start(seeds[index])
+                out = microbatch(batch, part, passes, leaves, normalizer, not index, index == last)
                 normalizer = out.normalizer
                 outs.append(out)
 
@@ -285,20 +285,20 @@ class _Leaves:
         for tensor in self._frozen:
             tensor.requires_grad_(False)
         if into:
-            for name, leaf in zip(self._names, self._leaves, strict=True):
+            for name, leaf in pairs(self._names, self._leaves):
                 leaf.grad = into.get(name)
         elif {*map(type, self._stale)} != _NOTHING:
             for leaf in self._leaves:
                 leaf.grad = None
 
     def grads(self) -> dict[str, Tensor]:
-        pairs = zip(self._names, self._leaves, strict=True)
-        return {name: grad for name, leaf in pairs if (grad := leaf.grad) is not None}
+        named = pairs(self._names, self._leaves)
+        return {name: grad for name, leaf in named if (grad := leaf.grad) is not None}
 
     def end(self) -> None:
         for tensor in self._frozen:
             tensor.requires_grad_(True)
-        for leaf, grad in zip(self._leaves, self._stale, strict=True):
+        for leaf, grad in pairs(self._leaves, self._stale):
             leaf.grad = grad
 
 

@@ -11,6 +11,10 @@ K = TypeVar("K")
 V = TypeVar("V")
 R = TypeVar("R")
 
+# `zip` for lists that are equally long by construction, in code that each step runs. `zip(..., strict=True)` takes 0.3 us
+# more, for its keyword argument: ten of them are 3% of a small step.
+pairs = zip
+
 
 def subset(mapping: Mapping[K, V], names: Container[Any]) -> dict[K, V]:
     """The entries with one of these names, in the order of the mapping."""

@@ -24,6 +24,7 @@ from looplib._core.buffers import Unwritten
 from looplib._core.checks import check, check_type
 from looplib._core.engines import engine_of
 from looplib._core.loss_functions import note_batch
+from looplib._core.mappings import pairs
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
 
 R = TypeVar("R")
@@ -140,7 +141,7 @@ class _Places(NamedTuple):
 
     def differing(self, own: Sequence[Any], lent: Sequence[Tensor]) -> list[Swap]:
         """Slots whose value is not the tensor that is lent to them."""
-        return [swap for swap in zip(self.owners, self.keys, own, lent, strict=True) if swap[2] is not swap[3]]
+        return [swap for swap in pairs(self.owners, self.keys, own, lent) if swap[2] is not swap[3]]
 
 
 class _Attributes:
@@ -233,7 +234,7 @@ class Host:
                 if engine:
                     engine.take_back(lent)
                 self._set_modes(modes)
-                for generator, stream in zip(generators, streams, strict=True):
+                for generator, stream in pairs(generators, streams):
                     generator.set_state(stream)
             finally:
                 _interrupts.end_hold(thread)
@@ -281,7 +282,7 @@ class Host:
     def _set_modes(self, modes: list[bool]) -> None:
         """Set the modes of the module and its submodules."""
         if [*map(_mode, self.flags)] != modes:
-            for flags, mode in zip(self.flags, modes, strict=True):
+            for flags, mode in pairs(self.flags, modes):
                 if flags["training"] is not mode:
                     flags["training"] = mode
 

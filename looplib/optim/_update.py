@@ -150,7 +150,10 @@ def _alike(params: Params, members: Sequence[Sequence[str]]) -> bool:
 
 
 def _one(params: Params) -> Tensor | int:
-    """The 1 that counts of updates increase by: as a tensor it is faster on a CPU, and other backends may read it."""
+    """The 1 that counts of updates increase by.
+
+    On a CPU, adding a list of tensors takes half the time of adding a number; other backends may read the tensors.
+    """
     return torch.ones(()) if all(param.device.type == "cpu" for param in params.values()) else 1
 
 
