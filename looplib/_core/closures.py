@@ -124,11 +124,15 @@ def _referred_to(thing: Any, variable: Variable, in_whole: Callable[[Any], bool]
 def _of_module(model: nn.Module, *_: Any) -> Iterator[Variable]:
     for prefix, module in named_modules(model):
         name = prefix or type(module).__name__
-        settings = [key for key in vars(module) if not key.startswith("_") and key not in _MODULES_OWN]
-        yield from _entries(module, vars(module), settings, frozenset(), f"{name}.", f"{name}.")
+        yield from _entries(module, vars(module), own_attributes(module), frozenset(), f"{name}.", f"{name}.")
         methods = _methods(type(module))
         yield from _method_variables(module, methods, frozenset())
         yield _constant(module, f"{prefix}'s class", name, type(module), _all_names(methods))
+
+
+def own_attributes(module: nn.Module) -> list[str]:
+    """Names of the attributes that a module's own code has set."""
+    return [name for name in vars(module) if not name.startswith("_") and name not in _MODULES_OWN]
 
 
 @_referred_to.register

@@ -215,18 +215,18 @@ class Loader:
         if self.batch_size_per_rank is None or is_alone():
             return
         assert self.batch_size is not None
-        if (made_for := self.batch_size // self.batch_size_per_rank) != (ranks := world_size()):
-            raise ValueError(
-                f"a loader with batch_size_per_rank was made for {made_for} ranks, and there are {ranks}: make it within "
-                "ll.distributed.setup()"
-            )
-        size = state.batch_samples
-        if self.order is None and state.batch and size and size != self.batch_size:
-            raise ValueError(
-                f"the state is within epoch {state.epoch} of a stream that was read in batches of {size} samples, and "
-                f"this loader has batches of {self.batch_size}: continue with as many ranks as before, or from the end "
-                "of an epoch; with batch_size= instead, any number of ranks continues"
-            )
+        made_for, ranks, size = self.batch_size // self.batch_size_per_rank, world_size(), state.batch_samples
+        check(
+            made_for == ranks,
+            f"a loader with batch_size_per_rank was made for {made_for} ranks, and there are {ranks}: make it within "
+            "ll.distributed.setup()",
+        )
+        check(
+            self.order is not None or not state.batch or size in (0, self.batch_size),
+            f"the state is within epoch {state.epoch} of a stream that was read in batches of {size} samples, and this "
+            f"loader has batches of {self.batch_size}: continue with as many ranks as before, or from the end of an "
+            "epoch; with batch_size= instead, any number of ranks continues",
+        )
 
     def _say_if_epochs_have_no_end(self, state: TrainState) -> None:
         """Warn about a training state without an epoch_length, whose epochs the step would not end."""
@@ -380,15 +380,12 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
     _arguments.check_dataloader_options(dataloader_options)
     _arguments.check_order(order)
     check_optional_count("limit", limit, advice="expected a number of batches, at least 1, or None for all")
-    stream = _arguments.is_stream(dataset)
-    if stream:
+    if _arguments.is_stream(dataset):
         _arguments.check_stream(dataset, order, limit, dataloader_options.get("num_workers", 0), divide)
         order = None
     else:
         _arguments.check_samples(dataset, collated=collate_fn is not None)
-        order = order or shuffled()
-        if divide:
-            order.check_undivided()
+        order = _undivided(order or shuffled(), divide)
     per_rank = batch_size_per_rank
     sizes = {"batch_size": batch_size} if per_rank is None else {"batch_size_per_rank": per_rank}
     batch_size = _arguments.of_all_ranks(per_rank, batch_size, order, limit, divide)
@@ -403,15 +400,9 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
     if order is None:
         source = _stream_source(dataset, size, seed, drop_last, collate, options, divide)
     else:
-        epochs = Epochs(
-            order.draw(dataset, size, drop_last),
-            seed,
-            None if order.whole_batches else size or 1,
-            drop_last,
-            limit,
-            order.distinct,
-            per_rank,
-        )
+        keys = None if order.whole_batches else size or 1
+        draw = order.draw(dataset, size, drop_last)
+        epochs = Epochs(draw, seed, keys, drop_last, limit, order.distinct, per_rank)
         source = _samples_source(epochs, _epoch_length(epochs, order, size), dataset, size, collate, options)
     settings = {"order": order, "seed": seed, "drop_last": drop_last, "limit": limit, "divide": divide}
     settings |= {"collate_fn": collate_fn, "device": device, **dataloader_options}
@@ -421,6 +412,13 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
         dataset, size, seed, order, drop_last, limit, divide, source, move, batch_size_per_rank=batch_size_per_rank
     )
     return remember(made, make_loader, Code(type(dataset).__name__), **sizes, **settings)
+
+
+def _undivided(order: Order, divide: bool) -> Order:
+    """The order, after checking that it does not divide samples among ranks as well."""
+    if divide:
+        order.check_undivided()
+    return order
 
 
 def _samples_source(

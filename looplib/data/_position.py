@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from looplib._core.checks import check
+from looplib._core.mappings import fields_of
 from looplib.data._plan import Epochs, Plan
 from looplib.types import TrainState
 
@@ -54,6 +55,11 @@ def read_of_next(state: TrainState, batch_size: int, samples: int) -> int:
     return read if 0 < read < batch_size and read == state.batch_samples else 0
 
 
+def _at(state: TrainState, **position: int) -> TrainState:
+    """The state at this position: itself, if it is there."""
+    return state if fields_of(state, position) == position else state.replace(**position)
+
+
 def _agrees(batches: int, length: int, consumed: int, count: int) -> bool:
     """True if so many of an epoch's batches, of any one size, may end at, or before, the samples that were consumed."""
     return (
@@ -61,6 +67,13 @@ def _agrees(batches: int, length: int, consumed: int, count: int) -> bool:
         and batches * count <= consumed * length
         and consumed * (length - 1) < count * (batches + 1)
     )
+
+
+def _batches_of(plan: Epochs, epoch: int, size: int) -> int:
+    """Number of batches of this size in an epoch."""
+    count = plan.samples(epoch)
+    batches = count // size if plan.drop_last else -(-count // size)
+    return min(batches, plan.limit or batches)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,11 +129,9 @@ class Restart:
                 f"{state.samples} samples of the run do not say which of the {count} samples of epoch {state.epoch} have "
                 "been read",
             )
-            return state.replace(epoch_length=self.length) if length != self.length else state
+            return _at(state, epoch_length=self.length)
         batch, read = divmod(consumed, size)
-        if (batch, self.length, read or state.batch_samples) == (state.batch, length, state.batch_samples):
-            return state
-        return state.replace(batch=batch, epoch_length=self.length, batch_samples=read or state.batch_samples)
+        return _at(state, batch=batch, epoch_length=self.length, batch_samples=read or state.batch_samples)
 
     def _had_another_batch_size(self, state: TrainState, plan: Plan) -> bool:
         """True if batches of a different size were read, although the epoch has as many batches as now.
@@ -133,9 +144,7 @@ class Restart:
             return False
         if not isinstance(self.plan, Epochs) or (state.epoch == 0 and state.batch * size != state.samples):
             return False
-        count = self.plan.samples(state.epoch)
-        batches = count // size if self.plan.drop_last else -(-count // size)
-        return self.length == min(batches, self.plan.limit or batches)
+        return self.length == _batches_of(self.plan, state.epoch, size)
 
     def _consumed(self, state: TrainState) -> int:
         """Number of samples read in the state's epoch, if they are the first samples of this loader's epoch too."""

@@ -56,8 +56,7 @@ def differences(one: Any, other: Any, *, rtol: float = 0.0, atol: float = 0.0) -
             equals NaN. If both are 0, bits are compared.
     """
     if _is_fingerprint(one) or _is_fingerprint(other):
-        first, second = (tree if _is_fingerprint(tree) else fingerprint(tree) for tree in (one, other))
-        pairs = trees.paired(first.items(), second.items())
+        pairs = trees.paired(_fingerprint_of(one).items(), _fingerprint_of(other).items())
     else:
         pairs = trees.paired(leaves_by_path(one), leaves_by_path(other))
     return [*filter(None, (_difference(path, leaf, other_leaf, rtol, atol) for path, leaf, other_leaf in pairs))]
@@ -65,6 +64,10 @@ def differences(one: Any, other: Any, *, rtol: float = 0.0, atol: float = 0.0) -
 
 def _is_fingerprint(tree: Any) -> bool:
     return isinstance(tree, Mapping) and {*map(type, tree.values())} == {str}
+
+
+def _fingerprint_of(tree: Any) -> Mapping[str, str]:
+    return tree if _is_fingerprint(tree) else fingerprint(tree)
 
 
 def _difference(path: str, one: Any, other: Any, rtol: float, atol: float) -> LeafDifference | None:
@@ -97,11 +100,13 @@ def _difference_of_numbers(path: str, one: Tensor, other: Tensor, rtol: float, a
     by_bits = not (rtol or atol)
     if one.shape != other.shape or (by_bits and one.dtype != other.dtype):
         return LeafDifference(path, math.nan, 0, one.numel(), f"{_described(one)} against {_described(other)}")
-    if same_bits(one, other):
-        return None
-    one, other = one.cpu(), other.cpu()
+    return None if same_bits(one, other) else _difference_of_values(path, one.cpu(), other.cpu(), rtol, atol)
+
+
+def _difference_of_values(path: str, one: Tensor, other: Tensor, rtol: float, atol: float) -> LeafDifference | None:
+    """The difference of two tensors of one shape, by their bits if there is no tolerance."""
     gap = _gap(one, other)
-    differs = _bits_differ(one, other) if by_bits else _numbers_differ(one, other, gap, rtol, atol)
+    differs = _numbers_differ(one, other, gap, rtol, atol) if rtol or atol else _bits_differ(one, other)
     if not (differing := int(differs.sum())):
         return None
     largest = float(gap[differs].max())

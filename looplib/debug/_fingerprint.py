@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
+from looplib._core.checks import check
 from looplib._core.checksums import bits_of
 from looplib.checkpoint._format import bytes_of, local
 from looplib.log._sinks import read_jsonl
@@ -64,16 +65,19 @@ def _hash(path: str, leaf: Any) -> str:
         text = repr(leaf)
         return text if len(text) <= 32 else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     if isinstance(leaf, Tensor):
-        data = bits_of(local(leaf)).cpu()  # named, since bytes_of does not keep the memory alive
-        content = bytes_of(data)
-    elif hasattr(leaf, "tobytes") and hasattr(leaf, "shape"):  # NumPy arrays and scalars
-        content = memoryview(leaf.tobytes())
-    else:
-        raise TypeError(
-            f"{path} is a {type(leaf).__name__}, which has no bytes to take a fingerprint of; give a tree of "
-            "tensors, NumPy arrays and plain values"
-        )
-    digest = hashlib.blake2b(repr((leaf.dtype, tuple(leaf.shape))).encode(), digest_size=8)
+        bits = bits_of(local(leaf)).cpu()  # named, since bytes_of does not keep the memory alive
+        return _hash_of_array(leaf, bytes_of(bits))
+    check(
+        hasattr(leaf, "tobytes") and hasattr(leaf, "shape"),  # NumPy arrays and scalars
+        f"{path} is a {type(leaf).__name__}, which has no bytes to take a fingerprint of; give a tree of tensors, NumPy "
+        "arrays and plain values",
+        TypeError,
+    )
+    return _hash_of_array(leaf, memoryview(leaf.tobytes()))
+
+
+def _hash_of_array(array: Any, content: memoryview) -> str:
+    digest = hashlib.blake2b(repr((array.dtype, tuple(array.shape))).encode(), digest_size=8)
     digest.update(content)
     return digest.hexdigest()
 

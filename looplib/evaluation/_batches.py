@@ -59,17 +59,22 @@ def _needs_all(state: TrainState) -> bool:
 
 def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     """This rank's batches, each with True if it counts. All ranks get the same number of batches."""
-    batches, limit, title, divide, start, _ = reading
+    batches, limit, title, divide, *_ = reading
     _check_several(batches)
     check_optional_count("limit", limit, advice="give how many batches, at least 1, or None for all")
-    length = length_of(batches)
-    left = math.inf if length is None else max(0, length - start)
+    left = _count(reading)
     if left == 0 and reading.check is None and not is_estimate(batches):
         reading = reading._replace(batches=(), start=0)  # a loader treats reading past its end as a mistake
-    left = min(left, math.inf if limit is None else limit)
     if divide and not divides_rows(reading):
         left = math.ceil(left / world_size()) if left < math.inf else left
     return _shown(_shares(reading, state), title, left)
+
+
+def _count(reading: Reading) -> float:
+    """Number of batches to read; infinite if it is unknown."""
+    length = length_of(reading.batches)
+    left = math.inf if length is None else max(0, length - reading.start)
+    return left if reading.limit is None else min(left, reading.limit)
 
 
 def _shown(shares: Iterator[tuple[Any, bool]], title: str | None, count: float) -> Iterator[tuple[Any, bool]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -89,8 +89,7 @@ def evaluate(
         TypeError: a state is passed in place of the step.
     """
     check_order("evaluate", eval_step, state)
-    for one in eval_step.values() if isinstance(eval_step, Mapping) else (eval_step,):
-        check_kind(one, "evaluate", "eval_step")
+    _check_steps(eval_step)
     if isinstance(batches, Mapping):
         options = {"limit": limit, "progress": progress, "rates": rates, "tokens": tokens, "divide": divide}
         return _evaluate_sets(eval_step, state, batches, prefix, options)
@@ -209,12 +208,9 @@ def _measured(
                     counter.add(batch)
     own = merge(*[part for _, part in held]) if held else None
     records = merged(own, metrics) if reading.divide else own
-    if records is None:
-        raise ValueError(
-            f"{function} got no batches: the iterable is empty, or a generator that was used up; give a list, a "
-            "DataLoader or a loader"
-        )
-    return records
+    empty = "the iterable is empty, or a generator that was used up; give a list, a DataLoader or a loader"
+    check(records is not None, f"{function} got no batches: {empty}")
+    return cast(dict[str, Metric], records)
 
 
 def check_order(function: str, step: Any, state: Any, before: str = "") -> None:
@@ -224,6 +220,11 @@ def check_order(function: str, step: Any, state: Any, before: str = "") -> None:
         f"{type(state).__name__}: write {function}({before}step, state, batches)",
         TypeError,
     )
+
+
+def _check_steps(eval_step: EvalFn | Mapping[str, EvalFn]) -> None:
+    for one in eval_step.values() if isinstance(eval_step, Mapping) else (eval_step,):
+        check_kind(one, "evaluate", "eval_step")
 
 
 def _check_sets(sets: Mapping[str, Any]) -> None:

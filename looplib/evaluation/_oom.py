@@ -71,13 +71,11 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
             count = batch_size(batch)
             fitting = half(count, count)
         cut = split(batch, batch_size(batch), fitting, batch_size)
-        return [result for piece in cut for result in pieces_of(state, piece)]
+        return [*chain.from_iterable(pieces_of(state, piece) for piece in cut)]
 
     def splitting(state: TrainState, batch: Any) -> Any:
-        results = pieces_of(state, batch)
-        if len(results) == 1:
-            return results[0][1]
-        return _together([batch_size(piece) for piece, _ in results], [out for _, out in results])
+        pieces, outs = zip(*pieces_of(state, batch), strict=True)
+        return outs[0] if len(outs) == 1 else _together([*map(batch_size, pieces)], list(outs))
 
     made = mark_alike(cast(Step, splitting), "split_on_oom", step)
     remembered: Step = remember(made, split_on_oom, step, size=size, batch_size=batch_size)
@@ -147,9 +145,8 @@ def _joined(name: str, parts: Sequence[Any]) -> Any:
         return [*chain.from_iterable(parts)]
     kinds = [type(part).__name__ for part in parts]
     check(all(isinstance(part, Tensor) for part in parts), f"{name!r} is a {' and a '.join(kinds)}")
-    if not any(part.is_nested for part in parts) and len({part.shape[1:] for part in parts}) == 1:
-        return torch.cat(list(parts))
-    return _nested(name, parts)
+    alike = not any(part.is_nested for part in parts) and len({part.shape[1:] for part in parts}) == 1
+    return torch.cat(list(parts)) if alike else _nested(name, parts)
 
 
 def _nested(name: str, parts: Sequence[Tensor]) -> Tensor:

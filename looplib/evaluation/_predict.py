@@ -125,8 +125,8 @@ def _of_all_ranks(parts: list[tuple[Any, Any]], by_rows: bool) -> list[tuple[Any
     on_host = [(size, trees.map_tensors(Tensor.cpu, output)) for size, output in parts]
     gathered = [*chain.from_iterable(gather(on_host))]
     if by_rows and len(gathered) > 1:
-        sizes = [size for size, _ in gathered]
-        return [(sum(sizes), end_to_end(sizes, [part for _, part in gathered]))]
+        sizes, outputs = map(list, zip(*gathered, strict=True))
+        return [(sum(sizes), end_to_end(sizes, outputs))]
     return gathered
 
 

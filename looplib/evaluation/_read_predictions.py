@@ -85,16 +85,17 @@ def _read_lines(index: Index) -> dict[str, Any]:
     batches = _lines(index.target, [0, *[batch["ends"][index.target.name] for batch in index.batches]])
     columns: dict[str, Any] = {}
     for name, about in index.outputs.items():
-        columns[name] = [row[name] for row in chain.from_iterable(batches)]
-        if about["dtype"] != TEXT:
-            dtype, values, runs = (
-                getattr(torch, about["dtype"]),
-                iter(columns[name]),
-                _runs(index, name, [*map(len, batches)]),
-            )
-            parts = [numbers_of([*islice(values, count)], dtype) for count, _ in runs]
-            columns[name] = _rows(torch.cat([torch.empty(0, dtype=dtype), *parts]), runs, about["shape"])
+        values = [row[name] for row in chain.from_iterable(batches)]
+        columns[name] = values if about["dtype"] == TEXT else _numbers(index, name, values, [*map(len, batches)])
     return columns
+
+
+def _numbers(index: Index, name: str, values: list[Any], counts: list[int]) -> Tensor | list[Tensor]:
+    """A column of tensors, from the JSON values of its rows and the number of rows in each batch."""
+    about, rest, runs = index.outputs[name], iter(values), _runs(index, name, counts)
+    dtype = getattr(torch, about["dtype"])
+    parts = [numbers_of([*islice(rest, count)], dtype) for count, _ in runs]
+    return _rows(torch.cat([torch.empty(0, dtype=dtype), *parts]), runs, about["shape"])
 
 
 def _lines(file: Path, ends: list[int]) -> list[list[Any]]:

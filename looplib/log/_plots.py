@@ -139,11 +139,16 @@ def _panels(
 
 def _panels_of(wanted: str, available: Iterable[str]) -> dict[str, list[str]]:
     """Panels for a requested name: one for a full name or a metric, or one for each metric of a source."""
-    panels = {wanted: [name for name in available if wanted in (name, _split(name)[1])]}
-    if not panels[wanted]:
-        for name in [name for name in available if name.startswith(f"{wanted}/")]:
-            panels.setdefault(f"{wanted} {_split(name)[1]}", []).append(name)
-    return {names[0] if len(names) == 1 else title: names for title, names in panels.items() if names}
+    names = [name for name in available if wanted in (name, _split(name)[1])]
+    panels = {wanted: names} if names else _panels_of_source(wanted, available)
+    return {names[0] if len(names) == 1 else title: names for title, names in panels.items()}
+
+
+def _panels_of_source(source: str, available: Iterable[str]) -> dict[str, list[str]]:
+    panels: dict[str, list[str]] = {}
+    for name in [name for name in available if name.startswith(f"{source}/")]:
+        panels.setdefault(f"{source} {_split(name)[1]}", []).append(name)
+    return panels
 
 
 Lines = Mapping[str, Mapping[str, list[tuple[float, float]]]]  # label of a run -> name -> points

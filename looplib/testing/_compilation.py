@@ -169,7 +169,8 @@ def _reasons(compiler: Any, machines: list[Any], begin: TrainState, now: TrainSt
     """Changes since the first graph: values in Python, the layout of the state, answers of the host."""
     lines = [f"{name}: a plain value that has changed" for m in machines for name in changed(m.program.held)]
     for tree in ("params", "buffers", "opt_state"):
-        lines += differences(*(mapped(_layout, dict(leaves(getattr(s, tree), tree))) for s in (begin, now)))
+        one, other = (mapped(_layout, dict(leaves(getattr(state, tree), tree))) for state in (begin, now))
+        lines += differences(one, other)
     questions = [node for node in _asked(compiler) if isinstance(node, Question) and len(node.answers) > 1]
     return [*lines, *map(_answers, questions)]
 

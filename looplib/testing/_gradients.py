@@ -13,7 +13,7 @@ from looplib.state import copy_state
 from looplib.testing._compare import copied
 from looplib.testing._report import fail
 from looplib.testing._surroundings import streams_kept
-from looplib.types import GradFn, Part, TrainState
+from looplib.types import GradFn, Gradients, Part, TrainState
 
 
 def assert_all_gradients(
@@ -42,12 +42,7 @@ def assert_all_gradients(
     """
     __tracebackhide__ = True
     with streams_kept(state):
-        try:
-            out = grad_fn(copy_state(state), copied(batch))
-        except (
-            ValueError
-        ):  # a parameter that is not reached is an error only for a whole step; other errors will be raised again
-            out = grad_fn(copy_state(state), copied(batch), Part(context=Context(last=False)))
+        out = _gradients(grad_fn, state, batch)
     kept = {name for name, tensor in state.params.items() if frozen is not None and frozen(name, tensor)}
     check(kept or frozen is None, f"frozen chose none of the parameters, which are {few(state.params)}")
     faults = {name: _fault(tensor, out.grads.get(name), name in kept) for name, tensor in state.params.items()}
@@ -61,6 +56,14 @@ def assert_all_gradients(
         "division at zero, also where torch.where throws the value away. What is not trained on purpose: "
         "frozen=lambda name, tensor: ...",
     )
+
+
+def _gradients(grad_fn: GradFn, state: TrainState, batch: Any) -> Gradients:
+    try:
+        return grad_fn(copy_state(state), copied(batch))
+    except ValueError:
+        # A parameter that is not reached is an error only for a whole step. Other errors are raised again here.
+        return grad_fn(copy_state(state), copied(batch), Part(context=Context(last=False)))
 
 
 def _fault(param: Tensor, grad: Tensor | None, frozen: bool) -> str:

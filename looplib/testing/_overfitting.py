@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,18 +55,14 @@ def assert_overfits(
     __tracebackhide__ = True
     check_count("steps", steps, advice="give 1 or more")
     curve: list[float] = []
-    skipped, current, goal = 0, copy_state(state), math.nan
+    skipped, goal = 0, math.nan
     with streams_kept(state):
-        for _ in range(steps):
-            current, metrics = step(current, copied(batch))
-            check(metric in metrics, f"the step has no metric {metric!r}; it has {', '.join(metrics)}")
-            curve.append(compute({metric: metrics[metric]})[metric])
+        for current, value in _run(step, copy_state(state), batch, steps, metric):
+            curve.append(value)
             skipped += current.skipped
             goal = _goal(metric, curve[0], fraction, below)
-            if curve[-1] <= goal:
+            if value <= goal:
                 return
-            if not math.isfinite(curve[-1]):
-                break
     shown = sorted({0, *(len(curve) * k // 5 for k in range(1, 5)), len(curve) - 1})
     lines = [f"{metric} {curve[k]:.4g} in step {k + 1}" for k in shown]
     if skipped:
@@ -76,6 +73,19 @@ def assert_overfits(
         lines,
         _usual_cause(curve, moved),
     )
+
+
+def _run(
+    step: TrainStep, state: TrainState, batch: Any, steps: int, metric: str
+) -> Iterator[tuple[TrainState, float]]:
+    """After each step, the state and the value of the metric, up to the first that is not finite."""
+    for _ in range(steps):
+        state, metrics = step(state, copied(batch))
+        check(metric in metrics, f"the step has no metric {metric!r}; it has {', '.join(metrics)}")
+        value = compute({metric: metrics[metric]})[metric]
+        yield state, value
+        if not math.isfinite(value):
+            return
 
 
 def _goal(metric: str, first: float, fraction: float, below: float | None) -> float:

@@ -69,12 +69,7 @@ def assert_resumes(
     with streams_kept(state), tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary if directory is None else directory)
         surroundings = Surroundings(step)
-        uninterrupted: dict[int, dict[str, Any]] = {}
-        for done, outputs, current in run(step, copy_state(state), batches, 0, steps):
-            uninterrupted[done] = outputs
-            if done < steps:
-                checkpoint_io(folder / f"after-{done}").save(current)
-        end = recorded(current, "state")
+        uninterrupted, end = _run_and_save(step, copy_state(state), batches, steps, folder)
         for stop in range(1, steps):
             again, template = (step, state) if restart is None else restart()
             seed_streams(stop)
@@ -84,6 +79,18 @@ def assert_resumes(
                     _fail_to_resume(stop, f"batch {done} of {steps}", differing, surroundings, state)
             if differing := differences(end, recorded(current, "state")):
                 _fail_to_resume(stop, f"the state after {steps} batches", differing, surroundings, state)
+
+
+def _run_and_save(
+    step: TrainStep, state: TrainState, batches: Sequence[Any] | Loader, steps: int, folder: Path
+) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+    """Outputs of an uninterrupted run by batch, and its end, with a checkpoint after each batch but the last."""
+    uninterrupted: dict[int, dict[str, Any]] = {}
+    for done, outputs, current in run(step, state, batches, 0, steps):
+        uninterrupted[done] = outputs
+        if done < steps:
+            checkpoint_io(folder / f"after-{done}").save(current)
+    return uninterrupted, recorded(current, "state")
 
 
 def _checked_steps(steps: int | None, batches: Sequence[Any] | Loader) -> int:

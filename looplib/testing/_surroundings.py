@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from looplib._core import trees
 from looplib._core.checks import few
-from looplib._core.closures import Variable, walk
+from looplib._core.closures import Variable, own_attributes, walk
 from looplib._core.modules import _generators, named_modules, slots_in
 from looplib.testing._compare import copied_leaf, differences, recorded, same
 from looplib.types import TrainState
@@ -93,7 +93,7 @@ def _add_module(model: nn.Module, fixed: dict[str, Any], memory: dict[str, Any])
     for prefix, module in named_modules(model):
         path = f"{type(model).__name__}.{prefix}".rstrip(".")
         fixed[f"{path}.training"] = module.training
-        for name in [name for name in vars(module) if not name.startswith("_") and name != "training"]:
+        for name in own_attributes(module):
             memory |= _remembered(f"{path}.{name}", vars(module)[name])
     for _, own, key, path in slots_in(model):
         if own[key] is not None and not nn.parameter.is_lazy(own[key]):

@@ -20,7 +20,7 @@ def _simple() -> dict[Any, Callable[..., Any]]:
         if base != name and not base.endswith("_") and (base == "norm" or hasattr(torch.ops.aten, base)):
             packet = getattr(torch.ops.aten, name)
             overloads = [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
-            forms |= dict.fromkeys(overloads, _on_each(base))
+            forms |= dict.fromkeys(overloads, functools.partial(_on_each, _on_one(base)))
     return forms
 
 
@@ -28,16 +28,16 @@ def _copied(into: Tensor, values: Tensor, non_blocking: bool = False) -> Tensor:
     return values.to(into.device, into.dtype).expand(into.shape)
 
 
-def _on_each(name: str) -> Callable[..., list[Tensor]]:
-    packet = torch.ops.aten.linalg_vector_norm if name == "norm" else getattr(torch.ops.aten, name)
+def _on_one(name: str) -> Callable[..., Tensor]:
+    packet: Callable[..., Tensor] = getattr(torch.ops.aten, "linalg_vector_norm" if name == "norm" else name)
+    return packet
 
-    def on_each(*args: Any, **kwargs: Any) -> list[Tensor]:
-        return [
-            packet(*[arg[index] if isinstance(arg, (list, tuple)) else arg for arg in args], **kwargs)
-            for index in range(len(args[0]))
-        ]
 
-    return on_each
+def _on_each(packet: Callable[..., Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    return [
+        packet(*[arg[index] if isinstance(arg, (list, tuple)) else arg for arg in args], **kwargs)
+        for index in range(len(args[0]))
+    ]
 
 
 @functools.cache

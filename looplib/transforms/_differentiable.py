@@ -21,14 +21,16 @@ from torch._functorch.pyfunctorch import (
 )
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functionalize
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from looplib._core import tracing
 from looplib._core.calls import remember
+from looplib._core.checks import check
 from looplib._core.cuts import STOPS
+from looplib._core.mappings import mapped
 from looplib._core.tracing import UntraceableError
 from looplib._core.trees import map_tensors
 from looplib.steps import Outcome, parts_of
@@ -36,7 +38,7 @@ from looplib.transforms import _decompositions
 from looplib.transforms._compile_step import GraphParts, step_of_graphs
 from looplib.transforms._compiler import Compiler, Machine, Ready
 from looplib.transforms._expression import Expression, as_answer, expression
-from looplib.transforms._program import Core, Inputs, Question, fakes
+from looplib.transforms._program import Core, Inputs, Question, fakes, memory_like
 from looplib.transforms._trace import trace
 from looplib.types import TrainState, TrainStep
 
@@ -104,8 +106,8 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     2015; Finn, Abbeel and Levine, "Model-agnostic meta-learning", 2017.
     """
     parts = parts_of(train_step, "differentiable")
-    if parts.kind != "train":
-        raise TypeError(f"differentiable got a step of kind {parts.kind!r}: give what ll.make_train_step returned")
+    kind = f"differentiable got a step of kind {parts.kind!r}: give what ll.make_train_step returned"
+    check(parts.kind == "train", kind, TypeError)
     if isinstance(parts, GraphParts):
         parts.compiler.options_for("differentiable")  # compile options make no difference here
     made = step_of_graphs(train_step, parts, _Differentiable(parts.core, parts.watched))
@@ -154,9 +156,9 @@ class _Differentiable(Compiler):
             def evaluate(question: Question) -> Any:
                 with temporarily_restore_interpreter_stack(interpreters):
                     answer = _answer(question.function, question.arguments(inputs.flat, inputs.counts))
-                return answer.build()([_plain(tensor) for tensor in answer.tensors])
+                return answer.build()([*map(_zeros, answer.tensors)])
 
-            flat = [_plain(tensor) for tensor in inputs.flat]
+            flat = [*map(_zeros, inputs.flat)]
             trees = expression((state.params, state.buffers, state.opt_state))
             params, buffers, opt_state = trees.build()(flat)
             example = TrainState(params=params, buffers=buffers, opt_state=opt_state, epoch_length=state.epoch_length)
@@ -175,7 +177,7 @@ def _with_detached_buffers(out: Outcome) -> Outcome:
 
 def detached(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     """Buffers without gradients, as usual in torch, whose batch norm refuses running statistics that require one."""
-    return {name: tensor.detach() for name, tensor in buffers.items()}
+    return mapped(Tensor.detach, buffers)
 
 
 @contextmanager
@@ -197,26 +199,31 @@ def _written_apart() -> Iterator[Any]:
         yield interpreters
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Zeros of the same shape and dtype, outside all transforms."""
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
+def _zeros(tensor: Tensor) -> Tensor:
+    return memory_like(tensor).zero_()
 
 
 def _answer(function: Callable[..., Any], values: list[Any]) -> Expression:
     """The host's answer about these values, which must be the same for all tasks if torch.vmap maps over them."""
-    mapped = [index for index, value in enumerate(values) if isinstance(value, Tensor) and _is_mapped(value)]
-    if mapped:
-        first, *others = (as_answer(function(*one)) for one in _one_by_one(values, mapped))
-        if not first.tensors and all(other.key() == first.key() for other in others):
-            return first
-        raise UntraceableError(
-            "torch.vmap maps over a number in opt_state that a graph is chosen by, and the tasks would need "
-            "different graphs: let it be the same for all tasks, or take them one by one"
-        )
+    indices = [index for index, value in enumerate(values) if isinstance(value, Tensor) and _is_mapped(value)]
+    if indices:
+        return _answer_for_all(function, values, indices)
     # Values that select a graph have no gradient, and torch warns when tracked tensors are converted to numbers.
     answer = as_answer(function(*map_tensors(Tensor.detach, values)))
     tracked = answer.tensors and any(isinstance(value, Tensor) for value in values)
     return as_answer(function(*values)) if tracked else answer
+
+
+def _answer_for_all(function: Callable[..., Any], values: list[Any], mapped: list[int]) -> Expression:
+    """The host's one answer for all tasks."""
+    first, *others = (as_answer(function(*one)) for one in _one_by_one(values, mapped))
+    check(
+        not first.tensors and all(other.key() == first.key() for other in others),
+        "torch.vmap maps over a number in opt_state that a graph is chosen by, and the tasks would need different "
+        "graphs: let it be the same for all tasks, or take them one by one",
+        UntraceableError,
+    )
+    return first
 
 
 def _one_by_one(values: list[Any], mapped: list[int]) -> Iterator[list[Any]]:
@@ -248,16 +255,22 @@ def _without_cuts(graph: GraphModule) -> GraphModule:
     for node in list(pure.graph.nodes):
         if node.target is torch.ops.aten.view.default:  # torch.vmap may have changed their strides
             node.target = torch.ops.aten.reshape.default
-        if node.target is torch.ops.aten.detach.default and not _stops(node):
-            node.replace_all_uses_with(node.args[0])
-            pure.graph.erase_node(node)
-        elif node.op == "call_function" and _stops(node) and isinstance(node.meta.get("val"), Tensor):
-            with pure.graph.inserting_after(node):
-                cut = pure.graph.call_function(torch.ops.aten.detach.default, (node,))
-            node.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
+        _detach_where_asked(pure.graph, node)
     pure.graph.eliminate_dead_code()
     pure.recompile()
     return pure
+
+
+def _detach_where_asked(graph: Graph, node: Node) -> None:
+    """Detach the node's value if the loss function does, and if not, undo a detach."""
+    detach = torch.ops.aten.detach.default
+    if node.target is detach and not _stops(node):
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        graph.erase_node(node)
+    elif node.op == "call_function" and _stops(node) and isinstance(node.meta.get("val"), Tensor):
+        with graph.inserting_after(node):
+            cut = graph.call_function(detach, (node,))
+        node.replace_all_uses_with(cut, delete_user_cb=lambda user: user is not cut)
 
 
 class _Pure(torch.fx.Interpreter):

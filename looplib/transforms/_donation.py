@@ -40,8 +40,7 @@ class _Editing:
         self.graph = Graph()
         self.returned: list[Node] = list(self.graph.graph_copy(program.graph.graph, {}))  # type: ignore[arg-type]
         self.inputs, self.outputs = list(program.inputs), list(program.outputs)
-        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        pairs = zip(self.inputs, placeholders, strict=True)
+        pairs = zip(self.inputs, self.graph.find_nodes(op="placeholder"), strict=True)
         self.placeholders = {source: node for source, node in pairs if source[0] is not None}
 
     def input(self, source: tuple[int, int], like: Tensor) -> Node:

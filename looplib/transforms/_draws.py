@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import UntraceableError
-from looplib.transforms._program import draws
+from looplib.transforms._program import draws, memory_like
 from looplib.types import TrainState
 
 _IN_PLACE = {
@@ -36,7 +36,7 @@ def drawn_beforehand(graph: GraphModule) -> list[Drawing]:
     nodes = graph.graph
     first = next(iter(nodes.nodes))
     drawn: list[Drawing] = []
-    for node in [node for node in nodes.nodes if draws(node)]:
+    for node in list(filter(draws, nodes.nodes)):
         drawn.append(_drawing(node))
         with nodes.inserting_before(first):
             placeholder = nodes.placeholder(f"drawn_{len(drawn)}")
@@ -78,10 +78,7 @@ def _drawing(node: Node) -> Drawing:
 
 def _like(value: Any) -> Any:
     """Memory with the layout of a node's value; anything else unchanged."""
-    if not isinstance(value, Node):
-        return value
-    meta = value.meta["val"]
-    return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=meta.device)
+    return memory_like(value.meta["val"]) if isinstance(value, Node) else value
 
 
 def draw_members(

@@ -97,13 +97,13 @@ class Program:
 
     def rebuild(self) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
         """`rebuild(result, given, answers, counts) -> (outcome, arguments)`."""
+        return expression(self.outcome, self._code_of).build("r, g, a, n")
 
-        def name(_: Tensor, index: int) -> str:
-            kind, source = self.outputs[index]
-            trained = kind == RESULT and index in self.trained
-            return f"{'rga'[kind]}[{source}]{'.requires_grad_()' * trained}"
-
-        return expression(self.outcome, name).build("r, g, a, n")
+    def _code_of(self, _: Tensor, index: int) -> str:
+        """Code for a tensor of the outcome: in the graph's result, in what it was given, or in the host's answers."""
+        kind, source = self.outputs[index]
+        trained = kind == RESULT and index in self.trained
+        return f"{'rga'[kind]}[{source}]{'.requires_grad_()' * trained}"
 
     def in_place(self) -> list[int]:
         """Indices of the inputs that are tensors of a donated state, which stay at their addresses from step to step."""
@@ -128,15 +128,20 @@ def storage(node: Node) -> int:
     return int(value.untyped_storage()._cdata)
 
 
+def memory_like(tensor: Tensor) -> Tensor:
+    """New memory with the layout of a tensor, outside all transforms."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
 def fakes(graph: GraphModule, members: Sequence[int | None] = ()) -> list[Tensor]:
     """Tensors without values like the graph's inputs, with a dimension of members in front if given."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imported here because it imports sympy
 
-    metas = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    metas = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     sizes = list(members) or [None] * len(metas)
     with FakeTensorMode(shape_env=ShapeEnv()):  # otherwise Inductor would not use its cache
         return [
-            torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=meta.device)
+            memory_like(meta)
             if size is None
             else torch.empty((size, *meta.size()), dtype=meta.dtype, device=meta.device)
             for meta, size in zip(metas, sizes, strict=True)

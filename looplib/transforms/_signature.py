@@ -31,7 +31,7 @@ def signed(graph: GraphModule, recorded: Recorded, inputs: Inputs) -> Program:
     """Program of a traced graph, reduced to necessary inputs and outputs."""
     nodes = graph.graph
     nodes.set_codegen(torch.fx.graph.CodeGen())
-    placeholders = [node for node in nodes.nodes if node.op == "placeholder" and HOSTS not in node.meta]
+    placeholders = [node for node in nodes.find_nodes(op="placeholder") if HOSTS not in node.meta]
     sources = _sources(nodes, placeholders)
     outputs = _without_inputs(graph, sources, placeholders, dict(recorded.successors))
     constants = _lifted(graph, inputs.held)
@@ -69,7 +69,7 @@ def _without_inputs(
     graph: GraphModule, sources: Sources, placeholders: list[Node], successors: dict[int, int]
 ) -> list[tuple[int, int]]:
     """Make the graph return only what it computes, and return the location of each output."""
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    (output,) = graph.graph.find_nodes(op="output")
     outputs: list[tuple[int, int]] = []
     computed: dict[Node, int] = {}
     written = _written(graph)
@@ -108,8 +108,8 @@ def _lifted(graph: GraphModule, held: list[Held]) -> list[tuple[int | None, Any]
     nodes = graph.graph
     inputs: list[tuple[int | None, Any]] = []
     reads = {id(value): read for _, read, value in held if isinstance(value, Tensor)}
-    for node in list(nodes.nodes):
-        if node.op == "get_attr" and isinstance(value := getattr(graph, str(node.target), None), Tensor):
+    for node in nodes.find_nodes(op="get_attr"):
+        if isinstance(value := getattr(graph, str(node.target), None), Tensor):
             with nodes.inserting_before(next(iter(nodes.nodes))):
                 constant = nodes.placeholder(f"constant_{len(inputs)}")
             constant.meta.update(node.meta)
@@ -126,9 +126,9 @@ def _itself(value: Any) -> Any:
 def _needed(nodes: Graph, sources: Sources) -> list[tuple[int | None, Any]]:
     """The inputs that are used, in order. The others are erased."""
     needed: list[tuple[int | None, Any]] = []
-    for node in list(nodes.nodes):
-        if node in sources and node.users:
+    for node in [node for node in nodes.nodes if node in sources]:
+        if node.users:
             needed.append(sources[node])
-        elif node in sources:
+        else:
             nodes.erase_node(node)
     return needed
