@@ -5,7 +5,7 @@
 For a tiny MLP (8 microbatches of 16 samples) and a transformer of 5 million parameters (8 microbatches of 4 x 128
 tokens), with fused AdamW everywhere: the raw loop (`(loss / 8).backward()` and the sum of the losses), looplib
 donated and pure, `accelerate` following its documentation (`accelerator.accumulate`), and the transformers Trainer.
-Updates of all contenders alternate in shuffled order; the ratio is that of the median times of an update. All get
+Updates of all contenders take turns in shuffled order; the ratio is that of the medians over the rounds. All get
 their batches from memory; the Trainer's come through its DataLoader, which cannot be avoided. Peak memory is measured
 in a separate process for each contender, above its memory before the first update (Linux); there also for the whole
 batch at once, and with activation checkpointing of the transformer's blocks.
@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +23,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from step_overhead import Block, Step, classify, times, transformer
+from harness import Mebibytes, Report, Step, in_turns, options_of, parser, peak_memory
+from models import Block, classify, transformer
 from torch import Tensor, nn
 
 import looplib as ll
@@ -38,7 +37,7 @@ def mlp() -> tuple[nn.Module, Callable[..., Tensor], Any]:
     return model, classify, (torch.randn(16 * PIECES, 32), torch.randint(0, 10, (16 * PIECES,)))
 
 
-MODELS = {"MLP 32-64-10, 8 x 16": mlp, "transformer, 4.9 M, 8 x 4 x 128": transformer}
+MODELS = {"MLP, 8 x 16": mlp, "transformer, 8 x 4 x 128": transformer}
 
 
 def pieces_of(batch: Any) -> list[Any]:
@@ -173,66 +172,44 @@ def trainer(model_name: str) -> Step:
 
 
 CONTENDERS: dict[str, Callable[[str], Step]] = {
-    "raw loop": raw,
-    "looplib, donated": lambda name: looplib(name, True),
-    "looplib, pure": lambda name: looplib(name, False),
+    "raw": raw,
+    "donated": lambda name: looplib(name, True),
+    "pure": lambda name: looplib(name, False),
     "accelerate": accelerate,
-    "transformers Trainer": trainer,
+    "Trainer": trainer,
 }
+NEEDS = {"accelerate": ["accelerate"], "Trainer": ["transformers.trainer", "accelerate"]}
 MEMORY_ALONE: dict[str, Callable[[str], Step]] = {
     "raw, one batch": one_batch,
     "one batch, recompute": lambda name: looplib(name, True, pieces=1, recompute=True),
-    "8 pieces, recompute": lambda name: looplib(name, True, recompute=True),
+    "donated, recompute": lambda name: looplib(name, True, recompute=True),
 }
 
 
-def peak_memory(model_name: str, name: str) -> float:
-    """MiB by which a process of its own grows, at most, over five updates."""
-    code = (
-        "import sys, os, re, resource; sys.path.insert(0, sys.argv[1]); import accumulate as b, torch; "
-        "torch.set_num_threads(1); step = {**b.CONTENDERS, **b.MEMORY_ALONE}[sys.argv[2]](sys.argv[3]); "
-        "before = int(open('/proc/self/statm').read().split()[1]) * resource.getpagesize() / 2**20; "
-        # the peak of the imports is forgotten
-        "open('/proc/self/clear_refs', 'w').write('5'); [step() for _ in range(5)]; "
-        "print(int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) / 2**10 - before); "
-        "sys.stdout.flush(); os._exit(0)"
-    )
-    here = __file__.rpartition("/")[0] or "."
-    out = subprocess.run([sys.executable, "-c", code, here, name, model_name], capture_output=True, text=True)
-    if out.returncode:
-        raise RuntimeError(out.stderr)
-    return float(out.stdout.split()[-1])
+def contender(name: str, model_name: str) -> Step:
+    """For `peak_memory`, in another process."""
+    return {**CONTENDERS, **MEMORY_ALONE}[name](model_name)
 
 
-def main(seconds: float, memory: bool) -> None:
-    torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, one thread, fused AdamW, {PIECES} pieces, {seconds:.0f} s a model")
-    for model_name in MODELS:
-        print(f"\n{model_name}")
-        found = times({name: make(model_name) for name, make in CONTENDERS.items()}, seconds)
-        base = statistics.median(found["raw loop"])
-        for name in [*CONTENDERS, *(MEMORY_ALONE if memory else ())]:
-            line = f"  {name:21}"
-            if name in found:
-                median = statistics.median(found[name])
-                line += (
-                    f"{median / 1000:10.3f} ms an update  {median / base:5.3f} x raw  ({len(found[name])} updates)"
-                )
-            if memory:
-                peaks = [peak_memory(model_name, name) for _ in range(3)]
-                line += f"  peak {statistics.median(peaks):7.1f} MiB"
-            print(line, flush=True)
+def main(options: argparse.Namespace) -> None:
+    report = Report("accumulate", options, f"fused AdamW, {PIECES} microbatches")
+    names = [*report.available({name: NEEDS.get(name, []) for name in CONTENDERS})]
+    for model_name, seconds in report.rows(list(MODELS), {"MLP, 8 x 16": 0.5}):
+        with report.attempt(model_name):
+            times = in_turns({name: CONTENDERS[name](model_name) for name in names}, seconds * 0.5)
+            report.compare(model_name, times, "raw", "time of an update")
+        if options.no_memory:
+            continue
+        for name in [*names, *MEMORY_ALONE]:
+            with report.attempt(f"memory of {name}, {model_name}"):
+                peak = Mebibytes(peak_memory("accumulate", "contender", name, model_name, "2"))
+                report.add(model_name, {name: peak}, "peak memory above the start")
+    code = report.close()
     sys.stdout.flush()
-    os._exit(0)  # the Trainers wait for a turn that will not come
+    os._exit(code)  # the Trainers wait for a turn that will not come
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each of the two models")
-    parser.add_argument("--system-malloc", action="store_true", help="let glibc trim its heap (see step_overhead.py)")
-    parser.add_argument("--no-memory", action="store_true", help="times alone")
-    arguments = parser.parse_args()
-    keep = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
-    if not arguments.system_malloc and not keep.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **keep})
-    main(arguments.seconds, not arguments.no_memory)
+    made = parser(__doc__, 170.0)
+    made.add_argument("--no-memory", action="store_true", help="times alone")
+    main(options_of(made))

@@ -1,7 +1,7 @@
 """Time that the training loop waits for a save, and cost of background writes for the steps that run meanwhile.
 
     python tests/benchmarks/checkpoint.py
-    python tests/benchmarks/checkpoint.py --parameters 1e6 --rounds 2 --pause 0
+    python tests/benchmarks/checkpoint.py --parameters 1e6 --pause 0
 
 A run of 50 million parameters with Adam's moments (605 MB) is saved by looplib, in the loop and in the background, by
 other libraries, and as a plain write of the same bytes. If a library has not synced its files, their directory and
@@ -21,6 +21,7 @@ import os
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -30,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_overhead import Step, Transformer, mlp, next_token
+from harness import Report, Seconds, Step, options_of, parser, ratio
+from models import Transformer, mlp, next_token
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
@@ -191,25 +193,26 @@ def settle(folder: Path, pause: float) -> None:
     time.sleep(pause)
 
 
-def make_saves(root: Path, run: Run) -> tuple[dict[str, tuple[Path, Save]], dict[str, str]]:
-    """Each contender's folder and save, and what is missing for the others."""
-    saves, missing = {}, {}
+def make_saves(root: Path, run: Run, report: Report) -> dict[str, tuple[Path, Save]]:
+    """Each contender's folder and save."""
+    saves = {}
     for number, (name, make) in enumerate(CONTENDERS.items()):
         folder = root / str(number)
         folder.mkdir()
-        try:
+        with report.attempt(name):
             saves[name] = folder, make(folder, run)
-        except ImportError as error:
-            missing[name] = str(error).strip().splitlines()[0]
-    return saves, missing
+    return saves
 
 
 def time_saves(
-    saves: dict[str, tuple[Path, Save]], rounds: int, pause: float
+    saves: dict[str, tuple[Path, Save]], seconds: float, pause: float
 ) -> dict[str, list[tuple[float, float]]]:
     """Seconds until the loop may continue, and until everything is on disk, for each save."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in saves}
-    for number in range(rounds + 1):
+    end = time.perf_counter() + seconds
+    number = -1
+    while number < 2 or time.perf_counter() < end:
+        number += 1  # the first round does not count
         for name in random.sample(list(saves), len(saves)):
             folder, save = saves[name]
             settle(folder, pause)
@@ -223,23 +226,17 @@ def time_saves(
     return found
 
 
-def show_saves(found: dict[str, list[tuple[float, float]]], missing: dict[str, str]) -> None:
-    medians = {name: statistics.median(stood for stood, _ in times) for name, times in found.items()}
-    print(f"\n{'':30}{'stands still, ms':>17}{'(lowest to highest)':>22}{'x plain':>9}{'on disk after, ms':>19}")
-    for name in CONTENDERS:
-        if name in missing:
-            print(f"  {name:28}  not measured: {missing[name]}")
-            continue
-        all_stood = [1000 * stood for stood, _ in found[name]]
-        spread = f"({min(all_stood):.1f} to {max(all_stood):.1f})"
-        line = f"  {name:28}{1000 * medians[name]:17.1f}{spread:>22}{medians[name] / medians[PLAIN]:9.4f}"
-        on_disk = 1000 * statistics.median(done for _, done in found[name])
-        print(f"{line}{'' if name == COPY else f'{on_disk:19.1f}'}")
-
-    fastest = min(found.keys() - BACKGROUND - {IN_LOOP}, key=lambda name: medians[name])
-    print(f"\n  looplib in the loop, over the fastest other ({fastest}): {medians[IN_LOOP] / medians[fastest]:.3f}")
-    print(f"  in the background from a pure state, over the same: {medians[PURE] / medians[fastest]:.4f}")
-    print(f"  in the background from a donated state, over one copy: {medians[DONATED] / medians[COPY]:.3f}")
+def show_saves(report: Report, found: dict[str, list[tuple[float, float]]]) -> None:
+    stood = {name: [stood for stood, _ in times] for name, times in found.items()}
+    for name, values in stood.items():
+        cells = {
+            "stands still": Seconds(statistics.median(values)),
+            "lowest to highest": f"{Seconds(min(values))} to {Seconds(max(values))}",
+            "over a plain write": ratio(values, stood[PLAIN]),
+        }
+        if name != COPY:
+            cells["on disk after"] = Seconds(statistics.median(done for _, done in found[name]))
+        report.add(name, cells, "a save")
 
 
 def train(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any) -> Step:
@@ -272,7 +269,7 @@ def times_while(step: Step, running: Callable[[], bool]) -> list[float]:
 
 
 def time_steps(
-    step: Step, folder: Path, save: Save, rounds: int, pause: float
+    step: Step, folder: Path, save: Save, seconds: float, pause: float
 ) -> tuple[list[float], list[tuple[float, list[float]]]]:
     """Seconds of each step without a write; of each write, and of the steps beside it."""
     without: list[float] = []
@@ -284,7 +281,10 @@ def time_steps(
         finish()
         duration = time.perf_counter() - start
 
-    for number in range(rounds + 1):
+    end_of_all = time.perf_counter() + seconds
+    number = -1
+    while number < 1 or time.perf_counter() < end_of_all:
+        number += 1  # the first round does not count
         for with_write in random.sample([True, False], 2):
             settle(folder, pause)
             step()  # the caches are another's
@@ -305,45 +305,44 @@ def time_steps(
     return without, beside
 
 
-def show_steps(saves: dict[str, tuple[Path, Save]], rounds: int, pause: float) -> None:
-    for model_name, make in MODELS.items():
-        print(f"\n{model_name}, donated: steps beside a write in the background, over steps without")
-        for name in (PURE, DCP_ASYNC):
-            without, beside = time_steps(make(), *saves[name], rounds, pause)
-            steps = [taken for _, times in beside for taken in times]
-            medians = 1000 * statistics.median(steps), 1000 * statistics.median(without)
-            # The last step of each write ran beside it in part only, so the time lost is held against the write.
-            usual = statistics.mean(without)
-            lost = [1 + (sum(times) - len(times) * usual) / duration for duration, times in beside]
-            print(
-                f"  {name:28}medians {medians[0]:8.3f} / {medians[1]:8.3f} ms = {medians[0] / medians[1]:5.3f}"
-                f"   1 + time lost / time of the write = {statistics.median(lost):5.3f} "
-                f"({min(lost):.3f} to {max(lost):.3f})   ({len(steps)} steps beside)"
-            )
+def show_steps(report: Report, model_name: str, saves: dict[str, tuple[Path, Save]], seconds: float) -> None:
+    for name in (PURE, DCP_ASYNC):
+        without, beside = time_steps(MODELS[model_name](), *saves[name], seconds / 2, 0.0)
+        steps = [taken for _, times in beside for taken in times]
+        # The last step of each write ran beside it in part only, so the time lost is held against the write.
+        usual = statistics.mean(without)
+        lost = [1 + (sum(times) - len(times) * usual) / duration for duration, times in beside]
+        cells = {
+            "without a write": Seconds(statistics.median(without)),
+            "beside one": Seconds(statistics.median(steps)),
+            "beside over without": f"{statistics.median(steps) / statistics.median(without):.3f}",
+            "1 + time lost / time of the write": f"{statistics.median(lost):.3f}",
+        }
+        report.add(f"{model_name}, {name}", cells, "a step beside a write in the background")
 
 
-def main(parameters: float, rounds: int, pause: float, threads: int, directory: str | None) -> None:
-    torch.set_num_threads(threads)
+def main(options: argparse.Namespace) -> int:
+    torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    run = Run(parameters)
+    run = Run(1e5 if options.dry_run else options.parameters)
     tensors = run.tensors().values()
-    with tempfile.TemporaryDirectory(dir=directory) as root:
-        saves, missing = make_saves(Path(root), run)
-        print(
-            f"torch {torch.__version__}, threads: {threads}, medians of {rounds} rounds, "
-            f"{sum(p.numel() for p in run.model.parameters()):,} parameters with Adam's moments, "
-            f"{sum(tensor.nbytes for tensor in tensors) / 1e6:.1f} MB in {len(tensors)} tensors"
-        )
-        show_saves(time_saves(saves, rounds, pause), missing)
-        show_steps(saves, rounds, pause)
+    size = f"{sum(tensor.nbytes for tensor in tensors) / 1e6:.1f} MB in {len(tensors)} tensors"
+    report = Report("checkpoint", options, size)
+    with tempfile.TemporaryDirectory(dir=options.directory) as root:
+        saves = make_saves(Path(root), run, report)
+        for row, seconds in report.rows(["saves", *MODELS], {"saves": 4.0}):
+            with report.attempt(row):
+                if row == "saves":
+                    show_saves(report, time_saves(saves, seconds, options.pause))
+                else:
+                    show_steps(report, row, saves, seconds)
+    return report.close()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, default=50e6, help="three times as many numbers are saved")
-    parser.add_argument("--rounds", type=int, default=15, help="saves of each contender that are counted")
-    parser.add_argument("--pause", type=float, default=0.5, help="seconds of rest before each save")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, for the steps and the copies")
-    parser.add_argument("--directory", help="where to write; the system's temporary directory unless given")
-    arguments = parser.parse_args()
-    main(arguments.parameters, arguments.rounds, arguments.pause, arguments.threads, arguments.directory)
+    made = parser(__doc__, 180.0)
+    made.add_argument("--parameters", type=float, default=50e6, help="three times as many numbers are saved")
+    made.add_argument("--pause", type=float, default=0.2, help="seconds of rest before each save")
+    made.add_argument("--threads", type=int, default=1, help="of torch, for the steps and the copies")
+    made.add_argument("--directory", help="where to write; the system's temporary directory unless given")
+    sys.exit(main(options_of(made)))

@@ -5,8 +5,8 @@
 For the tiny MLP and the transformer of 5 million parameters of step_overhead.py, with AdamW: the raw loop with its
 fused kernel, eager; the same with the model compiled; with model and loss in one compiled function; with that, and
 the optimizer's step compiled as well; looplib donated, eager; and looplib compiled, donated and pure. Steps of all
-contenders take turns in shuffled order; the ratio is that of the medians of a step. The time to compile is that of
-the first two steps, and told apart.
+contenders take turns in shuffled order; the ratio is that of the medians over the rounds. The time to compile is that
+of the first two steps, and has a table of its own.
 
 With a GPU the same is measured there in CUDA-event time, also with CUDA graphs (`mode="reduce-overhead"` on all
 sides), and for GPT-2 small in bf16 under autocast, with its share of the device's matrix peak (--peak, in TFLOP/s).
@@ -17,17 +17,20 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from step_overhead import MODELS, Block, Step, Transformer, next_token, times
+from harness import Report, Seconds, Step, in_turns, options_of, parser
+from models import Block, Transformer, mlp, next_token, transformer
 from torch import Tensor, nn
 
 import looplib as ll
 
 Make = Callable[[], tuple[nn.Module, Callable[..., Tensor], Any]]
+MODELS: dict[str, Make] = {"MLP, batch 16": mlp, "transformer, batch 32 x 128": transformer}
 
 
 def gpt2() -> tuple[nn.Module, Callable[..., Tensor], Any]:
@@ -101,7 +104,7 @@ def contenders(make: Make, device: str) -> dict[str, Callable[[], Step]]:
 
 
 def event_times(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
-    """Microseconds of each step on the device, of runs of ten steps that take turns."""
+    """Seconds of a step on the device, of runs of ten steps that take turns."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -113,45 +116,46 @@ def event_times(steps: dict[str, Step], seconds: float) -> dict[str, list[float]
                 steps[name]()
             done.record()
             done.synchronize()
-            found[name].append(begin.elapsed_time(done) * 100)
+            found[name].append(begin.elapsed_time(done) / 1e4)
     return found
 
 
-def main(seconds: float, device: str, peak: float) -> None:
-    torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {device}, AdamW, medians over {seconds:.0f} s a row")
-    for name, make in {**MODELS, **({"GPT-2 small, bf16, batch 8 x 1024": gpt2} if device == "cuda" else {})}.items():
-        print(f"\n{name}")
+def main(options: argparse.Namespace) -> int:
+    device = options.device
+    report = Report("compiled", options, f"AdamW on {device}")
+    models = {**MODELS, **({"GPT-2 small, bf16, batch 8 x 1024": gpt2} if device == "cuda" else {})}
+    models = {"MLP, batch 16": mlp} if options.dry_run else models
+    for row, seconds in report.rows(list(models), {"transformer, batch 32 x 128": 3.0}):
+        make, began = models[row], time.perf_counter()
         steps: dict[str, Step] = {}
-        compiling: dict[str, float] = {}
-        for who, contender in contenders(make, device).items():
-            steps[who] = contender()
-            begin = time.perf_counter()
-            for _ in range(2):
-                steps[who]()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            compiling[who] = time.perf_counter() - begin
-        found = event_times(steps, seconds) if device == "cuda" else times(steps, seconds)
-        medians = {who: statistics.median(values) for who, values in found.items()}
-        best = min(median for who, median in medians.items() if who.startswith("raw"))
-        work = 0
-        if make is gpt2:
-            model, loss_fn, batch = made(make, device)
-            work = ll.log.flops(ll.make_grad_fn(model, loss_fn), ll.init_state(model), batch)
-        for who, median in medians.items():
-            line = f"  {who:28} {median:10.1f} us a step   {median / medians['raw, eager']:5.3f} x raw eager"
-            line += f"   {median / medians['raw, model compiled']:5.3f} x raw with a compiled model"
-            line += f"   {median / best:5.3f} x best raw   first two steps {compiling[who]:5.1f} s"
-            print(
-                line + (f"   {ll.log.utilization(work, median / 1e6, peak * 1e12):.1%} of the peak" if work else "")
-            )
+        for name, contender in contenders(make, device).items():
+            if options.dry_run and name.startswith("raw, "):
+                continue  # compiling each takes many seconds
+            with report.attempt(f"{name}, {row}"):
+                step = contender()
+                begin = time.perf_counter()
+                for _ in range(2):
+                    step()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                report.add(row, {name: Seconds(time.perf_counter() - begin)}, "first two steps, with compiling")
+                steps[name] = step
+        steps.setdefault("raw, eager", raw(make, device, ""))
+        left = max(0.0, seconds - (time.perf_counter() - began))
+        with report.attempt(row):
+            times = event_times(steps, left) if device == "cuda" else in_turns(steps, left)
+            report.compare(row, times, "raw, eager", "time of a step")
+            if make is gpt2:
+                model, loss_fn, batch = made(make, device)
+                work = ll.log.flops(ll.make_grad_fn(model, loss_fn), ll.init_state(model), batch)
+                for name, values in times.items():
+                    used = ll.log.utilization(work, statistics.median(values), options.peak * 1e12)
+                    report.add(row, {name: f"{used:.1%}"}, "share of the matrix peak")
+    return report.close()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=40.0, help="for each model")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--peak", type=float, default=989.0, help="dense TFLOP/s in bf16, of an H100 or H200")
-    arguments = parser.parse_args()
-    main(arguments.seconds, arguments.device, arguments.peak)
+    options = parser(__doc__, 220.0)
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--peak", type=float, default=989.0, help="dense TFLOP/s in bf16, of an H100 or H200")
+    sys.exit(main(options_of(options)))

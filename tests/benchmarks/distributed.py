@@ -10,11 +10,11 @@ fused AdamW everywhere, DDP and FSDP2, and for a mean over samples and one over 
 - the raw loop without it, which is right only if all ranks have the same number or weight;
 - looplib, donated.
 
-In each process each contender has its own model, and they alternate in shuffled order, the same on all ranks. Each
-round measures each once; the ratio is that of the median times of a step in one round, and the table shows the median
-over the rounds and its quartiles. Bytes are those that rank 0 sends in a step, including gloo's headers, as counted
-by the kernel (Linux; see tests/traffic.py). Ranks wait for each other, so a busy core slows all of them: only ratios
-are meaningful, and only on a machine with at least as many idle cores as ranks.
+In each process each contender has its own model, and they take turns in shuffled order, the same on all ranks. Each
+round measures the median time of a step of each once; ratios are those of the medians over the
+rounds. Bytes are those that rank 0 sends in a step, including gloo's headers, as counted by the kernel (Linux; see
+tests/traffic.py). Ranks wait for each other, so a busy core slows all of them: only ratios are meaningful, and only on
+a machine with at least as many idle cores as ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from step_overhead import Block, Step, Transformer
+from harness import KEEP_MEMORY, ROOT, Count, Report, Step, options_of, parser
+from models import Block, Transformer
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -54,7 +55,7 @@ def transformer() -> tuple[nn.Module, Any]:
     return Transformer(width=128, depth=4, length=64), (tokens[:, :-1], tokens[:, 1:], torch.rand(4, 64))
 
 
-MODELS = {"MLP 32-64-10, 16 rows a rank": mlp, "transformer, 0.9 M, 4 x 64 tokens a rank": transformer}
+MODELS = {"MLP": mlp, "transformer": transformer}
 
 
 def mean_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -68,7 +69,7 @@ def weighed_loss(model: nn.Module, batch: Any) -> ll.Mean:
     return ll.Mean((losses * weights.flatten()).sum(), weights.sum())
 
 
-LOSSES: dict[str, LossFn] = {"a mean": mean_loss, "weighed": weighed_loss}
+LOSSES: dict[str, LossFn] = {"mean": mean_loss, "weighted": weighed_loss}
 
 
 def wrapped(model: nn.Module, engine: str) -> nn.Module:
@@ -120,9 +121,9 @@ def looplib(model: nn.Module, loss_fn: LossFn, batch: Any) -> Step:
 
 
 CONTENDERS: dict[str, Callable[[nn.Module, LossFn, Any], Step]] = {
-    "raw loop": raw,
+    "raw": raw,
     "raw, counts no ranks": lambda model, loss_fn, batch: raw(model, loss_fn, batch, counted=False),
-    "looplib, donated": looplib,
+    "donated": looplib,
 }
 
 
@@ -145,18 +146,18 @@ def sent(step: Step, steps: int = 5) -> float:
     return found
 
 
-def rounds_of(steps: dict[str, Step], seconds: float, rounds: int | None) -> list[dict[str, float]]:
-    """Microseconds of a step of each, for each round."""
+def rounds_of(steps: dict[str, Step], seconds: float) -> list[dict[str, float]]:
+    """Seconds of a step of each, for each round."""
     found: list[dict[str, float]] = []
     took = max(5e-5, agreed(min(_timed(step) for step in steps.values() for _ in range(3))))
     turn = max(5, round(0.1 / took))
     order, end = random.Random(0), time.perf_counter() + seconds
-    while agreed(len(found) < rounds if rounds is not None else time.perf_counter() < end or not found):
+    while agreed(time.perf_counter() < end or len(found) < 3):
         times = {}
         for name in order.sample(list(steps), len(steps)):
             steps[name]()  # the caches are another contender's
             distributed.barrier()
-            times[name] = statistics.median(_timed(steps[name]) for _ in range(turn)) * 1e6
+            times[name] = statistics.median(_timed(steps[name]) for _ in range(turn))
         found.append(times)
     return found
 
@@ -167,56 +168,47 @@ def _timed(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def work(seconds: float, rounds: int | None) -> None:
-    torch.set_num_threads(1)
+ROWS = [(model, engine, loss) for model in MODELS for engine in ("DDP", "FSDP2") for loss in LOSSES]
+
+
+def work(options: argparse.Namespace) -> int:
+    """All rows, on each rank; the first reports."""
     with ll.distributed.setup():
-        for model_name, make in MODELS.items():
-            for engine in ("DDP", "FSDP2"):
-                for loss_name, loss_fn in LOSSES.items():
-                    steps = {}
-                    for name, contender in CONTENDERS.items():
-                        torch.manual_seed(0)
-                        model, batch = make()
-                        steps[name] = contender(wrapped(model, engine), loss_fn, batch)
-                    for step in steps.values():
-                        for _ in range(5):
-                            step()
-                    crossing = {name: sent(step) for name, step in steps.items()}
-                    found = rounds_of(steps, seconds, rounds)
-                    if ll.distributed.is_rank_zero():
-                        show(f"{model_name}, {engine}, {loss_name}", found, crossing)
+        first = ll.distributed.is_rank_zero()
+        report = Report("distributed", options, f"{options.ranks} ranks of gloo, fused AdamW") if first else None
+        end, code = time.perf_counter() + options.seconds, 0
+        for number, (model_name, engine, loss_name) in enumerate(ROWS[::3] if options.dry_run else ROWS):
+            steps = {}
+            for name, contender in CONTENDERS.items():
+                torch.manual_seed(0)
+                model, batch = MODELS[model_name]()
+                steps[name] = contender(wrapped(model, engine), LOSSES[loss_name], batch)
+            for step in steps.values():
+                for _ in range(5):
+                    step()
+            crossing = {name: sent(step) for name, step in steps.items()}
+            share = max(0.0, end - time.perf_counter()) / (len(ROWS) - number)
+            found = rounds_of(steps, agreed(0.0 if options.dry_run else share))
+            if report:
+                row = f"{model_name}, {engine}, {loss_name}"
+                report.compare(
+                    row, {name: [times[name] for times in found] for name in steps}, "raw", "time of a step"
+                )
+                report.add(row, {name: Count(sent) for name, sent in crossing.items()}, "bytes that a rank sends")
+        if report:
+            code = report.close()
+    return code
 
 
-def show(title: str, found: list[dict[str, float]], crossing: dict[str, float]) -> None:
-    print(f"\n{title}")
-    for name in CONTENDERS:
-        median = statistics.median(times[name] for times in found)
-        ratios = [times[name] / times["raw loop"] for times in found]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-        print(
-            f"  {name:22} {median:10.1f} us a step   {middle:5.3f} x raw ({low:5.3f} to {high:5.3f}, "
-            f"{len(found)} rounds)   {crossing[name]:12,.0f} bytes a step",
-            flush=True,
-        )
-
-
-def main(ranks: int, arguments: list[str]) -> None:
-    here = Path(__file__).resolve()
-    keep = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}  # as step_overhead.py
-    paths = [str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, **keep, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    print(f"torch {torch.__version__}, {ranks} ranks of gloo, one thread each, fused AdamW, quartiles over rounds")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    sys.exit(subprocess.call([*command, str(here), *arguments], env=environment))
+def main(options: argparse.Namespace, arguments: list[str]) -> int:
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+    return subprocess.call([*launch, str(Path(__file__).resolve()), *arguments], env=environment)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=30.0, help="for each of the eight rows")
-    parser.add_argument("--rounds", type=int, help="so many for each row, in place of seconds")
-    given = parser.parse_args()
-    if ll.distributed.launched():
-        work(given.seconds, given.rounds)
-    else:
-        main(given.ranks, sys.argv[1:])
+    made = parser(__doc__, 160.0)
+    made.add_argument("--ranks", type=int, default=2)
+    given = options_of(made)
+    sys.exit(work(given) if ll.distributed.launched() else main(given, sys.argv[1:]))

@@ -1,26 +1,27 @@
 """Cost of the members of a stack against raw loops one after the other, interleaved in one run.
 
-    python tests/benchmarks/ensemble.py                  (--seconds 30 for steadier medians)
+    python tests/benchmarks/ensemble.py
 
-For K copies of the tiny MLP with AdamW: K raw loops (fused AdamW), and looplib's step of a stack, eager (its graph
-interpreted) and compiled, pure and donated. First K = 32, then K from 1 to 256 as a curve, which --picture FILE.png
-draws. Blocks of steps of all contenders alternate in shuffled order; the ratio is that of the median times of a step.
-Tracing and compiling come first and are shown separately.
+For 32 and 256 copies of the tiny MLP with AdamW: as many raw loops (fused AdamW), and looplib's step of a stack, eager
+(its graph interpreted) and compiled, pure and donated. Blocks of steps of all contenders take turns in shuffled order;
+the ratio is that of the medians over the rounds. The first step, which traces and compiles, has a table of its own.
+`growth.py` has the curve from 1 to 1,024 members.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
-from pathlib import Path
 
 import torch
-from step_overhead import Step, classify, mlp, times
+from harness import Report, Seconds, Step, Times, in_turns, options_of, parser
+from models import classify, mlp
 
 import looplib as ll
 
-CURVE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MEMBERS = (32, 256)
 
 
 def raw(members: int) -> Step:
@@ -67,55 +68,29 @@ CONTENDERS = {
 }
 
 
-def compare(members: int, names: list[str], seconds: float) -> tuple[dict[str, float], dict[str, float]]:
-    """The median microseconds of a step of all members, and the seconds to the first one."""
-    steps, first = {"raw loops in turn": raw(members)}, {}
-    for name in names:
-        steps[name] = stacked(members, *CONTENDERS[name])
-        begin = time.perf_counter()
-        steps[name]()
-        first[name] = time.perf_counter() - begin
-    found = times(steps, seconds)
-    return {name: statistics.median(values) for name, values in found.items()}, first
-
-
-def draw(rows: dict[int, dict[str, float]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for name in next(iter(rows.values())):
-        axes.plot(list(rows), [row[name] for row in rows.values()], marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="members", ylabel="microseconds for a step of all")
-    axes.set_xticks(list(rows), map(str, rows))
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-
-
-def main(seconds: float, picture: str | None) -> None:
-    torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, one thread, MLP 32-64-10, batch 16, AdamW; medians over {seconds:.0f} s")
-    medians, first = compare(32, list(CONTENDERS), seconds)
-    base = medians.pop("raw loops in turn")
-    print(f"\n32 members\n  {'raw loops in turn':18} {base:9.1f} us a step of all")
-    for name, median in medians.items():
-        print(f"  {name:18} {median:9.1f} us   {base / median:5.1f} x faster   (first step {first[name]:.1f} s)")
-    names = ["eager, donated", "compiled, donated"]
-    print(f"\n{'members':>8} {'raw loops':>12} " + " ".join(f"{name:>28}" for name in names))
-    rows = {}
-    for members in CURVE:
-        rows[members], _ = compare(members, names, seconds / 4)
-        base = rows[members]["raw loops in turn"]
-        ratios = [f"{rows[members][name]:9.1f} us {base / rows[members][name]:5.1f} x faster" for name in names]
-        print(f"{members:8} {base:9.1f} us " + " ".join(f"{ratio:>28}" for ratio in ratios), flush=True)
-    if picture:
-        draw(rows, Path(picture))
+def main(options: argparse.Namespace) -> int:
+    report = Report("ensemble", options, "MLP 32-64-10, batch 16, AdamW")
+    sizes = {f"{members} members": members for members in ((3,) if options.dry_run else MEMBERS)}
+    for row, seconds in report.rows(list(sizes)):
+        members, began = sizes[row], time.perf_counter()
+        steps = {"raw loops in turn": raw(members)}
+        for name, (donate, compile) in CONTENDERS.items():
+            if options.dry_run and compile:
+                continue
+            with report.attempt(f"{name}, {row}"):
+                step = stacked(members, donate, compile)
+                begin = time.perf_counter()
+                step()
+                report.add(row, {name: Seconds(time.perf_counter() - begin)}, "first step")
+                steps[name] = step
+        with report.attempt(row):
+            times = in_turns(steps, max(0.0, seconds - (time.perf_counter() - began)))
+            medians = {name: statistics.median(values) for name, values in times.items()}
+            base = medians.pop("raw loops in turn")
+            faster = {name: Times(base / median) for name, median in medians.items()}
+            report.add(row, {"raw loops in turn": Seconds(base), **faster}, "a step of all")
+    return report.close()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=12.0, help="for 32 members; a quarter for each of the curve")
-    parser.add_argument("--picture", help="where to draw the curve")
-    arguments = parser.parse_args()
-    main(arguments.seconds, arguments.picture)
+    sys.exit(main(options_of(parser(__doc__, 130.0))))

@@ -1,4 +1,4 @@
-"""Memory and rate of evaluating 20,000 examples with 5,000 classes, beside the transformers Trainer.
+"""Memory and rate of evaluating 20,000 samples with 5,000 classes, beside the transformers Trainer.
 
     python tests/benchmarks/evaluation.py
     python tests/benchmarks/evaluation.py --rows 100000 --only looplib     (memory does not grow)
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import re
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import Count, Mebibytes, Report, options_of, parser, status, with_system_malloc
 from torch import Tensor, nn
 
 import looplib as ll
@@ -91,13 +91,13 @@ def trainer(rows: int, preprocessed: bool) -> Callable[[], object]:
 
 CONTENDERS: dict[str, Callable[[int], Callable[[], object]]] = {
     "looplib": looplib,
-    "transformers Trainer": lambda rows: trainer(rows, False),
-    "the same, argmax kept": lambda rows: trainer(rows, True),
+    "Trainer, `compute_metrics` over all logits": lambda rows: trainer(rows, False),
+    "Trainer, keeping the argmax alone": lambda rows: trainer(rows, True),
 }
 
 
 def one(name: str, rows: int, times: int) -> None:
-    """Run by a process of its own: prints MiB and examples a second."""
+    """Run by a process of its own: prints MiB and samples a second."""
     torch.set_num_threads(1)
     CONTENDERS[name](2 * BATCH)()  # what is imported and allocated once
     evaluate = CONTENDERS[name](rows)
@@ -112,39 +112,44 @@ def one(name: str, rows: int, times: int) -> None:
     print(f"result {status('VmHWM') - before} {rows / min(seconds)}")
 
 
-def status(name: str) -> float:
-    with open("/proc/self/status") as file:
-        found = re.search(rf"{name}:\s+(\d+)", file.read())
-    assert found
-    return int(found[1]) / 2**10
+def measured(name: str, rows: int, times: int) -> tuple[float, float]:
+    """MiB and samples a second, of a process."""
+    command = [sys.executable, __file__, "--one", name, "--rows", str(rows), "--times", str(times), "--system-malloc"]
+    out = subprocess.run(command, capture_output=True, text=True, env=with_system_malloc())
+    if out.returncode:
+        raise RuntimeError(out.stderr.strip().splitlines()[-1])
+    line = next(line for line in out.stdout.splitlines() if line.startswith("result"))
+    memory, rate = map(float, line.split()[1:])
+    return memory, rate
 
 
-def main(rows: int, rounds: int, times: int, only: str | None) -> None:
-    print(f"torch {torch.__version__}, one thread, {rows:,} x {CLASSES:,} logits, medians of {rounds} processes each")
-    names = [name for name in CONTENDERS if only is None or only in name]
-    found: dict[str, list[list[float]]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for name in names:
-            command = [sys.executable, __file__, "--one", name, "--rows", str(rows), "--times", str(times)]
-            out = subprocess.run(command, capture_output=True, text=True)
-            if out.returncode:
-                raise RuntimeError(out.stderr)
-            line = next(line for line in out.stdout.splitlines() if line.startswith("result"))
-            found[name].append([float(word) for word in line.split()[1:]])
-    for name, values in found.items():
-        memory, rate = (statistics.median(column) for column in zip(*values, strict=True))
-        print(f"  {name:24} {memory:9.1f} MiB   {rate:10,.0f} examples a second")
+def main(options: argparse.Namespace) -> int:
+    rows, times = (200, 1) if options.dry_run else (options.rows, options.times)
+    report = Report("evaluation", options, f"{rows:,} x {CLASSES:,} logits")
+    names = [name for name in CONTENDERS if options.only is None or options.only in name]
+    trainer_needs = ["transformers.trainer", "accelerate"]
+    names = report.available({name: [] if name == "looplib" else trainer_needs for name in names})
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row, _ in report.rows([f"{name}, round {number}" for number in range(options.rounds) for name in names]):
+        name = row.rpartition(", ")[0]
+        with report.attempt(row):
+            found.setdefault(name, []).append(measured(name, rows, times))
+            memory, rate = (statistics.median(column) for column in zip(*found[name], strict=True))
+            report.add(name, {"peak memory above the start": Mebibytes(memory), "samples per second": Count(rate)})
+        if options.dry_run and len(found) == len(names):
+            break
+    return report.close()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--times", type=int, default=3, help="evaluations in each process")
-    parser.add_argument("--only", help="a part of a contender's name")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.one:
-        one(arguments.one, arguments.rows, arguments.times)
+    made = parser(__doc__, 100.0)
+    made.add_argument("--rows", type=int, default=20_000)
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--times", type=int, default=1, help="evaluations in each process, of which the fastest counts")
+    made.add_argument("--only", help="a part of a contender's name")
+    made.add_argument("--one", help=argparse.SUPPRESS)
+    options = options_of(made)
+    if options.one:
+        one(options.one, options.rows, options.times)
     else:
-        main(arguments.rows, arguments.rounds, arguments.times, arguments.only)
+        sys.exit(main(options))

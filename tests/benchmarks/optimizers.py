@@ -2,7 +2,7 @@
 
     python tests/benchmarks/optimizers.py                       # all classes, a small MLP
     python tests/benchmarks/optimizers.py --tensors 4000        # a model of 4,000 tensors of 10 numbers
-    python tests/benchmarks/optimizers.py --only SGD AdamW --seconds 60
+    python tests/benchmarks/optimizers.py --only SGD AdamW --seconds 60         # 30 s for each of two classes
 
 The raw loops are those with `fused=True`, `foreach=True` and `foreach=False`, as far as the class has them, and the best
 is the one with the lowest median. looplib's steps are donated and pure, with the default kernel, and donated with each
@@ -13,22 +13,17 @@ two medians over the rounds, with a 95% interval from resampled rounds.
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import Report, Seconds, Step, in_turns, options_of, parser, ratio
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import looplib as ll
 
-Step = Callable[[], object]
 CLASSES: dict[str, dict[str, Any]] = {
     "SGD": {},
     "SGD momentum": {"momentum": 0.9},
@@ -120,65 +115,26 @@ def looplib(cls: Any, options: dict[str, Any], model: nn.Module, batch: Any, don
     return step
 
 
-def blocks(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
-    """Microseconds of a step in each round."""
-    counts = {}
-    for name, step in steps.items():
-        for _ in range(3):
-            step()
-        start = time.perf_counter()
-        step()
-        counts[name] = max(1, round(0.02 / (time.perf_counter() - start)))
-    rounds: dict[str, list[float]] = {name: [] for name in steps}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(rounds[next(iter(steps))]) < 5:
-        for name in random.sample(list(steps), len(steps)):
-            step = steps[name]
-            step()  # the caches are another contender's
-            start = time.perf_counter()
-            for _ in range(counts[name]):
-                step()
-            rounds[name].append((time.perf_counter() - start) / counts[name] * 1e6)
-    return rounds
-
-
-def ratio(ours: list[float], best: list[float]) -> tuple[float, float, float]:
-    """The ratio of the medians, and its 95% interval."""
-    indices = range(len(ours))
-    drawn = []
-    for _ in range(1000):
-        chosen = random.choices(indices, k=len(ours))
-        drawn.append(statistics.median(ours[i] for i in chosen) / statistics.median(best[i] for i in chosen))
-    drawn.sort()
-    return statistics.median(ours) / statistics.median(best), drawn[25], drawn[974]
-
-
-def main(names: list[str], seconds: float, tensors: int, out: Path | None) -> None:
-    torch.set_num_threads(1)
-    print(
-        f"torch {torch.__version__}, one thread, {f'{tensors} tensors' if tensors else 'MLP'}, {seconds:.0f} s a class"
-    )
-    rows: list[dict[str, Any]] = []
-    for name in tqdm(names, desc="classes"):
-        rounds = blocks(contenders(name, tensors), seconds)
-        best = min(
-            (kind for kind in rounds if kind.startswith("raw")), key=lambda kind: statistics.median(rounds[kind])
-        )
-        tqdm.write(f"\n{name}: {best}, {statistics.median(rounds[best]):.1f} us a step")
-        for kind, values in rounds.items():
-            if kind != best:
-                value, low, high = ratio(values, rounds[best])
-                rows.append({"class": name, "step": kind, "best": best, "ratio": value, "low": low, "high": high})
-                tqdm.write(f"  {kind:26} {value:6.3f} of it   [{low:.3f}, {high:.3f}]   {len(values)} rounds")
-        if out is not None:
-            out.write_text(json.dumps({"torch": torch.__version__, "tensors": tensors, "rows": rows}, indent=1))
+def main(options: argparse.Namespace) -> int:
+    model = f"{options.tensors} tensors" if options.tensors else "MLP"
+    report = Report("optimizers", options, model)
+    for name, seconds in report.rows(options.only):
+        with report.attempt(name):
+            times = in_turns(contenders(name, options.tensors), seconds, block=0.02, least=5)
+            medians = {kind: statistics.median(values) for kind, values in times.items()}
+            best = min((kind for kind in medians if kind.startswith("raw")), key=medians.__getitem__)
+            cells: dict[str, Any] = {"fastest raw loop": f"{best.removeprefix('raw, ')}, {Seconds(medians[best])}"}
+            cells |= {
+                kind.removeprefix("looplib, "): ratio(values, times[best])
+                for kind, values in sorted(times.items(), key=lambda item: item[0].count(","))  # the default first
+                if kind.startswith("looplib")
+            }
+            report.add(name, cells)
+    return report.close()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each class")
-    parser.add_argument("--tensors", type=int, default=0, help="number of small tensors, in place of the MLP")
-    parser.add_argument("--only", nargs="*", default=list(CLASSES), choices=list(CLASSES), help="classes")
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    arguments = parser.parse_args()
-    main(arguments.only, arguments.seconds, arguments.tensors, arguments.json)
+    made = parser(__doc__, 170.0)
+    made.add_argument("--tensors", type=int, default=0, help="number of small tensors, in place of the MLP")
+    made.add_argument("--only", nargs="*", default=list(CLASSES), choices=list(CLASSES), help="classes")
+    sys.exit(main(options_of(made)))

@@ -1,7 +1,7 @@
 """The same training with looplib, a raw loop and seven other libraries, interleaved in one run: a table of ratios.
 
     pip install -e ".[peers]" && python tests/benchmarks/peers.py
-    python tests/benchmarks/peers.py --rounds 1 --samples 20000 --parameters 1e6       (small)
+    python tests/benchmarks/peers.py --seconds 60 --samples 20000 --parameters 1e6     (small)
 
 Each library is used as its own documentation does it, with logging, progress bars, evaluation and clipping off. All
 get the same batches and the same fused AdamW. The benchmark aborts if any library ends with different weights than
@@ -40,7 +40,9 @@ from typing import Any
 import evaluation
 import torch
 import torch.nn.functional as F
-from step_overhead import Transformer, classify, mlp, next_token
+from harness import Mebibytes, Report, options_of, parser, ratio, status
+from harness import Seconds as Taken
+from models import Transformer, classify, mlp, next_token
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -312,16 +314,6 @@ MODULES = {
 }
 
 
-def why_missing(modules: list[str]) -> str:
-    """Reason why these cannot be imported, or an empty string."""
-    try:
-        for module in modules:
-            importlib.import_module(module)
-    except ImportError as error:
-        return str(error).strip().splitlines()[0]
-    return ""
-
-
 def check_same(found: Any, expected: Any, what: str) -> None:
     torch.testing.assert_close(found, expected, msg=lambda text: f"{what}: {text}")
 
@@ -362,23 +354,25 @@ def train(name: str, run: Run, stop_at: int = 0) -> tuple[float, Watched, nn.Mod
     return began, watched, model
 
 
-def turns(names: list[str], rounds: int) -> Iterator[tuple[str, bool]]:
-    """Each once in the order given, which does not count, and then in shuffled order."""
-    for number in range(rounds + 1):
+def turns(names: list[str], seconds: float) -> Iterator[tuple[str, bool]]:
+    """Each once in the order given, which does not count, and then in shuffled order while there is time."""
+    begin, number = time.perf_counter(), 0
+    while number < 2 or (time.perf_counter() - begin) * (number + 1) / number < seconds:
         for name in random.sample(names, len(names)) if number else names:
             yield name, number > 0
+        number += 1
 
 
-def time_steps(names: list[str], run: Run, rounds: int) -> Found:
+def time_steps(names: list[str], run: Run, seconds: float) -> Found:
     found: Found = {name: [] for name in names}
     expected: dict[str, Tensor] = {}
-    for name, counts in turns(names, rounds):
+    for name, counts in turns(names, seconds):
         _, watched, model = train(name, run)
         expected = expected or model.state_dict()
         for key, value in model.state_dict().items():
             check_same(value, expected[key], f"{name}, {key} after an epoch")
         if counts:
-            found[name] += watched.periods()
+            found[name].append(statistics.median(watched.periods()))
     return found
 
 
@@ -387,22 +381,22 @@ def mlp_epoch(length: int) -> tuple[nn.Module, TensorDataset]:
     return mlp()[0], TensorDataset(torch.randn(length, 32), torch.randint(0, 10, (length,)))
 
 
-def mlp_steps(options: argparse.Namespace, names: list[str]) -> dict[str, Found]:
+def mlp_steps(options: argparse.Namespace, names: list[str], seconds: float) -> dict[str, Found]:
     model, data = mlp_epoch(16 * options.steps)
-    return {"MLP, a step": time_steps(names, Run(model, classify, data, 16), options.rounds)}
+    return {"MLP, a step": time_steps(names, Run(model, classify, data, 16), seconds)}
 
 
-def ready_steps(options: argparse.Namespace, names: list[str]) -> dict[str, Found]:
+def ready_steps(options: argparse.Namespace, names: list[str], seconds: float) -> dict[str, Found]:
     model, data = mlp_epoch(16 * options.steps)
     ready = Batches(zip(*[tensor.chunk(options.steps) for tensor in data.tensors], strict=True))
-    return {"MLP, batches made beforehand": time_steps(names, Run(model, classify, ready, None), options.rounds)}
+    return {"MLP, batches made beforehand": time_steps(names, Run(model, classify, ready, None), seconds)}
 
 
-def transformer_steps(options: argparse.Namespace, names: list[str]) -> dict[str, Found]:
+def transformer_steps(options: argparse.Namespace, names: list[str], seconds: float) -> dict[str, Found]:
     torch.manual_seed(0)
-    steps = max(3, options.steps // 50)
+    steps = max(3, options.steps // 150)
     data, model = Tokens(torch.randint(0, 512, (4 * steps, 129))), Transformer()
-    return {"transformer, a step": time_steps(names, Run(model, next_token, data, 4), options.rounds)}
+    return {"transformer, a step": time_steps(names, Run(model, next_token, data, 4), seconds)}
 
 
 class Tokens(Dataset[Tensor]):
@@ -416,34 +410,34 @@ class Tokens(Dataset[Tensor]):
         return self.rows[index]
 
 
-def resumes(options: argparse.Namespace, names: list[str]) -> dict[str, Found]:
+def resumes(options: argparse.Namespace, names: list[str], seconds: float) -> dict[str, Found]:
     model, data = mlp_epoch(options.samples)
     run = Run(model, classify, data, 64, shuffle=True)
     found: dict[str, Found] = {}
     names = [name for name in names if name not in ("Fabric", PURE)]
     for point in (0.5, 0.99):
-        seconds = found[f"resume at {point:.0%} of an epoch"] = {name: [] for name in names}
+        times = found[f"resume at {point:.0%} of an epoch"] = {name: [] for name in names}
         step, ends = int(point * options.samples / 64), {}
         with tempfile.TemporaryDirectory(dir=options.directory) as root:
             for name in names:
                 folder = Path(root) / name
                 folder.mkdir()
                 ends[name] = train(name, replace(run, folder=folder, save_every=step), step + 1)[1].end
-            for name, counts in turns(names, options.rounds):
+            for name, counts in turns(names, seconds / 2):
                 resumed = replace(run, folder=Path(root) / name, resume=True)
                 began, watched, _ = train(name, resumed, 1)
                 check_same(watched.end, ends[name], f"{name}, the batch and loss that it goes on with")
                 if counts:
-                    seconds[name].append(watched.stamps[0] - began)
+                    times[name].append(watched.stamps[0] - began)
     return found
 
 
-def checkpoints(options: argparse.Namespace, names: list[str]) -> dict[str, Found]:
+def checkpoints(options: argparse.Namespace, names: list[str], seconds: float) -> dict[str, Found]:
     width = max(16, 16 * round((options.parameters / DEPTH) ** 0.5 / 16))
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(DEPTH)])
     run = Run(model, lambda model, batch: model(batch[0]).square().mean(), TensorDataset(torch.randn(8, width)), 1)
     found: Found = {name: [] for name in names}
-    for name, counts in turns(names, options.rounds):
+    for name, counts in turns(names, seconds):
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:
             os.sync()  # nothing left to write of the previous contender
             periods = train(name, replace(run, folder=Path(folder), save_every=5), 6)[1].periods()
@@ -576,12 +570,12 @@ def evaluate_once(name: str, rows: int) -> None:
     gc.collect()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
-    before = evaluation.status("VmRSS")
+    before = status("VmRSS")
     scores = {key.removeprefix("eval_"): float(value) for key, value in evaluate().items()}
-    print(json.dumps([evaluation.status("VmHWM") - before, scores["loss"], scores["accuracy"]]))
+    print(json.dumps([status("VmHWM") - before, scores["loss"], scores["accuracy"]]))
 
 
-def evaluations(options: argparse.Namespace, names: list[str]) -> dict[str, Found]:
+def evaluations(options: argparse.Namespace, names: list[str], seconds: float) -> dict[str, Found]:
     names = [name for name in EVALUATIONS if name in names or (name == ARGMAX and TRAINER in names)]
     found: Found = {name: [] for name in names}
     expected = None
@@ -589,9 +583,19 @@ def evaluations(options: argparse.Namespace, names: list[str]) -> dict[str, Foun
     # it is what glibc had kept before, which is as large as a raw loop's and differs from process to process.
     keep_nothing = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
     environment = {**os.environ, **keep_nothing}
-    for _ in range(min(3, options.rounds)):
+    begin, rounds = time.perf_counter(), 0
+    while not rounds or (time.perf_counter() - begin) * (rounds + 1) / rounds < seconds:
+        rounds += 1
         for name in names:
-            command = [sys.executable, __file__, "--one", name, "--examples", str(options.examples)]
+            command = [
+                sys.executable,
+                __file__,
+                "--one",
+                name,
+                "--examples",
+                str(options.examples),
+                "--system-malloc",
+            ]
             out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
             mebibytes, *scores = json.loads(out.stdout.splitlines()[-1])
             expected = expected or scores
@@ -600,7 +604,7 @@ def evaluations(options: argparse.Namespace, names: list[str]) -> dict[str, Foun
     return {"evaluation, memory": found}
 
 
-ROWS: dict[str, Callable[[argparse.Namespace, list[str]], dict[str, Found]]] = {
+ROWS: dict[str, Callable[[argparse.Namespace, list[str], float], dict[str, Found]]] = {
     "mlp": mlp_steps,
     "ready": ready_steps,
     "transformer": transformer_steps,
@@ -610,60 +614,39 @@ ROWS: dict[str, Callable[[argparse.Namespace, list[str]], dict[str, Found]]] = {
 }
 
 
-def absolute(row: str, value: float) -> str:
-    if row == "evaluation, memory":
-        return f"{value:.1f} MiB"
-    return f"{1e6 * value:.1f} us" if value < 1e-3 else f"{1e3 * value:.1f} ms"
+WEIGHTS = {"mlp": 1.0, "ready": 1.0, "transformer": 2.0, "resume": 2.0, "evaluation": 4.0, "checkpoint": 2.0}
+TINY = {"steps": 30, "samples": 2000, "examples": 500, "parameters": 1e5}
 
 
-def table_line(names: list[str], cells: list[str]) -> str:
-    return "".join(f"{cell:>{max(11, len(name) + 2)}}" for name, cell in zip(names, cells, strict=True))
-
-
-def main(options: argparse.Namespace) -> None:
-    missing = {name: why for name, modules in MODULES.items() if (why := why_missing(modules))}
-    names = [name for name in CONTENDERS if name not in missing]
+def main(options: argparse.Namespace) -> int:
+    vars(options).update(TINY if options.dry_run else {})
+    report = Report("peers", options, "over the raw loop's")
+    names = report.available({name: MODULES.get(name, []) for name in CONTENDERS})
     gc.freeze()  # a collection, with which the Trainer begins, is not to go through what all the others have imported
-    print(f"torch {torch.__version__}, one thread, medians of {options.rounds} rounds, over the raw loop's\n")
-    print(f"{'':30}{table_line(names, names)}")
-    argmax = ""
-    for row in options.rows:
-        for label, found in ROWS[row](options, names).items():
-            medians = {name: statistics.median(values) for name, values in found.items()}
-            base = medians[RAW]
-            cells = [f"{medians[name] / base:#.3g}" if name in medians else "-" for name in names]
-            print(f"{label:30}{table_line(names, [absolute(label, base), *cells[1:]])}", flush=True)
-            if ARGMAX in medians:
-                argmax = f"{medians[ARGMAX] / base:#.3g}"
-    print()
-    if missing:
-        left_out = ", ".join(f"{name} ({why})" for name, why in missing.items())
-        print(f'Left out: {left_out}. All of them: pip install -e ".[peers]"')
+    for row, seconds in report.rows(options.rows, WEIGHTS):
+        with report.attempt(row):
+            for label, found in ROWS[row](options, names, seconds).items():
+                base = statistics.median(found[RAW])
+                cells = {name: ratio(values, found[RAW]) for name, values in found.items()}
+                report.add(label, {**cells, RAW: Mebibytes(base) if "memory" in label else Taken(base)})
     if "resume" in options.rows and "Fabric" in names:
-        print("Fabric leaves the place in the data to the user's loop, which resumes as the raw loop does.")
-    if argmax:
-        print(f"Evaluation by a Trainer whose preprocess_logits_for_metrics keeps the argmax alone: {argmax}.")
+        report.note("Fabric leaves the place in the data to the user's loop, which resumes as the raw loop does.")
+    return report.close()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="all of them unless given")
-    parser.add_argument("--rounds", type=int, default=5, help="that count, of each row; 3 at most for memory")
-    parser.add_argument("--steps", type=int, default=1500, help="of an epoch of the MLP; 1 in 50 of the transformer")
-    parser.add_argument("--samples", type=int, default=200_000, help="in the epoch that is resumed")
-    parser.add_argument("--examples", type=int, default=20_000, help="to evaluate")
-    parser.add_argument("--parameters", type=float, default=50e6, help="three times as many numbers are saved")
-    parser.add_argument("--directory", help="where to save; the system's temporary directory unless given")
-    parser.add_argument("--system-malloc", action="store_true", help="let glibc trim its heap (see step_overhead.py)")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    made = parser(__doc__, 290.0)
+    made.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="all of them unless given")
+    made.add_argument("--steps", type=int, default=1500, help="of an epoch of the MLP; 1 in 150 of the transformer")
+    made.add_argument("--samples", type=int, default=200_000, help="in the epoch that is resumed")
+    made.add_argument("--examples", type=int, default=20_000, help="to evaluate")
+    made.add_argument("--parameters", type=float, default=50e6, help="three times as many numbers are saved")
+    made.add_argument("--directory", help="where to save; the system's temporary directory unless given")
+    made.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = options_of(made)
     warnings.simplefilter("ignore")
     logging.disable()  # the peers' advice on loggers, workers and checkpoints
-    keep = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
     if arguments.one:
         evaluate_once(arguments.one, arguments.examples)
-    elif not arguments.system_malloc and not keep.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **keep})
     else:
-        main(arguments)
+        sys.exit(main(arguments))

@@ -1,7 +1,7 @@
 """Time to resume within an epoch: from the restore to the first new step.
 
     python tests/benchmarks/resume.py
-    python tests/benchmarks/resume.py --samples 20000 --rounds 1
+    python tests/benchmarks/resume.py --samples 20000
 
 Checkpoints are made at 1%, 50% and 99% of an epoch of a million samples, of a TensorDataset and of a map-style
 dataset with random augmentation. Each is resumed in a separate process, in shuffled order, with the model and the
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -26,12 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import Report, Seconds, options_of, parser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -175,66 +175,52 @@ def in_a_new_process(*run: Any) -> Times:
     return load, batch, step
 
 
-def table_row(cells: Sequence[str]) -> str:
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, (10, 13, 8, 11, 23, 12, 10), strict=True))
-
-
-def show(dataset_name: str, found: dict[tuple[str, float], list[Times]]) -> None:
-    columns = ("load", "first batch", "step", "together", "(lowest to highest)", "over fresh", "x fresh")
-    print(f"\n{f'{dataset_name}, ms':34}{table_row(columns)}")
+def show(report: Report, dataset_name: str, found: dict[tuple[str, float], list[Times]]) -> None:
+    """Rows of the medians so far, with what lies beyond `--read-to` extrapolated."""
     for name in CONTENDERS:
-        if (name, 0.0) not in found:
-            print(f"  {name:28}  not measured: pip install accelerate")
+        fresh = found.get((name, 0.0), [])
+        reached = [point for point in POINTS[1:] if found.get((name, point))]
+        if not fresh or not reached:
             continue
-        fresh = 0.0
-        for point in POINTS:
+        cells: dict[str, Any] = {"fresh": Seconds(statistics.median(map(sum, fresh)))}
+        for point in POINTS[1:]:
             times, guessed = found.get((name, point)), ""
-            if times is None:
-                guessed, far = "~", max(p for p in POINTS if (name, p) in found)
+            if not times:
+                guessed, far = "~", reached[-1]
                 seen, first = (statistics.median(batch for _, batch, _ in found[name, p]) for p in (far, 0.0))
                 ahead = (seen - first) * (point / far - 1)
                 times = [(load, batch + ahead, step) for load, batch, step in found[name, far]]
-            parts = [1000 * statistics.median(part) for part in zip(*times, strict=True)]
-            totals = [1000 * sum(each) for each in times]
-            total = statistics.median(totals)
-            fresh = fresh or total
-            spread = f"({min(totals):.1f} to {max(totals):.1f})"
-            cells = [f"{part:.1f}" for part in (*parts, total)] + [
-                spread,
-                f"{total - fresh:+.1f}",
-                f"{total / fresh:.3f}",
-            ]
-            print(
-                f"  {name:26}{f'at {point:.0%}' if point else 'fresh':>8}"
-                + table_row([guessed + cell for cell in cells])
-            )
+            total = statistics.median(map(sum, times))
+            cells[f"at {point:.0%}"] = f"{guessed}{Seconds(total)}"
+            cells[f"over fresh, at {point:.0%}"] = f"{guessed}{1000 * (total - cells['fresh'].value):+,.1f} ms"
+        report.add(f"{name}, {dataset_name}", cells, "from the restore to the first new step")
 
 
-def main(samples: int, rounds: int, read_to: float, workers: int) -> None:
-    print(
-        f"torch {torch.__version__}, one thread, {samples:,} samples, batches of {BATCH_SIZE}, {workers} workers, "
-        f"medians of {rounds} processes each"
-    )
-    names = [name for name in CONTENDERS if name != SAMPLER_PAST or importlib.util.find_spec("accelerate")]
-    read_to = max(read_to, POINTS[1])
-    for dataset_name in FEATURES:
+def main(options: argparse.Namespace) -> int:
+    samples = 2000 if options.dry_run else options.samples
+    report = Report("resume", options, f"{samples:,} samples, batches of {BATCH_SIZE}, {options.workers} workers")
+    names = report.available({name: ["accelerate"] if name == SAMPLER_PAST else [] for name in CONTENDERS})
+    read_to = max(options.read_to, POINTS[1])
+    for dataset_name, seconds in report.rows(list(FEATURES)):
         runs = [(name, point) for name in names for point in POINTS if name != READ_PAST or point <= read_to]
         found: dict[tuple[str, float], list[Times]] = {run: [] for run in runs}
-        with tempfile.TemporaryDirectory() as folder:
+        end = time.perf_counter() + seconds
+        with tempfile.TemporaryDirectory() as folder, report.attempt(dataset_name):
             for point in POINTS[1:]:
                 save_at(folder, dataset_name, point, samples)
-            for _ in range(rounds):
+            while min(map(len, found.values())) == 0 or time.perf_counter() < end:
                 for name, point in random.sample(runs, len(runs)):
-                    times = in_a_new_process(name, dataset_name, samples, point, workers, folder)
+                    if found[name, point] and time.perf_counter() >= end:
+                        break
+                    times = in_a_new_process(name, dataset_name, samples, point, options.workers, folder)
                     found[name, point].append(times)
-        show(dataset_name, found)
+            show(report, dataset_name, found)
+    return report.close()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=1_000_000, help="in an epoch")
-    parser.add_argument("--rounds", type=int, default=7, help="processes for each line")
-    parser.add_argument("--read-to", type=float, default=0.01, help="how far reading past is measured")
-    parser.add_argument("--workers", type=int, default=0, help="of the loaders")
-    arguments = parser.parse_args()
-    main(arguments.samples, arguments.rounds, arguments.read_to, arguments.workers)
+    made = parser(__doc__, 130.0)
+    made.add_argument("--samples", type=int, default=1_000_000, help="in an epoch")
+    made.add_argument("--read-to", type=float, default=0.01, help="how far reading past is measured")
+    made.add_argument("--workers", type=int, default=0, help="of the loaders")
+    sys.exit(main(options_of(made)))

@@ -1,7 +1,7 @@
 """One rank of 8, 128 and 1024: planning, steps, merged metrics and a sharded save, on torch's fake process group.
 
-    python tests/benchmarks/scale.py            (writes the figure and the table in recipes/SCALE.md)
-    python tests/benchmarks/scale.py --quick    (fewer tensors; prints the table only)
+    python tests/benchmarks/scale.py                  (`all.py --only scale` puts figure and table into recipes/SCALE.md)
+    python tests/benchmarks/scale.py --dry-run        (fewer tensors)
 
 The fake group sends nothing, so times are those of this rank's own work, what all ranks send is counted, not timed, and
 gradients are only this rank's.
@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from harness import Report, options_of, parser
+
 RANKS = (8, 128, 1024)
 ROWS = {
     "plan an epoch of 1e9 samples and find batch 900,000, ms": "plan",
@@ -36,7 +37,7 @@ ROWS = {
     "bytes handed to them (raw loop)&nbsp;": "FSDP2_bytes",
     "collective calls to merge two metrics, as `evaluate` does once": "evaluation_calls",
     "bytes handed to them for the metrics": "evaluation_bytes",
-    "write and describe {tensors:,} tensors on rank 0, s": "save",
+    "write and describe {tensors} tensors on rank 0, s": "save",
     "bytes of the description that rank 0 writes of its own chunks": "described",
     "bytes that rank 0 receives about the chunks of all ranks": "received",
     "merge these on rank 0, ms": "merge",
@@ -198,15 +199,6 @@ def fastest(function: Callable[[], Any], times: int = 20) -> float:
     return min(seconds(function) for _ in range(times))
 
 
-def table(found: dict[int, dict[str, float]], tensors: int) -> str:
-    head = "| rank 0 of | " + " | ".join(f"{ranks:,}" for ranks in found) + " |\n"
-    lines = [head, "| --- |" + " --- |" * len(found) + "\n"]
-    for title, name in ROWS.items():
-        numbers = " | ".join(cell(numbers, name) for numbers in found.values())
-        lines.append(f"| {title.format(tensors=tensors)} | {numbers} |\n")
-    return "".join(lines)
-
-
 def cell(numbers: dict[str, float], name: str) -> str:
     raw = numbers.get(f"{name}_raw")
     return shown(numbers[name]) + ("" if raw is None else f" ({shown(raw)})")
@@ -248,28 +240,29 @@ def draw(found: dict[int, dict[str, float]], path: Path) -> None:
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="200 tensors instead of 10,000; only print")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    tensors = 200 if arguments.quick else 10_000
-    if arguments.one:
-        print(json.dumps(measure(arguments.one, tensors)))
-        return
-    found = {}
-    for ranks in RANKS:
-        command = [sys.executable, __file__, "--one", str(ranks), *(["--quick"] if arguments.quick else [])]
-        found[ranks] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    text = table(found, tensors)
-    print(text)
-    if not arguments.quick:
-        page = ROOT / "recipes" / "SCALE.md"
-        begin, end = "<!-- measured -->\n", "<!-- end -->\n"
-        before, rest = page.read_text().split(begin)
-        page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
-        draw(found, ROOT / "notebooks" / "figures" / "scale.svg")
+def main() -> int:
+    made = parser(__doc__, 45.0)
+    made.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    options = options_of(made)
+    tensors = 200 if options.dry_run else 10_000
+    if options.one:
+        print(json.dumps(measure(options.one, tensors)))
+        return 0
+    report = Report("scale", options, "torch's fake process group")
+    found: dict[int, dict[str, float]] = {}
+    for row, _ in report.rows([f"{ranks:,} ranks" for ranks in RANKS]):
+        ranks = int(row.split()[0].replace(",", ""))
+        with report.attempt(row):
+            command = [sys.executable, __file__, "--one", str(ranks), *(["--dry-run"] if options.dry_run else [])]
+            found[ranks] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            for title, name in ROWS.items():
+                cells = {f"{ranks:,}": cell(found[ranks], name)}
+                report.add(title.format(tensors=f"{tensors:,}"), cells, "rank 0 of")
+    if len(found) == len(RANKS):
+        with report.attempt("figure"):
+            draw(found, report.path.with_suffix(".svg"))
+    return report.close()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from step_overhead import Block, classify, next_token
+from models import Block, classify, next_token
 from torch import Tensor, nn
 
 LossFn = Callable[[Any, Any], Tensor]

@@ -1,0 +1,416 @@
+"""Growth of the cost of a step, beside the raw loop: with tensors, wrappers, predicates, samples, members, and steps made.
+
+    python tests/benchmarks/growth.py
+    python tests/benchmarks/growth.py --only tensors --seconds 60
+
+At each point of a curve, raw loop and looplib take turns in shuffled order. The first table has, for each curve,
+looplib's time over the raw loop's at the first and at the last point, and the change between them with its 95% interval
+over the rounds: above 1, looplib grows faster than the raw loop. The other tables have all points. `growth.svg` beside
+the JSON file has the curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Mebibytes, Ratio, Report, Seconds, Step, in_turns, interval, options_of, parser, resampled, status
+from models import classify, mlp
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import looplib as ll
+
+RAW, DONATED, PURE = "raw", "donated", "pure"
+SIZES = (1, 10, 100, 1000)  # numbers in the tensors of a model of many tensors, in turn
+
+
+def raw_step(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any, clips: int = 0) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
+        for _ in range(clips):
+            torch.nn.utils.clip_grad_value_(model.parameters(), 10.0)
+        optimizer.step()
+
+    return step
+
+
+def looplib_step(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any, donate: bool, clips: int = 0
+) -> Callable[[], ll.TrainState]:
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    for _ in range(clips):
+        grad_fn = ll.grads.clip_by_value(grad_fn, 10.0)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
+    state = ll.init_state(model, optimizer)
+
+    def step() -> ll.TrainState:
+        nonlocal state
+        state, _ = train_step(state, batch)
+        return state
+
+    return step
+
+
+def on_all(make: Callable[[], tuple[nn.Module, Any, Any]], clips: int = 0) -> dict[str, Step]:
+    return {
+        RAW: raw_step(*make(), clips),
+        DONATED: looplib_step(*make(), True, clips),
+        PURE: looplib_step(*make(), False, clips),
+    }
+
+
+class Many(nn.Module):
+    """Tensors of 1 to 1,000 numbers, whose forward pass is one concatenation."""
+
+    def __init__(self, tensors: int) -> None:
+        super().__init__()
+        sizes = itertools.islice(itertools.cycle(SIZES), tensors)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in sizes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(list(self.weights)).square().mean() * x.mean()
+
+
+def tensors(count: int) -> dict[str, Step]:
+    def make() -> tuple[nn.Module, Any, Any]:
+        torch.manual_seed(0)
+        return Many(count), lambda model, x: model(x), torch.ones(1)
+
+    return on_all(make)
+
+
+def small() -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    return mlp()
+
+
+def wrappers(count: int) -> dict[str, Step]:
+    """As many calls of `clip_grad_value_`, and as many `clip_by_value` around each other."""
+    return on_all(small, count)
+
+
+def predicates(count: int) -> dict[str, Step]:
+    """`step % n == 0` for as many n, and as many `every_n_steps(n)`."""
+    periods = [2 + number for number in range(count)]
+    asked = [ll.every_n_steps(period) for period in periods]
+    raw, looplib, steps = raw_step(*small()), looplib_step(*small(), True), itertools.count(1)
+
+    def raw_asking() -> int:
+        raw()
+        step, true = next(steps), 0
+        for period in periods:
+            if step % period == 0:
+                true += 1
+        return true
+
+    def looplib_asking() -> int:
+        state, true = looplib(), 0
+        for ask in asked:
+            if ask(state):
+                true += 1
+        return true
+
+    return {RAW: raw_asking, "looplib": looplib_asking}
+
+
+RAW_LIMIT = 10**7  # samples, above which the list of a DataLoader's indices takes many GB
+
+
+def later_batches(count: int) -> dict[str, Step]:
+    """A batch of an epoch that has begun."""
+    epochs = itertools.count()
+    loader = ll.make_loader(range(count), batch_size=64)
+    found: dict[str, Step] = {
+        "looplib": endless(loader, (loader(ll.TrainState(epoch=epoch)) for epoch in epochs)),
+    }
+    if count <= RAW_LIMIT:
+        raw: Any = DataLoader(range(count), batch_size=64, shuffle=True)  # type: ignore[arg-type]
+        found[RAW] = endless(raw, (iter(raw) for _ in itertools.count()))
+    return found
+
+
+def endless(loader: Any, epochs: Iterator[Iterator[Any]]) -> Step:
+    batches = itertools.chain.from_iterable(epochs)
+    return lambda: next(batches)
+
+
+def first_batch(count: int) -> dict[str, Step]:
+    """The order of an epoch, and the first batch after its middle in looplib, the first of all in a DataLoader."""
+    epochs = itertools.count()
+    loader = ll.make_loader(range(count), batch_size=64)
+    middle = len(loader) // 2
+    found: dict[str, Step] = {"looplib": lambda: next(loader(ll.TrainState(epoch=next(epochs), batch=middle)))}
+    if count <= RAW_LIMIT:
+        raw: Any = DataLoader(range(count), batch_size=64, shuffle=True)  # type: ignore[arg-type]
+        found[RAW] = lambda: next(iter(raw))
+    return found
+
+
+def members(count: int) -> dict[str, Step]:
+    """As many raw loops one after the other, and a stack (not compiled)."""
+    models, states = [], []
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    for seed in range(count):
+        torch.manual_seed(seed)
+        model, _, batch = mlp()
+        models.append(raw_step(mlp()[0], classify, batch))
+        states.append(ll.init_state(model, optimizer, seed=seed))
+
+    def raw() -> None:
+        for step in models:
+            step()
+
+    found: dict[str, Step] = {RAW: raw}
+    for name, donate in ((DONATED, True), (PURE, False)):
+        train_step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(model, classify), optimizer, donate=donate))
+        found[name] = stepping(train_step, ll.transforms.stack_states(states), batch)
+    return found
+
+
+def stepping(train_step: ll.types.TrainStep, state: ll.TrainState, batch: Any) -> Step:
+    def step() -> None:
+        nonlocal state
+        state, _ = train_step(state, batch)
+
+    return step
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Cost of a step at several points.
+
+    Attributes:
+        make: the contenders at a point.
+        linear: axes are linear, because the first point is 0.
+    """
+
+    make: Callable[[int], dict[str, Step]]
+    points: Sequence[int]
+    label: str
+    linear: bool = False
+    weight: float = 1.0
+
+
+CURVES = {
+    "tensors": Curve(tensors, (10, 100, 1000, 10_000), "parameter tensors", weight=1.5),
+    "wrappers": Curve(wrappers, range(9), "wrappers stacked", True),
+    "predicates": Curve(predicates, (0, 1, 3, 10, 30, 100), "predicates asked", True),
+    "samples, a later batch": Curve(later_batches, [10**n for n in range(3, 10)], "samples"),
+    "samples, the first batch": Curve(first_batch, [10**n for n in range(3, 10)], "samples"),
+    "members": Curve(members, (1, 4, 16, 64, 256, 1024), "members", weight=1.5),
+}
+STEPS = "steps made"
+Times = dict[str, list[float]]
+
+
+def change(first: Times, last: Times, name: str) -> Ratio:
+    """Ratio to the raw loop at the last point, over that at the first, with a 95% interval from resampled rounds."""
+    ratios = [statistics.median(times[name]) / statistics.median(times[RAW]) for times in (last, first)]
+    drawn = [resampled(times[name], times[RAW], seed) for seed, times in enumerate((last, first))]
+    return Ratio(ratios[0] / ratios[1], *interval(drawn[0] / drawn[1]))
+
+
+def verdict(found: Ratio) -> str:
+    assert found.low is not None
+    assert found.high is not None
+    if found.high <= 1.02:
+        return "no"
+    return "**yes**" if found.low > 1.02 else "not certain"
+
+
+def show(report: Report, title: str, curve: dict[int, Times]) -> None:
+    """The change between the ends of a curve that both have, and all points."""
+    both = [point for point, times in curve.items() if RAW in times]
+    first, last = curve[both[0]], curve[both[-1]]
+    for name in first:
+        if name != RAW:
+            found = change(first, last, name)
+            ends = [statistics.median(times[name]) / statistics.median(times[RAW]) for times in (first, last)]
+            cells = {
+                "from": f"{both[0]:,}",
+                "to": f"{both[-1]:,}",
+                "over raw at the first": f"{ends[0]:.2f}",
+                "at the last": f"{ends[1]:.2f}",
+                "change": found,
+                "grows faster": verdict(found),
+            }
+            report.add(f"{title}, {name}", cells, "growth")
+    for point, times in curve.items():
+        report.add(f"{point:,}", {name: Seconds(statistics.median(times[name])) for name in sorted(times)}, title)
+
+
+def measure(report: Report, title: str, seconds: float) -> dict[int, Times]:
+    curve, found = CURVES[title], {}
+    points = [curve.points[0], curve.points[1], curve.points[2]] if report.dry_run else list(curve.points)
+    begin = time.perf_counter()
+    for number, point in enumerate(points):
+        left = (seconds - (time.perf_counter() - begin)) / (len(points) - number)
+        began = time.perf_counter()
+        steps = curve.make(point)
+        for step in steps.values():
+            step()
+        found[point] = in_turns(steps, max(0.0, left - (time.perf_counter() - began)), block=0.03, least=5)
+    return found
+
+
+def batches_of_raw(data: TensorDataset) -> Iterator[Any]:
+    while True:
+        yield from DataLoader(data, batch_size=16, shuffle=True)
+
+
+def raw_run(data: TensorDataset) -> Callable[[int], list[float]]:
+    model, loss_fn, _ = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batches, number = batches_of_raw(data), itertools.count(1)
+
+    def run(steps: int) -> list[float]:
+        times, total = [], torch.zeros(())
+        for _ in range(steps):
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = loss_fn(model, next(batches))
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+            if next(number) % 100 == 0:
+                total.item()
+                total = torch.zeros(())
+            times.append(time.perf_counter() - start)
+        return times
+
+    return run
+
+
+def looplib_run(data: TensorDataset) -> Callable[[int], list[float]]:
+    model, loss_fn, _ = small()
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    loader = ll.make_loader(data, batch_size=16)
+    state, window, log_now = (
+        ll.init_state(model, optimizer, epoch_length=len(loader)),
+        ll.Window(),
+        ll.every_n_steps(100),
+    )
+
+    def run(steps: int) -> list[float]:
+        nonlocal state, window
+        times: list[float] = []
+        while len(times) < steps:
+            start = time.perf_counter()
+            for batch in loader(state):
+                state, metrics = train_step(state, batch)
+                window = window.add(metrics)
+                if log_now(state):
+                    ll.compute(window.metrics())
+                    window = ll.Window()
+                times.append(time.perf_counter() - start)
+                start = time.perf_counter()
+                if len(times) == steps:
+                    break
+        return times
+
+    return run
+
+
+def steps_made(report: Report) -> dict[int, Times]:
+    """Loops with data, metrics and a predicate, in blocks that take turns: times and memory of each block."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(1600, 32), torch.randint(0, 10, (1600,)))
+    runs = {RAW: raw_run(data), "looplib": looplib_run(data)}
+    windows, length = (3, 40) if report.dry_run else (10, 10_000)
+    parts = 10  # of a window, which take turns
+    for run in runs.values():
+        run(length // 10)
+    grown = dict.fromkeys(runs, 0.0)
+    found: dict[int, Times] = {}
+    for window in range(1, windows + 1):
+        times: Times = {name: [] for name in runs}
+        for _ in range(parts):
+            for name, run in runs.items():
+                before = status("VmRSS")
+                times[name].append(statistics.median(run(length // parts)))
+                grown[name] += status("VmRSS") - before
+        found[window * length] = times
+    steps = f"{windows * length:,} steps"
+    report.add(f"memory grown over {steps}", {name: Mebibytes(size) for name, size in grown.items()}, "memory")
+    return found
+
+
+COLORS = {RAW: "#808080", DONATED: "#1f77b4", "looplib": "#1f77b4", PURE: "#d95f02"}
+
+
+def draw(curves: dict[str, dict[int, Times]], path: Path) -> None:
+    """Curves in colors that can be read on a light and on a dark page."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    gray = "#808080"
+    colors: Any = {
+        "svg.hashsalt": "growth",
+        "text.color": gray,
+        "axes.labelcolor": gray,
+        "xtick.color": gray,
+        "ytick.color": gray,
+    }
+    rows = -(-len(curves) // 3)
+    with pyplot.rc_context(colors):
+        figure, axes = pyplot.subplots(rows, 3, figsize=(10, 2.9 * rows), layout="constrained", squeeze=False)
+        for axis in axes.flat[len(curves) :]:
+            axis.set_visible(False)
+        for axis, (title, curve) in zip(axes.flat, curves.items(), strict=False):
+            for name in sorted({name for times in curve.values() for name in times}):
+                points = [point for point, times in curve.items() if name in times]
+                values = [1e6 * statistics.median(curve[point][name]) for point in points]
+                axis.plot(points, values, "o-", markersize=3, label=name, color=COLORS[name])
+            linear = title == STEPS or CURVES[title].linear
+            if not linear:
+                axis.set(xscale="log", yscale="log")
+            else:
+                axis.set_ylim(0, None)
+            axis.set(
+                title=title, xlabel=title if title == STEPS else CURVES[title].label, ylabel="microseconds a step"
+            )
+            axis.title.set_color(gray)
+            axis.spines[:].set_color(gray)
+            axis.legend(frameon=False)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def main(options: argparse.Namespace) -> int:
+    report = Report("growth", options, "MLP 32-64-10, batch 16, fused AdamW")
+    found: dict[str, dict[int, Times]] = {}
+    weights = {title: curve.weight for title, curve in CURVES.items()} | {STEPS: 1.5}
+    for title, seconds in report.rows([name for name in weights if name in options.only], weights):
+        with report.attempt(title):
+            found[title] = steps_made(report) if title == STEPS else measure(report, title, seconds)
+            show(report, title, found[title])
+    with report.attempt("figure"):
+        draw(found, report.path.with_suffix(".svg"))
+        text = (
+            "Time of a step over tensors, wrappers, predicates, samples, members and steps made, raw and with looplib"
+        )
+        report.figures.append(f"![{text}](../../notebooks/figures/growth.svg)")
+    return report.close()
+
+
+if __name__ == "__main__":
+    made = parser(__doc__, 250.0)
+    names = [*CURVES, STEPS]
+    made.add_argument("--only", nargs="+", choices=names, default=names, help="curves; all unless given")
+    sys.exit(main(options_of(made)))

@@ -1,0 +1,352 @@
+"""Shared parts of the benchmarks: contenders in turns, ratios with intervals, and a report as a table, JSON and a progress bar.
+
+Each script takes `--seconds` for all its rows together and gives each row an equal share of what is left, so that no
+script takes much longer than it was given. `--dry-run` runs the same code at a tiny size; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+Step = Callable[[], object]
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path("runs/benchmarks")
+
+# glibc returns memory to the system and takes it again, page by page, depending on which tensor is at the end of its
+# heap, which depends on the order of the first allocations and is worth about 1% of a transformer's step either way.
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
+
+
+def parser(doc: str | None, seconds: float) -> argparse.ArgumentParser:
+    """Options that all scripts have."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--seconds", type=float, default=seconds, help=f"for all rows together ({seconds:.0f})")
+    made.add_argument("--json", type=Path, help="file for the figures; by default in runs/benchmarks")
+    made.add_argument("--dry-run", action="store_true", help="tiny sizes and few rounds: the figures mean nothing")
+    made.add_argument("--system-malloc", action="store_true", help="let glibc trim its heap between steps")
+    return made
+
+
+def options_of(made: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options given, in a process with one thread of torch whose heap keeps its memory."""
+    options = made.parse_args()
+    if not options.system_malloc and not KEEP_MEMORY.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
+    torch.set_num_threads(1)
+    return options
+
+
+def with_system_malloc() -> dict[str, str]:
+    """Environment of a process with glibc's own settings."""
+    return {name: value for name, value in os.environ.items() if name not in KEEP_MEMORY}
+
+
+def in_turns(
+    steps: Mapping[str, Step], seconds: float, *, block: float = 0.05, least: int = 3
+) -> dict[str, list[float]]:
+    """Seconds of a step of each contender in each round.
+
+    In each round each contender runs steps for `block` seconds, at least one, in shuffled order; a round counts their
+    median. Short blocks begin with a step that does not count, since the caches are another contender's.
+    """
+    for step in steps.values():
+        begin = time.perf_counter()
+        for _ in range(3):
+            step()
+            if time.perf_counter() - begin > block:
+                break
+    rounds: dict[str, list[float]] = {name: [] for name in steps}
+    begin = time.perf_counter()
+    done = 0
+    while done < least or (time.perf_counter() - begin) * (done + 1) / done < seconds:
+        for name in random.sample(list(steps), len(steps)):
+            rounds[name].append(_block(steps[name], block, bool(done) and rounds[name][-1] < block))
+        done += 1
+    return rounds
+
+
+def _block(step: Step, block: float, warm: bool) -> float:
+    if warm:
+        step()
+    times = []
+    end = time.perf_counter() + block
+    while True:
+        start = time.perf_counter()
+        step()
+        now = time.perf_counter()
+        times.append(now - start)
+        if now >= end:
+            return statistics.median(times)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ratio of two contenders' medians with its 95% interval, which fewer than three rounds do not have."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return digits(self.value)
+        return f"{digits(self.value)} [{digits(self.low)}, {digits(self.high)}]"
+
+
+@dataclass(frozen=True)
+class Seconds:
+    value: float
+
+    def __str__(self) -> str:
+        if self.value < 1e-3:
+            return f"{1e6 * self.value:.3g} us"
+        return f"{1e3 * self.value:.3g} ms" if self.value < 1 else f"{self.value:.3g} s"
+
+
+@dataclass(frozen=True)
+class Mebibytes:
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.value:,.1f} MiB" if self.value < 100 else f"{self.value:,.0f} MiB"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Speedup over the raw loops."""
+
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2g} times faster" if self.value < 10 else f"{self.value:.0f} times faster"
+
+
+@dataclass(frozen=True)
+class Count:
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.value:,.0f}"
+
+
+def digits(value: float) -> str:
+    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
+def ratio(ours: Sequence[float], base: Sequence[float]) -> Ratio:
+    """The ratio of the medians, with an interval from resampled rounds. Both were measured in each round."""
+    value = statistics.median(ours) / statistics.median(base)
+    return Ratio(value, *interval(resampled(ours, base))) if len(ours) >= 3 else Ratio(value)
+
+
+def resampled(ours: Sequence[float], base: Sequence[float], seed: int = 0) -> Tensor:
+    """A thousand ratios of the medians, each over as many rounds drawn with replacement."""
+    pair = torch.tensor([ours, base], dtype=torch.float64)
+    drawn = torch.randint(pair.shape[1], (1000, pair.shape[1]), generator=torch.Generator().manual_seed(seed))
+    above, below = pair[:, drawn].quantile(0.5, dim=2)
+    ratios: Tensor = above / below
+    return ratios
+
+
+def interval(drawn: Tensor) -> tuple[float, float]:
+    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+class OutOfTimeError(Exception):
+    """The time that the script was given is used up."""
+
+
+class Report:
+    """Figures so far, printed as they come and written to a JSON file after each.
+
+    Attributes:
+        name: of the script, and of the file in `runs/benchmarks`.
+        end: time on `time.perf_counter()` by which the script wants to be done.
+        failures: what was not measured, and why.
+    """
+
+    def __init__(self, name: str, options: argparse.Namespace, about: str = "") -> None:
+        self.name, self.dry_run, self.given = name, options.dry_run, options.seconds
+        self.path = options.json or RESULTS / f"{name}.json"
+        self.began = time.perf_counter()
+        self.end = self.began + options.seconds
+        self.about = ", ".join(filter(None, [about, machine()]))
+        self.tables: dict[str, dict[str, dict[str, Any]]] = {}
+        self.figures: list[str] = []
+        self.notes: list[str] = []
+        self.failures: dict[str, str] = {}
+        self.finished = False
+        self.write()
+
+    def rows(self, names: Sequence[str], weights: Mapping[str, float] | None = None) -> Iterator[tuple[str, float]]:
+        """Each name with the seconds that it may take, beside a progress bar. Rows without time are named as such."""
+        shares = [(weights or {}).get(name, 1.0) for name in names]
+        bar = tqdm(names, desc=self.name, disable=None)
+        for number, name in enumerate(bar):
+            bar.set_postfix_str(name)
+            left = self.end - time.perf_counter()
+            if left <= 0 and not self.dry_run:
+                self.fail(name, OutOfTimeError(f"the {self.given:.0f} s given were used up"))
+                continue
+            yield name, 0.0 if self.dry_run else left * shares[number] / sum(shares[number:])
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Report an error by name and carry on."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            self.fail(name, error)
+
+    def fail(self, name: str, error: BaseException) -> None:
+        reason = next(iter(str(error).strip().splitlines()), "")
+        self.failures[name] = reason if isinstance(error, ImportError) else f"{type(error).__name__}: {reason}"
+        tqdm.write(f"{name}: NOT MEASURED, {self.failures[name]}")
+        if not isinstance(error, (ImportError, OutOfTimeError)):
+            traceback.print_exception(error)
+        self.write()
+
+    def available(self, contenders: Mapping[str, Sequence[str]]) -> list[str]:
+        """Those of the contenders whose modules can be imported; the others are named in the report."""
+        found = []
+        for name, modules in contenders.items():
+            with self.attempt(name):
+                for module in modules:
+                    importlib.import_module(module)
+                found.append(name)
+        return found
+
+    def add(self, row: str, cells: Mapping[str, Any], table: str = "") -> None:
+        """Add cells to a row: figures, or strings."""
+        self.tables.setdefault(table, {}).setdefault(row, {}).update(cells)
+        tqdm.write(f"{row}: " + ", ".join(f"{name} {value}" for name, value in cells.items()))
+        sys.stdout.flush()
+        self.write()
+
+    def compare(self, row: str, found: Mapping[str, list[float]], base: str, table: str = "") -> None:
+        """Add the time of one contender, and the others' ratios to it."""
+        seconds = Seconds(statistics.median(found[base]))
+        self.add(
+            row,
+            {name: seconds if name == base else ratio(times, found[base]) for name, times in found.items()},
+            table,
+        )
+
+    def note(self, line: str) -> None:
+        """Add a line below the tables."""
+        self.notes.append(line)
+        tqdm.write(line)
+        self.write()
+
+    def markdown(self) -> str:
+        parts = [_table(table, rows) for table, rows in self.tables.items()] + self.figures
+        if self.notes:
+            parts.append("\n".join(f"- {line}" for line in self.notes))
+        if self.failures:
+            parts.append("\n".join(f"- Not measured: {name} ({why})." for name, why in self.failures.items()))
+        state = "" if self.finished else "Stopped before the end. "
+        dry = "**A dry run: the figures mean nothing.** " if self.dry_run else ""
+        taken = time.perf_counter() - self.began
+        return "\n\n".join([*parts, f"{dry}{state}{time.strftime('%Y-%m-%d')}: {self.about}; {taken:.0f} s in all."])
+
+    def write(self) -> None:
+        """Replace the file, so that it is complete whenever the script is killed."""
+        everything = {
+            "name": self.name,
+            "about": self.about,
+            "dry_run": self.dry_run,
+            "finished": self.finished,
+            "seconds": time.perf_counter() - self.began,
+            "tables": self.tables,
+            "notes": self.notes,
+            "failures": self.failures,
+            "markdown": self.markdown(),
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".partial")
+        part.write_text(json.dumps(everything, indent=1, default=_plain) + "\n")
+        os.replace(part, self.path)
+
+    def close(self) -> int:
+        """Print the tables. The exit status is 1 if a contender failed for another reason than being absent."""
+        self.finished = True
+        self.write()
+        print(f"\n{self.markdown()}\n\nWritten to {self.path}", flush=True)
+        return int(any("Error: " in why and "OutOfTimeError" not in why for why in self.failures.values()))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {**asdict(value), "text": str(value)}
+    return str(value)
+
+
+def _table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
+    lines = [[title, *columns], ["---"] * (len(columns) + 1)]
+    lines += [[row, *[str(cells.get(column, "")) for column in columns]] for row, cells in rows.items()]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def machine() -> str:
+    """Version of torch, threads, and the processor."""
+    model = platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        model = f"{model} {names[0].partition(': ')[2]}" if names else model
+    threads = torch.get_num_threads()
+    return f"torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}, {os.cpu_count()} cores of {model}"
+
+
+def peak_memory(script: str, call: str, *arguments: str) -> float:
+    """MiB by which a process of its own grows, at most, during `steps` steps (Linux).
+
+    Args:
+        script: name of the benchmark's module.
+        call: name of its function that takes the arguments and returns a step.
+        arguments: strings; the last is the number of steps.
+    """
+    import re
+    import subprocess
+
+    code = (
+        "import sys, os, resource; sys.path.insert(0, sys.argv[1]); import torch, importlib; torch.set_num_threads(1); "
+        "import harness; step = getattr(importlib.import_module(sys.argv[2]), sys.argv[3])(*sys.argv[4:-1]); "
+        "before = harness.status('VmRSS'); open('/proc/self/clear_refs', 'w').write('5'); "
+        "[step() for _ in range(int(sys.argv[-1]))]; print('grew', harness.status('VmHWM') - before); "
+        "sys.stdout.flush(); os._exit(0)"  # threads that wait for a turn are not joined
+    )
+    here = str(Path(__file__).parent)
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", code, here, script, call, *arguments]
+    out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
+    if out.returncode:
+        raise RuntimeError(out.stderr.strip().splitlines()[-1])
+    found = re.search(r"grew (\S+)", out.stdout)
+    assert found
+    return float(found[1])
+
+
+def status(name: str) -> float:
+    """MiB of a line of this process' status: VmRSS now, VmHWM at its peak (Linux)."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name)) / 2**10

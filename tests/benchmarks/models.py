@@ -1,0 +1,60 @@
+"""Models of the benchmarks: a tiny MLP and a transformer, each with its loss and a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class Transformer(nn.Module):
+    """4.9 million parameters: six blocks of width 256, tied embedding of 512 tokens."""
+
+    def __init__(self, vocabulary: int = 512, width: int = 256, depth: int = 6, length: int = 128) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*[Block(width, 4) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        out: Tensor = self.head(self.norm(self.blocks(self.tokens(tokens) + self.places(places))))
+        return out
+
+
+def classify(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def mlp() -> tuple[nn.Module, Callable[..., Tensor], Any]:
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    return model, classify, (torch.randn(16, 32), torch.randint(0, 10, (16,)))
+
+
+def transformer() -> tuple[nn.Module, Callable[..., Tensor], Any]:
+    return Transformer(), next_token, torch.randint(0, 512, (32, 129))

@@ -1,0 +1,708 @@
+"""looplib beside libraries that do one thing, each on its own ground, interleaved in one run.
+
+    pip install -e ".[benchmarks]" && python tests/benchmarks/specialists.py
+    python tests/benchmarks/specialists.py --only "exact AUC" --seconds 20
+
+Each row is one task: DP-SGD, MAML, averages of the weights, stacks of members, reading data, metrics, batches by length,
+checkpoints. All contenders of a row run in one process and take turns in shuffled order. Before they are timed, they
+must have computed the same numbers, where the task has one answer. The table shows looplib's time, the fastest other
+contender, and the ratio with its 95% interval over the rounds. A row in which the upper end of the interval is above
+1.02 is named below the table, with what looplib does there in addition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import logging
+import random
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness import Report, Seconds, Step, in_turns, options_of, parser, ratio
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+from torch.utils.data import DataLoader, TensorDataset
+
+import looplib as ll
+
+Prepared = tuple[Step, Callable[[], Any]]  # a step to time, and what all contenders must agree on
+Contenders = dict[str, Callable[[], Prepared]]
+LOOPLIB = "looplib"
+
+
+def library(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def classify(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def labeled(*shape: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=generator), torch.randint(0, 10, shape[:1], generator=generator)
+
+
+def values_of(tensors: Any) -> list[Tensor]:
+    """Copies of the values of a mapping of tensors, in their order."""
+    return [tensor.detach().clone() for tensor in tensors.values()]
+
+
+def training(train_step: ll.types.TrainStep, state: ll.TrainState, batch: Any) -> tuple[Step, list[ll.TrainState]]:
+    """A step, and a list that holds the last state."""
+    last = [state]
+
+    def step() -> None:
+        last[0], _ = train_step(last[0], batch)
+
+    return step, last
+
+
+def after(steps: int, step: Step, answer: Callable[[], Any]) -> Callable[[], Any]:
+    """The answer after a few steps."""
+
+    def run() -> Any:
+        for _ in range(steps):
+            step()
+        return answer()
+
+    return run
+
+
+# DP-SGD. The noise differs by design, so contenders are compared with a noise of 0.
+
+
+def private_model(kind: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    if kind == "MLP":
+        return mlp(), labeled(64, 32)
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(1024, 10))
+    return nn.Sequential(*layers), labeled(64, 1, 16, 16)
+
+
+def dp_sgd(kind: str) -> Contenders:
+    def looplib(noise: float) -> tuple[Step, Callable[[], Any]]:
+        model, batch = private_model(kind)
+        grad_fn = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, classify), 1.0)
+        grad_fn = ll.contrib.add_noise(grad_fn, 1.0, noise, expected_batch_size=64)
+        optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
+        step, last = training(train_step, ll.init_state(model, optimizer), batch)
+        return step, lambda: values_of(last[0].params)
+
+    def opacus(noise: float, mode: str) -> tuple[Step, Callable[[], Any]]:
+        modules = library("opacus.grad_sample.utils"), library("opacus.optimizers")
+        model, (x, y) = private_model(kind)
+        wrapped: Any = modules[0].prepare_module(model, mode, force_functorch=mode == "functorch")
+        inner = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9, fused=True)
+        optimizer = modules[1].DPOptimizer(inner, noise_multiplier=noise, max_grad_norm=1.0, expected_batch_size=64)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+        return step, lambda: values_of(dict(model.named_parameters()))
+
+    def prepared(make: Callable[[float], tuple[Step, Callable[[], Any]]]) -> Callable[[], Prepared]:
+        return lambda: (make(1.0)[0], after(2, *make(0.0)))
+
+    return {
+        LOOPLIB: prepared(looplib),
+        "Opacus, hooks": prepared(lambda noise: opacus(noise, "hooks")),
+        "Opacus, functorch": prepared(lambda noise: opacus(noise, "functorch")),
+    }
+
+
+# MAML: sinusoids, five inner steps of SGD, one outer step of Adam.
+
+INNER_STEPS, INNER_LR = 5, 0.01
+
+
+def squared_error(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def meta_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 1))
+
+
+def sinusoids() -> tuple[Tensor, Tensor]:
+    """25 tasks of 20 points: 10 to train on, 10 to test on."""
+    generator = torch.Generator().manual_seed(0)
+    amplitude, phase = (torch.rand(25, 1, 1, generator=generator) for _ in range(2))
+    x = 10 * torch.rand(25, 20, 1, generator=generator) - 5
+    return x, (0.1 + 4.9 * amplitude) * (x - 3.14 * phase).sin()
+
+
+def maml() -> Contenders:
+    def looplib(compiled: bool) -> Prepared:
+        model, tasks = meta_model(), sinusoids()
+        inner = ll.optimizer(torch.optim.SGD, lr=INNER_LR)
+        inner_step = ll.make_train_step(ll.make_grad_fn(model, squared_error), inner)
+        inner_step, start = ll.transforms.differentiable(inner_step), ll.copy_state(ll.init_state(model, inner))
+
+        def meta_loss(model: Any, tasks: Any) -> Tensor:
+            params = dict(model.named_parameters())
+
+            def error(x: Tensor, y: Tensor) -> Tensor:
+                batches = [(x[:10], y[:10])] * INNER_STEPS
+                state, _ = ll.transforms.unroll(inner_step, start.replace(params=params), batches)
+                return F.mse_loss(functional_call(model, state.params, x[10:]), y[10:])
+
+            return vmap(error)(*tasks).mean()
+
+        outer = ll.optimizer(torch.optim.Adam, lr=1e-3)
+        train_step = ll.make_train_step(ll.make_grad_fn(model, meta_loss), outer, donate=True)
+        train_step = ll.compile_step(train_step) if compiled else train_step
+        step, last = training(train_step, ll.init_state(model, outer), tasks)
+        return step, after(1, step, lambda: values_of(last[0].params))
+
+    def outer_loop(model: nn.Module, meta_loss: Callable[[], Tensor]) -> Prepared:
+        outer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+
+        def step() -> None:
+            outer.zero_grad()
+            meta_loss().backward()  # type: ignore[no-untyped-call]
+            outer.step()
+
+        return step, after(1, step, lambda: values_of(dict(model.named_parameters())))
+
+    def by_hand() -> Prepared:
+        model, (x, y) = meta_model(), sinusoids()
+
+        def error(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(functional_call(model, params, x), y)
+
+        def tuned(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            for _ in range(INNER_STEPS):
+                grads = torch.func.grad(error)(params, x[:10], y[:10])
+                params = {name: tensor - INNER_LR * grads[name] for name, tensor in params.items()}
+            return error(params, x[10:], y[10:])
+
+        def meta_loss() -> Tensor:
+            return vmap(tuned, in_dims=(None, 0, 0))(dict(model.named_parameters()), x, y).mean()
+
+        return outer_loop(model, meta_loss)
+
+    def torchopt() -> Prepared:
+        torchopt, (x, y), model = library("torchopt"), sinusoids(), meta_model()
+        inner = torchopt.MetaSGD(model, lr=INNER_LR)
+
+        def meta_loss() -> Tensor:
+            start, start_of_inner = torchopt.extract_state_dict(model), torchopt.extract_state_dict(inner)
+            errors = []
+            for task in range(len(x)):
+                for _ in range(INNER_STEPS):
+                    inner.step(F.mse_loss(model(x[task, :10]), y[task, :10]))
+                errors.append(F.mse_loss(model(x[task, 10:]), y[task, 10:]))
+                torchopt.recover_state_dict(model, start)
+                torchopt.recover_state_dict(inner, start_of_inner)
+            return torch.stack(errors).mean()
+
+        return outer_loop(model, meta_loss)
+
+    return {LOOPLIB: lambda: looplib(False), "torch.func by hand": by_hand, "TorchOpt": torchopt}
+
+
+# An average of the weights beside each step.
+
+DECAY = 0.99
+
+
+def averages(wide: int) -> Contenders:
+    def model_of() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, wide), nn.ReLU(), nn.Linear(wide, 10))
+
+    def looplib() -> Prepared:
+        model = model_of()
+        optimizer = ll.ema(ll.optimizer(torch.optim.AdamW, lr=1e-3), decay=DECAY, start=1)
+        train_step = ll.make_train_step(ll.make_grad_fn(model, classify), optimizer, donate=True)
+        step, last = training(train_step, ll.init_state(model, optimizer), labeled(16, 32))
+        return step, after(4, step, lambda: values_of(ll.eval_state(optimizer, last[0]).params))
+
+    def loop(average: Callable[[nn.Module], tuple[Step, Any]]) -> Prepared:
+        model, batch = model_of(), labeled(16, 32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        update, averaged = average(model)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            classify(model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            update()
+
+        return step, after(4, step, lambda: values_of(dict(averaged.named_parameters())))
+
+    def averaged_model(model: nn.Module) -> tuple[Step, Any]:
+        utils = torch.optim.swa_utils
+        averaged = utils.AveragedModel(model, multi_avg_fn=utils.get_ema_multi_avg_fn(DECAY))  # type: ignore[no-untyped-call]
+        return lambda: averaged.update_parameters(model), averaged.module
+
+    def ema_pytorch(model: nn.Module) -> tuple[Step, Any]:
+        options = {"update_after_step": 0, "update_every": 1, "min_value": DECAY, "use_foreach": True}
+        ema = library("ema_pytorch").EMA(model, beta=DECAY, **options)
+        return ema.update, ema.ema_model
+
+    return {
+        LOOPLIB: looplib,
+        "AveragedModel": lambda: loop(averaged_model),
+        "ema-pytorch": lambda: loop(ema_pytorch),
+    }
+
+
+# Members trained together, eagerly.
+
+
+def members(count: int) -> Contenders:
+    def models() -> list[nn.Module]:
+        made = []
+        for seed in range(count):
+            model = mlp()
+            torch.manual_seed(seed)
+            for layer in (model[0], model[2]):  # type: ignore[index]
+                layer.reset_parameters()
+            made.append(model)
+        return made
+
+    batch = labeled(16, 32)
+
+    def looplib() -> Prepared:
+        optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
+        each = models()
+        stack = ll.transforms.stack_states([ll.init_state(model, optimizer) for model in each])
+        train_step = ll.make_train_step(ll.make_grad_fn(each[0], classify), optimizer, donate=True)
+        step, last = training(ll.vmap_step(train_step), stack, batch)
+        return step, after(3, step, lambda: values_of(last[0].params))
+
+    def by_hand() -> Prepared:
+        each = models()
+        params, buffers = stack_module_state(each)
+        optimizer = torch.optim.AdamW(params.values(), lr=1e-3, fused=True)
+
+        def loss(params: Any, buffers: Any) -> Tensor:
+            return F.cross_entropy(functional_call(each[0], (params, buffers), batch[0]), batch[1])
+
+        def step() -> None:
+            optimizer.zero_grad()
+            total: Any = vmap(loss)(params, buffers).sum()
+            total.backward()
+            optimizer.step()
+
+        return step, after(3, step, lambda: values_of(params))
+
+    return {LOOPLIB: looplib, "stack_module_state": by_hand}
+
+
+# An epoch of data.
+
+
+class Items(torch.utils.data.Dataset[Any]):
+    """Items made by a few lines of Python each."""
+
+    def __init__(self, count: int) -> None:
+        self.x, self.y = labeled(count, 32)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index] * 2.0, self.y[index]
+
+
+class Lists(Items):
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        return [(self.x[index] * 2.0, self.y[index]) for index in indices]
+
+
+def epochs(make: Callable[[], Any], workers: int = 0) -> Contenders:
+    options: dict[str, Any] = {"num_workers": workers, **({"persistent_workers": True} if workers else {})}
+
+    def looplib() -> Prepared:
+        dataset, numbers = make(), itertools.count()
+        shuffled = ll.make_loader(dataset, batch_size=64, **options)
+        in_order = ll.make_loader(dataset, batch_size=64, order=ll.data.in_order())
+        return (
+            lambda: drained(shuffled(ll.TrainState(epoch=next(numbers)))),
+            lambda: list(in_order(ll.TrainState())),
+        )
+
+    def other(cls: Any) -> Prepared:
+        dataset = make()
+        shuffled = cls(dataset, batch_size=64, shuffle=True, **options)
+        return lambda: drained(shuffled), lambda: list(cls(dataset, batch_size=64))
+
+    return {
+        LOOPLIB: looplib,
+        "DataLoader": lambda: other(DataLoader),
+        "StatefulDataLoader": lambda: other(library("torchdata.stateful_dataloader").StatefulDataLoader),
+    }
+
+
+def drained(batches: Any) -> None:
+    for _ in batches:
+        pass
+
+
+# Metrics.
+
+
+def auc(count: int) -> Contenders:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 2, (count,), generator=generator)
+    scores = torch.rand(count, generator=generator) * 0.9 + labels * 0.1
+
+    def of(value: Callable[[], Any]) -> Prepared:
+        return value, lambda: torch.tensor(float(value()))
+
+    def torchmetrics() -> Prepared:
+        metric = library("torchmetrics.classification").BinaryAUROC(validate_args=False)
+
+        def value() -> Any:
+            metric.reset()
+            metric.update(scores, labels)
+            return metric.compute()
+
+        return of(value)
+
+    def sklearn() -> Prepared:
+        roc_auc_score = library("sklearn.metrics").roc_auc_score
+        return of(lambda: roc_auc_score(labels.numpy(), scores.numpy()))
+
+    return {
+        LOOPLIB: lambda: of(lambda: ll.metrics.AUC.of(scores, labels).compute()),
+        "torchmetrics": torchmetrics,
+        "scikit-learn": sklearn,
+    }
+
+
+def over_batches(
+    classes: int, batches: int, ours: Callable[[Tensor, Tensor], Any], theirs: str, options: dict[str, Any], sk: str
+) -> Contenders:
+    """A metric over batches of 256: logits of `classes` classes and labels."""
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        (torch.randn(256, classes, generator=generator), torch.randint(0, classes, (256,), generator=generator))
+        for _ in range(batches)
+    ]
+
+    def looplib() -> Prepared:
+        def value() -> Any:
+            merged = ours(*data[0])
+            for batch in data[1:]:
+                merged = merged.merge(ours(*batch))
+            return merged.matrix if sk == "confusion_matrix" else merged.compute()
+
+        return value, lambda: torch.as_tensor(value()).double()
+
+    def torchmetrics() -> Prepared:
+        metric = getattr(library("torchmetrics.classification"), theirs)(classes, validate_args=False, **options)
+
+        def value() -> Any:
+            metric.reset()
+            for batch in data:
+                metric.update(*batch)
+            return metric.compute()
+
+        return value, lambda: value().double()
+
+    def sklearn() -> Prepared:
+        function = getattr(library("sklearn.metrics"), sk)
+
+        def value() -> Any:
+            guesses, labels = zip(*[(logits.argmax(1), labels) for logits, labels in data], strict=True)
+            return function(torch.cat(labels).numpy(), torch.cat(guesses).numpy())
+
+        return value, lambda: torch.as_tensor(value()).double()
+
+    return {LOOPLIB: looplib, "torchmetrics": torchmetrics, "scikit-learn": sklearn}
+
+
+def accuracies(batches: int) -> Contenders:
+    ours = ll.metrics.accuracy
+    return over_batches(100, batches, ours, "MulticlassAccuracy", {"average": "micro"}, "accuracy_score")
+
+
+def matrices(batches: int) -> Contenders:
+    def ours(logits: Tensor, labels: Tensor) -> Any:
+        return ll.metrics.ConfusionMatrix.of(logits, labels, classes=100)
+
+    return over_batches(100, batches, ours, "MulticlassConfusionMatrix", {}, "confusion_matrix")
+
+
+# Batches by length. The orders differ, so contenders must agree on what is in an epoch and nearly on its padding.
+
+
+class Texts(torch.utils.data.Dataset[Any]):
+    def __init__(self, count: int) -> None:
+        draws = random.Random(0)
+        self.lengths = [min(512, 1 + int(draws.expovariate(1 / 80))) for _ in range(count)]
+        self.texts = [torch.full((length,), number + 1) for number, length in enumerate(self.lengths)]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.texts[index]
+
+
+def padded(texts: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+
+
+def by_length(count: int) -> Contenders:
+    texts = Texts(count)
+
+    def agreed(batches: Any) -> tuple[Tensor, bool]:
+        batches = list(batches)
+        tokens, padding = sum(map(torch.count_nonzero, batches)), sum(batch.numel() for batch in batches)
+        seen = torch.cat([batch[:, 0] for batch in batches]).sort().values
+        return seen, bool(tokens > 0.9 * padding)
+
+    def looplib() -> Prepared:
+        numbers = itertools.count()
+        order = ll.data.by_length(texts.lengths)
+        loader = ll.make_loader(texts, batch_size=32, order=order, collate_fn=padded)
+        return (
+            lambda: drained(loader(ll.TrainState(epoch=next(numbers)))),
+            lambda: agreed(loader(ll.TrainState())),
+        )
+
+    def other(prepare: Callable[[Any], Any]) -> Prepared:
+        sampler = library("transformers.trainer_pt_utils").LengthGroupedSampler(32, lengths=texts.lengths)
+        loader = prepare(DataLoader(texts, batch_size=32, sampler=sampler, collate_fn=padded))
+        return lambda: drained(loader), lambda: agreed(loader)
+
+    return {
+        LOOPLIB: looplib,
+        "transformers": lambda: other(lambda loader: loader),
+        "accelerate, with transformers' sampler": lambda: other(library("accelerate").Accelerator(cpu=True).prepare),
+    }
+
+
+# Checkpoints: the state of a run, saved with its files synced, and restored.
+
+
+def checkpoints(parameters: float, loading: bool) -> Contenders:
+    from checkpoint import Run, sync
+
+    run = Run(parameters)
+    root = Path(tempfile.mkdtemp())
+
+    def looplib() -> Prepared:
+        ckpt = ll.checkpoint_io(root / "looplib", keep_last=1)
+        last = [run.donated]
+
+        def save() -> None:
+            last[0] = last[0].replace(step=last[0].step + 1)
+            ckpt.save(last[0])
+
+        def load() -> None:
+            last[0] = ckpt.restore(last[0])
+
+        def restored() -> bool:
+            saved = {name: tensor.detach().clone() for name, tensor in last[0].params.items()}
+            with torch.no_grad():
+                for tensor in last[0].params.values():
+                    tensor.zero_()
+            load()
+            return all(torch.equal(saved[name], tensor) for name, tensor in last[0].params.items())
+
+        save()
+        return load if loading else save, restored
+
+    def other(write: Callable[[Path], object], read: Callable[[Path], dict[str, Tensor]]) -> Prepared:
+        import shutil
+
+        folder, numbers = Path(tempfile.mkdtemp(dir=root)), itertools.count()
+
+        def save() -> None:
+            earlier = list(folder.iterdir())
+            path = folder / str(next(numbers))
+            path.mkdir()
+            write(path)
+            sync(folder)
+            for old in earlier:
+                shutil.rmtree(old)
+
+        def load() -> dict[str, Tensor]:
+            (path,) = folder.iterdir()
+            return read(path)
+
+        def restored() -> bool:
+            saved = [tensor.detach().clone() for tensor in run.model.parameters()]
+            with torch.no_grad():
+                for tensor in run.model.parameters():
+                    tensor.zero_()
+            found = load()
+            names = [name for name, _ in run.model.named_parameters()]
+            return all(torch.equal(found[name], tensor) for name, tensor in zip(names, saved, strict=True))
+
+        save()
+        return load if loading else save, restored
+
+    def safetensors() -> Prepared:
+        package, kept = library("safetensors.torch"), run.tensors()
+
+        def read(path: Path) -> dict[str, Tensor]:
+            for name, tensor in package.load_file(path / "all.safetensors").items():
+                kept[name].data.copy_(tensor)
+            return kept
+
+        return other(lambda path: package.save_file(run.tensors(), path / "all.safetensors"), read)
+
+    def dcp() -> Prepared:
+        package, kept = library("torch.distributed.checkpoint"), run.state_dict()
+
+        def read(path: Path) -> dict[str, Tensor]:
+            package.load(kept, checkpoint_id=path, no_dist=True)
+            found: dict[str, Tensor] = kept["model"]
+            return found
+
+        return other(lambda path: package.save(run.state_dict(), checkpoint_id=path, no_dist=True), read)
+
+    def torch_save() -> Prepared:
+        def read(path: Path) -> dict[str, Tensor]:
+            found = torch.load(path / "all.pt", weights_only=True)
+            run.model.load_state_dict(found["model"])
+            run.optimizer.load_state_dict(found["optimizer"])
+            return run.model.state_dict()
+
+        return other(lambda path: torch.save(run.state_dict(), path / "all.pt"), read)
+
+    return {LOOPLIB: looplib, "safetensors": safetensors, "torch DCP": dcp, "torch.save": torch_save}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A task at its usual and at a tiny size.
+
+    Attributes:
+        make: the contenders; the argument is True for the tiny size.
+        more: what looplib does here in addition, which is why it may not be first.
+        tolerance: largest difference between the answers, relative and absolute; None for equal bits.
+    """
+
+    make: Callable[[bool], Contenders]
+    more: str
+    tolerance: float | None = 1e-4
+
+
+SEEDED = "the global streams of torch, numpy and `random` are seeded for each sample from (seed, epoch, index)"
+ROWS = {
+    "DP-SGD, MLP, batch 64": Row(
+        lambda tiny: dp_sgd("MLP"), "the step also computes the share of clipped samples and the mean of their norms"
+    ),
+    "DP-SGD, convolution, batch 64": Row(
+        lambda tiny: dp_sgd("convolution"), "most of the time is the per-sample convolution, which is the same kernel"
+    ),
+    "MAML, 25 tasks, 5 inner steps": Row(
+        lambda tiny: maml(), "by hand, the inner steps have no metrics and no checks of the state"
+    ),
+    "EMA at each step, MLP": Row(lambda tiny: averages(64), "the step checks the state"),
+    "EMA at each step, 4.3 M parameters": Row(
+        lambda tiny: averages(1000 if tiny else 100_000), "all make the same passes over the same memory"
+    ),
+    "32 members, eager": Row(
+        lambda tiny: members(3 if tiny else 32),
+        "the traced graph is interpreted node by node; `compile_step` avoids that",
+    ),
+    "epoch of tensors": Row(
+        lambda tiny: epochs(lambda: TensorDataset(*labeled(256 if tiny else 6400, 32))),
+        "the position is checked",
+        None,
+    ),
+    "epoch of Python items": Row(lambda tiny: epochs(lambda: Items(256 if tiny else 6400)), SEEDED, None),
+    "the same with `__getitems__`": Row(
+        lambda tiny: epochs(lambda: Lists(256 if tiny else 6400)),
+        "the global streams are seeded for each batch",
+        None,
+    ),
+    "the same with 2 workers": Row(
+        lambda tiny: epochs(lambda: Items(256 if tiny else 6400), workers=2), f"in the workers, {SEEDED}", None
+    ),
+    "exact AUC of a million scores": Row(
+        lambda tiny: auc(1000 if tiny else 1_000_000), "the same sort takes most of the time on all sides", 1e-5
+    ),
+    "accuracy, 40 batches of 256 x 100": Row(
+        lambda tiny: accuracies(2 if tiny else 40), "each batch is a record that checks shapes and dtypes", 1e-6
+    ),
+    "confusion matrix, 40 batches of 256 x 100": Row(
+        lambda tiny: matrices(2 if tiny else 40), "classes out of range are counted, to be reported", None
+    ),
+    "batches by length, 6,400 texts": Row(lambda tiny: by_length(640 if tiny else 6400), SEEDED, None),
+    "save of 60 MB, synced": Row(
+        lambda tiny: checkpoints(1e4 if tiny else 5e6, False), "looplib also computes and writes checksums", None
+    ),
+    "load of 60 MB": Row(
+        lambda tiny: checkpoints(1e4 if tiny else 5e6, True), "looplib verifies the checksum of each tensor", None
+    ),
+}
+
+
+def check_same(answers: dict[str, Any], tolerance: float | None) -> None:
+    """Raise if the answer of a contender differs from the first one's."""
+    (first, expected), *others = answers.items()
+    for name, answer in others:
+        try:
+            near = tolerance or 0.0
+            torch.testing.assert_close(answer, expected, rtol=near, atol=near, check_dtype=False)
+        except AssertionError as error:
+            raise AssertionError(f"{name} does not agree with {first}: {error}") from None
+
+
+def measure(report: Report, name: str, row: Row, seconds: float) -> None:
+    steps: dict[str, Step] = {}
+    answers = {}
+    for contender, make in row.make(report.dry_run).items():
+        with report.attempt(f"{contender} ({name})"):
+            steps[contender], answer = make()
+            answers[contender] = answer()
+    if LOOPLIB not in answers or len(answers) < 2:
+        return  # the failures are in the report
+    check_same(answers, row.tolerance)
+    times = in_turns({key: steps[key] for key in answers}, seconds)
+    medians = {contender: statistics.median(values) for contender, values in times.items()}
+    ours = Seconds(medians.pop(LOOPLIB))
+    ranking = sorted(medians, key=medians.__getitem__)
+    found = ratio(times[LOOPLIB], times[ranking[0]])
+    others = ", ".join(f"{contender} {Seconds(medians[contender])}" for contender in ranking[1:])
+    fastest = f"{ranking[0]} {Seconds(medians[ranking[0]])}"
+    report.add(name, {"looplib": ours, "fastest other": fastest, "looplib over it": found, "others": others})
+    if found.high is None or found.high > 1.02:
+        report.note(f"Not first, or not certainly: {name}. There, {row.more}.")
+
+
+def main(options: argparse.Namespace) -> int:
+    report = Report("specialists", options)
+    chosen = [name for name in ROWS if any(part in name for part in options.only or [""])]
+    for name, seconds in report.rows(chosen):
+        with report.attempt(name):
+            measure(report, name, ROWS[name], seconds)
+    return report.close()
+
+
+if __name__ == "__main__":
+    made = parser(__doc__, 250.0)
+    made.add_argument("--only", nargs="+", help="parts of the names of rows")
+    arguments = options_of(made)
+    warnings.simplefilter("ignore")
+    logging.disable()
+    sys.exit(main(arguments))

@@ -1,0 +1,179 @@
+"""Benchmarks: the scripts run at a tiny size, one command runs all of them, and its tables reach the pages."""
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "tests" / "benchmarks"
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    """Imports modules of the benchmarks for one test."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def dry_run(script, folder, *arguments, ends=0):
+    """Results of a dry run, and its output."""
+    path = folder / f"{script}.json"
+    command = [sys.executable, BENCHMARKS / f"{script}.py", "--dry-run", "--json", path, *arguments]
+    run = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert run.returncode == ends, run.stdout + run.stderr
+    return json.loads(path.read_text()), run.stdout
+
+
+def absent(failures):
+    """Failures for another reason than a missing package."""
+    return {name: why for name, why in failures.items() if "No module named" not in why}
+
+
+def test_specialists_are_compared_and_agree(tmp_path):
+    found, printed = dry_run("specialists", tmp_path, "--only", "AUC", "confusion", "members")
+    rows = found["tables"][""]
+    assert rows.keys() == {
+        "32 members, eager",
+        "exact AUC of a million scores",
+        "confusion matrix, 40 batches of 256 x 100",
+    }
+    for cells in rows.values():
+        assert cells["looplib"]["value"] > 0
+        assert (
+            cells["looplib over it"]["low"] <= cells["looplib over it"]["value"] <= cells["looplib over it"]["high"]
+        )
+    assert found["finished"]
+    assert not absent(found["failures"])
+    assert found["markdown"] in printed
+    assert "A dry run: the figures mean nothing." in printed
+
+
+def test_growth_is_a_table_and_a_figure_of_curves(tmp_path):
+    found, _ = dry_run("growth", tmp_path, "--only", "predicates", "steps made")
+    assert found["tables"]["growth"].keys() == {"predicates, looplib", "steps made, looplib"}
+    assert found["tables"]["predicates"].keys() == {"0", "1", "3"}
+    assert found["tables"]["memory"]["memory grown over 120 steps"].keys() == {"raw", "looplib"}
+    assert not found["failures"]
+    assert "notebooks/figures/growth.svg" in found["markdown"]
+    root = ElementTree.parse(tmp_path / "growth.svg").getroot()
+    assert root.tag.endswith("svg")
+
+
+@pytest.mark.slow
+def test_all_specialists_that_are_installed_are_measured(tmp_path, imported):
+    found, _ = dry_run("specialists", tmp_path)
+    assert found["tables"][""].keys() == imported("specialists").ROWS.keys()
+    assert not absent(found["failures"])
+
+
+@pytest.mark.slow
+def test_all_curves_are_measured(tmp_path, imported):
+    found, _ = dry_run("growth", tmp_path)
+    growth = imported("growth")
+    assert {name.rpartition(", ")[0] for name in found["tables"]["growth"]} == {*growth.CURVES, growth.STEPS}
+    assert not found["failures"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["ensemble", "optimizers", "resume", "scale"])
+def test_other_scripts_write_their_tables(tmp_path, script):
+    found, _ = dry_run(script, tmp_path, *{"optimizers": ["--only", "SGD"]}.get(script, []))
+    assert found["tables"]
+    assert not absent(found["failures"])
+
+
+def test_an_answer_that_differs_is_named(imported):
+    check_same = imported("specialists").check_same
+    check_same({"looplib": 1.0, "another": 1.00001}, 1e-4)
+    with pytest.raises(AssertionError, match="another does not agree with looplib"):
+        check_same({"looplib": 1.0, "another": 1.001}, 1e-4)
+    with pytest.raises(AssertionError, match="another does not agree with looplib"):
+        check_same({"looplib": 1.0, "another": 1.00001}, None)
+
+
+def test_a_ratio_has_the_interval_of_its_rounds(imported):
+    harness = imported("harness")
+    base = [1.0 + 0.01 * (number % 7) for number in range(50)]
+    same = harness.ratio(base, base)
+    assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
+    twice = harness.ratio([2 * value + 0.1 * (number % 3) for number, value in enumerate(base)], base)
+    assert twice.low < twice.value < twice.high
+    assert twice.value == pytest.approx(2.1, abs=0.05)
+    assert str(harness.ratio(base[:2], base[:2])) == "1.00"  # too few rounds for an interval
+
+
+def test_growth_that_is_faster_than_the_raw_loops_is_marked(imported):
+    growth = imported("growth")
+    jitter = [1.0, 1.001, 1.002, 0.999, 0.998]
+    first = {"raw": jitter, "looplib": jitter}
+    faster = {"raw": jitter, "looplib": [1.2 * value for value in jitter]}
+    assert growth.verdict(growth.change(first, first, "looplib")) == "no"
+    assert growth.verdict(growth.change(first, faster, "looplib")) == "**yes**"
+
+
+GOOD = """
+import argparse, pathlib, json
+parser = argparse.ArgumentParser()
+parser.add_argument("--seconds"), parser.add_argument("--json"), parser.add_argument("--dry-run", action="store_true")
+result = {"tables": {"": {"row": {"raw": {"value": 1}}}}, "markdown": "| new |", "failures": {"TorchOpt": "absent"}}
+pathlib.Path(parser.parse_args().json).write_text(json.dumps(result))
+"""
+
+
+def test_a_script_that_fails_or_hangs_does_not_stop_the_others(imported, monkeypatch, tmp_path):
+    every = imported("all")
+    (tmp_path / "broken.py").write_text("raise SystemExit('no disk')")
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)")
+    (tmp_path / "good.py").write_text(GOOD)
+    monkeypatch.setattr(every, "HERE", tmp_path)
+    monkeypatch.setattr(every, "SHARES", {"broken": 1.0, "hangs": 1.0, "good": 100.0})
+    monkeypatch.setattr(every, "START", 0.5)
+    out = tmp_path / "out"
+    out.mkdir()
+    options = argparse.Namespace(out=out, seconds=150.0, only=["broken", "hangs", "good"], dry_run=False)
+    ended = every.run_all(options)
+    assert {name: how for name, (how, _) in ended.items()} == {
+        "broken": "exit status 1",
+        "hangs": "stopped after 3 s",
+        "good": "done",
+    }
+    results = every.results_in(out, options.only)
+    assert results.keys() == {"good"}
+    text = every.summary(ended, results)
+    assert "hangs" in text
+    assert "not measured: TorchOpt (absent)" in text
+
+    page = "before\n<!-- measured: broken -->\n\nold\n\n<!-- end -->\n<!-- measured: good -->\n\nold\n\n<!-- end -->\nafter"
+    assert every.filled(page, results) == page.replace("good -->\n\nold", "good -->\n\n| new |")
+
+
+def test_each_script_has_its_place_on_a_page_and_its_share_of_the_time(imported):
+    every = imported("all")
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py")} - {"all", "gpu", "harness", "models"}
+    assert every.SHARES.keys() == scripts
+    text = "".join(page.read_text() for page in every.PAGES)
+    for name in scripts:
+        assert text.count(f"<!-- measured: {name} -->\n") == 1, name
+    assert text.count("<!-- measured: ") == text.count("<!-- end -->") == len(scripts)
+
+
+def test_numbers_in_the_prose_of_the_readme_are_replaced(imported):
+    every = imported("all")
+    text = (ROOT / "README.md").read_text()
+    rows = {place[2]: {"donated": {"value": 7.0 + number}} for number, place in enumerate(every.PROSE.values())}
+    changed = every.with_numbers(text, {"step_overhead": {"tables": {every.TIME: rows}}})
+    assert [changed.count(f"{7 + number}.00") for number in range(3)] == [1, 1, 1]
+    assert every.with_numbers(text, {}) == text
