@@ -94,10 +94,10 @@ def measure(ranks: int, tensors: int) -> dict[str, float]:
         parts, entry = Parts({"params": state}), new_entry(Path(folder), 1)
         entry.writing.mkdir()
         began = time.perf_counter()
-        own = _shards._write_chunks(0, entry, parts, True)
+        chunks = _shards._write_chunks(0, entry, parts, True)
         found["save"] = time.perf_counter() - began
         found["described"] = float((entry.writing / "chunks-00000.json").stat().st_size)
-    of_ranks = [json.dumps(own)] * ranks
+    of_ranks = [json.dumps(chunks)] * ranks
     found["received"] = float(sum(map(len, of_ranks)))
 
     def merge() -> None:
@@ -126,7 +126,7 @@ def wrapped(kind: str) -> Any:
     def all_reduce(_, bucket):  # type: ignore[no-untyped-def]
         # DDP's own expects a result, which the fake group does not give.
         distributed.all_reduce(bucket.buffer())
-        done = torch.futures.Future()  # type: ignore[no-untyped-call, var-annotated]
+        done = torch.futures.Future()  # type: ignore[var-annotated]
         done.set_result(bucket.buffer())
         return done
 
