@@ -22,13 +22,12 @@ from torch import Tensor
 from looplib._core import ownership, torch_private
 from looplib._core.mappings import pairs
 from looplib._core.ranks import shards
-from looplib.optim._kernels import aligned, clone
+from looplib.optim._kernels import PLAIN, aligned, clone
 from looplib.optim._recipe import copied
 from looplib.types import Grads, Params
 
 Plan = Any  # of `_update`, which imports this module
 
-_PLAIN = {Tensor, torch.nn.Parameter}
 _is_sparse, _is_contiguous = operator.attrgetter("is_sparse"), Tensor.is_contiguous
 
 # Hyperparameters that do not decide which entries of the state a class reads. The others must not be schedules.
@@ -158,7 +157,7 @@ def _copies(plan: Plan, columns: Columns) -> Columns:
 def _cloned(columns: Sequence[Sequence[Any]], dense: bool) -> list[list[Any]]:
     """Copies of columns, by one call for all: of those, a call for each takes 1% of a small step."""
     values = [*chain.from_iterable(columns)]
-    if dense or (_PLAIN.issuperset(map(type, values)) and all(map(_is_contiguous, values))):
+    if dense or (PLAIN.issuperset(map(type, values)) and all(map(_is_contiguous, values))):
         copies = iter(torch_private.foreach_clone(values))
         return [[*islice(copies, len(column))] for column in columns]
     return [[clone(value) if isinstance(value, Tensor) else copied(value) for value in column] for column in columns]
@@ -201,6 +200,11 @@ def _run(plan: Plan, values: Sequence[dict[str, Any]], groups: Sequence[Columns]
             group.update(values[columns.number])
             if plan.fused[columns.number]:
                 group["fused"] = True
+            elif plan.listed[columns.number]:
+                # A rate that is a tensor may be rounded differently there.
+                group["foreach"] = not any(
+                    isinstance(group[key], (Tensor, tuple)) for key in plan.moving[columns.number]
+                )
         torch_private.replace_init_group(instance, fill)
         plan.step(instance)
     finally:

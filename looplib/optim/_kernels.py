@@ -19,6 +19,8 @@ from looplib._core.ranks import is_sharded, shards
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe
 from looplib.types import Params
 
+PLAIN = {Tensor, torch.nn.Parameter}
+
 # Classes whose fused kernel is also used for sharded tensors, on the shards of each rank.
 _OF_SHARDS = {torch.optim.Adam, torch.optim.AdamW}
 
@@ -62,6 +64,28 @@ def _supports(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
     except (RuntimeError, TypeError):
         return False
     return True
+
+
+# Classes whose foreach functions have the bits of torch's default on a CPU, a Python loop over the parameters, in these
+# dtypes. Those of other classes, and in other dtypes, round differently. (Rprop's do not, and are not faster.)
+_SAME_IN_LISTS = {torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax}
+_SAME_DTYPES = {torch.float32, torch.float64}
+_FEW = 1 << 17  # numbers in a group: of more, the loop has each parameter in the cache until it is done
+
+
+def listed_groups(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[bool]:
+    """For each group, True if looplib uses torch's foreach functions without having been asked to."""
+    if recipe.cls not in _SAME_IN_LISTS:
+        return [False] * len(members)
+    return [
+        not chosen and bool(names) and _same_in_lists([params[name] for name in names])
+        for chosen, names in zip(chosen_by_user(recipe), members, strict=True)
+    ]
+
+
+def _same_in_lists(tensors: Sequence[Tensor]) -> bool:
+    kinds = {(type(tensor) in PLAIN, tensor.device.type, tensor.dtype in _SAME_DTYPES) for tensor in tensors}
+    return kinds == {(True, "cpu", True)} and sum(tensor.numel() for tensor in tensors) <= _FEW
 
 
 _strides_of = Tensor.stride
@@ -147,6 +171,8 @@ def told(recipe: Recipe, plans: Sequence[Any]) -> str:
     chosen = [f"{key}={values[-1]}" for key, values in options.items() if key in recipe.defaults]
     if chosen:
         return ", ".join(chosen)
+    if any(listed and names for plan in plans for names, listed in zip(plan.members, plan.listed, strict=True)):
+        return "foreach, with the bits of torch's default"
     if not recipe.ours or "fused" not in inspect.signature(recipe.cls).parameters:
         return "torch's default" if recipe.ours else "the class's own"
     if not plans:

@@ -25,7 +25,7 @@ from looplib._core.ranks import is_sharded
 from looplib.optim._closure import Evaluate, closure_over
 from looplib.optim._columns import FUSED, Lists, update_columns
 from looplib.optim._first_state import first_state, makes_state_late
-from looplib.optim._kernels import aligned, check_fused, clone, fused_groups, realigned
+from looplib.optim._kernels import PLAIN, aligned, check_fused, clone, fused_groups, listed_groups, realigned
 from looplib.optim._mismatch import mismatch
 from looplib.optim._recipe import Recipe, copied, value_at
 from looplib.optim._rehearsal import Kept, own_attributes, packed, rehearse, streams_at, unpacked
@@ -34,7 +34,6 @@ from looplib.types import Grads, Params
 States = dict[str, dict[str, Any]]
 
 
-_PLAIN = {Tensor, torch.nn.Parameter}
 _dtype = operator.attrgetter("dtype")
 # Classes whose initial state holds the learning rate of the update that creates it, and the key of that value.
 LR_IN_STATE = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
@@ -50,6 +49,7 @@ class Plan:
         values: for each group, its hyperparameters as completed by the class.
         moving: for each group, those that are schedules or injected.
         fused: for each group, True if looplib uses the fused kernel, strides permitting.
+        listed: for each group, True if looplib uses the foreach functions, which have the bits of torch's default.
         asked: for each group, True if the user asked for the fused kernel.
         direct: True if all groups with a fused kernel may call it without the class's `step`.
         by_columns: True if updates usually do not need the class's own sorting of parameters (`_columns`).
@@ -66,6 +66,7 @@ class Plan:
         self.members = recipe.members(params)
         check_fused(recipe, params, self.members)
         self.fused = fused_groups(recipe, params, self.members)
+        self.listed = listed_groups(recipe, params, self.members)
         self.moving = recipe.moving
         made = recipe.build(params, self.members)
         self.values = [{key: value for key, value in group.items() if key != "params"} for group in made.param_groups]
@@ -164,7 +165,7 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[
     # Group predicates may depend on shapes; without groups nothing does.
     shapes = [tensor.shape for tensor in tensors] if recipe.groups else None
     # Models with the same names may be sharded or not, and their kernels differ.
-    key = names, [*map(_dtype, tensors)], tensors[0].device, shapes, {*map(type, tensors)} - _PLAIN
+    key = names, [*map(_dtype, tensors)], tensors[0].device, shapes, {*map(type, tensors)} - PLAIN
     for plan in plans:
         if plan.key == key:
             return plan

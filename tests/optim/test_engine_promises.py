@@ -230,6 +230,40 @@ def test_repr_says_which_kernel_is_taken():
     assert "kernel: torch's default" in repr(ll.optimizer(torch.optim.Adamax, lr=0.1))
 
 
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+        (torch.optim.Adadelta, {"rho": 0.8}),
+        (torch.optim.Adamax, {"betas": (0.7, 0.9)}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_lists_of_small_tensors_have_the_bits_of_torchs_default(cls, options, dtype, donate):
+    """On a CPU the default is a loop over the parameters, and looplib calls the functions for lists."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (40, 33), "vector": (33,), "number": ()}
+    options = {"lr": 0.02, "weight_decay": 0.1, "maximize": True, **options}
+    params = {name: torch.randn(shape, dtype=dtype, generator=generator) for name, shape in shapes.items()}
+    raw = [torch.nn.Parameter(tensor.clone()) for tensor in params.values()]
+    loop, optimizer = cls(raw, foreach=False, **options), ll.optimizer(cls, **options)
+    opt_state = optimizer.init(params)
+    for step in range(30):
+        for tensor in raw:
+            tensor.grad = torch.randn(tensor.shape, dtype=dtype, generator=generator)
+        loop.step()
+        grads = dict(zip(params, [tensor.grad for tensor in raw], strict=True))
+        params, opt_state, _ = optimizer.update(grads, opt_state, params, step, donate=donate)
+    assert "kernel: foreach, with the bits of torch's default" in repr(optimizer)
+    assert all(torch.equal(tensor, other) for tensor, other in zip(params.values(), raw, strict=True))
+    large = {"w": torch.ones(1000, 200, dtype=dtype)}
+    optimizer = ll.optimizer(cls, **options)
+    optimizer.update(copy.deepcopy(large), optimizer.init(large), large, 0)
+    assert "kernel: torch's default" in repr(optimizer)
+
+
 # A.3: one optimizer for two models
 
 
