@@ -29,6 +29,7 @@ from looplib._core.checks import check
 from looplib._core.mappings import mapped, without
 from looplib._core.ranks import Sums, add_up_over_ranks, shards, total_over_ranks
 from looplib._core.tracing import entered, tracing
+from looplib._core.widening import wide_dtype
 from looplib.metrics._mean import Mean
 from looplib.types import Gradients, Metric
 
@@ -257,8 +258,7 @@ def mean_over_ranks(out: Gradients, params: Mapping[str, Tensor]) -> Gradients:
 def _factor(normalizer: Tensor | float, total: Tensor | float) -> Tensor | float:
     if not isinstance(total, Tensor):
         return normalizer / (total or 1)
-    if total.device.type != "mps":
-        total = total.double()
+    total = total.to(wide_dtype(total.device))
     return normalizer / (total + (total == 0))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from looplib._core import modules as _modules
 from looplib._core.checks import check, check_optional_count, check_type, named
 from looplib._core.descriptions import described
 from looplib._core.made_with import MadeWith
+from looplib._core.mappings import fields_of, mapped, pick
 from looplib._core.overlap import overlapping
 from looplib._core.torch_private import pytree
 from looplib.types import (
@@ -78,7 +80,7 @@ def init_state(
                 "other, and a copy of the state would part them. Register one tensor under both names "
                 "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone())"
             )
-        opt_state = optimizer.init({name: params[name] for name in names}, buffers=buffers)
+        opt_state = optimizer.init(pick(params, names), buffers=buffers)
     state = TrainState(
         epoch_length=epoch_length, params=params, buffers=buffers, opt_state=opt_state, seed=_whole(seed), extra=extra
     )
@@ -125,7 +127,7 @@ def copy_state(state: TrainState) -> TrainState:
             copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
-    return state.replace(**{name: pytree.tree_map(copy, getattr(state, name)) for name in TREES})
+    return state.replace(**mapped(partial(pytree.tree_map, copy), fields_of(state, TREES)))
 
 
 def bind(model: nn.Module, state: TrainState) -> TrainState:
@@ -243,7 +245,4 @@ def cast(state: TrainState, dtype: torch.dtype) -> TrainState:
         to = dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.detach().to(to, copy=True).requires_grad_(tensor.requires_grad)
 
-    return state.replace(
-        params={name: converted(tensor) for name, tensor in state.params.items()},
-        buffers={name: converted(tensor) for name, tensor in state.buffers.items()},
-    )
+    return state.replace(params=mapped(converted, state.params), buffers=mapped(converted, state.buffers))

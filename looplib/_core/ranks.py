@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, distributed
 
 from looplib._core import torch_private, waiting
+from looplib._core.widening import wide_dtype
 
 _group: Any = None  # group of the processes that divide the data; None for all
 
@@ -201,7 +202,7 @@ def total_over_ranks(value: Tensor | float) -> Tensor | float:
         return value
     if not isinstance(value, Tensor):
         return Sums([value]).read()[0]
-    wide = value.detach().reshape(()).to(torch.float32 if value.device.type == "mps" else torch.float64, copy=True)
+    wide = value.detach().reshape(()).to(wide_dtype(value.device), copy=True)
     return sum_over_ranks(wide)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from looplib._core.calls import remember
 from looplib._core.kinds import Made, mark
+from looplib._core.widening import stacked
 from looplib._wrapping import check_grad_fn
 from looplib.contrib._per_sample import _examples, _together
 from looplib.metrics._mean import Mean
@@ -56,7 +55,6 @@ def gradient_noise_scale(grad_fn: GradFn) -> GradFn:
 
 def _estimates(grads: Grads, sums: Grads, count: int) -> Mean:
     """Estimates of the trace of the covariance, and of the squared norm of the true gradient."""
-    device = next(iter(sums.values())).device
-    trace = torch.stack([grad.var(0).sum().to(device) for grad in grads.values()]).sum()
-    squared = torch.stack([total.div(count).square().sum().to(device) for total in sums.values()]).sum()
+    trace = stacked([grad.var(0).sum() for grad in grads.values()]).sum()
+    squared = stacked([total.div(count).square().sum() for total in sums.values()]).sum()
     return Mean(trace, squared - trace / count)

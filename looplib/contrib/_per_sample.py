@@ -27,6 +27,7 @@ from looplib._core.random import mix
 from looplib._core.ranks import rank
 from looplib._core.tracing import tracing
 from looplib._core.trees import batch_size as count_examples
+from looplib._core.widening import wide_dtype
 from looplib._objective import mean_of, multiply, record, split_loss
 from looplib._wrapping import PER_SAMPLE_SCALED
 from looplib.gradients import of_this_model
@@ -230,7 +231,7 @@ def _total_and_weight(name: str, value: Any) -> tuple[Tensor, Tensor]:
 
 def _sum(values: Tensor) -> Tensor:
     """Sum over the samples, in float64 if available, as metrics are merged."""
-    return (values if values.device.type == "mps" else values.double()).sum()
+    return values.to(wide_dtype(values.device)).sum()
 
 
 def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, part: Part) -> Gradients:

@@ -16,6 +16,7 @@ from looplib._core.checks import check, check_argument
 from looplib._core.kinds import Made, mark
 from looplib._core.random import mix
 from looplib._core.tracing import tracing
+from looplib._core.widening import stacked
 from looplib._objective import multiply
 from looplib._wrapping import check_grad_fn, check_parts, of_whole_step
 from looplib.contrib._per_sample import _examples, _sum, _together
@@ -74,7 +75,7 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
 def _norms(grads: Grads) -> Tensor:
     """Norms of shape (batch,), over all parameters together."""
     norms = [torch.linalg.vector_norm(grad.unsqueeze(-1).flatten(1), dim=1) for grad in grads.values()]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), dim=0)
+    total: Tensor = torch.linalg.vector_norm(stacked(norms), dim=0)
     return total
 
 

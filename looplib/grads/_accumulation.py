@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ def accumulate(
     check_optional_count("microbatches", microbatches)
     check_optional_count("size", size)
     grad_fn = check_parts(grad_fn, "accumulate")
+    summands = summands_of(grad_fn, dtype)
 
     def accumulated(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         if microbatches is None and size is None:
@@ -88,7 +89,7 @@ def accumulate(
             count = batch_size(batch)
             sizes = size if size is not None else _even(count, microbatches or 1)
             pieces = split(batch, count, sizes, batch_size)
-        return over(grad_fn, state, pieces, count, part, dtype)
+        return over(summands, state, pieces, count, part)
 
     made = kept(accumulated, "accumulate", grad_fn)
     return remember(
@@ -96,32 +97,56 @@ def accumulate(
     )
 
 
-def over(
-    grad_fn: GradFn,
-    state: TrainState,
-    pieces: Sequence[Any],
-    count: int,
-    part: Part,
-    dtype: torch.dtype | None = None,
-) -> Gradients:
+class Summands(NamedTuple):
+    """A gradient function of microbatches, whose gradients are to be added up.
+
+    Attributes:
+        grad_fn: the function.
+        dtype: dtype to add up in; None for the gradients' own.
+        adds: True if the function accumulates into the gradients so far itself.
+        microbatches: gradients of several microbatches, the last one's with the sum.
+    """
+
+    grad_fn: GradFn
+    dtype: torch.dtype | None
+    adds: bool
+    microbatches: Callable[[TrainState, Sequence[Any], Part], list[Gradients]] | None
+
+    def added_by(self, part: Part) -> bool:
+        """True if the function, or the engine in it, accumulates into the gradients so far.
+
+        A user's wrapper may change the gradients it receives, which would be wrong for those of earlier microbatches.
+        An engine, though, must find the accumulated gradients in `.grad`, where it reduces them over the ranks.
+        """
+        return self.dtype is None and (self.adds or part.context.ranks > 1)
+
+
+def summands_of(grad_fn: GradFn, dtype: torch.dtype | None = None) -> Summands:
+    record = made(grad_fn)
+    if record is None:
+        return Summands(grad_fn, dtype, False, None)
+    return Summands(grad_fn, dtype, record.adds, record.microbatches if dtype is None else None)
+
+
+def over(summands: Summands, state: TrainState, pieces: Sequence[Any], count: int, part: Part) -> Gradients:
     """Accumulate the gradients of all microbatches, which hold `count` samples together."""
     context, summed = part.context, part.reduction == "sum"
-    alone = len(pieces) == 1 and dtype is None and (context.into is None or _adds(grad_fn, part))
+    alone = len(pieces) == 1 and summands.dtype is None and (context.into is None or summands.added_by(part))
     # Other ranks may have more microbatches, and collective calls must come in the same order on all.
     if alone and (summed or not several()):
-        return grad_fn(state, pieces[0], part)
-    if context is NO_CONTEXT and type(count) is int:
-        context = _of_samples(count)
-    elif context.samples is None:
-        context = dataclasses.replace(context, samples=count)
-    whole = dataclasses.replace(part, reduction="sum", context=context)
-    record = made(grad_fn)
-    if record is not None and record.microbatches is not None and dtype is None:
-        outs: list[Gradients] = record.microbatches(state, pieces, whole)
+        return summands.grad_fn(state, pieces[0], part)
+    whole = dataclasses.replace(part, reduction="sum", context=_counted(context, count))
+    if summands.microbatches is not None:
+        out = _joined(summands.microbatches(state, pieces, whole))
     else:
-        outs = _one_by_one(grad_fn, state, pieces, whole, dtype)
-    out = _joined(outs)
+        out = _joined(_one_by_one(summands, state, pieces, whole))
     return out if summed else mean_of_sums(out)
+
+
+def _counted(context: Context, count: int) -> Context:
+    if context is NO_CONTEXT and type(count) is int:
+        return _of_samples(count)
+    return context if context.samples is not None else dataclasses.replace(context, samples=count)
 
 
 @functools.lru_cache(maxsize=64)
@@ -140,11 +165,10 @@ def _joined(outs: Sequence[Gradients]) -> Gradients:
     )
 
 
-def _one_by_one(
-    grad_fn: GradFn, state: TrainState, pieces: Sequence[Any], part: Part, dtype: torch.dtype | None
-) -> list[Gradients]:
-    """Call `grad_fn` once per microbatch and add up the gradients."""
-    normalizer, ranks, adds = part.normalizer, part.context.ranks, dtype is None and _adds(grad_fn, part)
+def _one_by_one(summands: Summands, state: TrainState, pieces: Sequence[Any], part: Part) -> list[Gradients]:
+    """Call the gradient function once per microbatch and add up the gradients."""
+    grad_fn, dtype = summands.grad_fn, summands.dtype
+    normalizer, ranks, adds = part.normalizer, part.context.ranks, summands.added_by(part)
     grads: dict[str, Tensor] = {}
     _add(grads, part.context.into or {}, dtype)
     outs: list[Gradients] = []
@@ -204,16 +228,6 @@ def _moved_on(state: TrainState, out: Gradients) -> TrainState:
     if out.params is not None:
         state = state.replace(params={**state.params, **out.params})
     return state
-
-
-def _adds(grad_fn: GradFn, part: Part) -> bool:
-    """True if a gradient function accumulates into the gradients so far itself.
-
-    A user's wrapper may change the gradients it receives, which would be wrong for those of earlier microbatches. An
-    engine, though, must find the accumulated gradients in `.grad`, where it reduces them over the ranks.
-    """
-    record = made(grad_fn)
-    return part.context.ranks > 1 or (record is not None and record.adds)
 
 
 def _given(batch: Any) -> Sequence[Any]:

@@ -17,6 +17,7 @@ from looplib._core import torch_private
 from looplib._core.calls import remember
 from looplib._core.checks import check_argument
 from looplib._core.ranks import is_sharded
+from looplib._core.widening import stacked
 from looplib._objective import multiply
 from looplib._wrapping import check_whole, of_whole_step
 from looplib.metrics._mean import Mean
@@ -79,7 +80,7 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     if len({tensor.dtype for tensor in tensors}) > 1:
         return torch.nn.utils.get_total_norm(tensors, norm_type)
     norms = torch_private.foreach_norm(tensors, norm_type)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    norm: Tensor = torch.linalg.vector_norm(stacked(norms), norm_type)
     return norm
 
 

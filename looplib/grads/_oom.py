@@ -14,6 +14,7 @@ from looplib._core.calls import remember
 from looplib._core.checks import check_optional_count
 from looplib._core.collective import named, raise_of
 from looplib._core.engines import PassFailed
+from looplib._core.mappings import mapped
 from looplib._core.memory import half, out_of_memory
 from looplib._core.ranks import gather, largest_over_ranks, rank, several
 from looplib._core.tracing import UntraceableError, tracing
@@ -21,7 +22,7 @@ from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
 from looplib._objective import mean_of_sums
 from looplib._wrapping import check_parts
-from looplib.grads._accumulation import over
+from looplib.grads._accumulation import over, summands_of
 from looplib.grads._wrapper import kept
 from looplib.metrics._mean import Mean
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
@@ -67,6 +68,7 @@ def retry_on_oom(
     """
     grad_fn = check_parts(grad_fn, "retry_on_oom")
     check_optional_count("size", size, advice="give a whole number of examples, at least 1")
+    summands = summands_of(grad_fn)
     fitting = size or math.inf
     # Of an engine's passes, known after the first attempt.
     finish: Callable[[TrainState, Gradients], Gradients] | None = None
@@ -74,8 +76,10 @@ def retry_on_oom(
     def attempt(state: TrainState, batch: Any, pieces: int, count: int, part: Part) -> tuple[Gradients | None, float]:
         """Return the gradients, or None if any rank ran out of memory, and the microbatch size there."""
         nonlocal finish
-        saved = {name: tensor.clone() for name, tensor in state.buffers.items()} if part.donate else {}
-        outcome = _outcome(lambda: over(grad_fn, state, split(batch, count, pieces, batch_size), count, part), pieces)
+        saved = mapped(Tensor.clone, state.buffers) if part.donate else {}
+        outcome = _outcome(
+            lambda: over(summands, state, split(batch, count, pieces, batch_size), count, part), pieces
+        )
         finish = outcome.finish or finish
         failed, largest = outcome.failed, float(pieces)
         if together := finish is not None and several():
@@ -94,11 +98,7 @@ def retry_on_oom(
         nonlocal fitting
         _refuse_what_cannot_be_retried(part)
         reduces = several() and not part.context.local  # what an engine would average, or this rank's gradients
-        asked = dataclasses.replace(
-            part,
-            reduction="sum" if reduces else part.reduction,
-            context=dataclasses.replace(part.context, retryable=True),
-        )
+        asked = _retryable(part, reduces)
         count = batch_size(batch)
         while True:
             pieces = max(1, int(min(fitting, count)))
@@ -161,6 +161,12 @@ def _refuse_what_cannot_be_retried(part: Part) -> None:
             "retry_on_oom within accumulate would add to gradients that a failed attempt has spoiled: put it "
             "around, retry_on_oom(accumulate(grad_fn, ...))"
         )
+
+
+def _retryable(part: Part, reduces: bool) -> Part:
+    """The part to ask for in each attempt: a sum if the ranks' gradients are combined only at the end."""
+    context = dataclasses.replace(part.context, retryable=True)
+    return dataclasses.replace(part, reduction="sum" if reduces else part.reduction, context=context)
 
 
 def _finished(

@@ -10,7 +10,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from looplib._core.checks import check_argument
-from looplib.metrics._scores import _copy, _fit, _integers, _kept, _wide, _wide_dtype
+from looplib._core.widening import wide_dtype
+from looplib.metrics._scores import _copy, _fit, _integers, _kept, _wide
 
 
 class AUC(NamedTuple):
@@ -221,7 +222,7 @@ def _runs(new: Tensor) -> Tensor:
 
 def _all_weights(scores: tuple[Tensor, ...], weights: tuple[Tensor | None, ...]) -> Tensor:
     if all(part is None for part in weights):  # ones that take no memory
-        dtype = _wide_dtype(scores[0])
+        dtype = wide_dtype(scores[0].device)
         return scores[0].new_ones(1, dtype=dtype).expand(sum(map(len, scores)))
     parts = zip(scores, weights, strict=True)
     return torch.cat([_wide(torch.ones_like(s, dtype=torch.float32)) if w is None else w for s, w in parts])
@@ -305,6 +306,6 @@ class StreamingAUC(NamedTuple):
         return (positive * negative).sum() / 2 / (positive.sum() * negative.sum())
 
     def _sides(self) -> tuple[Tensor, Tensor]:
-        wide = self.histogram.to(_wide_dtype(self.histogram))
+        wide = self.histogram.to(wide_dtype(self.histogram.device))
         wide = torch.where((wide[:, -1] != 0).any(), torch.nan, wide[:, :-1])
         return wide[0], wide[1]

@@ -8,7 +8,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from looplib.metrics._scores import _fit, _integers, _wide, _wide_dtype
+from looplib._core.widening import wide_dtype
+from looplib.metrics._scores import _fit, _integers, _wide
 
 
 class ConfusionMatrix(NamedTuple):
@@ -128,4 +129,4 @@ class ConfusionMatrix(NamedTuple):
         return self.f1().nanmean()
 
     def _wide_matrix(self) -> Tensor:
-        return self.matrix.to(_wide_dtype(self.counts))
+        return self.matrix.to(wide_dtype(self.counts.device))

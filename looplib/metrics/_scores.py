@@ -14,6 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from looplib._core.widening import wide_dtype
 from looplib.metrics._mean import Mean
 
 
@@ -124,7 +125,7 @@ def perplexity(loss: Mean) -> Reading:
 
 def _exp_of_mean(mean: Mean) -> Tensor:
     value = torch.as_tensor(mean.compute())
-    return value.to(_wide_dtype(value)).exp()
+    return value.to(wide_dtype(value.device)).exp()
 
 
 def calibration(predictions: Tensor, labels: Tensor, weights: Tensor | None = None) -> Mean:
@@ -244,7 +245,7 @@ class R2(NamedTuple):
     def empty(cls, device: Any = None) -> R2:
         """Record without samples."""
         zero = torch.zeros((), device=device)
-        zero = zero.to(_wide_dtype(zero))
+        zero = zero.to(wide_dtype(zero.device))
         return cls(0, zero, zero, zero, zero)
 
     @classmethod
@@ -288,12 +289,8 @@ def _weighted(values: Tensor, weights: Tensor | None) -> Tensor:
     return _wide(values) if weights is None else _wide(values) * _wide(weights)
 
 
-def _wide_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
-
-
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().flatten().to(_wide_dtype(tensor))
+    return tensor.detach().flatten().to(wide_dtype(tensor.device))
 
 
 def _copy(tensor: Tensor) -> Tensor:

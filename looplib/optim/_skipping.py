@@ -21,6 +21,7 @@ from looplib._core.checks import check_argument, check_count, few
 from looplib._core.mappings import mapped, pick
 from looplib._core.ranks import all_ranks, shards, sum_over_ranks
 from looplib._core.tracing import afterwards, tracing, where
+from looplib._core.widening import stacked, wide_dtype
 from looplib.metrics._mean import Mean
 from looplib.optim._wrap import Flag, Updated, wrap
 from looplib.types import Grads, Optimizer, Params
@@ -114,10 +115,10 @@ def all_finite(grads: Grads) -> Tensor:
 
 def _finite(grads: Iterable[Tensor]) -> Tensor:
     dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in shards(grads)]
-    largest = torch_private.foreach_norm([grad for grad in dense if grad.numel()], ord=float("inf"))
+    largest = torch_private.foreach_norm([*filter(Tensor.numel, dense)], ord=float("inf"))
     if not largest:
         return torch.tensor(True, device=dense[0].device if dense else None)
-    return torch.stack([norm.to(largest[0]) for norm in largest]).isfinite().all()
+    return stacked(largest).isfinite().all()
 
 
 def skip_spikes(
@@ -222,7 +223,7 @@ def _value(metrics: Any, name: str) -> Tensor:
         )
     record = metrics[name] if isinstance(metrics[name], Mean) else Mean(metrics[name].compute())
     device = next((x.device for x in record[:2] if isinstance(x, Tensor) and not x.is_cpu), torch.device("cpu"))
-    wide = torch.float32 if device.type == "mps" else torch.float64
+    wide = wide_dtype(device)
     pair = torch.stack([torch.as_tensor(x, dtype=wide, device=device).detach().reshape(()) for x in record[:2]])
     total, weight = sum_over_ranks(pair * record.times).unbind()
     return total / weight
