@@ -95,6 +95,16 @@ def test_notebooks_recipes_and_documents_are_pages(site):
     assert list((folder / "notebooks").glob("*.png"))
 
 
+def test_the_outputs_of_a_notebook_are_tables_and_figures_and_no_names_of_objects(site):
+    folder, pages = site
+    for address, page in pages.items():
+        assert "IPython.core.display" not in "".join(page.words), address
+    text = (folder / "notebooks/5_from_a_trainer.html").read_text()
+    assert "<th>Validation Loss</th>" in text
+    assert 'alt="figure"' in text
+    assert 'alt="figure on white"' in text
+
+
 def test_every_entry_can_be_searched_for(site):
     folder, pages = site
     start, end = "const docs = ", ";\n\n    // mirrored"

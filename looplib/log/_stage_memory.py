@@ -97,7 +97,7 @@ def _peaks() -> dict[str, float]:
 
 
 def _forget_peaks() -> bool:
-    """Whether the CPU's peak could be reset; the accelerator's always is."""
+    """Reset the peaks; False if the CPU's stays. The accelerator's is always reset."""
     if torch.accelerator.is_available():
         torch.accelerator.memory.reset_peak_memory_stats()
     return forget_host_peak()

@@ -20,6 +20,7 @@ ORDER = [
     "from_dist_trainer",
     "language_model",
     "fine_tune_lora",
+    "restore_vowels",
     "vision",
     "click_through",
     "with_torchmetrics",

@@ -1,0 +1,92 @@
+"""The recipe of an encoder-decoder: its answers are those of `generate`, and an interrupted run ends with the same."""
+
+import re
+import signal
+
+import pytest
+import torch
+from sklearn.metrics import accuracy_score
+from test_recipes import interruptible, load  # noqa: F401, a fixture
+from torchmetrics.functional.text import char_error_rate, word_error_rate
+
+import looplib as ll
+
+SETTINGS = {"steps": 6, "batch_size": 16, "width": 16, "depth": 1, "warmup": 2, "beams": 2, "eval_every": 3}
+recipe = load("restore_vowels")
+
+
+def small(directory, **settings):
+    return recipe.main(**SETTINGS, **settings, directory=str(directory))
+
+
+def test_answers_are_those_of_generate_and_scores_those_of_the_libraries(tmp_path, monkeypatch, capsys):
+    models, make = [], recipe.hf.T5ForConditionalGeneration
+    monkeypatch.setattr(
+        recipe.hf, "T5ForConditionalGeneration", lambda config: models.append(make(config)) or models[0]
+    )
+    scores = small(tmp_path, held_out=20)
+    losses = [row["eval/loss"] for row in ll.log.read_jsonl(tmp_path / "log.jsonl") if "eval/loss" in row]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    shown = capsys.readouterr().out
+
+    _, test_set = recipe.load_data(20, 0)
+    batch = recipe.hf.DataCollatorForSeq2Seq(recipe.TOKENIZER)([dict(row) for row in test_set])
+    phrases = [recipe.TOKENIZER.decode(row["labels"][:-1]) for row in test_set]
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    for name, beams in (("greedy", 1), ("beam", 2)):
+        columns = ll.evaluation.read_predictions(tmp_path / f"answers-step-6-beams-{beams}.jsonl")
+        assert list(columns["phrase"]) == phrases
+        with torch.no_grad():
+            ids = models[0].eval().generate(**inputs, num_beams=beams, do_sample=False, max_new_tokens=64)
+        answers = recipe.TOKENIZER.batch_decode(ids, skip_special_tokens=True)
+        assert list(columns["answer"]) == answers
+        assert scores[f"{name}_exact_matches"] == accuracy_score(phrases, answers)
+        assert scores[f"{name}_word_errors"] == pytest.approx(word_error_rate(answers, phrases).item())
+        assert scores[f"{name}_character_errors"] == pytest.approx(char_error_rate(answers, phrases).item())
+        assert f"{name} search, 20 held-out phrases: {scores[f'{name}_exact_matches']:.1%} exact matches" in shown
+    assert phrases[0] in shown
+
+
+def test_a_shorthand_lacks_vowels_and_held_out_phrases_are_new():
+    train_set, test_set = recipe.load_data(600, 0)
+    assert len(test_set) == 600
+    assert len(train_set) > 8000
+    texts = [{recipe.TOKENIZER.decode(row["labels"][:-1]) for row in rows} for rows in (train_set, test_set)]
+    assert not texts[0] & texts[1]
+    for row in test_set:
+        short, text = (recipe.TOKENIZER.decode(row[name][:-1]) for name in ("input_ids", "labels"))
+        assert re.fullmatch("".join(f"[aeiou]*{letter}" for letter in short) + "[aeiou]*", text)
+        words = list(zip(short.split(" "), text.split(" "), strict=True))
+        assert 1 <= len(words) <= 3
+        assert all(a[0] == b[0] and not set("aeiou") & set(a[1:]) for a, b in words)
+
+
+def test_it_ends_the_same_when_it_was_interrupted_in_a_step_and_in_the_search(tmp_path, monkeypatch, interruptible):  # noqa: F811
+    expected = small(tmp_path / "whole", held_out=70)
+    make_train_step, answer, calls = ll.make_train_step, recipe.answer, []
+
+    def interrupting(step, call):
+        def wrapped(*args, **options):
+            calls.append(step)
+            if calls.count(step) == call:
+                signal.raise_signal(signal.SIGINT)
+            return step(*args, **options)
+
+        return wrapped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            ll, "make_train_step", lambda *parts, **options: interrupting(make_train_step(*parts, **options), 4)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            small(tmp_path / "parts", held_out=70)
+    calls.clear()
+    with monkeypatch.context() as patched:  # after the last evaluation, of two batches
+        patched.setattr(recipe, "answer", interrupting(answer, 3))
+        with pytest.raises(KeyboardInterrupt):
+            small(tmp_path / "parts", held_out=70)
+    assert len((tmp_path / "parts/answers-step-6-beams-1.jsonl").read_text().splitlines()) == 64
+    assert small(tmp_path / "parts", held_out=70) == expected
+    for name in ("log.jsonl", "answers-step-6-beams-1.jsonl", "answers-step-6-beams-2.jsonl"):
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
