@@ -32,6 +32,7 @@ from looplib.checkpoint._listing import Listing, changed_since
 from looplib.checkpoint._policy import Policy
 from looplib.checkpoint._restore import Selection, load
 from looplib.checkpoint._settings import Settings
+from looplib.predicates._best import warn_of_unrecorded
 from looplib.types import TrainState, check_state
 
 
@@ -152,6 +153,9 @@ class CheckpointIO:
 
         If the step already has a checkpoint, it is replaced atomically: at each moment one of the two is complete. If
         the new one has no metrics and the same weights, it keeps the metrics of the old one.
+
+        A warning says so if a `BestSoFar` in `state.extra` watches one of the metrics and has seen no value yet, which
+        means that `update_best` was forgotten.
 
         To save only the weights, use `save(state.replace(opt_state=None))`. Restore them with `weights_only`; a run
         cannot be continued from them.
@@ -334,6 +338,7 @@ class CheckpointIO:
         scores = {name: _number(name, value) for name, value in (metrics or {}).items()}
         if metrics is not None:
             self._policy.check_scores(scores)
+            warn_of_unrecorded(state.extra, scores)
         return {
             "counts": counts_of(state),
             "metrics": mapped(described, scores),

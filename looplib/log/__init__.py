@@ -12,6 +12,7 @@ from looplib.log._stage_memory import stage_memory
 from looplib.log._step_timer import meter
 from looplib.log._summary import summary
 from looplib.log._tables import csv_file, read_columns, record
+from looplib.log._windowed import windowed
 from looplib.log._wrappers import every_rank, in_background, only, rename, safely
 
 __all__ = [
@@ -39,4 +40,5 @@ __all__ = [
     "tensorboard",
     "utilization",
     "wandb",
+    "windowed",
 ]

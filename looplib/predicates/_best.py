@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from looplib._core.checks import is_count
+from looplib._core.notices import warn
 from looplib._core.torch_private import pytree
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
@@ -182,6 +183,16 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
             f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores, which have {names}"
         )
     return state.replace(extra={**state.extra, key: record.update(scores[record.monitor], state.step)})
+
+
+def warn_of_unrecorded(extra: Any, scores: Mapping[str, float]) -> None:
+    """Warn if a state is saved with scores that a record of its own watches and has never seen."""
+    for key, record in extra.items() if isinstance(extra, Mapping) else ():
+        if isinstance(record, BestSoFar) and record.best is None and record.monitor in scores:
+            warn(
+                f"the state is saved with {record.monitor!r}, but state.extra[{key!r}], which watches it, has seen no value: "
+                "early_stopping would never stop the run. Write state = ll.update_best(state, scores) before you save"
+            )
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -58,7 +58,7 @@ class StopAt(TrainerCallback):
 
 
 class SaveWhenLow(TrainerCallback):
-    """Evaluates every fourth step and saves if the loss is low, also at the end of the second epoch."""
+    """Evaluates every fourth step, saves if the loss is low, and at the end of epochs asks for what has been logged."""
 
     def on_step_end(self, args, state, control, **values):
         control.should_evaluate |= state.global_step % 4 == 0
@@ -68,6 +68,7 @@ class SaveWhenLow(TrainerCallback):
 
     def on_epoch_end(self, args, state, control, **values):
         control.should_save |= state.epoch == 2
+        control.should_log = True
 
 
 RUNS = {

@@ -2012,9 +2012,7 @@ def _(state, train):
 @here(
     "DistTrainer.dev_data",
     "DistTrainer.metrics",
-    "DistTrainer.metric_key",
-    text="All ranks evaluate, each its part, and get the same scores. `metric_key='-ppl'`, where smaller is "
-    "better, is `mode='min'`.",
+    text="All ranks evaluate, each its part, and get the same scores.",
 )
 def _(model, state, test_batches):
     def metric_fn(model, batch):
@@ -2028,6 +2026,23 @@ def _(model, state, test_batches):
     x, y = (torch.cat(parts) for parts in zip(*test_batches, strict=True))
     assert scores["dev/ppl"] == pytest.approx(F.cross_entropy(model(x), y).exp().item(), rel=1e-5)
     assert ckpt.best().metrics == scores
+
+
+@here(
+    "DistTrainer.metric_key",
+    text="The metric's name and `mode=`. fastNLP puts both into the name, where `-ppl` means that smaller is better, and "
+    "`ppl` or `+ppl` that larger is; two expressions take such a setting apart.",
+)
+def _(state, train):
+    metric_key = "-ppl"
+    monitor, mode = f"dev/{metric_key.lstrip('+-')}", "min" if metric_key.startswith("-") else "max"
+    ckpt = ll.checkpoint_io("runs/small", keep_best=1, monitor=monitor, mode=mode)
+    best = ll.predicates.BestSoFar(monitor, mode=mode)
+    # shows
+    for later, ppl in zip(train(state, 3), (9.0, 4.0, 6.0), strict=True):
+        ckpt.save(later, {"dev/ppl": ppl})
+        best = best.update(ppl, later.step)
+    assert (ckpt.best().step, best.best_step) == (2, 2)
 
 
 @here(

@@ -1,48 +1,60 @@
+import argparse
+import inspect
+import pydoc_data.topics
+
 import torch
-from sklearn.datasets import load_digits
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import BertConfig, BertForSequenceClassification, ByT5Tokenizer, DataCollatorWithPadding
 
 import looplib as ll
 
-digits = load_digits()
-images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-data = [{"pixel_values": image, "labels": label} for image, label in zip(images, digits.target, strict=True)]
-train_set, eval_set = data[:1408], data[1408:]
+tokenizer = ByT5Tokenizer()
+prose = [line for topic in pydoc_data.topics.topics.values() for line in topic.splitlines() if line[:1].isalpha()]
+code = [line.strip() for line in inspect.getsource(argparse).splitlines() if line.strip()]
+lines = [(line, label) for pair in zip(prose[:320], code[:320], strict=True) for label, line in enumerate(pair)]
+data = [{**tokenizer(line, truncation=True, max_length=32), "labels": label} for line, label in lines]
+train_set, eval_set = data[:384], data[384:]
 
 torch.manual_seed(42)
-sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=2, num_channels=1, num_labels=10, **sizes))
+sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes, **dropout))
 
 
 def metric_fn(model, batch):
-    output = model(**batch)
+    output = model(**ll.losses.model_inputs(model, batch))
     return {"loss": output.loss, "accuracy": ll.accuracy(output.logits, batch["labels"])}
 
 
-loader = ll.make_loader(train_set, batch_size=64, seed=42)  # the whole batch of an update
-eval_batches = ll.make_loader(eval_set, batch_size=64, order=ll.data.in_order())
-lr = ll.warmup_cosine(3e-3, warmup=20, total=5 * len(loader))
+collate_fn = DataCollatorWithPadding(tokenizer)
+microbatches = ll.data.collate_microbatches(collate_fn, 2)  # each padded to its own longest sample
+loader = ll.make_loader(train_set, batch_size=32, seed=42, collate_fn=microbatches)  # the batch of an update
+eval_batches = ll.make_loader(eval_set, batch_size=64, order=ll.data.in_order(), collate_fn=collate_fn)
+
+lr = ll.warmup_cosine(3e-3, warmup=10, total=12 * len(loader))
 no_decay = [(lambda name, tensor: tensor.ndim < 2, {"weight_decay": 0.0})]  # biases and norms, as in the Trainer
 optimizer = ll.optimizer(torch.optim.AdamW, lr=lr, weight_decay=0.1, groups=no_decay)
-grad_fn = ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss), microbatches=2)
+grad_fn = ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss))
 train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=True)
 eval_step = ll.make_eval_step(model, metric_fn)
-log = ll.tee(ll.jsonl("runs/loop/log.jsonl"), ll.console())
-ckpt = ll.checkpoint_io("runs/loop/checkpoints", keep_last=2, monitor="eval/accuracy", mode="max")
-log_now, eval_now, done = ll.every_n_steps(20), ll.at_epoch_end(), ll.after_epochs(5)
 
-state, window = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader))), ll.Window()
+best = ll.predicates.BestSoFar("eval/accuracy", mode="max", min_delta=ll.predicates.MinDelta(0.005, cumulative=False))
+eval_now, done = ll.at_epoch_end(), ll.after_epochs(12) | ll.early_stopping(patience=2)
+log = ll.tee(ll.log.tensorboard("runs/loop"), ll.jsonl("runs/loop/log.jsonl"), ll.console())
+log_metrics = ll.log.windowed(log, ll.every_n_steps(10), prefix="train/")
+ckpt = ll.checkpoint_io("runs/loop/checkpoints", keep_last=2, monitor="eval/accuracy", mode="max")
+
+ll.log.summary(model, loader, epochs=12, microbatches=2)
+state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader), extra={"best": best}))
 while not done(state):
     for batch in loader(state):
         state, metrics = train_step(state, batch)
-        window = window.add(metrics)
-        if log_now(state):
-            log(state, ll.compute(window.metrics(), prefix="train/"))
-            window = ll.Window()
+        log_metrics(state, metrics)
         if eval_now(state):
             log(state, scores := ll.evaluate(eval_step, state, eval_batches, prefix="eval/"))
+            state = ll.update_best(state, scores)
             ckpt.save(state, scores)
 
-state = ckpt.restore(state, which="best")
-ll.checkpoint.save_pretrained(model, state, "runs/loop/best")
-print(ll.evaluate(eval_step, state, eval_batches))
+best_state = ckpt.restore(state, which="best")
+ll.checkpoint.save_pretrained(model, best_state, "runs/loop/best")
+tokenizer.save_pretrained("runs/loop/best")
+print(ll.evaluate(eval_step, best_state, eval_batches))

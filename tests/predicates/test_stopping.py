@@ -344,3 +344,19 @@ def test_infinity_is_a_value_like_others(values, mode):
     worst, best = (math.inf, -math.inf) if mode == "min" else (-math.inf, math.inf)
     record = run(begin(BestSoFar("eval_loss", mode=mode)), [worst, worst, *values, best, best]).extra["best"]
     assert (record.best, record.best_step, record.waited) == (best, 10 * (len(values) + 3), 1)
+
+
+def test_a_save_warns_of_a_record_that_was_never_updated(tmp_path):
+    """Without update_best, early_stopping would never stop the run."""
+    state = ll.TrainState(step=1, extra={"best": ll.predicates.BestSoFar("eval/loss"), "more": 3})
+    ckpt, scores = ll.checkpoint_io(tmp_path), {"eval/loss": 0.5}
+    with pytest.warns(
+        UserWarning, match=r"'eval/loss', but state\.extra\['best'\].* ll\.update_best\(state, scores\)"
+    ) as caught:
+        ckpt.save(state, scores)
+    assert caught[0].filename == __file__
+    # filterwarnings = error: these are silent.
+    ckpt.save(state.replace(step=2))
+    ckpt.save(state.replace(step=3), {"eval/accuracy": 0.5})
+    ckpt.save(ll.update_best(state.replace(step=4), scores), scores)
+    ckpt.save(state.replace(step=5, extra=None), scores)

@@ -1,0 +1,49 @@
+"""Means over a window of steps, by a sink that is called with the metrics of each."""
+
+import pytest
+import torch
+from torch import nn
+
+import looplib as ll
+
+
+def test_it_logs_what_a_window_logs():
+    model, optimizer = nn.Linear(3, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    loader = ll.make_loader(torch.randn(23, 3), batch_size=4)
+    rows, expected, window, now = [], [], ll.Window(), ll.every_n_steps(4)
+    log_metrics, log = ll.log.windowed(ll.log.record(rows), now, prefix="train/"), ll.log.record(expected)
+    state, done = ll.init_state(model, optimizer, epoch_length=len(loader)), ll.after_epochs(2)
+    while not done(state):
+        for batch in loader(state):
+            state, metrics = train_step(state, batch)
+            log_metrics(state, metrics)
+            window = window.add(metrics)
+            if now(state):
+                log(state, ll.compute(window.metrics(), prefix="train/"))
+                window = ll.Window()
+    assert [row["step"] for row in rows] == [4, 8, 12]
+    assert rows == expected
+
+
+def test_metrics_are_those_of_all_ranks(monkeypatch):
+    rows = []
+    log_metrics = ll.log.windowed(ll.log.record(rows), ll.every_n_steps(1))
+    other = {"loss": ll.Mean(9.0, 3)}
+    monkeypatch.setattr("looplib.log._windowed.reduce", lambda metrics: ll.merge(metrics, other))
+    log_metrics(ll.TrainState(step=1), {"loss": ll.Mean(1.0, 1)})
+    assert rows[0]["loss"] == 2.5
+
+
+def test_what_is_no_sink_or_no_predicate_is_refused():
+    with pytest.raises(TypeError, match=r"windowed got .*; give a sink"):
+        ll.log.windowed(ll.every_n_steps(2), ll.every_n_steps(2))
+    with pytest.raises(TypeError, match=r"windowed got a int; give a predicate, such as ll\.every_n_steps\(100\)"):
+        ll.log.windowed(ll.console(), 20)
+
+
+def test_its_repr_is_the_code_that_made_it():
+    assert (
+        repr(ll.log.windowed(ll.console(), ll.every_n_steps(5), "train/"))
+        == "windowed(console(), every_n_steps(5), prefix='train/')"
+    )
