@@ -22,7 +22,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checksums import checksum, checksums, has_values
-from looplib._core.mappings import subset
+from looplib._core.mappings import pick, subset
 from looplib._core.tracing import tracing
 
 _SMALL = 1 << 16  # elements; batch norm has three buffers with one element per channel
@@ -131,7 +131,7 @@ class Written:
         if not self.looks:
             return Saved(buffers, copies, self.sums)
         copies |= {name: params[name].detach().clone() for name in self.params}
-        watched = params if known is None else subset(params, self.params)
+        watched = params if known is None else pick(params, self.params)
         if known is None:
             self.sums = {name: _Sum(tensor) for name, tensor in params.items() if has_values(tensor)}
         return Saved({**buffers, **watched}, copies, self.sums)

@@ -13,7 +13,7 @@ from typing import Any
 from looplib._core import ownership
 from looplib._core.checks import few
 from looplib._core.descriptions import differences
-from looplib._core.mappings import subset
+from looplib._core.mappings import pick
 from looplib._core.notices import warn
 from looplib._core.ownership import Marked
 from looplib._core.ranks import rank
@@ -80,7 +80,7 @@ def _comparable(before: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> 
     """Settings shared by several loaders, and those of one more. Settings that vary between them are not compared."""
     first, *others = before
     shared = {key: value for key, value in first.items() if key in now and all(o.get(key) == value for o in others)}
-    return {"loader": shared}, {"loader": subset(now, shared)}
+    return {"loader": shared}, {"loader": pick(now, shared)}
 
 
 def restored_into(

@@ -287,13 +287,12 @@ class Host:
                     flags["training"] = mode
 
     def _refuse_filled(self) -> None:
-        filled = [name for owner, key, name in self.unfilled if owner[key] is not None]
-        check(
-            not filled,
-            f"the forward pass put a tensor into {', '.join(filled)}, which register_buffer(..., None) left empty, so no "
-            "state and no checkpoint has it: run the model on one batch before ll.init_state and before functions are "
-            "made of it, or register a tensor",
-        )
+        if filled := [name for owner, key, name in self.unfilled if owner[key] is not None]:
+            raise ValueError(
+                f"the forward pass put a tensor into {', '.join(filled)}, which register_buffer(..., None) left "
+                "empty, so no state and no checkpoint has it: run the model on one batch before ll.init_state and "
+                "before functions are made of it, or register a tensor"
+            )
 
     def unshared(self, params: dict[str, Tensor], keep: Collection[str] = ()) -> dict[str, Tensor]:
         """The parameters, with copies of those that the forward pass itself writes, except for these names."""

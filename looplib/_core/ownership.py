@@ -23,7 +23,7 @@ from torch import Tensor
 from looplib._core import interrupts as _interrupts
 from looplib._core import torch_private
 from looplib._core.checks import check
-from looplib._core.mappings import fields_of, subset
+from looplib._core.mappings import fields_of, pick
 from looplib._core.overlap import share_elements
 from looplib._core.torch_private import pytree
 
@@ -239,7 +239,7 @@ def _check_extra(state: Any, params: Set[str], buffers: Set[str]) -> None:
     if not kept:
         return
     written: dict[int, list[tuple[str, Tensor]]] = {}
-    trees = {"params": subset(state.params, params), "buffers": subset(state.buffers, buffers)}
+    trees = {"params": pick(state.params, params), "buffers": pick(state.buffers, buffers)}
     for field, tree in {**trees, "opt_state": state.opt_state}.items():
         for path, tensor in _named_tensors(field, tree):
             written.setdefault(_storage(tensor), []).append((path, tensor))

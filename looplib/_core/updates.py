@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from looplib._core.kinds import parameters_of
-from looplib._core.mappings import subset
 from looplib._core.optimizer_states import in_words, kept_in, name_of
 from looplib._core.tracing import tracing, where
 
@@ -30,7 +29,7 @@ def with_known_arguments(function: Any) -> Any:
         return function
 
     def deaf(*args: Any, **extra: Any) -> Any:
-        return function(*args, **subset(extra, accepted))
+        return function(*args, **{name: value for name, value in extra.items() if name in accepted})
 
     return deaf
 

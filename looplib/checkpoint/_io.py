@@ -177,9 +177,7 @@ class CheckpointIO:
             DonatedStateError: the state was donated to a step.
         """
         check_state(state, "ckpt.save(state)")
-        self.wait()
-        ranks = together()
-        ranks.meet()
+        ranks = self._meet()
         copied = self._asynchronous and _donation.written_in_place(state)
         taken_apart = functools.partial(self._taken_apart, state, metrics, copied and ranks.first)
         parts, about = ranks.on_each(taken_apart)
@@ -240,9 +238,7 @@ class CheckpointIO:
             DonatedStateError: the state was donated to a step.
         """
         check_state(state, "ckpt.restore(state)")
-        self.wait()
-        ranks = together()
-        ranks.meet()
+        ranks = self._meet()
         requests = {*map(repr, ranks.gather(which))}
         check(len(requests) == 1, f"the ranks ask for different checkpoints: {', '.join(sorted(requests))}")
         selected = Selection(weights_only, names)
@@ -287,9 +283,7 @@ class CheckpointIO:
 
     def delete(self, *, after: int) -> None:
         """Delete the checkpoints of steps later than `after`, to restart from there."""
-        self.wait()
-        together().meet()
-        together().on_first(functools.partial(self._delete, after))
+        self._meet().on_first(functools.partial(self._delete, after))
 
     def wait(self) -> None:
         """Wait until a background save has finished on all ranks, and raise its error."""
@@ -312,6 +306,13 @@ class CheckpointIO:
         if is_first():
             self._lock = Lock(self._listing.folder)
             hub.start(self._listing.folder, self._lock, self._policy, self._background.pending)
+
+    def _meet(self) -> Together:
+        """All ranks, once they are in the same method and their background saves have finished."""
+        self.wait()
+        ranks = together()
+        ranks.meet()
+        return ranks
 
     def _delete(self, after: int) -> None:
         for path in [checkpoint.path for checkpoint in self._locked_listing() if checkpoint.step > after]:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from looplib._core.checks import check
 from looplib._core.collective import Together
-from looplib._core.mappings import mapped, subset
+from looplib._core.mappings import mapped, pick
 from looplib._core.ranks import is_sharded, running
 from looplib.checkpoint import _directory
 from looplib.checkpoint._directory import Entry
@@ -87,12 +87,12 @@ def _write_chunks(rank: int, entry: Entry, parts: Parts, in_thread: bool) -> _Fi
     """Write the chunks that this rank is responsible for, and their description. Returns what the manifest needs."""
     items = _own_items(parts.sharded)
     written = [path for path in items if parts.locals[path].numel() and _is_written_here(path, parts.sharded[path])]
-    runs = runs_of(subset(parts.locals, written))
+    runs = runs_of(pick(parts.locals, written))
     if not runs:
         return {}, {}
     name, description = f"tensors-{rank:05d}.safetensors", f"chunks-{rank:05d}.json"
     data, size = write_data(entry.writing / name, runs, parts.ready, in_thread)
-    chunks = mapped(_placed, subset(items, data))
+    chunks = mapped(_placed, pick(items, data))
     text = orjson.dumps({"file": name, "data": data, "chunks": chunks})
     write_file(entry.writing / description, text)
     weights = {path: [chunks[path], run["crc32"]] for path, run in data.items() if path.startswith(WEIGHTS)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 from zlib import crc32
 
@@ -333,16 +334,22 @@ class batch_sampler(sampler):
     any_batch_size = False
 
 
-def check_undivided(title: str, part: Any) -> None:
+def check_undivided(title: str, source: Any) -> None:
     """Raise ValueError for torch's sampler that divides samples among ranks, or a shard of accelerate or transformers."""
-    while part is not None:
+    for part in _with_inner(source):
         check(
             not (isinstance(part, DistributedSampler) or hasattr(part, "process_index")),
             f"{title} is or holds a {type(part).__name__}, which gives each rank samples of its own, and repeats or "
             "drops some; a looplib loader divides each batch among the ranks by itself: give it the plain dataset and "
             "the batch_size of all ranks together, or divide=False to keep this division",
         )
-        part = getattr(part, "sampler", None)
+
+
+def _with_inner(source: Any) -> Iterator[Any]:
+    """A sampler or dataset, the sampler that it holds, and so on."""
+    while source is not None:
+        yield source
+        source = getattr(source, "sampler", None)
 
 
 def _seeded(source: Sampler) -> Draw:
@@ -351,26 +358,21 @@ def _seeded(source: Sampler) -> Draw:
     An iterable draws from the global streams, which are already seeded at this point, or from torch generators that
     it or its inner samplers hold, which are seeded here.
     """
-    if not isinstance(source, Iterable):
-        return source
+    return partial(_drawn, source) if isinstance(source, Iterable) else source
 
-    def draw(epoch: int, generator: torch.Generator) -> list[Any]:
-        if hasattr(source, "set_epoch"):
-            source.set_epoch(epoch)
-        states = []
-        part: Any = source
-        while part is not None:
-            if isinstance(getattr(part, "generator", None), torch.Generator):
-                states.append((part.generator, part.generator.get_state()))
-                part.generator.set_state(generator.get_state())
-            part = getattr(part, "sampler", None)
-        try:
-            return list(source)
-        finally:
-            for held, state in reversed(states):  # a generator may be held twice
-                held.set_state(state)
 
-    return draw
+def _drawn(source: Any, epoch: int, generator: torch.Generator) -> list[Any]:
+    if hasattr(source, "set_epoch"):
+        source.set_epoch(epoch)
+    held = [getattr(part, "generator", None) for part in _with_inner(source)]
+    states = [(own, own.get_state()) for own in held if isinstance(own, torch.Generator)]
+    for own, _ in states:
+        own.set_state(generator.get_state())
+    try:
+        return list(source)
+    finally:
+        for own, state in states:
+            own.set_state(state)
 
 
 def _length_of(dataset: Any) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from looplib._core import ownership as _donation
 from looplib._core import trees
 from looplib._core.checks import check, check_optional_count
-from looplib._core.mappings import subset
+from looplib._core.mappings import pick
 from looplib.checkpoint._format import local
 from looplib.checkpoint._io import CheckpointIO
 from looplib.debug._fingerprint import leaves_by_path, same_bits
@@ -61,7 +61,7 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
     )
     shareable = {} if last is None else dict(leaves_by_path(kept[last]))
     states = {**kept, state.step: _sharing_copy(state, shareable)}
-    return subset(states, _thinned(sorted(states), at_most))
+    return pick(states, _thinned(sorted(states), at_most))
 
 
 def _sharing_copy(state: TrainState, shareable: Mapping[str, Any]) -> TrainState:

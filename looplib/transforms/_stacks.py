@@ -120,10 +120,10 @@ def members_of(stack: TrainState) -> int:
         ValueError: `stack` is not a stack.
     """
     seeds: Any = stack.seed
-    check(
-        isinstance(seeds, tuple),
-        f"this is one state, with the seed {seeds}, and no stack; make one by ll.transforms.stack_states([...])",
-    )
+    if not isinstance(seeds, tuple):  # each step asks, so the message is made only here
+        raise ValueError(
+            f"this is one state, with the seed {seeds}, and no stack; make one by ll.transforms.stack_states([...])"
+        )
     return len(seeds)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from looplib._core import modules as _modules
 from looplib._core import ranks as _ranks
 from looplib._core.checks import check, check_type, few
-from looplib._core.mappings import subset
+from looplib._core.mappings import pick
 from looplib._core.trees import map_tensors
 from looplib.checkpoint.interop._names import check_state
 from looplib.checkpoint.interop._whole import copied_like, shape_of, whole
@@ -159,7 +159,7 @@ def load_optimizer_state_dict(
         "state.replace(step=..., epoch=..., batch=..., samples=...)",
     )
     groups = [
-        _copied(subset(group, values))
+        _copied(pick(group, values))
         for group, values in zip(torch_optimizer.param_groups, matched.groups, strict=True)
     ]
     started = torch.tensor([name in loaded for name in entries])
