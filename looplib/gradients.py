@@ -42,7 +42,7 @@ from looplib._objective import (
     weight_on_host,
 )
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, LossFn, Part, TrainState, check_state, trees_of
+from looplib.types import WHOLE, GradFn, Gradients, LossFn, Part, TrainState, check_state, step_and_seed_of, trees_of
 
 __all__ = ["make_grad_fn"]
 
@@ -337,8 +337,10 @@ def _kept(before: Tensor, lent: Tensor, after: Tensor) -> Tensor:
 
 
 def _seeds(state: TrainState, part: Part, count: int, traced: bool) -> list[int]:
-    here = state.seed, state.step, rank()
-    return [index if traced else mix(*here, index) for index in indices(part, count)]
+    if traced:
+        return [*indices(part, count)]
+    (step, seed), of_rank = step_and_seed_of(state), rank()
+    return [mix(seed, step, of_rank, index) for index in indices(part, count)]
 
 
 def _objective_of_all(

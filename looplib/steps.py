@@ -48,6 +48,7 @@ from looplib.types import (
     check_state,
     draft,
     made,
+    step_and_seed_of,
     trees_of,
     unwritten,
     written,
@@ -182,14 +183,15 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Train
         out = grad_fn(state, batch, part)
         watch.see(state, batch)
         old_params, _, old_opt_state, _ = trees_of(state)
+        step, seed = step_and_seed_of(state)
         params, opt_state, applied = update(
             out.grads,
             old_opt_state,
             old_params if out.params is None else {**old_params, **out.params},
-            state.step,
+            step,
             metrics=out.metrics,
             buffers=out.buffers,
-            seed=state.seed,
+            seed=seed,
             evaluate=partial(_evaluate, grad_fn, state, batch),
         )
         if applied is not True:
@@ -214,6 +216,7 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
         except AttributeError:
             check_state(state, "train_step(state, batch)")
             raise
+        step, seed = step_and_seed_of(state)
         readers = ownership.before_a_step(state, (params, buffers, opt_state))
         _interrupts.install()
         thread = threading.get_ident()
@@ -235,11 +238,11 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
                 out.grads,
                 opt_state,
                 params,
-                state.step,
+                step,
                 donate=True,
                 metrics=out.metrics,
                 buffers=out.buffers,
-                seed=state.seed,
+                seed=seed,
                 evaluate=partial(_evaluate, grad_fn, state, batch),
             )
             if applied is not True:
