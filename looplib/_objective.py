@@ -69,7 +69,7 @@ def objective_of(
 
 
 def _mean_weight(weight: Tensor | float, times: int, ranks: int, total: float | None) -> Tensor | float:
-    """What to divide a total by for the mean; on several ranks, for one whose gradients are averaged afterwards."""
+    """The divisor of a total for the mean; on several ranks, for one whose gradients are averaged afterwards."""
     if ranks == 1:
         return _not_zero(weight, times)
     return _not_zero(total_over_ranks(weight * times) if total is None else total, 1) / (ranks * times)

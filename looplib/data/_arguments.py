@@ -58,7 +58,7 @@ def check_dataloader_options(options: Mapping[str, Any]) -> None:
 
 
 def _instead_of(name: str, known: list[str]) -> str:
-    """What to write instead of an argument that make_loader does not have."""
+    """Advice for an argument that make_loader does not have."""
     if name in _INSTEAD:
         return f"write {_INSTEAD[name]}"
     near = difflib.get_close_matches(name, [*known, "batch_size", "collate_fn", "drop_last", "order", "limit"])
@@ -190,7 +190,7 @@ def check_samples(dataset: Any, collated: bool = False) -> None:
 
 
 def _possible_columns(dataset: Any) -> tuple[list[Any], str]:
-    """What may be columns in a container, and how to make a dataset of them."""
+    """Possible columns in a container, and the code that makes a dataset of them."""
     if isinstance(dataset, (tuple, list)):
         return list(dataset), _tensor_dataset(len(dataset))
     if isinstance(dataset, dict) and not dataset.keys() >= {*range(len(dataset))}:  # else it is read by its indices

@@ -167,7 +167,7 @@ def _first_lost(index: Index) -> tuple[int, str] | None:
 
 
 def _lost(data: bytes, size: int, checksum: int | None, number: int) -> str:
-    """What is wrong with the bytes of a batch, or an empty string. An index of an earlier version has no checksum."""
+    """Damage to the bytes of a batch, in words, or an empty string. An index of an earlier version has no checksum."""
     if len(data) < size:
         return "is shorter than its index says"
     changed = checksum is not None and zlib.crc32(data) != checksum

@@ -58,7 +58,7 @@ def stacked_where_it_goes(graph: GraphModule) -> None:
 
 
 def _permutation_of_each(permuted: Node) -> tuple[list[int], int]:
-    """How to permute each tensor of a permuted stack, and the dimension to stack them along then."""
+    """The permutation of each tensor of a permuted stack, and the dimension along which they are stacked then."""
     stacked, axes = cast(Any, permuted.args)
     dim = stacked.args[1] % len(axes) if len(stacked.args) > 1 else 0
     order = [axis % len(axes) for axis in axes]
