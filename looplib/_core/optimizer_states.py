@@ -81,6 +81,15 @@ def kept_in(opt_state: Any) -> dict[str, None]:
     return dict.fromkeys(labels.get(key, str(key)) for key in opt_state)
 
 
+def wrong_state(opt_state: Any, who: str, more: str = "") -> ValueError:
+    """Error for an `opt_state` that an optimizer cannot continue; `more` says what shows it."""
+    found = "the state was made without an optimizer" if opt_state is None else f"opt_state is {in_words(opt_state)}"
+    return ValueError(
+        f"{found}, and {who} is to update it{more}. Make the state with this optimizer, "
+        "ll.init_state(model, optimizer), or a new opt_state by optimizer.init(params)"
+    )
+
+
 def name_of(description: Mapping[str, Any], wrapper: str = "") -> str:
     """Name of an optimizer from its description: the class or classes, and the outermost wrapper.
 

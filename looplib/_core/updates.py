@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.kinds import parameters_of
-from looplib._core.optimizer_states import in_words, kept_in, name_of
+from looplib._core.optimizer_states import kept_in, name_of, wrong_state
 from looplib._core.tracing import tracing, where
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -129,16 +129,7 @@ def _check_state(
     if not needed or kept_in(opt_state) == needed:
         return
     wrapper = getattr(update, "__qualname__", str(update)).partition(".")[0].lstrip("_")
-    which = f"and {name_of(description, wrapper)} is to update it"
-    advice = (
-        "Make the state with this optimizer, ll.init_state(model, optimizer), or a new opt_state by "
-        "optimizer.init(params)"
-    )
-    if opt_state is None:
-        raise ValueError(f"the state was made without an optimizer, {which}. {advice}") from error
-    raise ValueError(
-        f"opt_state is {in_words(opt_state)}, {which}, which keeps {', '.join(needed)}. {advice}"
-    ) from error
+    raise wrong_state(opt_state, name_of(description, wrapper), f", which keeps {', '.join(needed)}") from error
 
 
 def read(applied: Any) -> bool:

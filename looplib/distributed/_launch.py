@@ -30,14 +30,9 @@ from looplib._core.checks import check, check_count
 from looplib.distributed._processes import launched
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
 _STOPPED = "stopped"  # name of a file that exists once one of these has arrived
 
-
 _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-
-
 _VARIABLES = (_NVML, "TORCHELASTIC_SIGNALS_TO_HANDLE")  # environment variables that are set while processes run
 
 

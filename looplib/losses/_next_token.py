@@ -202,15 +202,11 @@ def _chunk_of(logits: Tensor, labels: Tensor, valid: Tensor) -> _Chunk:
     return _Chunk(logits, logits.logsumexp(-1, keepdim=True), rearrange(labels, column), rearrange(valid, column))
 
 
-def _grads(
-    needs: Sequence[bool], tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
-) -> list[Tensor | None]:
+def _grads(needs: Sequence[bool], tensors: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
     """Tensors for the requested gradients of hidden states, which are written once, and of weight and bias."""
     makers = (torch.empty_like, torch.zeros_like, torch.zeros_like)
-    return [
-        make(tensor, dtype=dtype) if need else None  # type: ignore[operator]
-        for need, make, tensor, dtype in zip(needs, makers, tensors, dtypes, strict=True)
-    ]
+    rows = zip(needs, makers, tensors, dtypes, strict=True)
+    return [make(tensor, dtype=dtype) if need else None for need, make, tensor, dtype in rows]
 
 
 def _add_gradients(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import check
+from looplib._core.mappings import without
 from looplib._core.modules import _generators
 from looplib._core.random import restored
 from looplib._core.ranks import is_sharded
@@ -194,7 +195,7 @@ def _check_plain(recipe: Recipe, where: str, value: Any) -> None:
 
 def own_attributes(made: Any) -> dict[str, Any]:
     """Attributes that a class has given an optimizer in addition to those that all optimizers have."""
-    return {key: value for key, value in vars(made).items() if key not in _of_torch()}
+    return without(vars(made), _of_torch())
 
 
 def _flags(recipe: Recipe, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

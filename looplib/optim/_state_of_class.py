@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from looplib._core.mappings import subset, without
 from looplib.optim._first_state import first_state
 from looplib.optim._recipe import Recipe
 from looplib.optim._update import not_started
@@ -37,8 +38,7 @@ def kept_by_class(
     step: int,
 ) -> Kept:
     """State that a class keeps for these parameters after `step` updates; `group` is one of its `param_groups`."""
-    chosen = {key: group[key] for key in inspect.signature(cls).parameters if key in group and key != "params"}
-    recipe = Recipe(cls, chosen)
+    recipe = Recipe(cls, without(subset(group, inspect.signature(cls).parameters), {"params"}))
     tiny = {  # with one element each
         name: torch.zeros((1,) * params[name].ndim, dtype=params[name].dtype, device=params[name].device)
         for name in names

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.checks import check
-from looplib._core.mappings import detached_copies, pick
+from looplib._core.mappings import detached_copies, pick, subset
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.optim._first_state import makes_state_late
 from looplib.optim._recipe import Recipe, drop_grads
@@ -113,7 +113,7 @@ def _lent(
         # Use the plain forms, which keep counts as tensors under torch.compile. The forms for CUDA graphs
         # (capturable) divide 0 by 0 at a learning rate of 0, so they are only for classes that need more.
         forms = {"fused": False, "foreach": False, "capturable": recipe.cls in _BRANCHING}
-        group |= {key: form for key, form in forms.items() if key in group}
+        group |= subset(forms, group)
     made = {tensors[name]: dict(instance.state[params[name]]) for name in tensors if params[name] in instance.state}
     instance.state = defaultdict(dict, made)
     return instance, numbers
@@ -196,17 +196,8 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 _DRAWS = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "bernoulli"}
-_DRAWS |= {
-    "multinomial",
-    "poisson",
-    "uniform",
-    "exponential",
-    "cauchy",
-    "geometric",
-    "log_normal",
-    "random",
-    "dropout",
-}
+_DRAWS |= {"multinomial", "poisson", "uniform", "exponential", "cauchy", "geometric", "log_normal", "random"}
+_DRAWS |= {"dropout"}
 
 
 def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
