@@ -67,13 +67,13 @@ def is_parallel(module: nn.Module) -> bool:
     return isinstance(module, (DataParallel, DistributedDataParallel))
 
 
-def slots_in(model: nn.Module) -> Iterator[tuple[int, dict[str, Any], str, str]]:
-    """All slots, empty ones too: 0 for a parameter or 1 for a buffer, the dictionary, the key, and the name."""
+def slots_in(model: nn.Module) -> Iterator[tuple[int, dict[str, Any], str, str, Any]]:
+    """All slots: 0 for a parameter or 1 for a buffer, the dictionary, the key, the name, and the tensor or None."""
     for prefix, module in named_modules(model):
         groups: tuple[dict[str, Any], ...] = own_parameters(module), own_buffers(module)
         for kind, own in enumerate(groups):
-            for key in own:
-                yield kind, own, key, f"{prefix}.{key}".lstrip(".")
+            for key, tensor in own.items():
+                yield kind, own, key, f"{prefix}.{key}".lstrip("."), tensor
 
 
 def members(model: nn.Module) -> Members:
@@ -81,8 +81,8 @@ def members(model: nn.Module) -> Members:
     check_type("model is", model, nn.Module, f"looplib needs a torch.nn.Module{instance}")
     all_slots = Members({}, {})
     names: dict[int, str] = {}
-    for kind, own, key, path in slots_in(model):
-        if (tensor := own[key]) is not None:
+    for kind, own, key, path, tensor in slots_in(model):
+        if tensor is not None:
             check(not is_lazy(tensor), f"{path} has no shape yet (a lazy module): run the model on one batch first")
             name = names.setdefault(id(tensor), path)
             all_slots[kind].setdefault(name, []).append((own, key))
@@ -188,7 +188,7 @@ class Host:
         self.flags = [*map(_attributes, self.modules)]
         # The same as flat lists, which each call maps over.
         self.places = [_Places.of(group) for group in self.slots]
-        self.unfilled = [(own, key, path) for kind, own, key, path in slots_in(model) if kind and own[key] is None]
+        self.unfilled = [slot[1:4] for slot in slots_in(model) if slot[0] and slot[4] is None]
         self.renormed = _renormed(model, tensors(self.slots.params))
         self.engine = engine_of(model, tensors(self.slots.params))
         self.backward = training

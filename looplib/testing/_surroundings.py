@@ -95,9 +95,9 @@ def _add_module(model: nn.Module, fixed: dict[str, Any], memory: dict[str, Any])
         fixed[f"{path}.training"] = module.training
         for name in own_attributes(module):
             memory |= _remembered(f"{path}.{name}", vars(module)[name])
-    for _, own, key, path in slots_in(model):
-        if own[key] is not None and not nn.parameter.is_lazy(own[key]):
-            _add_tensor(f"{type(model).__name__}.{path}", own[key], fixed)
+    for *_, path, tensor in slots_in(model):
+        if tensor is not None and not nn.parameter.is_lazy(tensor):
+            _add_tensor(f"{type(model).__name__}.{path}", tensor, fixed)
 
 
 def _add_tensor(path: str, tensor: Tensor, fixed: dict[str, Any]) -> None:
