@@ -237,17 +237,30 @@ def test_a_trackers_callback_writes_what_it_writes_for_the_trainer(tmp_path, cap
 
 
 class Crash(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
     def on_step_begin(self, args, state, control, **values):
-        if state.global_step == 5:
+        if state.global_step == self.step:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("name", ["early stopping", "epochs left"])
-def test_a_stopped_run_continues_with_what_the_callbacks_remember(name, tmp_path, capsys):
+EACH_STEP = {
+    "eval_strategy": "no",
+    "save_strategy": "steps",
+    "save_steps": 1,
+}  # also where a callback leaves the epoch
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "step"), [("early stopping", {}, 5), ("epochs left", {}, 5), ("epochs left", EACH_STEP, 4)]
+)
+def test_a_stopped_run_continues_with_what_the_callbacks_remember(name, more, step, tmp_path, capsys):
     given, callbacks = RUNS[name]
+    given = given | more
     expected, _, whole = by_looplib(tmp_path / "whole", given, callbacks)
     with pytest.raises(KeyboardInterrupt):
-        by_looplib(tmp_path / "parts", given, [*callbacks, Crash])
+        by_looplib(tmp_path / "parts", given, [*callbacks, lambda: Crash(step)])
     found, ours, model = by_looplib(tmp_path / "parts", given, callbacks)
 
     def after(recorder, step):

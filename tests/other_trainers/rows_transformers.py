@@ -30,8 +30,8 @@ TABLE = Table(
     # Coming from transformers' Trainer
 
     looplib has no Trainer and no object of settings. Each setting goes to the function that it is about, and what a
-    callback does is a line in your loop. This page has a script beside its loop, and then
-    [every name of the Trainer](#all-names) with the line that does the same.
+    callback does is a line in your loop; callbacks that you have [run unchanged](#trainer-callbacks). This page has a script
+    beside its loop, and then [every name of the Trainer](#all-names) with the line that does the same.
 
     ## Not supported, and not tried
 
