@@ -203,6 +203,7 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Train
             new.buffers = out.buffers
         return made(state, new), out.metrics
 
+    pure_step.__qualname__ = "train_step"  # in Python's error for a call without the batch
     return pure_step
 
 
@@ -269,6 +270,7 @@ def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Tr
             _interrupts.deliver()
         return new, out.metrics
 
+    donated_step.__qualname__ = "train_step"
     return donated_step
 
 

@@ -31,3 +31,31 @@ def test_an_optimizer_and_a_state_have_only_what_they_have():
     for name in ("model", "loss", "__len__"):
         assert not hasattr(state, name)
     assert copy.copy(state).step == pickle.loads(pickle.dumps(state)).step == 0
+
+
+def test_what_a_newcomer_tries_first_is_answered(tmp_path):
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    state = ll.init_state(nn.Linear(2, 1), optimizer)
+    ckpt, log = ll.checkpoint_io(tmp_path / "checkpoints"), ll.jsonl(tmp_path / "log.jsonl")
+    for owner, name, answer in (
+        (ckpt, "load", r"ckpt\.restore\(state\)"),
+        (optimizer, "lr", r"ll\.optim\.hyperparameters\(optimizer, state\)"),
+        (state, "global_step", r"it is state\.step"),
+        (ll, "AdamW", r"ll\.optimizer\(torch\.optim\.AdamW"),
+        (ll, "load", r"ll\.checkpoint_io\(folder\)\.restore"),
+        (ll, "Callback", r"if ll\.every_n_steps"),
+    ):
+        with pytest.raises(AttributeError, match=answer):
+            getattr(owner, name)
+    assert not hasattr(ckpt, "load")
+    with pytest.raises(TypeError, match="metrics is the text 'best'; give the scores by name"):
+        ckpt.save(state, "best")
+    # Python's own errors name what the user called.
+    for donate in (True, False):
+        train_step = ll.make_train_step(
+            ll.make_grad_fn(nn.Linear(2, 1), lambda model, x: model(x)), optimizer, donate=donate
+        )
+        with pytest.raises(TypeError, match=r"^train_step\(\) missing 1 required positional argument: 'batch'"):
+            train_step(torch.ones(2))
+    with pytest.raises(TypeError, match=r"^log\(\) missing 1 required positional argument: 'values'"):
+        log({"loss": 1.0})

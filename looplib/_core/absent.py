@@ -20,6 +20,7 @@ OF_AN_OPTIMIZER = {
     "ll.checkpoint.load_optimizer_state_dict(...)",
     "param_groups": "the learning rate is a function of the step; to read it, ll.optim.hyperparameters(optimizer, "
     "state), and to change it in a loop, lr=ll.optim.injected(...)",
+    "lr": "ll.optim.hyperparameters(optimizer, state) gives the learning rate of the next update",
     "add_param_group": "give groups=[(predicate, hyperparameters)] to ll.optimizer",
 }
 OF_A_STATE = {
@@ -29,22 +30,40 @@ OF_A_STATE = {
     "loss": "it is among the metrics, `state, metrics = train_step(state, batch)`",
     "metrics": "the step returns them beside the state, `state, metrics = train_step(state, batch)`",
     "lr": "ll.optim.hyperparameters(optimizer, state) gives the learning rate of the next update",
+    "global_step": "it is state.step",
+    "epochs": "state.epoch is the number of complete epochs",
     "parameters": "they are state.params, name -> tensor",
     "grads": "gradients belong to a step; grad_fn(state, batch).grads computes them",
     "state_dict": "ll.checkpoint.state_dict(model, state) gives the model's",
     "load_state_dict": "ckpt.restore(state) loads a checkpoint; ll.checkpoint.load_state_dict(...) weights",
     "save": "ll.checkpoint_io(folder).save(state) writes a checkpoint",
 }
+OF_A_CHECKPOINT_IO = {
+    "load": "ckpt.restore(state) reads the latest checkpoint",
+    "resume": "ckpt.restore(state) reads the latest checkpoint",
+}
 OF_LOOPLIB = {
     "Trainer": _LOOP,
     "fit": _LOOP,
     "train": _LOOP,
+    "TrainingArguments": "each setting goes to the function that it concerns; recipes/FROM_TRANSFORMERS.md has them all",
+    "Callback": "what a callback does is a line of the loop, and when is a predicate, `if ll.every_n_steps(100)(state):`",
+    "ModelCheckpoint": "it is ll.checkpoint_io(folder, keep_last=..., keep_best=..., monitor=...)",
     "recipes": "it is a command, `python -m looplib.recipes`",
     "DataLoader": "ll.make_loader makes a loader, also of a DataLoader",
     "load_checkpoint": "it is ll.checkpoint_io(folder).restore(state)",
+    "load": "it is ll.checkpoint_io(folder).restore(state)",
     "save_checkpoint": "it is ll.checkpoint_io(folder).save(state)",
     "clip_grad_norm": "it is ll.clip_by_global_norm",
     "clip_grad_norm_": "it is ll.clip_by_global_norm",
+    "gradient_accumulation": "it is ll.accumulate",
+    "GradScaler": "it is ll.optim.dynamic_loss_scale(optimizer)",
+    "amp": "ll.autocast(loss_fn) computes the loss in mixed precision",
+    "seed_everything": "draws follow from seed= of ll.init_state and ll.make_loader; torch.manual_seed(0) seeds a new model",
+    "set_seed": "draws follow from seed= of ll.init_state and ll.make_loader; torch.manual_seed(0) seeds a new model",
+    "AdamW": "write ll.optimizer(torch.optim.AdamW, lr=1e-3)",
+    "Adam": "write ll.optimizer(torch.optim.Adam, lr=1e-3)",
+    "SGD": "write ll.optimizer(torch.optim.SGD, lr=0.1)",
     "train_step": "ll.make_train_step makes one",
     "eval_step": "ll.make_eval_step makes one",
     "loader": "ll.make_loader makes one",

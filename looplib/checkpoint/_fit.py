@@ -24,7 +24,8 @@ def check_fit(
     misfits += [f"{leaf_path} is in the checkpoint, and not in the state" for leaf_path in unexpected]
     common = subset(wanted, saved).items()
     misfits += filter(None, (_difference(leaf_path, leaf, reader, convert) for leaf_path, leaf in common))
-    check(not misfits, f"{path} does not fit the state:\n  " + few(misfits, 10, "\n  "))
+    advice = "\nRestore into a state of the model and optimizer that it was saved from, or use another directory"
+    check(not misfits, f"{path} does not fit the state:\n  " + few(misfits, 10, "\n  ") + advice)
 
 
 def without_later_entries(tree: Any, reader: Reader, leaf_path: str = "") -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from looplib._core import absent
 from looplib._core import ownership as _donation
 from looplib._core.checks import check, check_type
 from looplib._core.collective import Together, together
@@ -177,6 +178,9 @@ class CheckpointIO:
             DonatedStateError: the state was donated to a step.
         """
         check_state(state, "ckpt.save(state)")
+        check_type(
+            "metrics is", metrics, (Mapping, type(None)), "give the scores by name, such as those of ll.evaluate"
+        )
         ranks = self._meet()
         copied = self._asynchronous and _donation.written_in_place(state)
         taken_apart = functools.partial(self._taken_apart, state, metrics, copied and ranks.first)
@@ -398,3 +402,6 @@ def _brief(entry: Any) -> str:
         dtype, shape, *sharded = entry
         return f"a tensor of {dtype} and shape {tuple(shape)}" + ", sharded" * len(sharded)
     return repr(next(iter(entry.values()))) if isinstance(entry, dict) else repr(entry)
+
+
+absent.explain_attributes(CheckpointIO, "what ll.checkpoint_io returns", absent.OF_A_CHECKPOINT_IO)

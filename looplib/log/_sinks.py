@@ -46,6 +46,9 @@ class CodedSink:
         return self.code
 
 
+CodedSink.__call__.__qualname__ = "log"  # in Python's error for a call without the state
+
+
 def jsonl(path: str | os.PathLike[str]) -> Sink:
     """JSON Lines log: a sink that appends one line per call with step, epoch, batch, samples and the values.
 

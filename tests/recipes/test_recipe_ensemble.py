@@ -23,8 +23,9 @@ def test_an_ensemble_of_digits_is_trained_and_compared(tmp_path, capsys):
 @pytest.mark.slow
 def test_members_of_other_seeds_are_others(tmp_path):
     recipe = load("ensemble_digits")
-    settings = {"members": 2, "epochs": 1, "compile": 0, "directory": str(tmp_path)}
-    first, again, other = (recipe.main(**settings, seed=seed) for seed in (0, 0, 1))
+    settings = {"members": 2, "epochs": 1, "compile": 0}
+    runs = [recipe.main(**settings, seed=seed, directory=str(tmp_path / str(k))) for k, seed in enumerate((0, 0, 1))]
+    first, again, other = runs
     assert first["nll"] == again["nll"] != other["nll"]
 
 
