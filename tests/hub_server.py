@@ -42,13 +42,15 @@ class Repo:
 
 
 class HubServer(ThreadingHTTPServer):
-    """Attributes: `repos` by name; `requests`, (method, path) of each; `before`, called with both, may answer a status."""
+    """Attributes: `repos` by name; `requests`, (method, path) of each; `announced`, paths of files that a client has
+    announced to upload; `before`, called with a method and a path, may answer a status or "drop".
+    """
 
     daemon_threads = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.repos, self.large, self.requests = {}, {}, []
+        self.repos, self.large, self.requests, self.announced = {}, {}, [], []
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         self.before = lambda method, path: None
         self.lock = threading.Lock()
@@ -136,6 +138,7 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(body)
         if not (repo := self.repo(name)):
             return
+        self.server.announced += [file["path"] for file in asked["files"]]
         ignored = asked.get("gitIgnore", repo.files.get(".gitignore", b"").decode()).split()
         self.answer(
             {

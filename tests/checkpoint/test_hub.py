@@ -126,6 +126,7 @@ def test_the_loop_goes_through_an_upload_and_what_is_pushed_is_whole(server, tmp
     contents = {path.name: path.read_bytes() for path in ckpt.latest().path.iterdir()}
     commits = server.repos[REPO].commits[1:]
     assert [commit["message"] for commit in commits] == ["Checkpoint of step 1", "Checkpoint of step 5"]
+    assert sum("/tree/" in path for _, path in server.requests) == 2
     assert {
         path.split("/")[-1]: content for path, content in commits[1]["files"].items() if "step" in path
     } == contents
@@ -172,15 +173,13 @@ def test_without_hard_links_files_are_copied(server, tmp_path, monkeypatch):
 def test_the_repository_holds_the_latest_and_the_best_and_uploads_each_once(server, tmp_path):
     step, state = make()
     ckpt, hub = ll.checkpoint_io(tmp_path / "run", monitor="loss", keep_last=2), ll.checkpoint.hub(REPO)
-    sent = []
     for loss in (0.5, 0.2, 0.4, 0.3):
         state = trained(step, state, 1)
         ckpt.save(state, {"loss": loss})
         ckpt.push(hub)
         hub.wait()
-        sent.append(sum("/large/" in path for _, path in server.requests))
     assert steps_in(server.repos[REPO]) == ["step-00000002", "step-00000004"]
-    assert sent == [1, 2, 3, 4]
+    assert len(server.announced) == len({*server.announced}) == 8
     assert len([path for path in server.repos[REPO].files if "step" in path]) == 4
     pulled = pull(tmp_path / "pulled")
     assert (pulled.best().step, pulled.latest().step) == (2, 4)
@@ -192,12 +191,22 @@ def test_the_repository_holds_the_latest_and_the_best_and_uploads_each_once(serv
     assert len([path for path in repo.files if "step" in path]) == 4
 
 
-def test_a_background_save_is_pushed_once_it_is_complete(server, tmp_path):
+def test_a_background_save_is_pushed_once_it_is_complete(server, tmp_path, monkeypatch):
     step, state = make()
-    ckpt, hub = ll.checkpoint_io(tmp_path / "run", asynchronous=True), ll.checkpoint.hub(REPO)
+    ckpt, hub = ll.checkpoint_io(tmp_path, asynchronous=True), ll.checkpoint.hub(REPO)
+    proceed = threading.Event()
+
+    def sync(file, sync=os.fsync):
+        assert proceed.wait(30)
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", sync)
     ckpt.save(trained(step, state, 1))
-    ckpt.push(hub)
+    ckpt.push(hub)  # returns while the save is under way
+    time.sleep(0.05)
+    proceed.set()
     hub.wait()
+    ckpt.wait()
     assert steps_in(server.repos[REPO]) == ["step-00000001"]
 
 
@@ -361,6 +370,7 @@ def on_two_ranks(endpoint, folder):
         for step in (1, 2):
             ckpt.save(state.replace(step=step))
             ckpt.push(hub)
+        assert bool(hub._pushes) == ll.distributed.is_rank_zero()
         hub.wait()
         ckpt.wait()
         patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
