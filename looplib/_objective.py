@@ -26,7 +26,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.checks import check
-from looplib._core.mappings import mapped, without
+from looplib._core.mappings import as_record, mapped, without
 from looplib._core.ranks import Sums, add_up_over_ranks, shards, total_over_ranks
 from looplib._core.tracing import entered, tracing
 from looplib._core.widening import wide_dtype
@@ -63,7 +63,7 @@ def objective_of(
         return Objective(value, _over(value, _mean_weight(weight, loss.times, ranks, total)), None, 1.0)
     value = _scalar(loss)
     if not summed and ranks == 1:
-        return Objective(value, 1.0, None, 1.0)
+        return as_record(Objective, (value, 1.0, None, 1.0))
     normalizer = max(samples, 1) if normalizer is None else normalizer
     return Objective(value, samples / normalizer, samples if ranks == 1 else None, normalizer)
 
@@ -177,7 +177,7 @@ def record(name: str, value: Any, samples: int) -> Metric:
     if isinstance(value, Mean):
         return Mean(_detached(value.total), _detached(value.weight), value.times)
     if isinstance(value, Tensor) and value.numel() == 1:
-        return Mean(value.detach(), 1, samples)
+        return as_record(Mean, (value.detach(), 1, samples))
     if isinstance(value, (int, float)):
         return Mean(value, 1, samples)
     if isinstance(value, Metric) and not isinstance(value, Tensor):

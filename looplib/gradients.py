@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from looplib._core.engines import ALONE, Alone
 from looplib._core.ignored_labels import Watch
 from looplib._core.kinds import Made
 from looplib._core.loss_functions import check_function_of_model
-from looplib._core.mappings import mapped, pairs
+from looplib._core.mappings import as_record, mapped, pairs
 from looplib._core.random import mix
 from looplib._core.ranks import rank, several
 from looplib._core.tracing import differentiated, entered, tracing
@@ -210,9 +211,9 @@ def _microbatch_of(
         counted = passes.samples(samples, first) if shared else samples
         weight, normalizer, ranks = objective.weight, objective.normalizer, passes.ranks
         added_up = _writes(grads) if summed and ranks > 1 else None
-        return Gradients(
-            grads, metrics, after, counted, weight, normalizer, ranks, scale=part.scale, added_up=added_up
-        )
+        params = finish = None
+        left_open = weight, normalizer, ranks, params, finish, part.scale, added_up
+        return as_record(Gradients, (grads, metrics, after, counted, *left_open))
 
     return microbatch
 
@@ -292,14 +293,16 @@ class _Leaves:
                 leaf.grad = None
 
     def grads(self) -> dict[str, Tensor]:
-        named = pairs(self._names, self._leaves)
-        return {name: grad for name, leaf in named if (grad := leaf.grad) is not None}
+        found = [*map(_grad, self._leaves)]
+        if type(None) not in {*map(type, found)}:
+            return dict(pairs(self._names, found))
+        return {name: grad for name, grad in pairs(self._names, found) if grad is not None}
 
     def end(self) -> None:
         for tensor in self._frozen:
             tensor.requires_grad_(True)
-        for leaf, grad in pairs(self._leaves, self._stale):
-            leaf.grad = grad
+        # `any` runs through the calls, which return None.
+        any(map(setattr, self._leaves, repeat("grad"), self._stale))
 
 
 def _renormed(host: _modules.Host, params: dict[str, Tensor], names: Sequence[str], part: Part) -> dict[str, Tensor]:
@@ -367,8 +370,11 @@ def indices(part: Part, count: int) -> Iterable[int]:
 
 
 def of_this_model(host: _modules.Host, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    check_state(state, "step(state, batch)")
-    params, buffers = trees_of(state)[:2]
+    try:
+        params, buffers, _, _ = trees_of(state)
+    except AttributeError:
+        check_state(state, "step(state, batch)")
+        raise
     if params.keys() != host.slots.params.keys() or buffers.keys() != host.slots.buffers.keys():
         host.explain(params, buffers, None)
     return params, buffers

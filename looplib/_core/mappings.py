@@ -14,6 +14,8 @@ R = TypeVar("R")
 # `zip` for lists that are equally long by construction, in code that each step runs. `zip(..., strict=True)` takes 0.3 us
 # more, for its keyword argument: ten of them are 3% of a small step.
 pairs = zip
+# `as_record(Record, (value, ...))` is `Record(value, ...)` of a NamedTuple with all its fields, at a quarter of the time.
+as_record = tuple.__new__
 
 
 def subset(mapping: Mapping[K, V], names: Container[Any]) -> dict[K, V]:

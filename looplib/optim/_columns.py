@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import ownership, torch_private
-from looplib._core.mappings import pairs
+from looplib._core.mappings import as_record, pairs
 from looplib._core.ranks import shards
 from looplib.optim._kernels import PLAIN, aligned, clone
 from looplib.optim._recipe import copied
@@ -119,7 +119,7 @@ def _columns(
     elif any(map(_is_sparse, given)):
         return None
     kernel = FUSED.get(plan.recipe.cls) if fused and plan.direct else None
-    columns = Columns(number, names, own, given, entries, kernel)
+    columns = as_record(Columns, (number, names, own, given, entries, kernel))
     if kernel is None and _lists(plan, values, columns) is None:
         return None
     return columns
