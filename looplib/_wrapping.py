@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from looplib._core import kinds
+from looplib._core.checks import check
 from looplib._core.kinds import Made
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
@@ -31,8 +32,7 @@ def check_parts(grad_fn: GradFn, who: str, but: str = "") -> GradFn:
     """Like `check_grad_fn`; also raise if it has no meaning for microbatches, which `who` is going to request."""
     checked = check_whole(grad_fn, who)
     for record in kinds.chain(grad_fn):
-        if record.whole_step and record.name != but:
-            raise ValueError(_order(record.name, who))
+        check(not record.whole_step or record.name == but, _order(record.name, who))
     return checked
 
 
@@ -40,12 +40,9 @@ def check_scalable(grad_fn: GradFn, who: str) -> GradFn:
     """Like `check_grad_fn`; also raise if it has no meaning for a scaled loss."""
     checked = check_whole(grad_fn, who)
     for record in kinds.chain(grad_fn):
-        if record.name == who:
-            raise ValueError(f"{who} within {who}: once is enough")
-        if record.whole_step and not record.scaled:
-            raise ValueError(_order(record.name, who))
-        if record.per_sample:
-            raise ValueError(PER_SAMPLE_SCALED)
+        check(record.name != who, f"{who} within {who}: once is enough")
+        check(record.scaled or not record.whole_step, _order(record.name, who))
+        check(not record.per_sample, PER_SAMPLE_SCALED)
     return checked
 
 

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import filterfalse, repeat
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from looplib._core.engines import ALONE, Alone
 from looplib._core.ignored_labels import Watch
 from looplib._core.kinds import Made
 from looplib._core.loss_functions import check_function_of_model
-from looplib._core.mappings import as_record, mapped, pairs
+from looplib._core.mappings import as_record, mapped, pairs, without
 from looplib._core.random import mix
 from looplib._core.ranks import rank, several
 from looplib._core.tracing import differentiated, entered, tracing
@@ -225,7 +225,7 @@ def _writes(grads: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
 def _check_reached(out: Gradients, names: Sequence[str]) -> None:
     """Raise if any of these parameters has no gradient."""
     if len(out.grads) < len(names):
-        raise ValueError(unreached(name for name in names if name not in out.grads))
+        raise ValueError(unreached(filterfalse(out.grads.__contains__, names)))
 
 
 def _finished(host: _modules.Host, needed: Sequence[str], state: TrainState, out: Gradients) -> Gradients:
@@ -273,9 +273,8 @@ class _Leaves:
         self._names, self._leaves = names, leaves
         self._frozen: list[Tensor] = []
         if len(names) < len(params):
-            trained = {*names}
-            rest = ((name, tensor) for name, tensor in params.items() if name not in trained)
-            self._frozen = [_leaf(name, tensor) for name, tensor in rest if tensor.requires_grad]
+            rest = without(params, {*names})
+            self._frozen = [_leaf(name, tensor) for name, tensor in rest.items() if tensor.requires_grad]
         self._stale = [*map(_grad, leaves)]
         self.traced, self.again, self.inputs = False, False, _NO_INPUTS
         if entered and tracing():

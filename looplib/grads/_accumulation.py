@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from looplib._core.calls import remember
 from looplib._core.checks import check, check_optional_count
 from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.kinds import made
+from looplib._core.mappings import pick, subset, without
 from looplib._core.ranks import several
 from looplib._core.trees import batch_size as count_examples
 from looplib._core.trees import split
@@ -159,10 +161,13 @@ def _joined(outs: Sequence[Gradients]) -> Gradients:
     """The last microbatch's result, which holds the accumulated gradients, with everyone's metrics, samples and weights."""
     weights = [out.weight for out in outs if out.weight is not None]
     return outs[-1]._replace(
-        metrics=merge(*[out.metrics for out in outs]),
-        samples=sum([out.samples for out in outs]),
+        metrics=merge(*map(_metrics_of, outs)),
+        samples=sum(map(_samples_of, outs)),
         weight=sum_of_weights(weights) if weights else None,
     )
+
+
+_metrics_of, _samples_of = map(operator.attrgetter, ("metrics", "samples"))
 
 
 def _one_by_one(summands: Summands, state: TrainState, pieces: Sequence[Any], part: Part) -> list[Gradients]:
@@ -247,7 +252,7 @@ def _even(count: int, pieces: int) -> list[int]:
 
 
 def _add(wide: dict[str, Tensor], grads: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-    if old := [*filter(wide.__contains__, grads)]:
-        torch_private.foreach_add_([*map(wide.__getitem__, old)], [*map(grads.__getitem__, old)])
-    new = {name: grad for name, grad in grads.items() if name not in wide}
+    if old := subset(wide, grads):
+        torch_private.foreach_add_([*old.values()], [*pick(grads, old).values()])
+    new = without(grads, wide)
     wide |= new if dtype is None else {name: grad.to(dtype) for name, grad in new.items()}

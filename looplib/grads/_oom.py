@@ -73,9 +73,10 @@ def retry_on_oom(
     # Of an engine's passes, known after the first attempt.
     finish: Callable[[TrainState, Gradients], Gradients] | None = None
 
-    def attempt(state: TrainState, batch: Any, pieces: int, count: int, part: Part) -> tuple[Gradients | None, float]:
-        """Return the gradients, or None if any rank ran out of memory, and the microbatch size there."""
-        nonlocal finish
+    def attempt(state: TrainState, batch: Any, count: int, part: Part) -> tuple[Any, float] | None:
+        """Return the gradients and the microbatch size, or None if any rank ran out of memory and all take half."""
+        nonlocal finish, fitting
+        pieces = max(1, int(min(fitting, count)))
         saved = mapped(Tensor.clone, state.buffers) if part.donate else {}
         outcome = _outcome(
             lambda: over(summands, state, split(batch, count, pieces, batch_size), count, part), pieces
@@ -92,20 +93,17 @@ def retry_on_oom(
                 _raise(outcome.error, together)
             finally:
                 del outcome  # the error refers to this frame, and through it to everything the attempt allocated
-        return None, failed
+        fitting = half(round(failed), count)
+        return None
 
     def retrying(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
-        nonlocal fitting
         _refuse_what_cannot_be_retried(part)
         reduces = several() and not part.context.local  # what an engine would average, or this rank's gradients
         asked = _retryable(part, reduces)
         count = batch_size(batch)
-        while True:
-            pieces = max(1, int(min(fitting, count)))
-            out, size = attempt(state, batch, pieces, count, asked)
-            if out is not None:
-                break
-            fitting = half(round(size), count)
+        while (result := attempt(state, batch, count, asked)) is None:
+            pass
+        out, size = result
         if reduces:
             out = _finished(out, finish, state, part)
         return out._replace(metrics={**out.metrics, "microbatch_size": Mean(round(size))})

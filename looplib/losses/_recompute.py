@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from itertools import filterfalse
 from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
 
@@ -126,7 +127,7 @@ def outermost(model: nn.Module, choose: Callable[[str, nn.Module], bool], who: s
             f"{', '.join(classes)}: choose one of these, most often the block that the model repeats"
         )
     within = {inner for module in chosen for inner in module.modules() if inner is not module}
-    return [module for module in chosen if module not in within]
+    return [*filterfalse(within.__contains__, chosen)]
 
 
 def _recomputed(module: nn.Module) -> Callable[..., Any]:

@@ -165,7 +165,7 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
         TypeError: the value is neither a number nor a tensor.
     """
     opt_state = map_leaves(lambda leaf: leaf, state.opt_state)  # new containers of the same tensors
-    present = {key + place: (numbers, key) for place, numbers in _injected_in(opt_state) for key in numbers}
+    present = _present(opt_state)
     used: set[str] = set()
     for name, (numbers, key) in present.items():
         if given := [given for given in values if f"{name}/".startswith(f"{given}/")]:
@@ -177,6 +177,11 @@ def set_hyperparameters(state: TrainState, **values: Value) -> TrainState:
             f"is injected: make the state by an optimizer with {unknown[0].partition('/')[0]}=ll.optim.injected(...)"
         )
     return state.replace(opt_state=opt_state)
+
+
+def _present(opt_state: Any) -> dict[str, tuple[dict[str, Tensor], str]]:
+    """Injected hyperparameters by name: the dict that holds each, and its key there."""
+    return {key + place: (numbers, key) for place, numbers in _injected_in(opt_state) for key in numbers}
 
 
 def _injected_in(record: Any, label: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:

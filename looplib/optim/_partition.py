@@ -56,10 +56,6 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
     _check_optimizers(optimizers)
     labels = _remembered(label)
 
-    def init(params: Params, **extra: Any) -> dict[str, Any]:
-        members = _first_divided(optimizers, params, label)
-        return {"inner_states": {key: optimizers[key].init(subset, **extra) for key, subset in members.items()}}
-
     def update(
         grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
     ) -> tuple[Params, Any, bool | Tensor]:
@@ -78,17 +74,25 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
                 applied = acted is True or applied is True or acted | applied
         return (params if applied is False else new), {"inner_states": states}, applied
 
-    def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
-        chosen = dict(params)
-        for key, subset in _divided(optimizers, params, labels(params)).items():
-            mine, buffers = optimizers[key].evaluation(subset, buffers, opt_state["inner_states"][key])
-            chosen.update(mine)
-        same = all(map(operator.is_, chosen.values(), params.values()))
-        return (params if same else chosen), buffers
-
-    numbers = partial(_hyperparameters, optimizers)
+    init, numbers = partial(_first_states, optimizers, label), partial(_hyperparameters, optimizers)
+    evaluation = partial(_evaluated, optimizers, labels)
     description = mapped(operator.attrgetter("description"), optimizers)
     return remember(Optimizer(init, update, evaluation, numbers, description), partition, optimizers, label)
+
+
+def _evaluated(
+    optimizers: Mapping[str, Optimizer],
+    labels: Callable[[Params], dict[str, str]],
+    params: Params,
+    buffers: dict[str, Tensor],
+    opt_state: Any,
+) -> tuple[Params, dict[str, Tensor]]:
+    chosen = dict(params)
+    for key, subset in _divided(optimizers, params, labels(params)).items():
+        mine, buffers = optimizers[key].evaluation(subset, buffers, opt_state["inner_states"][key])
+        chosen.update(mine)
+    same = all(map(operator.is_, chosen.values(), params.values()))
+    return (params if same else chosen), buffers
 
 
 def _hyperparameters(optimizers: Mapping[str, Optimizer], opt_state: Any, step: int) -> dict[str, float]:
@@ -123,16 +127,15 @@ def _remembered(label: Callable[[str, Tensor], str]) -> Callable[[Params], dict[
     return labels
 
 
-def _first_divided(
-    optimizers: Mapping[str, Optimizer], params: Params, label: Callable[[str, Tensor], str]
-) -> dict[str, Params]:
-    """The parameters of each optimizer, after checking the labels."""
+def _first_states(
+    optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str], params: Params, **extra: Any
+) -> dict[str, Any]:
     label_of = chosen_by_kind(label, params, "label")
     _check_labels(optimizers, params, label_of)
     members = _divided(optimizers, params, label_of)
     empty = ", ".join(map(repr, filterfalse(members.__getitem__, members)))
     check(not empty, f"no parameter has the label {empty}: leave that optimizer out")
-    return members
+    return {"inner_states": {key: optimizers[key].init(subset, **extra) for key, subset in members.items()}}
 
 
 def _divided(optimizers: Mapping[str, Optimizer], params: Params, label_of: Mapping[str, str]) -> dict[str, Params]:

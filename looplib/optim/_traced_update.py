@@ -215,16 +215,19 @@ def _root(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def _if_tensor(argument: str, form: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """Another form of a function for calls in which a factor is a tensor."""
+    return lambda func, args, kwargs: (form if isinstance(kwargs.get(argument), Tensor) else _plainly)(
+        func, args, kwargs
+    )
+
+
 def _addc(func: Any, args: Any, kwargs: Any) -> Any:
-    if not isinstance(kwargs.get("value"), Tensor):
-        return func(*args, **kwargs)
     into, one, two = args
     return into.add_((one / two if func.__name__ == "addcdiv_" else one * two) * kwargs["value"])
 
 
 def _add(func: Any, args: Any, kwargs: Any) -> Any:
-    if not isinstance(kwargs.get("alpha"), Tensor):
-        return func(*args, **kwargs)
     into, other = args
     wide = torch.promote_types(into.dtype, other.dtype)  # the dtype in which torch's kernel multiplies, for Muon
     return getattr(into, func.__name__)(other.to(wide) * kwargs["alpha"])
@@ -240,8 +243,8 @@ def _lerp(func: Any, args: Any, kwargs: Any) -> Any:
 _WITH_TENSORS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "item": _item,
     **dict.fromkeys(("pow", "__pow__"), _root),
-    **dict.fromkeys(("addcdiv_", "addcmul_"), _addc),
-    **dict.fromkeys(("add_", "add", "sub", "sub_"), _add),
+    **dict.fromkeys(("addcdiv_", "addcmul_"), _if_tensor("value", _addc)),
+    **dict.fromkeys(("add_", "add", "sub", "sub_"), _if_tensor("alpha", _add)),
     "lerp_": _lerp,
 }
 
