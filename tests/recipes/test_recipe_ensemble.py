@@ -1,8 +1,12 @@
 """The recipes of ensembles and sweeps, small, and their parts against definitions written out."""
 
+import signal
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
-from test_recipes import load
+from test_recipes import interruptible, load  # noqa: F401, a fixture
 
 PNG = b"\x89PNG"
 
@@ -18,6 +22,32 @@ def test_an_ensemble_of_digits_is_trained_and_compared(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"{scores['ece']:.4f}" in shown
     assert "4 raw loops in turn" in shown
+
+
+@pytest.mark.slow
+def test_an_ensemble_that_was_interrupted_ends_as_one_that_was_not(tmp_path, monkeypatch, interruptible, capsys):  # noqa: F811
+    recipe, calls = load("ensemble_digits"), 0
+    settings = {"members": 2, "epochs": 2, "compile": 0, "width": 8}
+
+    def clock():
+        nonlocal calls
+        calls += 1
+        if calls == 7:  # it is read twice in each step
+            signal.raise_signal(signal.SIGINT)
+        return time.perf_counter()
+
+    expected = recipe.main(**settings, directory=str(tmp_path / "whole"))
+    with monkeypatch.context() as patched:
+        patched.setattr(recipe, "time", SimpleNamespace(perf_counter=clock))
+        with pytest.raises(KeyboardInterrupt):
+            recipe.main(**settings, directory=str(tmp_path / "parts"))
+    scores = recipe.main(**settings, directory=str(tmp_path / "parts"))
+    assert {name: scores[name] for name in scores if "seconds" not in name} == {
+        name: expected[name] for name in expected if "seconds" not in name
+    }
+    capsys.readouterr()
+    recipe.main(**settings, directory=str(tmp_path / "parts"))
+    assert "already finished at step 18; delete" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -209,7 +209,6 @@ def test_each_recipe_says_after_a_ctrl_c_what_to_do(path):
         ("with_torchmetrics", {"epochs": 5}),
         ("dp_sgd_digits", {"epochs": 3, "width": 2}),
         ("contrastive_digits", {"epochs": 3, "batch_size": 512, "width": 8}),
-        ("ensemble_digits", {"members": 2, "epochs": 1, "compile": 0, "width": 8}),
     ],
 )
 def test_a_recipe_that_was_interrupted_ends_as_one_that_was_not(name, settings, tmp_path, monkeypatch, interruptible):
