@@ -88,7 +88,7 @@ def test_all_curves_are_measured(tmp_path, imported):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["ensemble", "optimizers", "resume", "scale"])
+@pytest.mark.parametrize("script", ["step_overhead", "ensemble", "optimizers", "resume", "scale"])
 def test_other_scripts_write_their_tables(tmp_path, script):
     found, _ = dry_run(script, tmp_path, *{"optimizers": ["--only", "SGD"]}.get(script, []))
     assert found["tables"]
@@ -145,9 +145,9 @@ def test_a_script_that_fails_or_hangs_does_not_stop_the_others(imported, monkeyp
     out.mkdir()
     options = argparse.Namespace(out=out, seconds=150.0, only=["broken", "hangs", "good"], dry_run=False)
     ended = every.run_all(options)
-    assert {name: how for name, (how, _) in ended.items()} == {
-        "broken": "exit status 1",
-        "hangs": "stopped after 3 s",
+    assert {name: how.partition(" ")[0] for name, (how, _) in ended.items()} == {
+        "broken": "exit",
+        "hangs": "stopped",
         "good": "done",
     }
     results = every.results_in(out, options.only)

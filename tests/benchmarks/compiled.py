@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from harness import Report, Seconds, Step, in_turns, options_of, parser
+from harness import Report, Seconds, Step, compile_without_cache, in_turns, options_of, parser
 from models import Block, Transformer, mlp, next_token, transformer
 from torch import Tensor, nn
 
@@ -122,6 +122,7 @@ def event_times(steps: dict[str, Step], seconds: float) -> dict[str, list[float]
 
 def main(options: argparse.Namespace) -> int:
     device = options.device
+    compile_without_cache()
     report = Report("compiled", options, f"AdamW on {device}")
     models = {**MODELS, **({"GPT-2 small, bf16, batch 8 x 1024": gpt2} if device == "cuda" else {})}
     models = {"MLP, batch 16": mlp} if options.dry_run else models

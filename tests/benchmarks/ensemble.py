@@ -16,7 +16,7 @@ import sys
 import time
 
 import torch
-from harness import Report, Seconds, Step, Times, in_turns, options_of, parser
+from harness import Report, Seconds, Step, Times, compile_without_cache, in_turns, options_of, parser
 from models import classify, mlp
 
 import looplib as ll
@@ -69,6 +69,7 @@ CONTENDERS = {
 
 
 def main(options: argparse.Namespace) -> int:
+    compile_without_cache()
     report = Report("ensemble", options, "MLP 32-64-10, batch 16, AdamW")
     sizes = {f"{members} members": members for members in ((3,) if options.dry_run else MEMBERS)}
     for row, seconds in report.rows(list(sizes)):

@@ -367,9 +367,9 @@ def draw(curves: dict[str, dict[int, Times]], path: Path) -> None:
         "xtick.color": gray,
         "ytick.color": gray,
     }
-    rows = -(-len(curves) // 3)
+    rows = -(-len(curves) // 4)
     with pyplot.rc_context(colors):
-        figure, axes = pyplot.subplots(rows, 3, figsize=(10, 2.9 * rows), layout="constrained", squeeze=False)
+        figure, axes = pyplot.subplots(rows, 4, figsize=(12, 2.8 * rows), layout="constrained", squeeze=False)
         for axis in axes.flat[len(curves) :]:
             axis.set_visible(False)
         for axis, (title, curve) in zip(axes.flat, curves.items(), strict=False):
@@ -377,17 +377,18 @@ def draw(curves: dict[str, dict[int, Times]], path: Path) -> None:
                 points = [point for point, times in curve.items() if name in times]
                 values = [1e6 * statistics.median(curve[point][name]) for point in points]
                 axis.plot(points, values, "o-", markersize=3, label=name, color=COLORS[name])
-            linear = title == STEPS or CURVES[title].linear
-            if not linear:
-                axis.set(xscale="log", yscale="log")
-            else:
-                axis.set_ylim(0, None)
+            times = [1e6 * statistics.median(values) for point in curve.values() for values in point.values()]
+            if title == STEPS or CURVES[title].linear:
+                axis.set_ylim(0, 1.3 * max(times))
+                axis.locator_params(axis="x", integer=True, nbins=5)
+            else:  # at least a decade, so that what is flat looks flat
+                axis.set(xscale="log", yscale="log", ylim=(min(times) / 3, 3 * max(times)))
             axis.set(
                 title=title, xlabel=title if title == STEPS else CURVES[title].label, ylabel="microseconds a step"
             )
             axis.title.set_color(gray)
             axis.spines[:].set_color(gray)
-            axis.legend(frameon=False)
+            axis.legend(frameon=False, fontsize=8)
         figure.savefig(path, transparent=True, metadata={"Date": None})
         pyplot.close(figure)
 

@@ -14,6 +14,7 @@ import platform
 import random
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,6 +53,11 @@ def options_of(made: argparse.ArgumentParser) -> argparse.Namespace:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
     torch.set_num_threads(1)
     return options
+
+
+def compile_without_cache() -> None:
+    """Give Inductor an empty folder, so that compiling takes what it takes the first time."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
 
 
 def with_system_malloc() -> dict[str, str]:
@@ -244,12 +250,8 @@ class Report:
 
     def compare(self, row: str, found: Mapping[str, list[float]], base: str, table: str = "") -> None:
         """Add the time of one contender, and the others' ratios to it."""
-        seconds = Seconds(statistics.median(found[base]))
-        self.add(
-            row,
-            {name: seconds if name == base else ratio(times, found[base]) for name, times in found.items()},
-            table,
-        )
+        ratios = {name: ratio(times, found[base]) for name, times in found.items() if name != base}
+        self.add(row, {base: Seconds(statistics.median(found[base])), **ratios}, table)
 
     def note(self, line: str) -> None:
         """Add a line below the tables."""
