@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from ranks import launch
+from shared import equal
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
 
@@ -23,9 +26,12 @@ def trainable(name, tensor):
     return name.startswith("lora_")
 
 
-def make(base_seed=0):
+def make(base_seed=0, wrap=None):
     torch.manual_seed(base_seed)
     model = Adapted()
+    if wrap is not None:
+        model.base.requires_grad_(False)
+        model = wrap(model)
     optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
     grad_fn = ll.make_grad_fn(model, lambda model, x: (model(x) - x).square().mean(), trainable=trainable)
     step = ll.make_train_step(grad_fn, optimizer, donate=True)
@@ -63,6 +69,27 @@ def test_adapters_are_saved_alone_and_continue_with_the_bits_of_the_whole(tmp_pa
     assert found.step == 0
     assert torch.equal(found.params["base.weight"], fresh.params["base.weight"])
     assert not torch.equal(found.params["lora_b.weight"], fresh.params["lora_b.weight"])
+
+
+def on_two_ranks(folder):
+    torch.distributed.init_process_group("gloo")
+    ckpt = ll.checkpoint_io(folder, select=trainable)
+    _, step, state = make(wrap=DistributedDataParallel)
+    state = trained(step, state, 2)
+    ckpt.save(state)
+    if ll.distributed.is_rank_zero():
+        torch.save(dict(state.params), folder / "expected.pt")
+    expected = trained(step, state, 2)
+    _, step, state = make(wrap=DistributedDataParallel)
+    assert equal(trained(step, ckpt.restore(state), 2).params, expected.params)
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_resume_from_an_adapter_and_one_process_reads_it(tmp_path):
+    launch(2, on_two_ranks, tmp_path)
+    restored = ll.checkpoint_io(tmp_path, select=trainable).restore(make()[2])
+    assert restored.step == 2
+    assert equal(restored.params, torch.load(tmp_path / "expected.pt"))
 
 
 def test_another_base_model_is_refused(tmp_path):
