@@ -103,6 +103,7 @@ def retry_on_oom(
         count = batch_size(batch)
         while (result := attempt(state, batch, count, asked)) is None:
             pass
+        out: Gradients
         out, size = result
         if reduces:
             out = _finished(out, finish, state, part)

@@ -69,19 +69,22 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
 def _count_of(model: Any) -> Callable[[Any, Mapping[str, Any]], Tensor]:
     """Function that counts what the model's loss averages over."""
     cls: Any = type(model)
-    name, used = cls.__name__, _names_in(cls.forward)
-    kind = next((kind for kind in _BY_CLASS if name.endswith(kind)), "")
-    if "loss_function" in used:
-        kind = model.loss_function.__name__
-    elif kind == "ForConditionalGeneration" and not model.config.is_encoder_decoder:
-        kind = ""
-    if rule := (_BY_FUNCTION if "loss_function" in used else _BY_CLASS).get(kind):
+    calls_function = "loss_function" in _names_in(cls.forward)
+    rule = _BY_FUNCTION.get(model.loss_function.__name__) if calls_function else _BY_CLASS.get(_kind_of(model))
+    if rule is not None:
         return rule
     raise TypeError(
-        f"model_loss cannot know what the loss of {name} averages over; write\n    def loss_fn(model, batch):\n"
+        f"model_loss cannot know what the loss of {cls.__name__} averages over; write\n    def loss_fn(model, batch):\n"
         "        loss = model(**batch).loss\n        count = ...  # the labels, tokens or samples that it averages over\n"
         "        return ll.Mean(loss * count, count)"
     )
+
+
+def _kind_of(model: Any) -> str:
+    """The end of the class's name if it tells what the loss averages over."""
+    kind = next(filter(type(model).__name__.endswith, _BY_CLASS), "")
+    of_decoder = kind == "ForConditionalGeneration" and not model.config.is_encoder_decoder
+    return "" if of_decoder else kind
 
 
 @cache

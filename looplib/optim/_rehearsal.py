@@ -162,13 +162,7 @@ def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[st
             plain[key] = value
             continue
         plain[key], kinds[key] = dict(vars(value)), kind
-        inner = chain.from_iterable(getattr(each, "__dict__", {}).values() for each in plain[key].values())
-        check(
-            not any(isinstance(part, Tensor) for part in inner),
-            f"{recipe.cls.__name__} keeps a {kind.__name__} for {name}, with an object in it that holds "
-            "tensors: looplib takes objects whose own attributes are tensors and numbers",
-            TypeError,
-        )
+        _check_object(f"{recipe.cls.__name__} keeps a {kind.__name__} for {name}", value)
     return plain, kinds
 
 
@@ -191,6 +185,17 @@ def _check_plain(recipe: Recipe, where: str, value: Any) -> None:
             "takes optimizers that keep tensors and numbers, in dicts and lists of a fixed length",
             TypeError,
         )
+
+
+def _check_object(found: str, value: Any) -> None:
+    """Raise for an object with tensors in another object, which would not be stored with its attributes."""
+    inner = chain.from_iterable(getattr(each, "__dict__", {}).values() for each in vars(value).values())
+    check(
+        not any(isinstance(part, Tensor) for part in inner),
+        f"{found}, with an object in it that holds tensors: looplib takes objects whose own attributes are tensors "
+        "and numbers",
+        TypeError,
+    )
 
 
 def own_attributes(made: Any) -> dict[str, Any]:
