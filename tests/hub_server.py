@@ -124,6 +124,10 @@ class Handler(BaseHTTPRequestHandler):
         if repo := self.repo(name):
             self.answer({"id": name, "sha": repo.at(revision)["oid"], "private": repo.private, "siblings": []})
 
+    def may_write(self, body, name):
+        allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        self.answer({} if allowed else {"error": "Invalid username or password."}, 200 if allowed else 401)
+
     def tree(self, body, name, revision, folder=""):
         if repo := self.repo(name):
             self.answer([self.entry(path, content) for path, content in repo.at(revision)["files"].items()])
@@ -207,6 +211,7 @@ ROUTES = [
     ("POST", "/api/validate-yaml", "validate"),
     ("GET", f"/api/models/{NAME}", "info"),
     ("GET", f"/api/models/{NAME}/revision/([^/]+)", "info"),
+    ("GET", f"/api/models/{NAME}/auth-check/write", "may_write"),
     ("GET", f"/api/models/{NAME}/tree/([^/]+)(?:/(.*))?", "tree"),
     ("POST", f"/api/models/{NAME}/preupload/([^/]+)", "preupload"),
     ("POST", f"/{NAME}.git/info/lfs/objects/batch", "batch"),

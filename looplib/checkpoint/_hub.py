@@ -65,41 +65,57 @@ def hub(
 
     Raises:
         ImportError: huggingface_hub is not installed.
-        OSError: the repository can neither be reached nor be created; the message names the error of the network.
+        OSError: the Hub refuses the repository, such as for a token without permission. If the network fails instead,
+            a warning names its error, and the first push tries again.
         ValueError: `repo_id` is not a name of a repository.
     """
     check_type("repo_id is", repo_id, str, 'give the name of a repository, such as "me/tiny-lm"')
     check(card is None or callable(card), f"card is {card!r}; give a function of a Checkpoint", TypeError)
-    api = package().HfApi(token=token, library_name="looplib")
+    opened = Hub(package().HfApi(token=token, library_name="looplib"), repo_id, card, private)
     ranks = together()
     ranks.meet()
-
-    def create() -> str:
-        try:
-            return str(api.create_repo(repo_id, private=private, exist_ok=True).repo_id)
-        except ValueError:  # of a name
-            raise
-        except Exception as error:
-            raise OSError(f"{repo_id} could not be reached or created at {api.endpoint}: {_named(error)}") from error
-
-    return Hub(api, ranks.on_first(create), card)
+    ranks.on_first(opened.open)
+    return opened
 
 
 class Hub:
-    """Repository of the Hugging Face Hub, returned by `hub`, which constructs it from an `api`, a `repo_id` and a `card`.
+    """Repository of the Hugging Face Hub, returned by `hub`, which constructs it from an `api` and its own arguments:
+    `repo_id`, `card` and `private`.
 
     Attributes:
         repo_id: name of the repository.
     """
 
-    def __init__(self, api: Any, repo_id: str, card: Callable[[Checkpoint], Any] | None) -> None:
+    def __init__(
+        self, api: Any, repo_id: str, card: Callable[[Checkpoint], Any] | None, private: bool | None
+    ) -> None:
         self.repo_id = repo_id
         self._api = api
         self._card = card
+        self._private = private
+        self._exists = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hub")
         self._pushes: list[Future[None]] = []
         self._pushed: set[Stamp] = set()
         self._lock: Lock | None = None
+
+    def open(self) -> None:
+        """Create the repository if it does not exist. Used by `hub`. If the network fails, the first push tries again."""
+        try:
+            self._create()
+        except ValueError:  # of a name
+            raise
+        except Exception as error:
+            title = f"{self.repo_id} could not be reached or created at {self._api.endpoint}: {_named(error)}"
+            if getattr(getattr(error, "response", None), "status_code", 500) < 500:
+                raise OSError(title) from error
+            warn(f"{title}; the run continues, and the next push tries again")
+
+    def _create(self) -> None:
+        if not self._exists:
+            self.repo_id = str(self._api.create_repo(self.repo_id, private=self._private, exist_ok=True).repo_id)
+            self._api.auth_check(self.repo_id, write=True)  # which create_repo does not ask of one that exists
+            self._exists = True
 
     def wait(self) -> None:
         """Wait until the last push has arrived.
@@ -149,6 +165,7 @@ class Hub:
         """Push staged checkpoints, by path, in one commit. The stamps are those of the original entries."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
+        self._create()
         checkpoints = sorted(map(describe, stamps), key=lambda checkpoint: checkpoint.step)
         latest = checkpoints[-1]
         there = {path for path in self._api.list_repo_files(self.repo_id) if _step_in(path) is not None}
