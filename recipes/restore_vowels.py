@@ -121,7 +121,11 @@ def exact_matches(answers: Sequence[str], phrases: Sequence[str]) -> float:
     return sum(map(str.__eq__, answers, phrases)) / len(phrases)
 
 
-METRICS = {"exact_matches": exact_matches, "word_errors": word_error_rate, "character_errors": char_error_rate}
+METRICS: dict[str, Any] = {
+    "exact_matches": exact_matches,
+    "word_errors": word_error_rate,
+    "character_errors": char_error_rate,
+}
 
 
 def metric_fn(model: Any, batch: Mapping[str, Tensor]) -> dict[str, Any]:

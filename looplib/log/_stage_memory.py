@@ -111,7 +111,7 @@ def _host_in_use() -> float | None:
     if (size := proc_status("VmRSS")) is not None:
         return size
     try:
-        import psutil
+        import psutil  # type: ignore[import-untyped]
     except ImportError:
         return None
     return float(psutil.Process().memory_info().rss)
