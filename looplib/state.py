@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from looplib._core import forgotten, ownership
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_optional_count, check_type, named
-from looplib._core.descriptions import described
+from looplib._core.descriptions import described, described_model
 from looplib._core.made_with import MadeWith
 from looplib._core.mappings import fields_of, mapped, pick
 from looplib._core.overlap import overlapping
@@ -84,8 +84,9 @@ def init_state(
     state = TrainState(
         epoch_length=epoch_length, params=params, buffers=buffers, opt_state=opt_state, seed=_whole(seed), extra=extra
     )
-    if description := getattr(optimizer, "description", None):
-        ownership.note_made_with(state, MadeWith(optimizer=described(description)))
+    description = getattr(optimizer, "description", None)
+    made_with = MadeWith(optimizer=described(description) if description else None, model=described_model(model))
+    ownership.note_made_with(state, made_with)
     return state
 
 

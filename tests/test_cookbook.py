@@ -73,7 +73,7 @@ def test_the_block_runs(task, tmp_path, monkeypatch):
         ("Stop early 1", lambda n: n["state"].epoch < 50),
         ("Save the model 1", lambda n: torch.equal(torch.load("model.pt")["0.bias"], n["state"].params["0.bias"])),
         ("Save the model 2", lambda n: torch.equal(torch.load("model.pt")["0.bias"], n["state"].params["0.bias"])),
-        ("Log to your tracker 2", lambda n: n["tracker"] == [{"step": 100, "train/loss": 0.5}]),
+        ("Log to your tracker 2", lambda n: n["mine"] == [{"step": 100, "train/loss": 0.5}]),
         ("Make predictions 1", lambda n: n["probabilities"].shape == (64, 3)),
         ("Debug a NaN 1", lambda n: n["worst"].index == 17),
         ("Cross-validate (k-fold) 1", lambda n: len(n["accuracies"]) == 4),

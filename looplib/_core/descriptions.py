@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from looplib._core.calls import Function
+from looplib._core.modules import named_modules
 from looplib._core.trees import MISSING, paired
 
 _CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST"}  # names of instructions in several Python versions
@@ -40,6 +41,43 @@ def described(value: Any) -> Any:
     values it closes over; other objects by their repr, or only their type if the repr contains an address.
     """
     return _described(value)
+
+
+def described_model(model: nn.Module) -> dict[str, Any]:
+    """Describe a model by its class, its size, its `config`, and the configs of its adapters.
+
+    >>> described_model(nn.Linear(2, 1))
+    {'class': 'Linear', 'parameters': 3}
+    """
+    model = [module for name, module in named_modules(model) if not name][-1]  # within torch's wrappers
+    adapters = getattr(model, "peft_config", None)
+    try:
+        config = _config_of(model)
+    except Exception as error:  # the user's own, which may be anything, and no reason to end the run
+        config = {"config": f"not described: {error!r}"}
+    return {
+        "class": type(model).__qualname__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **config,
+        **({"adapters": described(adapters)} if isinstance(adapters, Mapping) else {}),
+    }
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    config: Any = getattr(model, "config", None)
+    if callable(to_dict := getattr(config, "to_dict", None)):
+        config = to_dict()
+    elif isinstance(config, (argparse.Namespace, types.SimpleNamespace)):
+        config = vars(config)
+    elif dataclasses.is_dataclass(config):
+        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    if not isinstance(config, Mapping):
+        return {}
+    # A dict of many, such as the names of a thousand classes, is no setting that one reads.
+    return {
+        str(name): f"dict of {len(value)}" if isinstance(value, Mapping) and len(value) > _MANY else described(value)
+        for name, value in config.items()
+    }
 
 
 @functools.singledispatch

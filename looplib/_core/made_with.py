@@ -6,6 +6,7 @@ records what the checkpoint contains. Steps and `replace` pass on one reference,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,12 +32,20 @@ class MadeWith:
         restored: path of the checkpoint from which the state or an earlier one was restored, if its loaders are
             known; otherwise "".
         at_step: step of that restored state.
+        model: that of `init_state`, or None.
     """
 
     optimizer: Mapping[str, Any] | None = None
     loaders: tuple[Mapping[str, Any], ...] = ()
     restored: str = ""
     at_step: int = 0
+    model: Mapping[str, Any] | None = None
+
+    def __setstate__(self, values: Sequence[Any]) -> None:
+        fields = dataclasses.fields(self)
+        defaults = [field.default for field in fields[len(values) :]]  # of a pickle with fewer fields
+        for field, value in zip(fields, [*values, *defaults], strict=True):
+            object.__setattr__(self, field.name, value)
 
 
 def known_of(state: Marked) -> MadeWith:

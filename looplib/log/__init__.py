@@ -1,7 +1,9 @@
 """Logging: a state and its metrics go in and log files, tables, progress bars and plots come out."""
 
-from looplib.log._boards import tensorboard, wandb
+from looplib.log._boards import tensorboard
+from looplib.log._configuration import configuration
 from looplib.log._flops import flops, utilization
+from looplib.log._gradient_histograms import gradient_histograms
 from looplib.log._live_plot import live_plot
 from looplib.log._memory import memory
 from looplib.log._plots import plot
@@ -12,14 +14,18 @@ from looplib.log._stage_memory import stage_memory
 from looplib.log._step_timer import meter
 from looplib.log._summary import summary
 from looplib.log._tables import csv_file, read_columns, record
+from looplib.log._trackers import Tracker, tracker
 from looplib.log._windowed import windowed
 from looplib.log._wrappers import every_rank, in_background, only, rename, safely
 
 __all__ = [
+    "Tracker",
+    "configuration",
     "console",
     "csv_file",
     "every_rank",
     "flops",
+    "gradient_histograms",
     "in_background",
     "jsonl",
     "live_plot",
@@ -38,7 +44,7 @@ __all__ = [
     "summary",
     "tee",
     "tensorboard",
+    "tracker",
     "utilization",
-    "wandb",
     "windowed",
 ]

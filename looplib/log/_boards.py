@@ -1,7 +1,4 @@
-"""Experiment trackers: sinks for TensorBoard and Weights & Biases.
-
-Besides numbers they accept vectors, drawn as histograms, and images.
-"""
+"""TensorBoard sink, and the kinds of values that trackers take: numbers and texts, histograms, and images."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,7 +64,7 @@ def tensorboard(
     # SummaryWriter is not used: its thread ends at the first error and raises that error at every later call.
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
         nonlocal begun
-        scalars, histograms, pictures = _by_kind(values)
+        scalars, histograms, pictures = by_kind(values)
         events: list[dict[str, Any]] = []
         if not begun:
             events.append({"file_version": "brain.Event:2"})
@@ -81,9 +78,19 @@ def tensorboard(
             summary.text(name, value) if isinstance(value, str) else summary.scalar(name, value)
             for name, value in scalars.items()
         ]
-        for name, vector in histograms.items():
-            if len(finite := vector[vector.isfinite()]):
-                made.append(summary.histogram(name, finite.numpy(), bins=64))
+        for name, values_of in histograms.items():
+            made.append(
+                summary.histogram_raw(
+                    name,
+                    min=values_of.least,
+                    max=values_of.largest,
+                    num=sum(values_of.counts),
+                    sum=values_of.total,
+                    sum_squares=values_of.squares,
+                    bucket_limits=values_of.edges[1:],
+                    bucket_counts=values_of.counts,
+                )
+            )
         made += [summary.image(name, picture, dataformats="CHW") for name, picture in pictures.items()]
         events += [{"step": state.step, "summary": one} for one in made]
         buffer = io.BytesIO()
@@ -98,66 +105,53 @@ def tensorboard(
     return CodedSink(write, f"tensorboard({os.fspath(directory)!r}{options})", first_rank=True)
 
 
-def wandb(*, mode: str = "offline", **init: Any) -> Sink:
-    """Weights & Biases sink. The first call starts the run, offline by default.
+class Histogram(NamedTuple):
+    """Histogram of the finite elements of a tensor, with bins of equal width. `edges` has one more entry than `counts`."""
 
-    >>> import looplib as ll
-    >>> log = ll.log.wandb(project="digits", dir="runs/digits", config={"lr": 3e-4})
-    >>> log
-    wandb(mode='offline', project='digits', dir='runs/digits', config={'lr': 0.0003})
-
-    Numbers, bools and strs are logged unchanged, a tensor or array with one dimension as a histogram, and one with
-    three, (channels, height, width), as an image, all at `state.step`. W&B accepts steps only in increasing order, so
-    a resumed run is a new W&B run, unless you pass `id` and `resume`. `wandb sync` uploads an offline run. The run is
-    finished when the process exits.
-
-    Args:
-        mode: "offline", "online" or "disabled".
-        **init: arguments of `wandb.init`: project, name, dir, config (the hyperparameters), id, resume, ...
-
-    Raises:
-        ImportError: wandb is not installed.
-
-    The sink raises TypeError for a value of a different kind, naming it, and W&B's own errors.
-    """
-    library = _extra("wandb", "wandb")
-    run: Any = None
-
-    def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        nonlocal run
-        scalars, histograms, pictures = _by_kind(values)
-        run = run or library.init(mode=mode, **init)
-        made: dict[str, Any] = {
-            name: library.Histogram(vector[vector.isfinite()].numpy()) for name, vector in histograms.items()
-        }
-        # W&B rescales floats by their range; uint8 values are used unchanged.
-        for name, picture in pictures.items():
-            bits = picture if picture.dtype == torch.uint8 else (picture.clamp(0, 1) * 255).to(torch.uint8)
-            made[name] = library.Image(bits.permute(1, 2, 0).squeeze(-1).numpy())
-        run.log({**scalars, **made}, step=state.step)
-
-    options = {"mode": mode, **init}
-    return CodedSink(
-        write, f"wandb({', '.join(f'{name}={value!r}' for name, value in options.items())})", first_rank=True
-    )
+    counts: list[int]
+    edges: list[float]
+    least: float
+    largest: float
+    total: float
+    squares: float
 
 
-def _by_kind(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """Split values into plain ones, vectors for histograms, and images."""
+_BINS = 64
+
+
+def histogram_of(tensor: Tensor) -> Histogram | None:
+    """Histogram of a tensor, counted on its device. None if it has no finite element."""
+    values = tensor.detach().flatten()
+    values = values.float() if values.dtype in (torch.float16, torch.bfloat16, torch.bool) else values
+    values = values[values.isfinite()]
+    if not len(values):
+        return None
+    least, largest = (float(end) for end in values.aminmax())
+    low, high = (least, largest) if least < largest else (least - 0.5, largest + 0.5)
+    bins = ((values - low) * (_BINS / (high - low))).long().clamp_(0, _BINS - 1)  # exact counts, unlike torch.histc
+    wide = values if values.device.type == "mps" else values.double()
+    counts: list[int] = torch.bincount(bins, minlength=_BINS).tolist()
+    edges: list[float] = torch.linspace(low, high, _BINS + 1, dtype=torch.float64).tolist()
+    return Histogram(counts, edges, least, largest, float(wide.sum()), float(wide.square().sum()))
+
+
+def by_kind(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Histogram], dict[str, Tensor]]:
+    """Split values into plain ones, histograms (of vectors with a finite element), and images."""
     scalars: dict[str, Any] = {}
-    histograms: dict[str, Tensor] = {}
+    histograms: dict[str, Histogram] = {}
     pictures: dict[str, Tensor] = {}
     for name, value in values.items():
         shape = tuple(getattr(value, "shape", ()))
-        if not shape:
+        if isinstance(value, Histogram):
+            histograms[name] = value
+        elif not shape:
             scalars[name] = value
-            continue
-        tensor = torch.as_tensor(value).detach().cpu()
-        tensor = tensor.float() if tensor.is_floating_point() else tensor
-        if len(shape) == 1:
-            histograms[name] = tensor
+        elif len(shape) == 1:
+            if (histogram := histogram_of(torch.as_tensor(value))) is not None:
+                histograms[name] = histogram
         elif len(shape) == 3 and shape[0] in (1, 3, 4):
-            pictures[name] = tensor
+            tensor = torch.as_tensor(value).detach().cpu()
+            pictures[name] = tensor.float() if tensor.is_floating_point() else tensor
         else:
             raise TypeError(
                 f"{name!r} is a {type(value).__name__} of shape {shape}; one dimension makes a histogram, and (1, 3 "

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from looplib._core import ownership
 from looplib._core.checks import check, check_count
 from looplib._core.kinds import check_kind
 from looplib.log._sinks import CodedSink
@@ -106,7 +107,7 @@ def every_rank(sink: Sink) -> Sink:
     check_kind(sink, "every_rank", "sink")
     if not (isinstance(sink, CodedSink) and sink.first_rank):
         raise TypeError(
-            f"{sink!r} writes in each process as it is: every_rank is for jsonl, csv_file, console, tensorboard, wandb "
+            f"{sink!r} writes in each process as it is: every_rank is for jsonl, csv_file, console, tensorboard, tracker "
             "and live_plot themselves, inside of what wraps them"
         )
     return CodedSink(sink.write, f"every_rank({sink!r})")
@@ -284,7 +285,8 @@ class Background:
 
 
 def _counts(state: TrainState) -> TrainState:
-    return TrainState(
+    """The counts of a state, and what it was made with."""
+    counts = TrainState(
         step=state.step,
         epoch=state.epoch,
         batch=state.batch,
@@ -292,6 +294,8 @@ def _counts(state: TrainState) -> TrainState:
         samples=state.samples,
         seed=state.seed,
     )
+    ownership.note_made_with(counts, ownership.made_with(state))
+    return counts
 
 
 def _copied(value: Any) -> Any:

@@ -1,10 +1,8 @@
-"""TensorBoard's own reader, and W&B's offline files, hold what was logged."""
+"""TensorBoard's own reader finds what was logged."""
 
 import io
-import json
 import math
 import os
-import struct
 import sys
 import time
 
@@ -12,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from shared import STATE, at, file_size_limit, python
+from shared import STATE, at, file_size_limit
 
-from looplib.log import tensorboard, wandb
+from looplib.log import tensorboard
 
 
 @pytest.fixture
@@ -101,66 +99,7 @@ def test_tensorboard_refuses_other_shapes_by_name(tmp_path, shape):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("make", "name"), [(lambda: tensorboard("x"), "tensorboard"), (wandb, "wandb")])
-def test_a_missing_package_is_an_error_that_names_it(monkeypatch, make, name):
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=rf"needs its package: pip install {name} pillow"):
-        make()
-
-
-# wandb
-
-OFFLINE = """
-import sys, numpy as np, torch
-from looplib.types import TrainState
-from looplib.log import wandb
-from looplib.log import in_background
-
-log = wandb(project="digits", dir=sys.argv[1], config={"lr": 0.5}, settings={"silent": True, "console": "off"})
-log = in_background(log)
-log(TrainState(step=3), {"train/loss": 0.25, "note": "warm"})
-log(TrainState(step=3), {"eval/auc": 0.75})
-log(TrainState(step=5), {"vector": torch.arange(10.0), "picture": torch.ones(1, 4, 4) / 2})
-"""
-
-
-def records_of(path):
-    """The records of W&B's file: a LevelDB log of blocks of 32 KiB, after a header of 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, place, parts = path.read_bytes(), 7, b""
-    while place < len(data):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, place)
-        parts += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):
-            yield Record.FromString(parts)
-            parts = b""
-
-
-@pytest.mark.slow
-def test_wandb_holds_what_was_logged_offline(tmp_path):
-    pytest.importorskip("wandb")
-    result = python(OFFLINE, tmp_path, env={**os.environ, "WANDB_ERROR_REPORTING": "false"})
-    assert result.returncode == 0, result.stderr
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    history, config = {}, {}
-    for one in records_of(path):
-        for item in one.history.item:
-            history.setdefault(one.history.step.num, {})[item.key or "/".join(item.nested_key)] = item.value_json
-        for item in one.run.config.update:
-            config[item.key] = item.value_json
-    assert json.loads(config["lr"]) == 0.5
-    assert json.loads(history[3]["train/loss"]) == 0.25
-    assert json.loads(history[3]["note"]) == "warm"
-    assert json.loads(history[3]["eval/auc"]) == 0.75
-    assert set(history) == {3, 5}
-    # The only image that it keeps is half gray, with 8 bits.
-    (picture,) = path.parent.glob("files/media/images/*.png")
-    assert set(pixels(picture.read_bytes()).flat) == {127}
-    assert json.loads(history[5]["picture/_type"]) == "image-file"
-    assert sum(json.loads(history[5]["vector/values"])) == 10
+def test_a_missing_package_is_an_error_that_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match="needs its package: pip install tensorboard pillow"):
+        tensorboard("x")

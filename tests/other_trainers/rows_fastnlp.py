@@ -1546,7 +1546,7 @@ def _(state, log, rows):
 @here(
     "FitlogCallback.log_loss_every",
     text="A sink is any function of the state and a dict of values. looplib's own (`ll.jsonl`, `ll.log.csv_file`, "
-    "`ll.log.tensorboard`, `ll.log.wandb`) write on the first rank alone; a function of yours is called on each, so it asks.",
+    "`ll.log.tensorboard`, `ll.log.tracker`) write on the first rank alone; a function of yours is called on each, so it asks.",
 )
 def _(state, train_step, batch):
     sent = []

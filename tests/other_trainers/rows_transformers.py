@@ -5,6 +5,7 @@
 
 import inspect
 import math
+import sys
 import types
 import warnings
 from pathlib import Path
@@ -1095,11 +1096,13 @@ def _(loader, state, train_step, terminal):
     "TrainingArguments.report_to",
     "TrainingArguments.run_name",
     "TrainingArguments.project",
-    text="Sinks, which compose.",
+    text="A sink for each of TensorBoard, W&B, MLflow, Trackio, Aim, Comet, ClearML, Neptune and SwanLab. The run "
+    "has the name of its folder, and a resumed run continues it. The settings of the optimizer, the loaders and the "
+    "model are stored without being listed.",
 )
 def _(state):
-    wandb = ll.log.wandb(project="huggingface", name="small", mode="disabled")
-    log = ll.tee(ll.jsonl("log.jsonl"), ll.log.tensorboard("runs/tb"), wandb)
+    wandb = ll.log.tracker("wandb", "runs/small", project="huggingface", mode="disabled")
+    log = ll.tee(ll.jsonl("log.jsonl"), ll.log.tracker("tensorboard", "runs/tb"), wandb)
     # shows
     log(state, {"train/loss": 0.5})
     assert ll.log.read_jsonl("log.jsonl")[0]["train/loss"] == 0.5
@@ -1110,30 +1113,33 @@ def _(state):
     "TrainingArguments.trackio_space_id",
     "TrainingArguments.trackio_bucket_id",
     "TrainingArguments.trackio_static_space_id",
-    text="Any function of a state and a dict of numbers is a sink, so another tracker (trackio, MLflow, Comet, "
-    "...) is its own `init` and this. looplib's own sinks write on the first rank alone; a function of yours is called on "
-    "each, so it asks. `ll.log.in_background` keeps it from delaying the loop.",
+    text="Options of `trackio.init`, as for each tracker. It logs on the first rank alone, and "
+    "`ll.log.in_background` keeps it from delaying the loop.",
 )
-def _(state):
+def _(state, monkeypatch):
     seen = []
-    trackio = types.SimpleNamespace(log=lambda values, step: seen.append((step, values)))
+    run = types.SimpleNamespace(
+        config={}, log=lambda values, step: seen.append((step, values)), finish=lambda: seen.append("finished")
+    )
+    trackio = types.SimpleNamespace(init=lambda **options: seen.append(options["space_id"]) or run)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
 
     # given
-    def to_trackio(state, values):
-        if ll.distributed.is_rank_zero():
-            trackio.log(values, step=state.step)
-
-    log = ll.log.in_background(to_trackio)
+    board = ll.log.tracker("trackio", "runs/small", space_id="me/space")
+    log = ll.log.in_background(board)
 
     # shows
     def once():
         log(state.replace(step=7), {"train/loss": 0.5})
         log.close()
+        board.close()
 
+    expected = ["me/space", (7, {"train/loss": 0.5}), "finished"]
     once()
-    assert seen == [(7, {"train/loss": 0.5})]
+    assert seen == expected
+    seen.clear()
     on_each_of_two_ranks(once)
-    assert len(seen) == 2
+    assert seen == ["me/space", "finished"]  # the step was logged before; one rank continues the run
 
 
 TABLE.section("Evaluation")

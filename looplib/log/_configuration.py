@@ -1,0 +1,125 @@
+"""Configuration of a run: what it was made with, found rather than listed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from looplib._core.descriptions import described, described_model
+from looplib._core.made_with import known_of
+from looplib._core.ranks import world_size
+from looplib.types import TrainState, check_state
+
+# Packages whose version matters to a run that has imported them.
+_PACKAGES = (
+    "accelerate",
+    "datasets",
+    "numpy",
+    "peft",
+    "sklearn",
+    "timm",
+    "tokenizers",
+    "torchvision",
+    "transformers",
+)
+_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+
+
+def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
+    """Configuration of a run, without listing it: optimizer, loaders, model, seed, sizes, versions and git commit.
+
+    >>> import looplib as ll, torch
+    >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    >>> loader = ll.make_loader(torch.ones(8, 2), batch_size=4, seed=3)
+    >>> state = ll.init_state(model, optimizer, epoch_length=len(loader))
+    >>> batch = next(iter(loader(state)))
+    >>> settings = ll.log.configuration(state, args={"warmup": 100})
+    >>> settings["optimizer"]["lr"], settings["loader"]["batch_size"], settings["model"]
+    (0.1, 4, {'class': 'Linear', 'parameters': 3})
+    >>> settings["args"], {"looplib", "python", "torch"} <= settings["versions"].keys()
+    ({'warmup': 100}, True)
+
+    A state knows the optimizer and the model of its `init_state`, and the loaders that have yielded batches for it.
+    The model's part is its class, its number of parameters and its `config` (of transformers, a dataclass, a dict or a namespace), and
+    `peft_config` if it has one. The commit is that of the folder of the program, with "-dirty" after it if tracked
+    files have changed; without git or a repository there is none.
+
+    Args:
+        state: a state of the run.
+        **more: further settings by name, such as `args=args` of argparse. Modules, optimizers and loaders describe
+            themselves.
+
+    Returns:
+        Nested dicts of plain values, such as JSON holds.
+    """
+    check_state(state, "configuration(state)")
+    known = known_of(state)
+    loaders = {f"loader {n}" if n > 1 else "loader": loader for n, loader in enumerate(known.loaders, 1)}
+    found = {"optimizer": _with_defaults(known.optimizer or {}), "model": known.model, **loaders}
+    commit = git_commit()
+    return {
+        **{name: description for name, description in found.items() if description},
+        "seed": state.seed,
+        "epoch_length": state.epoch_length,
+        "ranks": world_size(),
+        "versions": _versions(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        **({"git_commit": commit} if commit else {}),
+        **{
+            name: described_model(value) if isinstance(value, nn.Module) else described(value)
+            for name, value in more.items()
+        },
+    }
+
+
+def _with_defaults(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Description of an optimizer, with the arguments of its class that were not given."""
+    entries = {
+        name: _with_defaults(value) if isinstance(value, Mapping) else value for name, value in optimizer.items()
+    }
+    module, _, name = str(optimizer.get("class")).rpartition(".")
+    cls = getattr(sys.modules.get(module), name, None)
+    if not isinstance(cls, type):
+        return entries
+    arguments = inspect.signature(cls).parameters.values()
+    defaults = {a.name: described(a.default) for a in arguments if a.default not in (a.empty, None)}
+    return {"class": entries["class"], **defaults, **entries}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"looplib": _version("looplib"), "python": platform.python_version(), "torch": str(torch.__version__)}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    versions |= {name: _version(_DISTRIBUTIONS.get(name, name)) for name in _PACKAGES if name in sys.modules}
+    return dict(sorted(versions.items()))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # used from a folder, without being installed
+
+
+def git_commit() -> str | None:
+    """Commit of the program's folder, with "-dirty" if it has changes; None without one."""
+    program: Mapping[str, Any] = vars(sys.modules["__main__"])
+    folder = Path(program.get("__file__") or ".").absolute()
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(
+            command, cwd=folder if folder.is_dir() else folder.parent, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
