@@ -5,7 +5,6 @@ A client's package is imported when a run is started. Without `online`, nothing 
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import sys
 import time
@@ -31,6 +30,7 @@ class Client:
         install: what to install, for the error.
         replaces: True if values of a step that a resumed run logs again take the place of the earlier ones.
         server: how to choose a server, if `online` does not.
+        ends_itself: True if the client ends the run when the process exits.
         run: the client's own object of the run.
         id: what the client needs to find the run again.
     """
@@ -39,6 +39,7 @@ class Client:
     install: ClassVar[str]
     replaces: ClassVar[bool] = False
     server: ClassVar[str | None] = None
+    ends_itself: ClassVar[bool] = True
     run: Any = None
     id: str | None = None
 
@@ -133,11 +134,11 @@ class WandB(Client):
 
 class MLflow(Client):
     package, install, server = "mlflow", "mlflow", "give tracking_uri= or set MLFLOW_TRACKING_URI"
+    ends_itself = False
 
     def __init__(self, folder: Path, id: str | None, online: bool, options: Options) -> None:
         self._library = load(self)
         self._begin(folder, id, **options)
-        atexit.register(self.close)
 
     def _begin(
         self,
@@ -191,7 +192,6 @@ class MLflow(Client):
             self._client.log_artifact(self.id, str(path), name)
 
     def close(self) -> None:
-        atexit.unregister(self.close)
         failed = getattr(sys, "last_value", None) is not None  # the process ends with an error
         self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
 
@@ -227,6 +227,7 @@ class Trackio(Client):
 
 class Aim(Client):
     package, install, server = "aim", "aim", "give repo=, the address of its server"
+    ends_itself = False
 
     def __init__(self, folder: Path, id: str | None, online: bool, options: Options) -> None:
         self._library = load(self)
@@ -281,9 +282,7 @@ class Comet(Client):
                 self.run.log_metric(name, value, step=step)
 
     def histogram(self, step: int, name: str, histogram: Histogram) -> None:
-        from comet_ml.data_structure import Histogram as CometHistogram
-
-        drawn = CometHistogram()
+        drawn = importlib.import_module("comet_ml.data_structure").Histogram()
         centers = [(low + high) / 2 for low, high in zip(histogram.edges, histogram.edges[1:], strict=False)]
         drawn.add(centers, counts=histogram.counts)
         self.run.log_histogram_3d(drawn, name=name, step=step)

@@ -72,7 +72,7 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
         "epoch_length": state.epoch_length,
         "ranks": world_size(),
         "versions": _versions(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         **({"git_commit": commit} if commit else {}),
         **{

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Mapping
@@ -167,6 +168,7 @@ class _Run:
     def close(self) -> None:
         if self._client is not None:
             client, self._client = self._client, None
+            atexit.unregister(self.close)
             client.close()
 
     def _open(self, state: TrainState) -> Client:
@@ -181,6 +183,8 @@ class _Run:
             )
         client.settings(settings)
         self._id, self._settings, self._client = client.id, settings, client
+        if not client.ends_itself:
+            atexit.register(self.close)
         self._write()
         return client
 
