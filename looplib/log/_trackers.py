@@ -176,16 +176,17 @@ class _Run:
         self._read()
         settings = configuration(state, **self._config)
         client: Client = CLIENTS[self._name](self._folder, self._id, self._online, dict(self._options))
-        if self._settings and (changed := differences(_compared(self._settings), _compared(settings))):
-            warn(
-                f"the run of {self._name} in {self._folder} continues with other settings: {'; '.join(changed)}. "
-                "Values that it logged before stay as they are; for a new run, give another directory"
-            )
+        before = self._settings
         client.settings(settings)
         self._id, self._settings, self._client = client.id, settings, client
         if not client.ends_itself:
             atexit.register(self.close)
         self._write()
+        if before and (changed := differences(_compared(before), _compared(settings))):
+            warn(
+                f"the run of {self._name} in {self._folder} continues with other settings: {'; '.join(changed)}. "
+                "Values that it logged before stay as they are; for a new run, give another directory"
+            )
         return client
 
     def _read(self) -> None:
