@@ -182,7 +182,7 @@ def read_aim(tmp_path):
         import aim
         from aim.storage.context import Context
 
-        run = aim.Run(run_hash=id_of("aim", tmp_path), repo=str(tmp_path), read_only=True)
+        run = aim.Run(run_hash=id_of("aim", tmp_path), repo=str(tmp_path))
         frame = run.get_metric("train/loss", Context({})).dataframe()
     assert run.name == "digits"
     assert [*(tmp_path / "runs/digits/aim-artifacts").glob("**/tensors.safetensors")]
