@@ -24,6 +24,8 @@ from looplib.checkpoint._policy import Policy
 FOLDER = "checkpoints"
 """Folder of a repository that checkpoints are pushed to."""
 
+_LATER = 408, 429  # HTTP's: the request took too long, or there were too many
+
 
 def hub(
     repo_id: str,
@@ -107,7 +109,8 @@ class Hub:
             raise
         except Exception as error:
             title = f"{self.repo_id} could not be reached or created at {self._api.endpoint}: {_named(error)}"
-            if getattr(getattr(error, "response", None), "status_code", 500) < 500:
+            status = getattr(getattr(error, "response", None), "status_code", 500)
+            if status < 500 and status not in _LATER:
                 raise OSError(title) from error
             warn(f"{title}; the run continues, and the next push tries again")
 
