@@ -9,6 +9,7 @@ figure shows the final loss of each member and its curve.
 
 Then the same by successive halving (Jamieson and Talwalkar, 2016): after each rung the worse half is dropped, and the
 others continue for the same number of updates, which finds one of the best learning rates for a fraction of the work.
+Ctrl-C stops, rerunning continues the sweep (the halving takes a second, and starts over).
 
 Reached: 0.18 (0.28 with seed 3), and 97.8% of the held-out digits with it (96.1% to 96.9% with seeds 1 to 3), in
 about 2 seconds for all 32 on one core; successive halving finds the same one with 47% of the updates. The held-out
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import sys
 import time
@@ -46,7 +48,7 @@ def main(
     momentum: float = 0.9,  # of SGD
     width: int = 64,  # of the hidden layer
     seed: int = 0,  # of the weights and the order
-    directory: str = "runs/sweep_lr",  # folder for the figure
+    directory: str = "runs/sweep_lr",  # folder for the checkpoint and the figure
 ) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -67,15 +69,26 @@ def main(
 
     lrs = [lowest * (highest / lowest) ** (member / max(1, members - 1)) for member in range(members)]
     began = time.perf_counter()
-    train_step, stack = begin(lrs)
-    done, eval_now, curves = ll.after_epochs(epochs), ll.at_epoch_end(), [evaluated(stack)]
+    train_step, start = begin(lrs)
+    ckpt, file = ll.checkpoint_io(f"{directory}/checkpoints", keep_last=1), Path(directory) / "curves.json"
+    stack = ckpt.restore(start)
+    curves = json.loads(file.read_text()) if stack.step else []  # scores of all members after each epoch, from 0 on
+    if len(curves) > epochs:
+        print(f"already finished at step {stack.step}; delete {directory} to start again")
+    elif stack.step:
+        print(f"continuing from step {stack.step} of {epochs * len(loader)}")
     bar = ll.progress(loader, epochs=epochs)
-    while not done(stack):
-        for batch in bar(stack):
-            stack, metrics = train_step(stack, batch)
-            bar.show(metrics)
-            if eval_now(stack):
+    try:
+        while len(curves) <= epochs:
+            if len(curves) == stack.epoch:
                 curves.append(evaluated(stack))
+            else:
+                for batch in bar(stack):
+                    stack, metrics = train_step(stack, batch)
+                    bar.show(metrics)
+    finally:  # at the end, and at Ctrl-C
+        ckpt.save(stack)
+        file.write_text(json.dumps(curves))
     best = min(range(members), key=lambda member: worst_if_nan(curves[-1][member]["loss"]))
     swept = time.perf_counter() - began
 
@@ -171,5 +184,5 @@ if __name__ == "__main__":
     try:
         main(**vars(parser.parse_args()))
     except KeyboardInterrupt:
-        print("\nstopped; rerunning starts from the beginning")
+        print("\nstopped; run the same command to continue")
         sys.exit(130)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from test_recipes import interruptible, load  # noqa: F401, a fixture
 
+import looplib as ll
+
 PNG = b"\x89PNG"
 
 
@@ -81,3 +83,27 @@ def test_a_sweep_finds_a_learning_rate_and_halving_one_that_is_as_good(tmp_path,
     assert found["diverged"] >= 1
     assert (tmp_path / "run/sweep.png").read_bytes().startswith(PNG)
     assert f"lr {found['best_lr']:.3g}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_interrupted_ends_as_one_that_was_not(tmp_path, monkeypatch, interruptible, capsys):  # noqa: F811
+    recipe, calls = load("sweep_lr"), []
+    settings = {"members": 4, "epochs": 2}
+    expected = recipe.main(**settings, directory=str(tmp_path / "whole"))
+
+    def measure(*parts, measure=ll.evaluation.measure):
+        calls.append(parts)
+        if len(calls) == 2:  # after the first epoch
+            signal.raise_signal(signal.SIGINT)
+        return measure(*parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ll.evaluation, "measure", measure)
+        with pytest.raises(KeyboardInterrupt):
+            recipe.main(**settings, directory=str(tmp_path / "parts"))
+    scores = recipe.main(**settings, directory=str(tmp_path / "parts"))
+    assert {**scores, "seconds": 0} == {**expected, "seconds": 0}
+    assert "continuing from step 22 of 44" in capsys.readouterr().out
+    again = recipe.main(**settings, directory=str(tmp_path / "parts"))
+    assert {**again, "seconds": 0} == {**expected, "seconds": 0}
+    assert "already finished at step 44; delete" in capsys.readouterr().out
