@@ -16,12 +16,11 @@ you write the loop, and everything that a Trainer does is a function that you ca
 """
 
 import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from looplib import (
     checkpoint,
-    contrib,
     data,
-    debug,
     distributed,
     evaluation,
     gradients,
@@ -34,7 +33,6 @@ from looplib import (
     schedules,
     state,
     steps,
-    testing,
     transforms,
     types,
 )
@@ -64,6 +62,9 @@ from looplib.state import bind, copy_state, end_epoch, init_state
 from looplib.steps import make_eval_step, make_predict_step, make_train_step
 from looplib.transforms import compile_step, vmap_step
 from looplib.types import DonatedStateError, TrainState
+
+if _TYPE_CHECKING:
+    from looplib import contrib, debug, testing
 
 __all__ = [
     "DonatedStateError",
@@ -131,4 +132,5 @@ __all__ = [
     "warmup_cosine",
 ]
 
-_explain_names(_sys.modules[__name__])
+# Rooms that most loops do not use are imported when they are asked for.
+_explain_names(_sys.modules[__name__], late=("contrib", "debug", "testing"))

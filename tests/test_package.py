@@ -139,6 +139,16 @@ def test_importing_looplib_imports_little_beyond_torch():
     assert extra <= {"looplib", "orjson", "tqdm", "torch", "einops"}
 
 
+def test_rooms_that_most_loops_do_not_use_are_imported_when_they_are_asked_for():
+    code = (
+        "import sys, looplib as ll; late = ['contrib', 'debug', 'testing']; "
+        "assert not [name for name in late if f'looplib.{name}' in sys.modules]; assert {*late} < {*dir(ll)}; "
+        "from looplib import debug; assert ll.debug is debug; assert callable(ll.contrib.sam); "
+        "assert not hasattr(ll.testing, 'sam')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_importing_looplib_leaves_signals_and_random_streams_alone():
     code = (
         "import random, signal, torch; state = torch.get_rng_state(), random.getstate(); "

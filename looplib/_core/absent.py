@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import FrozenInstanceError
+from functools import cache, partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -93,28 +95,42 @@ def explain_attributes(cls: type, owner: str, advice: Mapping[str, str]) -> None
     cls.__dir__ = lambda self: [name for name in object.__dir__(self) if name not in advice]  # type: ignore[assignment, method-assign, misc]
 
 
-def explain_names(package: ModuleType) -> None:
-    """Make a package and its rooms say where a name is that they do not have."""
-    members = [getattr(package, name) for name in package.__all__]
-    rooms = [member for member in members if isinstance(member, ModuleType)]
-    where = {name: f"ll.{room.__name__.rpartition('.')[2]}.{name}" for room in rooms for name in room.__all__}
-    where |= {name: f"ll.{name}" for name in package.__all__}
-    for module in (package, *rooms):
-        vars(module)["__getattr__"] = _explained_name(module.__name__, where)
+def explain_names(package: ModuleType, late: Collection[str]) -> None:
+    """Make a package and its rooms say where a name is that they do not have, and import late rooms at their first use."""
+
+    @cache
+    def where() -> dict[str, str]:
+        found = {name: f"ll.{room}.{name}" for room, module in _rooms(package).items() for name in module.__all__}
+        return found | {name: f"ll.{name}" for name in package.__all__}
+
+    def __getattr__(name: str) -> ModuleType:
+        if name not in late:
+            _refuse_name(package, name, where)
+        room = import_module(f"{package.__name__}.{name}")
+        vars(room)["__getattr__"] = partial(_refuse_name, room, where=where)
+        return room
+
+    for room in _rooms(package, late).values():
+        vars(room)["__getattr__"] = partial(_refuse_name, room, where=where)
+    vars(package).update(__getattr__=__getattr__, __dir__=lambda: sorted({*vars(package), *late}))
 
 
-def _explained_name(module: str, where: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    def __getattr__(name: str) -> NoReturn:
-        more = ""
-        if name in where:
-            more = f": it is {where[name]}"
-        elif name in OF_LOOPLIB:
-            more = f": {OF_LOOPLIB[name]}"
-        elif name[0] != "_" and (near := difflib.get_close_matches(name, where, 1, 0.75)):
-            more = f"; did you mean {where[near[0]]}?"
-        raise AttributeError(f"module {module!r} has no attribute {name!r}{more}", name=name)
+def _rooms(package: ModuleType, but: Collection[str] = ()) -> dict[str, ModuleType]:
+    members = {name: getattr(package, name) for name in package.__all__ if name not in but}
+    return {name: member for name, member in members.items() if isinstance(member, ModuleType)}
 
-    return __getattr__
+
+def _refuse_name(module: ModuleType, name: str, where: Callable[[], Mapping[str, str]]) -> NoReturn:
+    more = ""
+    # Names with an underscore are asked for by imports; `where` imports the late rooms.
+    known = {} if name[0] == "_" else where()
+    if name in known:
+        more = f": it is {known[name]}"
+    elif name in OF_LOOPLIB:
+        more = f": {OF_LOOPLIB[name]}"
+    elif near := difflib.get_close_matches(name, known, 1, 0.75):
+        more = f"; did you mean {known[near[0]]}?"
+    raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}{more}", name=name)
 
 
 def explain_assignment(cls: type) -> None:

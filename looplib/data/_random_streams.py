@@ -41,7 +41,13 @@ def restore_streams(saved: tuple[Any, ...]) -> None:
 
 
 def seed_streams(seed: int) -> None:
-    """Seed the three global streams."""
+    """Seed the three global streams.
+
+    This is most of what reading a sample of a dataset in Python costs: 1 us for torch, 3.5 for `random`, and 1.4 for
+    numpy, where torch's DataLoader takes 1.2 us for a sample and seeds nothing. It cannot wait for a first draw:
+    `random.random` and numpy's functions are bound in C to generators that nothing can watch, and a dataset may call
+    `torch.initial_seed()` without drawing. Workers share the time.
+    """
     torch.default_generator.manual_seed(seed)  # torch.manual_seed loops over all devices, which takes 100 us
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):

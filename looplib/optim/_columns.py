@@ -189,9 +189,10 @@ def _run(plan: Plan, values: Sequence[dict[str, Any]], groups: Sequence[Columns]
         columns = next(waiting)
         known = plan.lists[columns.number, *columns.entries]
         assert known is not None
+        named = _named(columns)
         for into, key in pairs(lists, known.keys):
             if key is not None:
-                into.extend(_column(columns, key))
+                into.extend(named[key])
         return known.result
 
     try:
@@ -202,9 +203,8 @@ def _run(plan: Plan, values: Sequence[dict[str, Any]], groups: Sequence[Columns]
                 group["fused"] = True
             elif plan.listed[columns.number]:
                 # A rate that is a tensor may be rounded differently there.
-                group["foreach"] = not any(
-                    isinstance(group[key], (Tensor, tuple)) for key in plan.moving[columns.number]
-                )
+                moving = plan.moving[columns.number]
+                group["foreach"] = not moving or not any(isinstance(group[key], (Tensor, tuple)) for key in moving)
         torch_private.replace_init_group(instance, fill)
         plan.step(instance)
     finally:
@@ -213,8 +213,8 @@ def _run(plan: Plan, values: Sequence[dict[str, Any]], groups: Sequence[Columns]
         plan.give_back(lent)
 
 
-def _column(columns: Columns, key: str) -> Sequence[Any]:
-    return columns.params if key == "params" else columns.grads if key == "grads" else columns.entries[key]
+def _named(columns: Columns) -> dict[str, Sequence[Any]]:
+    return {"params": columns.params, "grads": columns.grads, **columns.entries}
 
 
 def _lists(plan: Plan, values: dict[str, Any], columns: Columns) -> Lists | None:
@@ -253,8 +253,7 @@ _UNKNOWN = "no column"
 def _key_of(tensors: list[Any], columns: Columns) -> str | None:
     if not tensors:
         return None
-    for key in ("params", "grads", *columns.entries):
-        column = _column(columns, key)
+    for key, column in _named(columns).items():
         if len(tensors) == len(column) and all(map(operator.is_, tensors, column)):
             return key
     return _UNKNOWN
