@@ -39,7 +39,7 @@ eval_step = ll.make_eval_step(model, metric_fn)
 
 best = ll.predicates.BestSoFar("eval/accuracy", mode="max", min_delta=ll.predicates.MinDelta(0.005, cumulative=False))
 eval_now, done = ll.at_epoch_end(), ll.after_epochs(12) | ll.early_stopping(patience=2)
-log = ll.tee(ll.log.tensorboard("runs/loop"), ll.jsonl("runs/loop/log.jsonl"), ll.console())
+log = ll.tee(ll.log.tracker("tensorboard", "runs/loop"), ll.jsonl("runs/loop/log.jsonl"), ll.console())
 log_metrics = ll.log.windowed(log, ll.every_n_steps(10), prefix="train/")
 ckpt = ll.checkpoint_io("runs/loop/checkpoints", keep_last=2, monitor="eval/accuracy", mode="max")
 
