@@ -126,7 +126,7 @@ _SHOWN: tuple[tuple[Callable[[Any], bool], Callable[[Any], str]], ...] = (
 def _public_name(thing: Any) -> str:
     """Public name of an object: `ll.ema`, `ll.optim.swa`."""
     looplib, name = sys.modules["looplib"], thing.__name__
-    if getattr(looplib, name, None) is thing:
+    if vars(looplib).get(name) is thing:
         return f"ll.{name}"
     room = thing.__module__.split(".")[1]
     return f"ll.{room}.{name}" if getattr(getattr(looplib, room, None), name, None) is thing else name
