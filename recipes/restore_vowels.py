@@ -27,10 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-print("importing torch, transformers and torchmetrics", flush=True)
+print("importing torch and transformers", flush=True)
 import torch
 import transformers
 from torch import Tensor
+
+print("importing torchmetrics", flush=True)
 from torchmetrics.functional.text import char_error_rate, word_error_rate
 
 import looplib as ll
@@ -57,6 +59,7 @@ def main(
 ) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
+    print("making a model, and phrases from Python's documentation", flush=True)
     sizes = {"d_model": width, "d_kv": width // 4, "d_ff": 2 * width, "num_layers": depth, "num_heads": 4}
     ids = {"vocab_size": len(TOKENIZER), "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     model: Any = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, **ids, dropout_rate=0.0))
