@@ -304,9 +304,14 @@ def _plain(value: Any) -> Any:
 
 def _table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
-    lines = [[title, *columns], ["---"] * (len(columns) + 1)]
-    lines += [[row, *[str(cells.get(column, "")) for column in columns]] for row, cells in rows.items()]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    lines = [[row, *[str(cells.get(column, "")) for column in columns]] for row, cells in rows.items()]
+    return "\n".join(markdown_table([title, *columns], lines))
+
+
+def markdown_table(head: list[str], cells: list[list[str]]) -> list[str]:
+    """Lines of a table."""
+    rows = [head, ["---"] * len(head), *cells]
+    return [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
 
 
 def machine() -> str:

@@ -642,7 +642,9 @@ ROWS = {
         lambda tiny: auc(1000 if tiny else 1_000_000), "the same sort takes most of the time on all sides", 1e-5
     ),
     "accuracy, 40 batches of 256 x 100": Row(
-        lambda tiny: accuracies(2 if tiny else 40), "each batch is a record that checks shapes and dtypes", 1e-6
+        lambda tiny: accuracies(2 if tiny else 40),
+        "ties, NaN and ignored labels are handled for any `top_k`, with more kernels",
+        1e-6,
     ),
     "confusion matrix, 40 batches of 256 x 100": Row(
         lambda tiny: matrices(2 if tiny else 40), "classes out of range are counted, to be reported", None

@@ -1,43 +1,18 @@
-"""Results as they come: a JSON file and a table, written again after each figure, and ratios with their intervals."""
+"""Results as they come: a JSON file and a table, written again after each figure."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import statistics
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# 97.5th percentiles of Student's t distribution, by degrees of freedom; beyond the last the normal distribution's.
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Ratio of two contenders' times with its 95% interval, from rounds in which both were measured."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
-
-
-def ratio(times: Sequence[float], base: Sequence[float]) -> Ratio:
-    """Mean ratio of the rounds, on a log scale. A single round has an infinite interval."""
-    logs = [math.log(one / other) for one, other in zip(times, base, strict=True)]
-    mean, count = statistics.mean(logs), len(logs)
-    if count < 2:
-        return Ratio(math.exp(mean), 0.0, math.inf)
-    half = (_T[count - 2] if count - 2 < len(_T) else 1.96) * statistics.stdev(logs) / math.sqrt(count)
-    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+from harness import Ratio, markdown_table
 
 
 class OutOfTime(Exception):
@@ -121,25 +96,20 @@ class Report:
         lines = ["# looplib on a GPU", "", ", ".join(f"{key} {value}" for key, value in self.about.items()), ""]
         if self.goals:
             cells = [[goal["what"], shown(goal["value"]), goal["goal"], _met(goal["met"])] for goal in self.goals]
-            lines += ["## Goals", "", *_table(["what", "measured", "goal", ""], cells)]
+            lines += ["## Goals", "", *markdown_table(["what", "measured", "goal", ""], cells)]
         for row in dict.fromkeys(entry["row"] for entry in self.rows):
             entries = [entry for entry in self.rows if entry["row"] == row]
             keys = list(dict.fromkeys(key for entry in entries for key in entry if key not in ("row", "name")))
             cells = [[entry["name"], *[shown(entry.get(key)) for key in keys]] for entry in entries]
-            lines += ["", f"## {row}", "", *_table(["", *keys], cells)]
+            lines += ["", f"## {row}", "", *markdown_table(["", *keys], cells)]
         if self.failures:
             cells = [[failure["row"], failure["name"], failure["error"]] for failure in self.failures]
-            lines += ["", "## Not measured", "", *_table(["row", "name", "why"], cells)]
+            lines += ["", "## Not measured", "", *markdown_table(["row", "name", "why"], cells)]
         return "\n".join(lines) + "\n"
 
 
 def _met(met: bool) -> str:
     return "met" if met else "missed"
-
-
-def _table(head: list[str], cells: list[list[str]]) -> list[str]:
-    rows = [head, ["---"] * len(head), *cells]
-    return [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
 
 
 def shown(value: Any) -> str:

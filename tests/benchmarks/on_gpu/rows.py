@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import Ratio, ratio
 from torch import nn
 
 import looplib as ll
@@ -19,7 +20,7 @@ from on_gpu import contenders
 from on_gpu.contenders import Contender, Make
 from on_gpu.device import allocated, free, host_reads, peak_memory, trace, wait
 from on_gpu.models import Task, gpt2, small_tasks
-from on_gpu.report import OutOfTime, Ratio, Report, ratio
+from on_gpu.report import OutOfTime, Report
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,9 @@ def best_other(entries: Mapping[str, Entry]) -> str:
 
 def inverse(times: Ratio) -> Ratio:
     """Ratio of throughputs from that of times."""
-    return Ratio(1 / times.value, 1 / times.high, 1 / times.low if times.low else float("inf"))
+    if times.low is None or times.high is None:
+        return Ratio(1 / times.value)
+    return Ratio(1 / times.value, 1 / times.high, 1 / times.low)
 
 
 def compare(
