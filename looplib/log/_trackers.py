@@ -176,12 +176,12 @@ class _Run:
         self._read()
         settings = configuration(state, **self._config)
         client: Client = CLIENTS[self._name](self._folder, self._id, self._online, dict(self._options))
-        before = self._settings
-        client.settings(settings)
-        self._id, self._settings, self._client = client.id, settings, client
+        before, self._settings = self._settings, settings
+        self._id, self._client = client.id, client
         if not client.ends_itself:
             atexit.register(self.close)
-        self._write()
+        self._write()  # before anything can fail, so that a second try does not start a second run
+        client.settings(settings)
         if before and (changed := differences(_compared(before), _compared(settings))):
             warn(
                 f"the run of {self._name} in {self._folder} continues with other settings: {'; '.join(changed)}. "
