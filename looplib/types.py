@@ -126,7 +126,7 @@ def _unpickled(made_with: Any, *values: Any) -> TrainState:
     return state
 
 
-absent.explain_assignment(TrainState)
+absent.explain_assignment(TrainState, "a TrainState", "write state = state.replace({name}=...)")
 absent.explain_attributes(TrainState, "a TrainState", absent.OF_A_STATE)
 
 TREES = ("params", "buffers", "opt_state", "extra")  # hold tensors; the other fields are counts and settings
@@ -408,6 +408,11 @@ class Optimizer:
 
 
 absent.explain_attributes(Optimizer, "what ll.optimizer returns", absent.OF_AN_OPTIMIZER)
+absent.explain_assignment(
+    Optimizer,
+    "what ll.optimizer returns",
+    "give {name}= to ll.optimizer, or a schedule, or lr=ll.optim.injected(...)",
+)
 
 
 Schedule = Callable[[int], float]

@@ -50,6 +50,14 @@ def test_what_a_newcomer_tries_first_is_answered(tmp_path):
     assert not hasattr(ckpt, "load")
     with pytest.raises(TypeError, match="metrics is the text 'best'; give the scores by name"):
         ckpt.save(state, "best")
+    with pytest.raises(
+        AttributeError, match=r"'lr': what ll\.optimizer returns does not change; give lr= to ll\.optimizer"
+    ):
+        optimizer.lr = 0.5
+    with pytest.raises(TypeError, match="dataset is the text 'mnist', whose samples would be characters"):
+        ll.make_loader("mnist", batch_size=4)
+    with pytest.raises(TypeError, match="give several as a dict by label"):
+        ll.plot(["a.jsonl", "b.jsonl"])
     # Python's own errors name what the user called.
     for donate in (True, False):
         train_step = ll.make_train_step(

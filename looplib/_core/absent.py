@@ -133,12 +133,10 @@ def _refuse_name(module: ModuleType, name: str, where: Callable[[], Mapping[str,
     raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}{more}", name=name)
 
 
-def explain_assignment(cls: type) -> None:
-    """Make a frozen record say how to create a changed copy."""
+def explain_assignment(cls: type, owner: str, advice: str) -> None:
+    """Make a frozen record say what to write instead of an assignment; {name} in the advice is the attribute's."""
 
     def __setattr__(self: Any, name: str, value: Any) -> NoReturn:
-        raise FrozenInstanceError(
-            f"cannot assign to {name!r}: a {cls.__name__} does not change; write state = state.replace({name}=...)"
-        )
+        raise FrozenInstanceError(f"cannot assign to {name!r}: {owner} does not change; {advice.format(name=name)}")
 
     cls.__setattr__ = __setattr__  # type: ignore[method-assign, assignment]

@@ -174,11 +174,17 @@ def _tensor_dataset(columns: int) -> str:
 
 
 def check_samples(dataset: Any, collated: bool = False) -> None:
-    """Raise TypeError if the columns of a dataset are passed instead of the dataset.
+    """Raise TypeError if the columns of a dataset or its name are passed instead of the dataset.
 
     A list of tensors may also be a list of samples, unless `default_collate` could not stack them. `collated` is True
     if a different function collates them.
     """
+    text = isinstance(dataset, (str, bytes))
+    check(
+        not text,
+        f"dataset is {named(dataset)}, whose samples would be characters; give the dataset itself",
+        TypeError,
+    )
     if isinstance(dataset, list) and (collated or len(dataset) > 3 or not are_columns(dataset)):
         return
     columns, instead = _possible_columns(dataset)

@@ -95,7 +95,13 @@ def plot(
 
 
 def _rows(log: Log) -> Sequence[Row]:
-    return read_jsonl(log) if isinstance(log, (str, os.PathLike)) else log
+    rows = read_jsonl(log) if isinstance(log, (str, os.PathLike)) else log
+    check(
+        all(isinstance(row, Mapping) for row in rows),
+        'plot takes the path of a log, or its rows; give several as a dict by label: {"first": path, "second": path}',
+        TypeError,
+    )
+    return rows
 
 
 def _lines(rows: Sequence[Row], x: str) -> dict[str, list[tuple[float, float]]]:
