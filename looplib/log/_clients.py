@@ -105,6 +105,7 @@ class WandB(Client):
         start |= {"mode": "online", "resume": "allow"} if online else {"mode": "offline"}
         self.run = self._library.init(**start | options)
         self.id = self.run.id
+        self._step, self._row = -1, self.run.step - 1
         # W&B drops values of a step below its latest. With a step metric of our own it draws them where they belong.
         self.run.define_metric("*", step_metric="step")
 
@@ -112,7 +113,9 @@ class WandB(Client):
         self.run.config.update(dict(settings), allow_val_change=True)
 
     def _log(self, step: int, values: Options) -> None:
-        self.run.log({**values, "step": step}, step=max(step, self.run.step))
+        if step != self._step:  # a row of W&B holds the values of one step, and rows only rise
+            self._step, self._row = step, max(step, self._row + 1)
+        self.run.log({**values, "step": step}, step=self._row)
 
     def scalars(self, step: int, values: Options) -> None:
         self._log(step, values)

@@ -268,6 +268,8 @@ log = in_background(log)
 log(TrainState(step=3), {"train/loss": 0.25, "note": "warm"})
 log(TrainState(step=3), {"eval/auc": 0.75})
 log(TrainState(step=5), {"vector": torch.arange(10.0), "picture": torch.ones(1, 4, 4) / 2})
+log(TrainState(step=4), {"late": 1.5})  # a state that was restored
+log(TrainState(step=6), {"after": 2.5})
 """
 
 
@@ -287,7 +289,9 @@ def test_wandb_holds_what_was_logged_offline(tmp_path):
     assert json.loads(history[3]["train/loss"]) == 0.25
     assert json.loads(history[3]["note"]) == "warm"
     assert json.loads(history[3]["eval/auc"]) == 0.75
-    assert set(history) == {3, 5}
+    assert {row: json.loads(values["step"]) for row, values in history.items()} == {3: 3, 5: 5, 6: 4, 7: 6}
+    assert json.loads(history[6]["late"]) == 1.5
+    assert json.loads(history[7]["after"]) == 2.5
     # The only image that it keeps is half gray, with 8 bits.
     (picture,) = path.parent.glob("files/media/images/*.png")
     assert set(pixels(picture.read_bytes()).flat) == {127}
