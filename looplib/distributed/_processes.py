@@ -198,9 +198,9 @@ def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
     >>> say("once")
     once
 
-    Wrap a sink for your tracker, or a validation that the first rank does alone, without the others:
+    Wrap a sink of your own, or a validation that the first rank does alone, without the others:
 
-        log = ll.distributed.rank_zero_only(lambda state, values: mlflow.log_metrics(values, step=state.step))
+        log = ll.distributed.rank_zero_only(lambda state, values: client.log(values, step=state.step))
         validate = ll.distributed.rank_zero_only(lambda state: ll.evaluate(eval_step, state, batches, "eval/"))
 
     During the call, looplib's functions act as in a single process and wait for no other rank: `evaluate` reads all
