@@ -242,7 +242,7 @@ def mean_over_ranks(out: Gradients, params: Mapping[str, Tensor]) -> Gradients:
 
     The weights are summed over ranks first, then the gradients. A gradient that a rank does not have counts as zero.
     """
-    has_grad = [*map(float, map(out.grads.__contains__, params))]
+    has_grad = [float(name in out.grads) for name in params]
     weight = out.weight if out.weight is not None else out.samples
     sums = Sums([out.samples, *has_grad, *([] if isinstance(weight, Tensor) else [weight])])
     total = total_over_ranks(weight) if isinstance(weight, Tensor) else None

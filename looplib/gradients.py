@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import filterfalse, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def make_grad_fn(
     needed = [] if allow_unused else names
     _warn_of_eval_mode(host, names)
     microbatch = _microbatch_of(host, loss_fn, batch_size)
-    renormed = tuple(filter(names.__contains__, host.renormed))
+    renormed = tuple(name for name in host.renormed if name in names)
     finish = partial(_finished, host, needed)
 
     def grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
@@ -225,7 +225,7 @@ def _writes(grads: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
 def _check_reached(out: Gradients, names: Sequence[str]) -> None:
     """Raise if any of these parameters has no gradient."""
     if len(out.grads) < len(names):
-        raise ValueError(unreached(filterfalse(out.grads.__contains__, names)))
+        raise ValueError(unreached(name for name in names if name not in out.grads))
 
 
 def _finished(host: _modules.Host, needed: Sequence[str], state: TrainState, out: Gradients) -> Gradients:

@@ -65,7 +65,7 @@ def _mapping(node: Mapping[Any, Any]) -> Node:
     names = list(node)
     refilled = partial(_refilled, operator.setitem, node, names)
     rebuild = refilled if isinstance(node, MutableMapping) else partial(_dict_of, names)
-    return Node(names, [*map(node.__getitem__, names)], rebuild)
+    return Node(names, [node[name] for name in names], rebuild)
 
 
 def _namedtuple(node: Any) -> Node:

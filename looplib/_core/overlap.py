@@ -24,7 +24,9 @@ def overlapping(tensors: Mapping[str, Tensor], written: Set[str]) -> tuple[str, 
             by_storage[tensor.device, address].append(name)
     pairs = (product(sorted(written & set(names)), names) for names in by_storage.values())
     shared = (
-        pair for pair in chain.from_iterable(pairs) if pair[0] != pair[1] and _share(*map(tensors.__getitem__, pair))
+        (one, other)
+        for one, other in chain.from_iterable(pairs)
+        if one != other and _share(tensors[one], tensors[other])
     )
     return next(shared, None)
 

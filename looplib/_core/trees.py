@@ -285,7 +285,7 @@ def take(batch: Any, count: int, index: Sequence[int]) -> Any:
 
 def _at(index: list[int], rows: Any) -> list[Any]:
     if _is_list(rows):
-        return [type(rows)(map(rows.__getitem__, index))]
+        return [type(rows)(rows[place] for place in index)]
     return [getattr(rows, "iloc", rows)[index]]
 
 

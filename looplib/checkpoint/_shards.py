@@ -196,7 +196,7 @@ def _nearest(names: Sequence[str]) -> list[str]:
     """Names of ranks' files, beginning with the ones that are most likely to hold what this rank holds."""
     rank, ranks = (distributed.get_rank(), distributed.get_world_size()) if running() else (0, 1)
     indices = sorted(range(len(names)), key=lambda index: abs(index - rank * len(names) // ranks))
-    return [*map(names.__getitem__, indices)]
+    return [names[index] for index in indices]
 
 
 def _boxes(reader: Reader, leaves: Mapping[str, Any]) -> dict[str, Chunk]:

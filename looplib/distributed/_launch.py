@@ -158,7 +158,7 @@ def _check_fork(main: Any) -> None:
         f"this process has used the {accelerator}, which its forks could not": _accelerator_used(),
         "this process has joined a process group, whose threads a fork would not have": _ranks.running(),
     }
-    reason = next(filter(reasons.__getitem__, reasons), None)
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
     check(
         reason is None,
         f"{name} is defined in a notebook cell or in a function, so its processes have to be forked from this one, but "

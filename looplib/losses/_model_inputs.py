@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
-from itertools import filterfalse
 from typing import Any
 
 from torch import nn
@@ -88,9 +87,9 @@ def _taken(forward: Callable[..., Any], name: str, columns: tuple[str, ...]) -> 
     named = without(arguments, {"**"})
     takes = f"{name}.forward takes {', '.join(named) or 'no arguments by name'}"
     required = [name for name, parameter in named.items() if parameter.default is parameter.empty]
-    missing = ", ".join(filterfalse(columns.__contains__, required))
+    missing = ", ".join(name for name in required if name not in columns)
     given = ", ".join(columns) or "nothing"
     check(not missing, f"{takes}; the batch has {given}, but not {missing}", TypeError)
-    if left_out := [*filterfalse(named.__contains__, columns)]:
+    if left_out := [name for name in columns if name not in named]:
         warn(f"columns left out of the batch: {', '.join(left_out)}; {takes}")
-    return tuple(filter(named.__contains__, columns))
+    return tuple(name for name in columns if name in named)

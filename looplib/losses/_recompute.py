@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from itertools import filterfalse
 from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
 
@@ -127,7 +126,7 @@ def outermost(model: nn.Module, choose: Callable[[str, nn.Module], bool], who: s
             f"{', '.join(classes)}: choose one of these, most often the block that the model repeats"
         )
     within = {inner for module in chosen for inner in module.modules() if inner is not module}
-    return [*filterfalse(within.__contains__, chosen)]
+    return [module for module in chosen if module not in within]
 
 
 def _recomputed(module: nn.Module) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from itertools import filterfalse
 from typing import Any, NoReturn
 
 import torch
@@ -111,7 +110,7 @@ def refuse_hyperparameters(cls: type, error: TypeError, values: Mapping[str, Any
     """Raise TypeError for a class that could not be created with these hyperparameters."""
     known = [*inspect.signature(cls).parameters]
     taken = keywords(cls)
-    if unknown := [*filterfalse((taken or values).__contains__, values)]:
+    if unknown := [name for name in values if name not in (taken or values)]:
         known.remove("params")
         message = f"{cls.__name__} has no hyperparameter {', '.join(unknown)}; it takes {', '.join(known)}"
         raise TypeError(message) from error

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from looplib._core.checks import check
-from looplib._core.mappings import mapped, pick
+from looplib._core.mappings import mapped, subset
 from looplib._core.random import mix
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
@@ -66,7 +66,7 @@ def _small(recipe: Recipe, params: Params) -> Params:
     """Copies of the smallest parameters of each group, one for each number of dimensions."""
     falling = sorted(params, key=lambda name: params[name].numel(), reverse=True)
     last_of_each = {(recipe.group_of(name, params[name]), params[name].ndim): name for name in falling}
-    return leaf_copies(pick(params, filter({*last_of_each.values()}.__contains__, params)))
+    return leaf_copies(subset(params, {*last_of_each.values()}))
 
 
 def _raw_loop(recipe: Recipe, params: Params) -> Params | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -85,8 +84,9 @@ def _of_sgd(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) ->
     """
     recipe.build(params, members)  # for what it refuses
     state: State = {name: {} for name in params}
-    for name in chain.from_iterable(compress(members, recipe.group_values("momentum", 0))):
-        state[name]["momentum_buffer"] = torch.full_like(params[name], -0.0)
+    for names, momentum in zip(members, recipe.group_values("momentum", 0), strict=True):
+        for name in names if momentum else ():
+            state[name]["momentum_buffer"] = torch.full_like(params[name], -0.0)
     return state
 
 

@@ -115,8 +115,9 @@ def numbers_of(recipe: Recipe, opt_state: Any, step: int) -> dict[str, float]:
         given, injected_values = recipe.values[number], opt_state.get("hyperparameters", nothing)[number]
         values = {**given, **opt_state.get("groups", nothing)[number], **injected_values}
         suffix, own = (f"/{number}", {*recipe.overrides[number], *injected_values}) if number >= 0 else ("", given)
-        for key in filter(own.__contains__, dict.fromkeys(["lr", *recipe.moving[number]])):
-            numbers |= _named(key, suffix, value_at(values[key], step), given[key])
+        for key in dict.fromkeys(["lr", *recipe.moving[number]]):
+            if key in own:
+                numbers |= _named(key, suffix, value_at(values[key], step), given[key])
     return numbers
 
 

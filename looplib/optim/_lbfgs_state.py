@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -59,6 +58,7 @@ def packed_into(kept: Mapping[str, Any], state: Mapping[str, Any], donate: bool)
     with torch.no_grad():
         for key in _FLAT:
             packed[key].copy_(torch.as_tensor(state[key]))
-        for into, row in chain(*(zip(packed[key], state[key], strict=False) for key in _ROWS)):
-            into.copy_(row)
+        for key in _ROWS:
+            for into, row in zip(packed[key], state[key], strict=False):
+                into.copy_(row)
     return {**packed, "history": len(state["old_dirs"]), **mapped(float, pick(state, ("t", "prev_loss")))}

@@ -59,7 +59,7 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
         **extra: Any,
     ) -> Updated:
         master = opt_state["master"]
-        moved = pick(params, filter(grads.__contains__, master))
+        moved = {name: params[name] for name in master if name in grads}
         wide = {name: grad.to(dtype) if name in moved else grad for name, grad in grads.items()}
         full = {**params, **master}
         new, inner, applied = optimizer.update(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import filterfalse
 from typing import Any
 
 from torch import Tensor
@@ -133,7 +132,7 @@ def _first_states(
     label_of = chosen_by_kind(label, params, "label")
     _check_labels(optimizers, params, label_of)
     members = _divided(optimizers, params, label_of)
-    empty = ", ".join(map(repr, filterfalse(members.__getitem__, members)))
+    empty = ", ".join(repr(key) for key, subset in members.items() if not subset)
     check(not empty, f"no parameter has the label {empty}: leave that optimizer out")
     return {"inner_states": {key: optimizers[key].init(subset, **extra) for key, subset in members.items()}}
 

@@ -92,7 +92,7 @@ class Recipe:
         `fused` marks the groups that use the fused kernel without the user having asked for it.
         """
         groups = [
-            {"params": [*map(params.__getitem__, names)], **values_at(values, 0)}
+            {"params": [params[name] for name in names], **values_at(values, 0)}
             for names, values in zip(members, self.overrides, strict=True)
         ]
         for group in compress(groups, fused):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -98,7 +97,7 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
 def _check_row(max_consecutive: int, skipped: Tensor, count: Tensor, step: int, by_name: dict[str, Tensor]) -> None:
     if not skipped or count < max_consecutive:
         return
-    bad = [*filterfalse(by_name.__getitem__, by_name)]
+    bad = [name for name, finite in by_name.items() if not finite]
     names = f"in {len(bad)} of {len(by_name)} parameters: {few(bad, 5)}"
     where = (names if bad else "on another rank") if by_name else "(a compiled step does not look where)"
     raise NonFiniteGradientsError(

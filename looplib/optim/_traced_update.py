@@ -107,7 +107,7 @@ def _lent(
     numbers = _Numbers()
     given = opt_state.get("hyperparameters") or [{}] * len(members)
     for group, names, moving, own in zip(instance.param_groups, members, recipe.moving, given, strict=True):
-        group["params"] = [*map(tensors.__getitem__, filter(tensors.__contains__, names))]
+        group["params"] = [tensors[name] for name in names if name in tensors]
         for key, value in moving.items():
             group[key] = numbers.of_state(own[key]) if key in own else numbers.at(value, step)
         # Use the plain forms, which keep counts as tensors under torch.compile. The forms for CUDA graphs

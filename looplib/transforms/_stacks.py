@@ -150,7 +150,7 @@ def select_members(stack: TrainState, numbers: Sequence[int]) -> TrainState:
     indices = torch.tensor(list(numbers))
     seeds: Any = stack.seed
     chosen = _changed(stack, count, lambda leaf: leaf.index_select(0, indices.to(leaf.device)))
-    return chosen.replace(seed=tuple(map(seeds.__getitem__, numbers)))
+    return chosen.replace(seed=tuple(seeds[number] for number in numbers))
 
 
 def _member(stack: TrainState, number: int) -> TrainState:
