@@ -88,7 +88,7 @@ def test_all_curves_are_measured(tmp_path, imported):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["step_overhead", "ensemble", "optimizers", "resume", "scale"])
+@pytest.mark.parametrize("script", ["ensemble", "optimizers"])
 def test_other_scripts_write_their_tables(tmp_path, script):
     found, _ = dry_run(script, tmp_path, *{"optimizers": ["--only", "SGD"]}.get(script, []))
     assert found["tables"]
