@@ -260,7 +260,7 @@ class Report:
         self.write()
 
     def markdown(self) -> str:
-        parts = [_table(table, rows) for table, rows in self.tables.items()] + self.figures
+        parts = [*self.figures, *[_table(table, rows) for table, rows in self.tables.items()]]
         if self.notes:
             parts.append("\n".join(f"- {line}" for line in self.notes))
         if self.failures:
