@@ -311,7 +311,8 @@ def _put_back(applied: bool | Tensor, out: Gradients, params: Params, state: Tra
     """The parameters, with the forward pass's writes undone if no update was made."""
     if applied is True or out.params is None:
         return params
-    old = {name: state.params[name] for name in out.params}
+    before = state.params  # each read checks all tensors
+    old = {name: before[name] for name in out.params}
     return {**params, **where(applied, {name: params[name] for name in old}, old)}
 
 

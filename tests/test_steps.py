@@ -905,3 +905,31 @@ def test_what_steps_return_of_a_state_stays_when_a_donated_step_spends_it():
         assert (ll.compute(of_step), ll.compute(of_eval)) == before[:2]
         assert rows[0].tolist() == before[2][0]
     assert rows[1].tolist() == before[2][1]  # from the second step on, the run is known to own its memory
+
+
+def test_the_first_donated_step_grows_with_the_tensors_and_not_with_their_square(monkeypatch):
+    class Many(nn.Module):
+        def __init__(self, count):
+            super().__init__()
+            self.weights = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(count)])
+
+        def forward(self, x):
+            return torch.cat(list(self.weights)).sum() * x
+
+    asked = 0
+    storage = torch.Tensor.untyped_storage
+
+    def counted(tensor):
+        nonlocal asked
+        asked += 1
+        return storage(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "untyped_storage", counted)
+    found = []
+    for count in (50, 400):
+        model, asked = Many(count), 0
+        optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+        grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+        ll.make_train_step(grad_fn, optimizer, donate=True)(ll.init_state(model, optimizer), torch.ones(4))
+        found.append(asked)
+    assert found[1] <= 9 * found[0]

@@ -215,8 +215,9 @@ def owner(state: Any, params: Set[str], buffers: Set[str]) -> Chain:
     if chain is None or chain.generation != mark.seen.get(chain):
         chain = claim("a train step with donate=True", tensors_in(state.opt_state))
     if not (params <= chain.params and buffers <= chain.buffers):
-        own(chain, [state.params[name] for name in params - chain.params])
-        own(chain, [state.buffers[name] for name in buffers - chain.buffers])
+        of_params, of_buffers = state.params, state.buffers  # each read checks all tensors
+        own(chain, [of_params[name] for name in params - chain.params])
+        own(chain, [of_buffers[name] for name in buffers - chain.buffers])
         chain.params |= params
         chain.buffers |= buffers
     return chain
