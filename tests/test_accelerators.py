@@ -20,6 +20,10 @@ CUDA_ALONE = {
         "cuda_graphs": "only CUDA has graphs that Inductor captures",
         "example.is_cuda": "the same",
     },
+    "looplib/log/_configuration.py": {
+        "torch.version.cuda": "the version of one vendor's libraries",
+        '"cuda"': "the same",
+    },
     "looplib/transforms/_compile_step.py": {'"max-autotune-no-cudagraphs"': "a mode of torch.compile"},
 }
 
@@ -106,3 +110,10 @@ def test_more_processes_than_accelerators_are_refused(host):
     host("xpu", 2, local_rank=2)
     with pytest.raises(RuntimeError, match=r"LOCAL_RANK 2, and this host 2 GPUs.*--nproc-per-node 2"):
         ll.distributed.setup().__enter__()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(None, "cpu"), ("mps", "mps")])  # torch.mps has no names of devices
+def test_a_configuration_names_the_device(monkeypatch, kind, name):
+    device = kind and torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+    assert ll.log.configuration(ll.TrainState())["device"] == name

@@ -237,7 +237,7 @@ def _child(call: tuple[Callable[..., Any], Any], folder: Path, method: str) -> b
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)) if method == "spawn" else 1)
     main, args = call
     try:
-        result = pickle.dumps(main(*args))
+        result = pickle.dumps(_result(main, args))
     except (Exception, SystemExit):
         name = f"failed-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}"
         (folder / name).write_text(traceback.format_exc(), encoding="utf-8")
@@ -249,6 +249,15 @@ def _child(call: tuple[Callable[..., Any], Any], folder: Path, method: str) -> b
     if (folder / _STOPPED).exists() or not _launcher_lives():
         raise KeyboardInterrupt  # ends the process quietly
     return result
+
+
+def _result(main: Callable[..., Any], args: Any) -> Any:
+    try:
+        return main(*args)
+    except SystemExit as end:
+        if end.code:
+            raise
+        return None  # sys.exit() and sys.exit(0) end a program that has succeeded
 
 
 def _launcher_lives() -> bool:

@@ -72,7 +72,7 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
         "epoch_length": state.epoch_length,
         "ranks": world_size(),
         "versions": _versions(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": _device(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         **({"git_commit": commit} if commit else {}),
         **{
@@ -94,6 +94,14 @@ def _with_defaults(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     arguments = inspect.signature(cls).parameters.values()
     defaults = {a.name: described(a.default) for a in arguments if a.default not in (a.empty, None)}
     return {"class": entries["class"], **defaults, **entries}
+
+
+def _device() -> str:
+    """Name of the accelerator, as its driver gives it, or its type; else "cpu"."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return "cpu"
+    return str(getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)())
 
 
 def _versions() -> dict[str, str]:

@@ -124,6 +124,7 @@ def test_a_rank_that_is_killed_or_exits_or_returns_what_cannot_be_sent_is_named(
         ll.distributed.launch(killed, nproc=2)
     with pytest.raises(RuntimeError, match="rank 0 failed with SystemExit: 3"):
         ll.distributed.launch(lambda: sys.exit(3), nproc=1)
+    assert ll.distributed.launch(lambda: sys.exit(0), nproc=2) == [None, None]
     with pytest.raises(RuntimeError, match=r"rank 0 failed with .*pickle"):
         ll.distributed.launch(lambda: threading.Lock(), nproc=1)
 
