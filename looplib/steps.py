@@ -22,11 +22,13 @@ from looplib._core import ownership, torch_private
 from looplib._core.buffers import NO_NAMES, NOTHING, Written, explain
 from looplib._core.calls import bare, remember
 from looplib._core.checks import check_type, named
+from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.forgotten import Watch
 from looplib._core.kinds import chain
 from looplib._core.loss_functions import check_function_of_model
+from looplib._core.program import program_of
 from looplib._core.random import mix
-from looplib._core.ranks import rank
+from looplib._core.ranks import rank, several
 from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
 from looplib._core.updates import checked, read
@@ -170,13 +172,15 @@ def make_train_step(
     advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
     check_type("optimizer is", optimizer, Optimizer, advice)
     step_of = _donated_step if donate else _pure_step
+    # Ranks compare it at the first step.
+    context = Context(program=partial(program_of, given, optimizer.description)) if several() else NO_CONTEXT
     parts = Parts("train", _core(grad_fn, optimizer), (given, optimizer.update), donate, same_batch)
-    step = with_parts(step_of(bare(grad_fn), optimizer, same_batch), parts)
+    step = with_parts(step_of(bare(grad_fn), optimizer, same_batch, context), parts)
     return remember(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
 
 
-def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> TrainStep:
-    part, watch, update = Part(), Watch(grad_fn), optimizer.update
+def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool, context: Context) -> TrainStep:
+    part, watch, update = Part(context=context), Watch(grad_fn), optimizer.update
 
     def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         _interrupts.install()
@@ -207,8 +211,11 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> Train
     return pure_step
 
 
-def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool) -> TrainStep:
-    part, in_forward = Part(donate=True), Written(name for one in chain(grad_fn) for name in one.renormed)
+def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool, context: Context) -> TrainStep:
+    part, in_forward = (
+        Part(donate=True, context=context),
+        Written(name for one in chain(grad_fn) for name in one.renormed),
+    )
     update = optimizer.update
 
     def donated_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:

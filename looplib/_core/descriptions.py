@@ -120,6 +120,12 @@ def _sequence(value: Any) -> Any:
     return members if len(value) <= _MANY else _of_many(value, len(value), members)
 
 
+@_described.register(set)
+@_described.register(frozenset)
+def _set(value: Any) -> Any:
+    return _sequence(sorted(value, key=repr))  # the order of text in a set differs between processes
+
+
 @_described.register
 def _tensor(value: Tensor) -> Any:
     return described(value.tolist()) if value.numel() <= 16 else _of_many(value, value.shape, value.tolist())

@@ -36,6 +36,7 @@ class Context:
         local: True if the caller adds up the ranks' gradients itself.
         retryable: True if the caller may abandon the pass and repeat it, so an engine must not send anything. The
             result then has a `finish`, and errors of the pass are raised as `PassFailed`.
+        program: function that describes the train step, at its first call on several ranks.
     """
 
     into: Mapping[str, Tensor] | None = None
@@ -44,6 +45,7 @@ class Context:
     last: bool = True
     local: bool = False
     retryable: bool = False
+    program: Callable[[], Mapping[str, Any]] | None = None
 
 
 NO_CONTEXT = Context()
@@ -265,8 +267,8 @@ class Engine(NoEngine):
                 "them out"
             )
         if ranks > 1 and not self.compared:
-            self.compared = True
-            first_step.compare(state, batches)
+            first_step.compare(state, batches, context.program)
+            self.compared = True  # only now, since all ranks compare again after one that was not in this step
         if not context.retryable:
             return Together(self, ranks, part, batches, batch_size) if ranks > 1 else ALONE
         if (reason := self.only_together()) and ranks > 1:

@@ -106,7 +106,7 @@ def wait(work: Any, group: Any, limit: float = math.inf) -> None:
     try:
         work.wait(watch.step)
     except RuntimeError:
-        late = _Late(group)
+        late = _Late(group, early=work.is_completed())
         late.until(lambda: _ended(work, late), limit)
 
 
@@ -140,9 +140,10 @@ def wait_for(done: Callable[[], bool], group: Any, limit: float) -> None:
 
 
 class _Late:
-    """A call of this rank that has waited for a while."""
+    """A call of this rank that has waited for a while, or that has failed early."""
 
-    def __init__(self, group: Any, where: Call | None = None) -> None:
+    def __init__(self, group: Any, where: Call | None = None, early: bool = False) -> None:
+        self.early = early
         self.group, self.began, self.call = group, time.monotonic() - watch.step.total_seconds(), where or call()
         self.rank = distributed.get_rank()
         self.about = [str(self.call), group.group_name, torch_private.calls_of(group)]
@@ -163,8 +164,13 @@ class _Late:
         self._publish("")
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raise torch's error, a time-out or a broken connection, with the words of the report."""
-        text = self._text() if "imed out" in str(error) else f"rank {self.rank}, in {self.call}:"
+        """Raise torch's error with the words of the report.
+
+        A time-out on one rank closes the connections of all, so what torch says differs between those that wait. If
+        the call has failed before it was late, nobody knows yet where the other ranks are.
+        """
+        broken = self.early and not any(word in str(error) for word in _TIMED_OUT)
+        text = f"rank {self.rank}, in {self.call}:" if broken else self._text()
         raise RuntimeError(f"{text} torch says: {error}") from error
 
     def _publish(self, text: str) -> None:
@@ -233,11 +239,17 @@ def request(work: Any, group: Any) -> None:
         watch.thread.start()
 
 
+_TIMED_OUT = ("imed out", "imeout")  # words of torch's errors
+_OF_CONNECTIONS = (*_TIMED_OUT, "onnection", "peer", "gloo", "NCCL", "XCCL")
+
+
 def explained(error: Exception) -> Exception:
     """An error in a step, with the words of the report if it came while a rank was missing."""
     if watch.requested is None or not isinstance(error, RuntimeError):
         return error
     (work, group), where, watch.requested = watch.requested, call(), None
+    if not any(word in str(error) for word in _OF_CONNECTIONS):
+        return error
     try:
         work.wait(timedelta(milliseconds=1))
     except RuntimeError:

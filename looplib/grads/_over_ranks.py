@@ -55,8 +55,8 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
             )
         nonlocal compared
         if not compared:
+            first_step.compare(state, (batch,), part.context.program)
             compared = True
-            first_step.compare(state, (batch,))
         own = replace(part, reduction="sum", context=replace(part.context, local=True))
         out = _of_no_samples(grad_fn, state, batch, own) if _is_empty(batch) else grad_fn(state, batch, own)
         if out.weight is None:

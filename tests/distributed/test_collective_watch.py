@@ -1,5 +1,6 @@
 """Ranks that do not come: each collective call is named, with the user's line and the ranks that are missing."""
 
+import itertools
 import re
 import time
 import warnings
@@ -75,6 +76,46 @@ def test_a_call_to_which_one_rank_does_not_come_is_named_with_its_line_and_that_
     launch(2, waiting, name, str(tmp_path))
 
 
+def in_different_calls():
+    ll.distributed.watch(seconds=0.5)
+    with ll.distributed.setup(timeout=4):
+        rank, batch = ll.distributed.rank(), torch.ones(2, 2)
+        step, eval_step, _, state = parts(DistributedDataParallel(torch.nn.Linear(2, 2)))
+        state, _ = step(state, batch)
+        calls = {"train_step": lambda: step(state, batch), "evaluate": lambda: ll.evaluate(eval_step, state, [batch])}
+        names = list(calls)
+        said, error, _ = fails(calls[names[rank]])
+        words = (
+            rf"in {names[rank]}, called at .*Rank {1 - rank} has not come, and waits in {names[1 - rank]}, called at"
+        )
+        assert re.search(words, said[0]), said
+        assert re.search(words, error), error
+        time.sleep(2)  # the other rank may still ask where this one waits
+        torch.distributed.destroy_process_group()
+        raise SystemExit
+
+
+def test_when_torchs_timeout_ends_the_wait_the_errors_of_all_ranks_name_the_missing_one():
+    launch(2, in_different_calls)
+
+
+def wrong_shape_while_late():
+    with ll.distributed.setup(timeout=60):
+        rank = ll.distributed.rank()
+        step, _, _, state = parts(DistributedDataParallel(torch.nn.Linear(2, 2)))
+        for _ in range(2):  # in the second one, DDP rebuilds its buckets and waits
+            state, _ = step(state, torch.ones(2, 2))
+        time.sleep(2 * rank)
+        found = raised(lambda: step(state, torch.ones(2, 3)), RuntimeError)
+        assert "has not come" not in found
+        assert "torch says" not in found
+        assert "shapes" in found
+
+
+def test_an_error_of_the_model_is_not_explained_by_a_rank_that_is_late():
+    launch(2, wrong_shape_while_late)
+
+
 def raised(call, kind):
     with pytest.raises(kind) as error:
         call()
@@ -85,14 +126,21 @@ def in_different_functions(folder):
     ll.distributed.watch(seconds=60)
     with ll.distributed.setup(timeout=60):
         rank = ll.distributed.rank()
-        _, eval_step, _, state = parts(torch.nn.Linear(2, 2))
+        step, eval_step, _, state = parts(DistributedDataParallel(torch.nn.Linear(2, 2)))
         ckpt = ll.checkpoint_io(folder)
-        calls = [lambda: ckpt.save(state), lambda: ll.evaluate(eval_step, state, [torch.ones(1, 2)])]
-        found = raised(calls[rank], RuntimeError)
-        for place, name in enumerate(["CheckpointIO.save", "evaluate"]):
-            assert re.search(rf"rank {place}: {name}, called at {re.escape(__file__)}:\d+", found), found
+        calls = {
+            "CheckpointIO.save": lambda: ckpt.save(state),
+            "evaluate": lambda: ll.evaluate(eval_step, state, [torch.ones(1, 2)]),
+            "train_step": lambda: step(state, torch.ones(1, 2)),  # the first one
+        }
+        for pair in itertools.permutations(calls, 2):
+            found = raised(calls[pair[rank]], RuntimeError)
+            for place, name in enumerate(pair):
+                assert re.search(rf"rank {place}: {name}, called at {re.escape(__file__)}:\d+", found), found
 
         # The ranks are together again.
+        state, _ = step(state, torch.ones(1, 2))
+        state = state.replace(step=0)
         path = ckpt.save(state)
         ckpt.save(state.replace(step=1))
         assert path.name == "step-00000000"

@@ -79,5 +79,51 @@ def differing():
         ll.distributed.check_replicas(ll.init_state(model, optimizer))
 
 
+def with_other_steps():
+    with ll.distributed.setup(timeout=60):
+        rank, batch = ll.distributed.rank(), torch.ones(3, 2)
+        torch.manual_seed(0)
+
+        def first_step(optimizer, wrap=lambda grad_fn: grad_fn, cut=None):
+            model = DistributedDataParallel(torch.nn.Linear(2, 2))
+            grad_fn = wrap(ll.accumulate(ll.make_grad_fn(model, mean_square), cut or 1))
+            step = ll.make_train_step(grad_fn, optimizer, donate=True)
+            return step(ll.init_state(model, optimizer), batch)
+
+        def adamw(lr=0.1):
+            return ll.optimizer(torch.optim.AdamW, lr=lr)
+
+        found = message(lambda: first_step([adamw(), ll.optimizer(torch.optim.RMSprop, lr=0.1)][rank]))
+        assert (
+            "the optimizer's class is torch.optim.adamw.AdamW on rank 0, torch.optim.rmsprop.RMSprop on rank 1"
+            in found
+        )
+        assert "opt_state/state/weight/exp_avg is float32 on rank 0, nothing on rank 1" in found
+        title = "the ranks do not run the same program:\n  "
+        found = message(lambda: first_step(adamw([0.1, 0.2][rank])))
+        assert found == f"{title}the optimizer's lr is 0.1 on rank 0, 0.2 on rank 1"
+        found = message(lambda: first_step(ll.ema(adamw(), [0.9, 0.8][rank])))
+        assert found.startswith(f"{title}the optimizer's averaging weight is weight (1, decay=0.9) on rank 0, "), (
+            found
+        )
+        wraps = [lambda grad_fn: grad_fn, lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.5)]
+        found = message(lambda: first_step(adamw(), wraps[rank]))
+        assert found == (
+            f"{title}grad_fn is not wrapped on rank 0, clip_by_global_norm(..., 0.5, norm_type=2.0) on rank 1"
+        )
+        model = torch.nn.Linear(2, 2)
+        averaged = ll.grads.reduce_gradients(ll.make_grad_fn(model, mean_square))
+        step = ll.make_train_step(ll.clip_by_global_norm(averaged, 1.0 + rank), adamw())
+        found = message(lambda: step(ll.init_state(model, adamw()), batch))
+        assert "clip_by_global_norm(..., 1.0, " in found
+
+        # A rank with less memory may cut its batch into more microbatches.
+        first_step(adamw(), wraps[1], cut=1 + rank)
+
+
+def test_ranks_with_different_optimizers_or_wrappers_are_told_at_the_first_step():
+    launch(2, with_other_steps)
+
+
 def test_ranks_that_differ_are_told_at_the_first_step_and_whenever_they_are_compared():
     launch(2, differing)
