@@ -376,6 +376,10 @@ def make_eval_step(model: nn.Module, metric_fn: Callable[[Any, Any], Mapping[str
     The module runs in eval mode and without gradients, with copies of the state's buffers, so state and module are
     left unchanged.
 
+    On several ranks, call it on all of them, most easily through `ll.evaluate`: DDP sends the buffers of BatchNorm in the
+    forward pass and waits for every rank. For a validation on the first rank alone, call
+    `ll.evaluate(eval_step, state, batches, divide=False)` within `ll.distributed.rank_zero_only`, not the bare step.
+
     Args:
         model: the `nn.Module`, with or without torch's wrappers.
         metric_fn: `metric_fn(model, batch)`, which returns a dict of metrics such as `Mean(total, weight)`, or of

@@ -103,8 +103,9 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
             of which only adapters are trained. Optimizer state, buffers, counts and `extra` are saved as always. The
             others are left out, and a digest of their bits is stored: `restore` takes them from the state it is given,
             and refuses one whose base model is different. They are read at the first save, and again if they have been
-            written; a write through `.data`, which torch does not count, is found by a sample of each. Parameters that
-            FSDP2 has sharded cannot be left out.
+            written; a write through `.data`, which torch does not count, is found by a sample of each. The first save is
+            refused if FSDP2 shards a parameter that is left out, such as those of the base model: save all of them
+            then, or use DDP.
 
     Raises:
         ValueError: a policy is inconsistent, such as `keep_best` without `monitor`.

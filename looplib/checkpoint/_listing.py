@@ -98,7 +98,9 @@ class Listing:
         return DamagedCheckpointError(f"{where}; damaged: {damaged}") if damaged else ValueError(where)
 
 
-def _asked(which: str | int) -> str:
+def _asked(which: str | int | Checkpoint) -> str:
+    if isinstance(which, Checkpoint):
+        return f"no checkpoint by its record (give the step: ckpt.restore(state, checkpoint.step), here {which.step})"
     if type(which) is int:
         return f"no checkpoint of step {which}"
     return "no whole checkpoint" if which == "latest" else f"no {which!r} (give 'latest', 'best' or a step)"

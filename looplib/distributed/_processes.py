@@ -49,7 +49,7 @@ def setup(
     *,
     required: bool = True,
     backend: str | None = None,
-    timeout: float | None = None,
+    timeout: float | timedelta | None = None,
     output_dir: str | os.PathLike[str] | None = None,
 ) -> Iterator[torch.device]:
     """Set up distributed training: join the processes that torchrun started, and return this process's device.
@@ -71,7 +71,7 @@ def setup(
         required: if False, do nothing when the script was not started by torchrun, so that it also runs as a single
             process.
         backend: torch's name of a backend to use instead of the above.
-        timeout: seconds that a collective call may take. Defaults to torch's own.
+        timeout: seconds, or a timedelta, that a collective call may take. Defaults to torch's own.
         output_dir: folder for the output of all ranks but the first, in `rank-1.log` and so on. By default they print
             to the console.
 
@@ -92,7 +92,9 @@ def setup(
     from torch.distributed.rendezvous import rendezvous  # imported here, since torch may be built without it
 
     device = _device(int(os.environ["LOCAL_RANK"]), launched=True)
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+    if timeout is not None and not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     store, rank, processes = next(iter(rendezvous("env://", **options)))
     # torchrun keeps one store over restarts, which would still hold the addresses of processes that have ended.
     attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"

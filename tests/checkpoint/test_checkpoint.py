@@ -466,6 +466,16 @@ def test_nothing_there_is_a_start(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_a_record_of_a_checkpoint_in_place_of_its_step_is_refused_with_the_step(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    state = fresh().replace(step=7)
+    ckpt.save(state)
+    with pytest.raises(
+        ValueError, match=r"by its record \(give the step: ckpt.restore\(state, checkpoint.step\), here 7\)"
+    ):
+        ckpt.restore(state, ckpt.latest())
+
+
 def test_latest_best_and_a_step(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path, monitor="acc", mode="max")
     for step, acc in [(1, 0.1), (2, 0.9), (3, 0.9), (4, None)]:

@@ -4,6 +4,7 @@ import itertools
 import re
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,21 @@ def raised(call, kind):
     with pytest.raises(kind) as error:
         call()
     return str(error.value)
+
+
+def with_a_timedelta():
+    init, passed = torch.distributed.init_process_group, []
+    torch.distributed.init_process_group = lambda *args, timeout, **settings: (
+        passed.append(timeout),
+        init(*args, timeout=timeout, **settings),
+    )
+    with ll.distributed.setup(timeout=timedelta(minutes=3)):
+        ll.distributed.barrier()
+    assert passed == [timedelta(minutes=3)]
+
+
+def test_setup_takes_a_timedelta_as_torch_does():
+    launch(1, with_a_timedelta)
 
 
 def in_different_functions(folder):
