@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from looplib._core.descriptions import described
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -37,3 +39,8 @@ def test_descriptions_are_the_same_in_each_process(tmp_path):
     assert "0x" not in text
     assert json.loads(text)[0] == "Plain"
     assert json.loads(text)[-4:] == ["1j", 0.5, 3, 2.0]
+
+
+def test_a_set_is_described_in_an_order_that_does_not_depend_on_the_process():
+    assert described({"bias", "norm", "embed"}) == ["bias", "embed", "norm"]
+    assert described(frozenset({3, 1})) == [1, 3]
