@@ -44,6 +44,8 @@ PARAMETERS = {
 }
 STEPS = {"train_step", "eval_step", "predict_step"}
 SPECIAL = {
+    ("log.gradient_histograms", "when"): {"predicate"},
+    ("log.windowed", "when"): {"predicate"},
     ("log.profiled", "train_step"): STEPS,
     ("log.profiled", "when"): {"predicate"},
     ("predicates.stop_when", "step"): STEPS,
