@@ -42,6 +42,7 @@ def absent(failures):
     return {name: why for name, why in failures.items() if "No module named" not in why}
 
 
+@pytest.mark.slow
 def test_specialists_are_compared_and_agree(tmp_path):
     found, printed = dry_run("specialists", tmp_path, "--only", "AUC", "confusion", "members")
     rows = found["tables"][""]
@@ -61,6 +62,7 @@ def test_specialists_are_compared_and_agree(tmp_path):
     assert "A dry run: the figures mean nothing." in printed
 
 
+@pytest.mark.slow
 def test_growth_is_a_table_and_a_figure_of_curves(tmp_path):
     found, _ = dry_run("growth", tmp_path, "--only", "predicates", "steps made")
     assert found["tables"]["growth"].keys() == {"predicates, looplib", "steps made, looplib"}

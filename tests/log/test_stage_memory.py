@@ -72,6 +72,7 @@ def by_looplib(work):
 
 
 @pytest.mark.skipif(not linux, reason="only Linux resets a process's peak")
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_trainers_tracker():
     theirs, ours = by_tracker(lambda stages: None), by_looplib(lambda stages: None)
     assert theirs.keys() == {name for name in ours if not name.startswith("before_")}
@@ -94,6 +95,7 @@ def test_a_stage_within_another_counts_in_both():
     assert sizes["eval_mem_cpu_peaked_delta"] == pytest.approx(32 * MB, abs=12 * MB)
 
 
+@pytest.mark.slow
 def test_the_names_are_those_that_the_trainer_reports(tmp_path):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = BertForSequenceClassification(BertConfig(vocab_size=11, **sizes))

@@ -523,6 +523,7 @@ def test_a_config_that_fails_does_not_end_the_run():
     assert settings["config"] == "not described: ZeroDivisionError('division by zero')"
 
 
+@pytest.mark.slow
 def test_the_commit_is_that_of_the_program(tmp_path):
     program = tmp_path / "train.py"
     program.write_text("import looplib as ll\nprint(ll.log.configuration(ll.TrainState()).get('git_commit'))\n")
