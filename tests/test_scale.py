@@ -369,6 +369,7 @@ def test_the_page_has_these_figures(counted):
                 assert cell == f"{mean(sent[names[row[0]] + suffix]):,.0f}", row
 
 
+@pytest.mark.slow
 def test_one_process_sends_nothing(tmp_path):
     assert {name: one for name, one in launch(tmp_path, 1).items() if one != [0]} == {}
 

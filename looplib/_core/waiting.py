@@ -41,10 +41,12 @@ class _Watch:
         seconds: time after which a call that waits is reported.
         step: time after which it publishes where it waits, and then looks again.
         requested: what a step has requested and not waited for yet, and its group.
+        broken: True after the step of the last request has failed for a broken connection.
         thread: the thread that looks at it.
     """
 
     def __init__(self) -> None:
+        self.broken = False
         self.requested: tuple[Any, Any] | None = None
         self.thread: threading.Thread | None = None
         self.report_after(30.0)
@@ -108,6 +110,7 @@ def wait(work: Any, group: Any, limit: float = math.inf) -> None:
     except RuntimeError:
         late = _Late(group, early=work.is_completed())
         late.until(lambda: _ended(work, late), limit)
+        late.end()
 
 
 def _ended(work: Any, late: _Late) -> bool:
@@ -136,6 +139,7 @@ def wait_for(done: Callable[[], bool], group: Any, limit: float) -> None:
         if time.monotonic() - began > watch.step.total_seconds():
             late = _Late(group)
             late.until(done, limit)
+            late.end()
             return
 
 
@@ -161,6 +165,9 @@ class _Late:
                 self.reported = True
                 file = self.call.file or __file__
                 warnings.warn_explicit(self._text(), RuntimeWarning, file, self.call.line or 1)
+
+    def end(self) -> None:
+        """Publish that this rank waits no longer. Not after a failure, since other ranks then ask where it waited."""
         self._publish("")
 
     def fail(self, error: Exception) -> NoReturn:
@@ -233,7 +240,7 @@ def _published(rank: int) -> list[Any] | None:
 
 def request(work: Any, group: Any) -> None:
     """Watch a request that a step makes before its forward pass, and waits for later."""
-    watch.requested = work, group
+    watch.requested, watch.broken = (work, group), False
     if watch.thread is None:
         watch.thread = threading.Thread(target=_look_at_requests, name="looplib-watch", daemon=True)
         watch.thread.start()
@@ -247,8 +254,9 @@ def explained(error: Exception) -> Exception:
     """An error in a step, with the words of the report if it came while a rank was missing."""
     if watch.requested is None or not isinstance(error, RuntimeError):
         return error
+    watch.broken = any(word in str(error) for word in _OF_CONNECTIONS)
     (work, group), where, watch.requested = watch.requested, call(), None
-    if not any(word in str(error) for word in _OF_CONNECTIONS):
+    if not watch.broken:
         return error
     try:
         work.wait(timedelta(milliseconds=1))
@@ -271,6 +279,8 @@ def _look_at_requests() -> None:
             del frame
             with contextlib.suppress(Exception):  # a warning that is an error by the user's filter
                 late.until(functools.partial(_no_longer, now), math.inf)
+                if not _failed(now[0]):
+                    late.end()
         seen = id(now)
         del now
 
@@ -278,3 +288,14 @@ def _look_at_requests() -> None:
 def _no_longer(request: tuple[Any, Any]) -> bool:
     time.sleep(watch.step.total_seconds())
     return bool(request[0].is_completed()) or watch.requested is not request
+
+
+def _failed(work: Any) -> bool:
+    """True if the request itself has failed, or its step. A step that gave up for a reason of its own has not."""
+    if watch.broken or not work.is_completed():
+        return watch.broken
+    try:
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return True
+    return False

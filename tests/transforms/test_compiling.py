@@ -327,6 +327,7 @@ def test_per_sample_clipping(donate):
     compare(model, grad_fn, adamw(), batches(10, size=10), donate)
 
 
+@pytest.mark.slow
 @both
 def test_neftune_draws_for_each_step(donate):
     torch.manual_seed(0)
