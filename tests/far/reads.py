@@ -92,6 +92,7 @@ TABLES = {
         Row("ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-3, warmup=100, total=2000))", 0),
         Row("ll.optimizer(torch.optim.AdamW, lr=ll.optim.injected(1e-3))", 0),
         Row("ll.ema(optimizer)", 0),
+        Row("ll.optim.master_weights(optimizer)", 0, "Counted with weights in bfloat16."),
         Row("ll.optim.swa(optimizer, start=100)", 0),
         Row("ll.contrib.lookahead(optimizer)", 0),
         Row('ll.optim.freeze(optimizer, lambda name, step: name.startswith("0."))', 0),
