@@ -1,6 +1,7 @@
 """Memory of each stage, against the Trainer's memory tracker in the same process, and against blocks of known sizes."""
 
 import builtins
+import mmap
 import sys
 
 import pytest
@@ -15,7 +16,9 @@ linux = sys.platform == "linux"  # elsewhere the system does not reset its peak
 
 
 def block(megabytes):
-    return torch.ones(megabytes * MB, dtype=torch.uint8)
+    """Memory from the system: an allocator might have as much left from before, and the process would not grow."""
+    pages = mmap.mmap(-1, megabytes * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
 
 
 class Stages:
