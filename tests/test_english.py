@@ -18,7 +18,7 @@ AVOID = {
     r"(?:^|[.;:] )Who\b(?![^.]*\?)": 'name the subject, or "if you"',
     r"\banew\b": "again",
     r"\b(?:go|goes|going|went|gone) on\b(?! (?:the|a|disk|top)\b)": "continue",
-    r"(?<!-)\bpictures?\b": "plot, figure or image",  # but an option --picture
+    r"\bpictures?\b": "plot, figure or image",
     r"\bpieces?\b": "microbatch, part, slice, or the name of the thing",
     r"\bsomething else than\b": "something other than",
     r"\bothers than\b": "different from",

@@ -237,8 +237,8 @@ def watch(seconds: float) -> None:
     default with gloo) then raises RuntimeError with the same words. If the ranks call different functions, all of them
     raise at once.
 
-    Watched are looplib's own calls, at no cost while they are not late. The calls that DDP and FSDP2 make in their
-    forward and backward passes are not, and neither are background saves.
+    Watched are looplib's own calls; a step on several ranks pays for noting its request. The calls that DDP and FSDP2
+    make in their forward and backward passes are not, and neither are background saves.
 
     Args:
         seconds: the time, above 0. `math.inf` turns the reports off.
