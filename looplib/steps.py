@@ -185,9 +185,9 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool, context:
     def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         _interrupts.install()
         out = grad_fn(state, batch, part)
-        watch.see(state, batch)
         old_params, _, old_opt_state, _ = trees_of(state)
         step, seed = step_and_seed_of(state)
+        watch.see(state, step, batch)
         params, opt_state, applied = update(
             out.grads,
             old_opt_state,

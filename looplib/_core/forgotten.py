@@ -33,23 +33,23 @@ class Watch:
     one is created may look the same, as in `train_step(state, next(batches))`.
     """
 
-    __slots__ = ("_batch", "_last", "_model", "_repeats", "_warned")
+    __slots__ = ("_batch", "_model", "_repeats", "_state", "_step", "_warned")
 
     def __init__(self, grad_fn: Any) -> None:
         self._model = next((record.model for record in kinds.chain(grad_fn) if record.model is not None), None)
-        self._last: weakref.ref[Any] | None = None  # weak, since a reference would keep tensors alive
-        self._batch = 0  # its id, for the same reason
+        # Numbers, since a reference would keep tensors alive. An id may be used again, by a state that is further on.
+        self._state = self._step = self._batch = -1
         self._repeats = 0
         self._warned = False
 
-    def see(self, state: Any, batch: Any) -> None:
+    def see(self, state: Any, step: int, batch: Any) -> None:
         """Record a call of the step."""
-        if self._last is not None and self._last() is state:
+        if id(state) == self._state and step == self._step:
             self._see_again(state, batch)
         else:
-            if self._last is None and self._model is not None and not tracing():
+            if self._state == -1 and self._model is not None and not tracing():
                 _warn_of_stale_weights(self._model)
-            self._last, self._batch, self._repeats = weakref.ref(state), id(batch), 0
+            self._state, self._step, self._batch, self._repeats = id(state), step, id(batch), 0
 
     def _see_again(self, state: Any, batch: Any) -> None:
         """Record a call with the previous state."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, compress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from looplib._core.buffers import Unwritten
 from looplib._core.checks import check, check_type
 from looplib._core.engines import engine_of
 from looplib._core.loss_functions import note_batch
-from looplib._core.mappings import pairs
+from looplib._core.mappings import as_record, pairs
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
 
 R = TypeVar("R")
@@ -33,7 +34,16 @@ R = TypeVar("R")
 Slot = tuple[dict[str, Any], str]
 
 
-Swap = tuple[dict[str, Any], str, Any, Any]  # a slot, its current value, and its new value
+class Swaps(NamedTuple):
+    """Slots with their current and new values, as one list for each, over which `map` runs without Python code."""
+
+    owners: Sequence[dict[str, Any]]
+    keys: Sequence[str]
+    own: Sequence[Any]
+    lent: Sequence[Any]
+
+
+_NO_SWAPS = Swaps((), (), (), ())
 
 
 # Names under which torch's wrappers hold the wrapped module; they are not part of parameter names.
@@ -121,7 +131,7 @@ def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] |
 
 
 class _Places(NamedTuple):
-    """Slots of parameters or buffers with their names, as one list for each, over which `map` runs without Python code."""
+    """Slots of parameters or buffers with their names, as one list for each."""
 
     owners: list[dict[str, Any]]
     keys: list[str]
@@ -139,9 +149,8 @@ class _Places(NamedTuple):
     def of_state(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         return [*map(tensors.__getitem__, self.names)]
 
-    def differing(self, own: Sequence[Any], lent: Sequence[Tensor]) -> list[Swap]:
-        """Slots whose value is not the tensor that is lent to them."""
-        return [swap for swap in pairs(self.owners, self.keys, own, lent) if swap[2] is not swap[3]]
+    def swaps(self, own: Sequence[Any], lent: Sequence[Any]) -> Swaps:
+        return as_record(Swaps, (self.owners, self.keys, own, lent))
 
 
 class _Attributes:
@@ -189,6 +198,9 @@ class Host:
         # The same as flat lists, which each call maps over.
         self.places = [_Places.of(group) for group in self.slots]
         self.unfilled = [slot[1:4] for slot in slots_in(model) if slot[0] and slot[4] is None]
+        # The module's parameters at the last call: a pure step touches none of them otherwise, and their memory is cold.
+        self.known: list[Any] = [None] * len(self.places[0].names)
+        self.shapes: list[torch.Size] = []
         self.renormed = _renormed(model, tensors(self.slots.params))
         self.engine = engine_of(model, tensors(self.slots.params))
         self.backward = training
@@ -206,7 +218,8 @@ class Host:
         swaps = self._swaps(params, buffers)
         engine = self.engine if self.engine.name else None
         if lent := engine.lend(params, self.params) if engine else None:
-            swaps = [swap for swap in swaps if id(swap[2]) not in lent.owners]
+            kept = [id(value) not in lent.owners for value in swaps.own]
+            swaps = Swaps(*[[*compress(column, kept)] for column in swaps])
         modes = [*map(_mode, self.flags)]
         # The first and the last parameter tell if the model has moved: looking at all of them takes too long.
         values = params.values()
@@ -217,8 +230,7 @@ class Host:
         streams = [generator.get_state() for generator in generators]
         thread = threading.get_ident()
         try:
-            for owner, key, _, tensor in swaps:
-                owner[key] = tensor
+            any(map(operator.setitem, swaps.owners, swaps.keys, swaps.lent))  # each call returns None
             if modes != self.modes:
                 self._set_modes(self.modes)
             self._seed(seed)
@@ -229,8 +241,7 @@ class Host:
         finally:
             _interrupts.begin_hold(thread)
             try:
-                for owner, key, own, _ in swaps:
-                    owner[key] = own
+                any(map(operator.setitem, swaps.owners, swaps.keys, swaps.own))
                 if engine:
                     engine.take_back(lent)
                 self._set_modes(modes)
@@ -240,32 +251,37 @@ class Host:
                 _interrupts.end_hold(thread)
                 _interrupts.deliver()
 
-    def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[Swap]:
-        """Slots whose tensor differs from the given one, and slots that must be empty afterwards."""
-        swaps: list[Swap] = []
+    def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Swaps:
+        """Slots of this call: of parameters and buffers if any tensor differs, and those that must be empty afterwards."""
+        parts: list[Swaps] = []
         if self.unfilled:
             self._refuse_filled()
-            swaps += [(owner, key, None, None) for owner, key, _ in self.unfilled]
+            owners, keys, _ = zip(*self.unfilled, strict=True)
+            parts.append(Swaps(owners, keys, [None] * len(keys), [None] * len(keys)))
         places = self.places[0]
         own, lent = places.own(), places.of_state(params)
         if not all(map(operator.is_, own, lent)):
-            if [*map(_shape, own)] != [*map(_shape, lent)]:
+            if not all(map(operator.is_, own, self.known)):
+                self.known, self.shapes = own, [*map(_shape, own)]
+            if [*map(_shape, lent)] != self.shapes:
                 self.explain(params, buffers, None)
-            of_params = places.differing(own, lent)
             if self.backward and torch_private.any_gradient_hooks(own):
-                self._refuse_hooks(of_params)
-            swaps += of_params
+                self._refuse_hooks(own, lent)
+            parts.append(places.swaps(own, lent))
         if buffers:
             places = self.places[1]  # of any shape, since a forward pass may assign a longer one
             own, lent = places.own(), places.of_state(buffers)
             if not all(map(operator.is_, own, lent)):
-                swaps += places.differing(own, lent)
-        return swaps
+                parts.append(places.swaps(own, lent))
+        if len(parts) < 2:
+            return parts[0] if parts else _NO_SWAPS
+        return Swaps(*[[*chain(*columns)] for columns in zip(*parts, strict=True)])
 
-    def _refuse_hooks(self, swaps: list[Swap]) -> None:
-        hooked = {*map(id, torch_private.with_gradient_hooks([own for _, _, own, _ in swaps]))}
-        for own, name in zip(self.places[0].own(), self.places[0].names, strict=True) if hooked else ():
-            if id(own) in hooked:
+    def _refuse_hooks(self, own: Sequence[Tensor], lent: Sequence[Tensor]) -> None:
+        replaced = [tensor for tensor, other in zip(own, lent, strict=True) if tensor is not other]
+        hooked = {*map(id, torch_private.with_gradient_hooks(replaced))}
+        for tensor, name in zip(own, self.places[0].names, strict=True):
+            if id(tensor) in hooked:
                 raise ValueError(_OF_HOOKS.format(name=name))
 
     def start(self, seed: int) -> None:

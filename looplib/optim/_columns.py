@@ -13,7 +13,7 @@ import inspect
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,8 @@ from looplib.types import Grads, Params
 
 Plan = Any  # of `_update`, which imports this module
 
-_is_sparse, _is_contiguous = operator.attrgetter("is_sparse"), Tensor.is_contiguous
+_is_sparse, _requires_grad = map(operator.attrgetter, ("is_sparse", "requires_grad"))
+_is_contiguous = Tensor.is_contiguous
 
 # Hyperparameters that do not decide which entries of the state a class reads. The others must not be schedules.
 _MAY_MOVE = {"lr", "weight_decay", "betas"}
@@ -145,22 +146,23 @@ def _values(keys: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]
 
 def _copies(plan: Plan, columns: Columns) -> Columns:
     """Columns to write to. A fused kernel's columns are dense, and its counts need no copy: adding one makes new ones."""
-    direct = columns.kernel is not None
-    moments = {key: column for key, column in columns.entries.items() if key != "step"}  # on the parameters' device
-    params, *copies = _cloned([columns.params, *moments.values()], direct and not plan.key[-1])
-    entries = {**columns.entries, **dict(pairs(moments, copies))}
-    if "step" in entries and not direct:
-        entries["step"] = _cloned([entries["step"]], False)[0]
-    return columns._replace(params=params, entries=entries)
+    number, names, params, grads, entries, kernel = columns
+    direct, count = kernel is not None, len(params)
+    keys = [key for key in entries if key != "step"]  # on the parameters' device
+    copies = _cloned([*params, *chain(*map(entries.__getitem__, keys))], direct and not plan.key[-1])
+    working = dict(entries)
+    for place, key in enumerate(keys, 1):
+        working[key] = copies[place * count : (place + 1) * count]
+    if not direct and "step" in entries:
+        working["step"] = _cloned(entries["step"], False)
+    return as_record(Columns, (number, names, copies[:count], grads, working, kernel))
 
 
-def _cloned(columns: Sequence[Sequence[Any]], dense: bool) -> list[list[Any]]:
-    """Copies of columns, by one call for all: of those, a call for each takes 1% of a small step."""
-    values = [*chain.from_iterable(columns)]
+def _cloned(values: Sequence[Any], dense: bool) -> list[Any]:
+    """Copies of values, by one call for all tensors: of a call for each list, each takes 1% of a small step."""
     if dense or (PLAIN.issuperset(map(type, values)) and all(map(_is_contiguous, values))):
-        copies = iter(torch_private.foreach_clone(values))
-        return [[*islice(copies, len(column))] for column in columns]
-    return [[clone(value) if isinstance(value, Tensor) else copied(value) for value in column] for column in columns]
+        return torch_private.foreach_clone(values)
+    return [clone(value) if isinstance(value, Tensor) else copied(value) for value in values]
 
 
 def _next(
@@ -169,8 +171,7 @@ def _next(
     """New parameters and states, from the columns of a pure update."""
     new_params, new_states = dict(params), dict(states)
     for old, new in pairs(groups, working):
-        for tensor, before in pairs(new.params, old.params):
-            tensor.requires_grad = before.requires_grad
+        any(map(setattr, new.params, repeat("requires_grad"), map(_requires_grad, old.params)))  # each returns None
         new_params.update(pairs(new.names, new.params))
         rows = pairs(*new.entries.values())
         new_states.update(pairs(new.names, map(dict, map(pairs, repeat([*new.entries]), rows))))
