@@ -58,3 +58,8 @@ def mlp() -> tuple[nn.Module, Callable[..., Tensor], Any]:
 
 def transformer() -> tuple[nn.Module, Callable[..., Tensor], Any]:
     return Transformer(), next_token, torch.randint(0, 512, (32, 129))
+
+
+def small_transformer() -> tuple[nn.Module, Callable[..., Tensor], Any]:
+    """The same model on a batch that is small for its size, so that the update takes a good part of the step."""
+    return Transformer(), next_token, torch.randint(0, 512, (2, 65))

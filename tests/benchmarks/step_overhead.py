@@ -3,9 +3,10 @@
     python tests/benchmarks/step_overhead.py
 
 For a tiny MLP and a transformer of 5 million parameters, with fused AdamW everywhere, plain and with a schedule and
-clipping by the global norm: the raw loop (`clip_grad_norm_`, `LambdaLR`), and looplib's step donated and pure. Blocks
-of steps of all contenders take turns in shuffled order; the ratio is that of the medians over the rounds. Peak memory
-is measured in a separate process for each contender, above its memory before the first step.
+clipping by the global norm: the raw loop (`clip_grad_norm_`, `LambdaLR`), the raw loop that also copies its weights and
+moments at each step, which is what a pure step cannot do without, and looplib's step donated and pure. Blocks of steps
+of all contenders take turns in shuffled order; the ratio is that of the medians over the rounds. Peak memory is
+measured in a separate process for each contender, above its memory before the first step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from harness import Mebibytes, Report, Step, in_turns, options_of, parser, peak_memory
-from models import mlp, transformer
+from models import mlp, small_transformer, transformer
 from torch import Tensor, nn
 
 import looplib as ll
@@ -25,6 +26,7 @@ import looplib as ll
 MAX_NORM = 1.0
 MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[..., Tensor], Any]]] = {
     "MLP, batch 16": mlp,
+    "transformer, batch 2 x 64": small_transformer,
     "transformer, batch 32 x 128": transformer,
 }
 EXTRAS = ", clipping and a schedule"
@@ -55,6 +57,33 @@ def raw(model_name: str, extras: bool) -> Step:
     return with_extras if extras else plain
 
 
+def copying(model_name: str, extras: bool) -> Step:
+    """The raw loop, with a copy of the weights and moments before each update: the least that a pure step can take."""
+    torch.manual_seed(0)
+    model, loss_fn, batch = MODELS[model_name]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+    held: list[Tensor] = []
+    kept: list[Tensor] = []
+
+    def step() -> None:
+        nonlocal held, kept
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
+        if extras:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        with torch.no_grad():
+            if optimizer.state and not held:
+                moments = [entry[key] for entry in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+                held = [*model.parameters(), *moments]
+            kept = list(torch._foreach_clone(held)) if held else kept
+        optimizer.step()
+        if extras:
+            scheduler.step()
+
+    return step
+
+
 def looplib(model_name: str, extras: bool, donate: bool) -> Step:
     torch.manual_seed(0)
     model, loss_fn, batch = MODELS[model_name]()
@@ -74,6 +103,7 @@ def looplib(model_name: str, extras: bool, donate: bool) -> Step:
 
 CONTENDERS: dict[str, Callable[[str, bool], Step]] = {
     "raw": raw,
+    "raw, with copies": copying,
     "donated": lambda model_name, extras: looplib(model_name, extras, True),
     "pure": lambda model_name, extras: looplib(model_name, extras, False),
 }
