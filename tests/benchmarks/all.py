@@ -37,6 +37,7 @@ FIGURES = ROOT / "notebooks" / "figures"
 # Seconds of each script. Those with a fixed amount of work come first, so that the others can make up for them.
 SHARES = {
     "scale": 40.0,
+    "imports": 60.0,
     "resume": 130.0,
     "evaluation": 110.0,
     "compiled": 240.0,

@@ -1,0 +1,71 @@
+"""Time of `import looplib` beyond `import torch`, beside other libraries.
+
+    python tests/benchmarks/imports.py
+
+Each import runs in a process of its own, after `import torch`, in shuffled order over the rounds. The last column has
+Python's garbage collector off: torch's import leaves a full collection due, which walks over all that torch has made and
+falls into whatever is imported next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import subprocess
+import sys
+import time
+
+from harness import Report, Seconds, options_of, parser
+
+STATEMENTS = {
+    "looplib": "import looplib",
+    "accelerate": "import accelerate",
+    "lightning": "import lightning",
+    "transformers": "from transformers import Trainer, TrainingArguments",
+}
+CODE = """
+import gc, sys, time
+import torch
+if sys.argv[2] == "off":
+    gc.disable()
+begin = time.perf_counter()
+exec(sys.argv[1])
+print(time.perf_counter() - begin)
+"""
+
+
+def seconds_of(statement: str, collector: str) -> float:
+    command = [sys.executable, "-c", CODE, statement, collector]
+    out = subprocess.run(command, capture_output=True, text=True)
+    if out.returncode:
+        raise ImportError(out.stderr.strip().splitlines()[-1])
+    return float(out.stdout.split()[-1])
+
+
+def main(options: argparse.Namespace) -> int:
+    report = Report("imports", options, "modules already compiled to bytecode")
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, statement in STATEMENTS.items():
+        with report.attempt(name):
+            seconds_of(statement, "on")  # writes the bytecode
+            found[name] = {"on": [], "off": []}
+    turns = [(name, collector) for name in found for collector in ("on", "off")]
+    while time.perf_counter() < report.end or any(not times["off"] for times in found.values()):
+        for name, collector in random.sample(turns, len(turns)):
+            times = found[name][collector]
+            if len(times) < 2 or times[-1] < 1.0:  # the slow ones twice
+                times.append(seconds_of(STATEMENTS[name], collector))
+        if options.dry_run:
+            break
+    for name, times in found.items():
+        cells = {
+            "beyond import torch": Seconds(statistics.median(times["on"])),
+            "with the garbage collector off": Seconds(statistics.median(times["off"])),
+        }
+        report.add(STATEMENTS[name], cells, "time of an import")
+    return report.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(options_of(parser(__doc__, 60.0))))
