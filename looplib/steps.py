@@ -187,7 +187,7 @@ def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool, context:
         out = grad_fn(state, batch, part)
         old_params, _, old_opt_state, _ = trees_of(state)
         step, seed = step_and_seed_of(state)
-        watch.see(state, step, batch)
+        watch.see(state, batch)
         params, opt_state, applied = update(
             out.grads,
             old_opt_state,

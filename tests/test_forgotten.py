@@ -85,6 +85,13 @@ def test_states_at_the_address_of_the_last_one_are_not_taken_for_it():
         state = run.step(state, batch)[0].replace(step=0)  # the count of samples moves on
 
 
+def test_new_states_at_step_0_are_not_taken_for_one():
+    run = Run()
+    for batch in run.loader(run.state):
+        state = ll.init_state(run.model, run.optimizer)  # stands where the last one stood
+        state, _ = run.step(state, batch)
+
+
 # The weights in the module.
 
 

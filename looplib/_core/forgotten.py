@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from looplib._core import kinds
 from looplib._core.notices import warn
+from looplib._core.ownership import mark_of
 from looplib._core.ranks import is_sharded
 from looplib._core.tracing import tracing
 
@@ -33,23 +34,25 @@ class Watch:
     one is created may look the same, as in `train_step(state, next(batches))`.
     """
 
-    __slots__ = ("_batch", "_model", "_repeats", "_state", "_step", "_warned")
+    __slots__ = ("_batch", "_mark", "_model", "_repeats", "_warned")
 
     def __init__(self, grad_fn: Any) -> None:
         self._model = next((record.model for record in kinds.chain(grad_fn) if record.model is not None), None)
-        # Numbers, since a reference would keep tensors alive. An id may be used again, by a state that is further on.
-        self._state = self._step = self._batch = -1
+        # The state's mark and the batch's number, since a reference to either would keep tensors alive.
+        self._mark: Any = None
+        self._batch = -1
         self._repeats = 0
         self._warned = False
 
-    def see(self, state: Any, step: int, batch: Any) -> None:
+    def see(self, state: Any, batch: Any) -> None:
         """Record a call of the step."""
-        if id(state) == self._state and step == self._step:
+        mark = mark_of(state)
+        if mark is self._mark:
             self._see_again(state, batch)
         else:
-            if self._state == -1 and self._model is not None and not tracing():
+            if self._mark is None and self._model is not None and not tracing():
                 _warn_of_stale_weights(self._model)
-            self._state, self._step, self._batch, self._repeats = id(state), step, id(batch), 0
+            self._mark, self._batch, self._repeats = mark, id(batch), 0
 
     def _see_again(self, state: Any, batch: Any) -> None:
         """Record a call with the previous state."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import fields
 from functools import partial
 from itertools import repeat
@@ -86,6 +86,10 @@ class Marked:
     __slots__ = ("__weakref__", "_mark")
 
     _mark: Mark
+
+
+# A state's mark, which tells it from other states for as long as it is kept, and holds no tensors.
+mark_of: Callable[[Marked], Mark] = attrgetter("_mark")
 
 
 def made_with(state: Marked) -> Any:

@@ -97,7 +97,7 @@ def _train_step(parts: Parts, compiler: Compiler) -> TrainStep:
     def compiled(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
         trees = (state.params, state.buffers, state.opt_state)
         if watch is not None:
-            watch.see(state, state.step, batch)
+            watch.see(state, batch)
         readers = ownership.before_a_step(state, trees) if donate else 0
         _interrupts.install()
         if compiler.no_grad and (compiler.known is None or compiler.known[0]() is not state):
