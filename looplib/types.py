@@ -326,15 +326,16 @@ class Update(Protocol):
 
     A wrapper that skips updates adds one line. It works in donated steps (the flag is read before anything is
     overwritten), compiled and vectorized ones (the graph selects the result), and nested, with a single flag for all
-    wrappers:
+    wrappers. On several ranks, decide by what all of them share, such as the gradients: the metrics are those of the
+    rank's own batch, and ranks that decide differently end with different weights.
 
     >>> import dataclasses, looplib as ll, torch
-    >>> def skip_small_losses(optimizer, least):
+    >>> def skip_small_gradients(optimizer, least):
     ...     def update(grads, opt_state, params, step, *, when=True, **extra):
-    ...         when = when & (extra["metrics"]["loss"].compute() >= least)
+    ...         when = when & (ll.grads.global_norm(grads.values()) >= least)
     ...         return optimizer.update(grads, opt_state, params, step, when=when, **extra)
     ...     return dataclasses.replace(optimizer, update=update)
-    >>> model, optimizer = torch.nn.Linear(2, 1), skip_small_losses(ll.optimizer(torch.optim.SGD, lr=0.1), 10.0)
+    >>> model, optimizer = torch.nn.Linear(2, 1), skip_small_gradients(ll.optimizer(torch.optim.SGD, lr=0.1), 10.0)
     >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
     >>> state, metrics = train_step(ll.init_state(model, optimizer), torch.ones(4, 2))
     >>> state.step, state.skipped
