@@ -32,7 +32,7 @@ def check_parts(grad_fn: GradFn, who: str, but: str = "") -> GradFn:
     """Like `check_grad_fn`; also raise if it has no meaning for microbatches, which `who` is going to request."""
     checked = check_whole(grad_fn, who)
     for record in kinds.chain(grad_fn):
-        check(not record.whole_step or record.name == but, _order(record.name, who))
+        check(not record.whole_step or record.name == but, _order(record, who))
     return checked
 
 
@@ -41,7 +41,7 @@ def check_scalable(grad_fn: GradFn, who: str) -> GradFn:
     checked = check_whole(grad_fn, who)
     for record in kinds.chain(grad_fn):
         check(record.name != who, f"{who} within {who}: once is enough")
-        check(record.scaled or not record.whole_step, _order(record.name, who))
+        check(record.scaled or not record.whole_step, _order(record, who))
         check(not record.per_sample, PER_SAMPLE_SCALED)
     return checked
 
@@ -59,18 +59,21 @@ def of_whole_step(name: str, function: GradFn, inner: GradFn, *, scaled: bool = 
     """
     check_whole(inner, name)
 
+    made = Made("grad_fn", name, inner, whole_step=True, scaled=scaled)
+
     def whole(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         if part.summed:
-            raise ValueError(_order(name, "accumulate"))
+            raise ValueError(_order(made, "accumulate"))
         if part.scale is not None and not scaled:
-            raise ValueError(_order(name, "scale_loss"))
+            raise ValueError(_order(made, "scale_loss"))
         return function(state, batch, part)
 
-    return kinds.mark(whole, Made("grad_fn", name, inner, whole_step=True, scaled=scaled))
+    return kinds.mark(whole, made)
 
 
-def _order(name: str, wrapper: str) -> str:
-    what = {"scale_loss": "scaled gradients", "reduce_gradients": "each rank's part alone"}.get(
-        wrapper, "each piece alone"
-    )
-    return f"{name} within {wrapper} would act on {what}: put it around, {name}({wrapper}(grad_fn, ...), ...)"
+def _order(record: Made, wrapper: str) -> str:
+    """Why this function cannot be inside a wrapper, and what to write instead."""
+    parts = {"scale_loss": "scaled gradients", "reduce_gradients": "each rank's part alone"}
+    name, part = record.name, parts.get(wrapper, "each microbatch alone")
+    outside = "leave {1} out" if record.inner is None else "put it around, {0}({1}(grad_fn, ...), ...)"
+    return f"{name} within {wrapper} would act on {part}: {outside.format(name, wrapper)}"

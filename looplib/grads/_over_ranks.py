@@ -50,7 +50,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
             return grad_fn(state, batch, part)
         if part.summed:
             raise ValueError(
-                "reduce_gradients within accumulate would send each piece: put it around, "
+                "reduce_gradients within accumulate would send each microbatch: put it around, "
                 "reduce_gradients(accumulate(grad_fn, ...))"
             )
         nonlocal compared

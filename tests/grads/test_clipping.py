@@ -251,12 +251,12 @@ def test_within_pieces_they_are_refused_when_made(name):
     wrapped = WRAPPERS[name](ll.make_grad_fn(net(), loss_fn))
     for outer in (ll.accumulate, ll.grads.retry_on_oom):
         message = (
-            rf"{name} within {outer.__name__} would act on each piece alone: put it around, "
+            rf"{name} within {outer.__name__} would act on each microbatch alone: put it around, "
             rf"{name}\({outer.__name__}\(grad_fn, \.\.\.\), \.\.\.\)"
         )
         with pytest.raises(ValueError, match=message):
             outer(wrapped)
-    with pytest.raises(ValueError, match=rf"{name} within accumulate would act on each piece alone"):
+    with pytest.raises(ValueError, match=rf"{name} within accumulate would act on each microbatch alone"):
         wrapped(ll.init_state(net()), batches(1)[0], ll.types.Part(reduction="sum"))
 
 

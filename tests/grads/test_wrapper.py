@@ -116,7 +116,9 @@ def test_a_users_wrapper_of_a_whole_step_is_refused_for_a_microbatch():
     model = nn.Linear(3, 2)
     grad_fn = signs(ll.accumulate(ll.make_grad_fn(model, loss_fn), 2))
     assert set(grad_fn(ll.init_state(model), torch.ones(4, 3)).grads["bias"].abs().tolist()) == {1.0}
-    with pytest.raises(ValueError, match=r"signs within accumulate would act on each piece alone: put it around"):
+    with pytest.raises(
+        ValueError, match=r"signs within accumulate would act on each microbatch alone: put it around"
+    ):
         ll.accumulate(signs(ll.make_grad_fn(model, loss_fn)), 2)
     with pytest.raises(ValueError, match="signs within accumulate"):  # hidden, so when it runs
         ll.accumulate(plain(grad_fn), 2)(ll.init_state(model), torch.ones(4, 3))

@@ -585,7 +585,7 @@ def test_gradient_histograms_refuse_microbatches_and_compiled_steps(tmp_path):
     model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
     grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
     watched = ll.log.gradient_histograms(grad_fn, ll.console(), ll.every_n_steps(1))
-    with pytest.raises(ValueError, match="gradient_histograms within accumulate would act on each piece alone"):
+    with pytest.raises(ValueError, match="gradient_histograms within accumulate would act on each microbatch alone"):
         ll.accumulate(watched, 2)
     step = ll.compile_step(ll.make_train_step(watched, optimizer), backend="eager")
     with pytest.raises(RuntimeError, match=r"gradient_histograms reads the gradients .* do not compile this step"):

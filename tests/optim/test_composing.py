@@ -423,7 +423,7 @@ def test_sam_is_refused_within_accumulate_and_for_no_distance():
     grad_fn = ll.make_grad_fn(net(), loss_fn)
     for outer in (ll.accumulate, ll.grads.retry_on_oom):
         with pytest.raises(
-            ValueError, match=rf"sam within {outer.__name__} would act on each piece alone: put it around"
+            ValueError, match=rf"sam within {outer.__name__} would act on each microbatch alone: put it around"
         ):
             outer(ll.contrib.sam(grad_fn))
     for wrong in (0, -1.0, float("nan")):
