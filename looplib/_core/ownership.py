@@ -109,18 +109,16 @@ class _Process:
         clock: number of writes and of new chains so far. What was readable at one time stays so until it moves on.
         chains: number of chains so far. A state made at an earlier count may share tensors with an unknown chain.
         in_flight: the last donated step, from its argument's mark to its result.
-        rescued: True if a state has ever taken the place of its predecessor.
         reading: storages that are read in the background, with the future of each reader.
         readers: number of readers so far.
     """
 
-    __slots__ = ("chains", "clock", "in_flight", "readers", "reading", "rescued")
+    __slots__ = ("chains", "clock", "in_flight", "readers", "reading")
 
     def __init__(self) -> None:
         self.chains = 0
         self.clock = 0
         self.in_flight: tuple[weakref.ref[Mark], weakref.ref[Any]] | None = None
-        self.rescued = False
         self.reading: list[tuple[set[int], Any]] = []
         self.readers = 0
 
@@ -279,8 +277,11 @@ def in_flight(old: Any, new: Any) -> None:
 def _rescue() -> None:
     if _process.in_flight is not None and (mark := _process.in_flight[0]()) is not None:
         mark.successor = _process.in_flight[1]()
-        _process.rescued = True
+        for watch_counts in _when_rescued:
+            watch_counts()
 
+
+_when_rescued: list[Callable[[], None]] = []  # for a first successor that is taken away; see `Guarded`
 
 _interrupts.before_raising.append(_rescue)
 
@@ -326,8 +327,9 @@ def before_a_step(state: Any, trees: tuple[Any, ...]) -> int:
 class Guarded(Generic[S]):
     """Fields of a record whose trees cannot be read after their tensors have been overwritten.
 
-    Each field of the class becomes a property over its slot: a tree checks the mark first, and a count checks if an
-    interrupt took a successor away. Records made here are known to be valid and are written through the slots.
+    Each tree of the class becomes a property over its slot, which checks the mark first. A count stays a slot, since
+    predicates read counts at every step, until an interrupt takes a successor away: from then on it is a property that
+    looks for one. Records made here are known to be valid and are written through the slots.
 
     Args:
         cls: a dataclass with slots that is a `Marked`.
@@ -343,8 +345,9 @@ class Guarded(Generic[S]):
         slots = fields_of(cls, self.fields)
         for name, slot in slots.items():
             setattr(cls, f"_{name}", slot)  # the value itself, whatever the mark says
-            get = self._tree(name) if name in trees else self._count(name)
-            setattr(cls, name, property(get, slot.__set__, doc=slot.__doc__))
+            if name in trees:
+                setattr(cls, name, property(self._tree(name), slot.__set__, doc=slot.__doc__))
+        _when_rescued.append(self._watch_counts)
         self._read = {name: attrgetter(f"_{name}") for name in self.fields}
         self._read_all, self._read_trees = (
             attrgetter(*[f"_{name}" for name in names]) for names in (self.fields, self.trees)
@@ -370,12 +373,17 @@ class Guarded(Generic[S]):
             self._check(state, self.trees)
         return self._read_trees(state)
 
+    def _watch_counts(self) -> None:
+        """Let counts look for a successor from now on."""
+        for name in self.counts:
+            slot = vars(self.cls)[f"_{name}"]
+            setattr(self.cls, name, property(self._count(name), slot.__set__, doc=slot.__doc__))
+
     def _count(self, name: str) -> Any:
         read, heal = attrgetter(f"_{name}"), self._heal
 
         def guarded(state: Any) -> Any:
-            if _process.rescued:
-                heal(state)
+            heal(state)
             return read(state)
 
         return guarded
