@@ -190,12 +190,10 @@ class Host:
         self.model = model
         self.slots = members(model)
         self.devices, self.generators = (_CPU, _CPU), _generators(_CPU)
-        # If the root is in training mode, submodules in eval mode stay so, since they were chosen. If it is not,
-        # as with pretrained models, the whole module is trained.
-        self.modules = [*model.modules()]
-        self.modes = [training and (module.training or not model.training) for module in self.modules]
-        self.flags = [*map(_attributes, self.modules)]
-        # The same as flat lists, which each call maps over.
+        self.backward = training
+        self._read_modules()
+        self.looked = False
+        # The slots as flat lists, which each call maps over.
         self.places = [_Places.of(group) for group in self.slots]
         self.unfilled = [slot[1:4] for slot in slots_in(model) if slot[0] and slot[4] is None]
         # The module's parameters at the last call: a pure step touches none of them otherwise, and their memory is cold.
@@ -203,8 +201,17 @@ class Host:
         self.shapes: list[torch.Size] = []
         self.renormed = _renormed(model, tensors(self.slots.params))
         self.engine = engine_of(model, tensors(self.slots.params))
-        self.backward = training
         self.unwritten = Unwritten()
+
+    def _read_modules(self) -> None:
+        # If the root is in training mode, submodules in eval mode stay so, since they were chosen. If it is not,
+        # as with pretrained models, the whole module is trained.
+        everything = self.backward and not self.model.training
+        self.modules = [*self.model.modules()]
+        self.modes = [self.backward and (everything or module.training) for module in self.modules]
+        self.flags = [*map(_attributes, self.modules)]
+        self.children = [*map(torch_private.own_modules, self.modules)]
+        self.submodules = _submodules(self.children)
 
     def left_in_eval(self, names: Sequence[str]) -> str | None:
         """The outermost submodule in eval mode that has dropout and some of these parameters, in a module that is not."""
@@ -254,6 +261,10 @@ class Host:
     def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Swaps:
         """Slots of this call: of parameters and buffers if any tensor differs, and those that must be empty afterwards."""
         parts: list[Swaps] = []
+        # A loss that misses the replaced layers is noticed by their gradients, so only the first call looks.
+        if not (self.looked and self.backward) and _submodules(self.children) != self.submodules:
+            self._refuse_replaced()
+        self.looked = True
         if self.unfilled:
             self._refuse_filled()
             owners, keys, _ = zip(*self.unfilled, strict=True)
@@ -276,6 +287,19 @@ class Host:
         if len(parts) < 2:
             return parts[0] if parts else _NO_SWAPS
         return Swaps(*[[*chain(*columns)] for columns in zip(*parts, strict=True)])
+
+    def _refuse_replaced(self) -> None:
+        """Raise if layers have been replaced since this was made, unless the tensors are still in the same slots."""
+        for known, now in zip(self.slots, members(self.model), strict=True):
+            for name in {**known, **now}:
+                if _identity(known.get(name, [])) != _identity(now.get(name, [])):
+                    raise ValueError(
+                        f"the layer with {name} was replaced after this function was made from the model, so a state's "
+                        "tensors would go into the old layer, and the new one would run on its own: call "
+                        "ll.make_grad_fn, ll.make_eval_step, ll.make_predict_step and ll.init_state after you change "
+                        "the model"
+                    )
+        self._read_modules()
 
     def _refuse_hooks(self, own: Sequence[Tensor], lent: Sequence[Tensor]) -> None:
         replaced = [tensor for tensor, other in zip(own, lent, strict=True) if tensor is not other]
@@ -374,6 +398,14 @@ _OF_HOOKS = (
     "in a wrapper of the grad_fn"
 )
 _NO_TENSOR = torch.empty(0, device=_CPU)
+
+
+def _submodules(children: Sequence[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
+    return [*chain.from_iterable(map(dict.values, children))]
+
+
+def _identity(places: Sequence[Slot]) -> set[tuple[int, str]]:
+    return {(id(owner), key) for owner, key in places}
 
 
 def _renormed(model: nn.Module, params: Mapping[str, Tensor]) -> list[str]:

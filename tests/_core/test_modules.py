@@ -217,3 +217,51 @@ def test_the_random_stream_of_each_accelerator_is_found_by_its_module(monkeypatc
     monkeypatch.setattr(torch.xpu, "default_generators", (torch.Generator(), own))
     assert _generators(torch.device("xpu", 1)) == (torch.default_generator, own)
     assert _generators(torch.device("meta")) == _generators(torch.device("cpu")) == (torch.default_generator,)
+
+
+def a_model_with_a_new_head(make):
+    """Make a function of a model, replace the model's head, and return the function and a state of the model as it is now."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    made = make(model)
+    model[2] = nn.Linear(4, 2)
+    return made, ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=0.1))
+
+
+def mean_of_square(model, x):
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: ll.make_eval_step(model, lambda model, x: {"loss": mean_of_square(model, x)}),
+        lambda model: ll.make_predict_step(model, lambda model, x: model(x)),
+        lambda model: ll.make_grad_fn(model, mean_of_square, allow_unused=True),
+    ],
+    ids=["eval", "predict", "gradients"],
+)
+def test_a_layer_replaced_afterwards_is_refused(make):
+    function, state = a_model_with_a_new_head(make)
+    changed = state.replace(params={name: tensor.detach() + 1 for name, tensor in state.params.items()})
+    with pytest.raises(ValueError, match=r"the layer with 2\.weight was replaced after"):
+        function(changed, torch.ones(5, 3))
+
+
+def test_a_layer_replaced_between_evaluations_is_refused():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    predict_step, state = ll.make_predict_step(model, lambda model, x: model(x)), ll.init_state(model)
+    predict_step(state, torch.ones(5, 3))
+    model[1] = nn.Linear(4, 2)
+    with pytest.raises(ValueError, match=r"the layer with 1\.weight was replaced after"):
+        predict_step(state, torch.ones(5, 3))
+
+
+def test_replaced_layers_without_tensors_and_wrappers_around_layers_are_followed():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Identity(), nn.Linear(4, 2))
+    predict_step, state = ll.make_predict_step(model, lambda model, x: model(x)), ll.init_state(model)
+    expected = predict_step(state, torch.ones(5, 3))
+    model[1] = nn.Dropout(0.5)  # in training mode, which predictions turn off
+    model[2] = torch.compile(model[2], backend="eager")
+    assert torch.equal(predict_step(state, torch.ones(5, 3)), expected)
+    assert model[1].training
