@@ -7,7 +7,7 @@ tokens), with fused AdamW everywhere: the raw loop (`(loss / 8).backward()` and 
 donated and pure, `accelerate` following its documentation (`accelerator.accumulate`), and the transformers Trainer.
 Updates of all contenders take turns in shuffled order; the ratio is that of the medians over the rounds. All get
 their batches from memory; the Trainer's come through its DataLoader, which cannot be avoided. Peak memory is measured
-in a separate process for each contender, above its memory before the first update (Linux); there also for the whole
+in a separate process for each contender, above its memory before the model is made (Linux); there also for the whole
 batch at once, and with activation checkpointing of the transformer's blocks.
 """
 
@@ -203,7 +203,7 @@ def main(options: argparse.Namespace) -> None:
             continue
         for name in [*names, *MEMORY_ALONE]:
             with report.attempt(f"memory of {name}, {model_name}"):
-                peak = Mebibytes(peak_memory("accumulate", "contender", name, model_name, "2"))
+                peak = Mebibytes(peak_memory("accumulate", "contender", name, model_name, "2", needs=NEEDS.get(name, [])))
                 report.add(model_name, {name: peak}, "peak memory above the start")
     code = report.close()
     sys.stdout.flush()

@@ -6,9 +6,10 @@
 
 Each script gets its share of the time that is left and is stopped if it takes much longer, so that the whole keeps to
 `--seconds`. A script that fails or is stopped does not stop the others: what it had measured counts, and the summary
-names it. Each writes JSON into the folder. The tables are put between `<!-- measured: SCRIPT -->` and `<!-- end -->` in
-the pages, figures into `notebooks/figures`, and the numbers that stand in prose (`PROSE`) are replaced as well. Where
-nothing was measured, a page keeps what it had.
+names it. Each writes JSON into the folder. After each script its tables are put between `<!-- measured: SCRIPT -->` and
+`<!-- end -->` in the pages, its figure into `notebooks/figures`, and the numbers that stand in prose (`PROSE`) are
+replaced as well, so that an interrupted run keeps what it has measured. Where nothing was measured, a page keeps what it
+had.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def run(name: str, seconds: float, limit: float, options: argparse.Namespace) ->
     ]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **KEEP_MEMORY, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    (options.out / f"{name}.json").unlink(missing_ok=True)
+    for kind in ("json", "svg"):
+        (options.out / f"{name}.{kind}").unlink(missing_ok=True)
     process = subprocess.Popen(
         [*command, *["--dry-run"] * options.dry_run], env=environment, cwd=options.out, start_new_session=True
     )
@@ -99,9 +101,28 @@ def run_all(options: argparse.Namespace) -> dict[str, tuple[str, float]]:
             continue
         print(f"\n=== {name}: {share:.0f} s", flush=True)
         begin = time.perf_counter()
-        limit = 600.0 if options.dry_run else min(left, 1.5 * share + START)
-        ended[name] = run(name, max(1.0, share - START), limit, options), time.perf_counter() - begin
+        limit = 600.0 if options.dry_run else min(left, 2 * share + START)
+        try:
+            how = run(name, max(1.0, share - START), limit, options)
+        except KeyboardInterrupt:
+            ended[name] = "interrupted", time.perf_counter() - begin
+            break
+        finally:
+            publish(name, options)
+        ended[name] = how, time.perf_counter() - begin
     return ended
+
+
+def publish(name: str, options: argparse.Namespace) -> None:
+    """Put what a script has measured on the pages."""
+    results = results_in(options.out, [name])
+    if options.dry_run or options.no_pages or not results:
+        return
+    for page in PAGES:
+        page.write_text(filled(page.read_text(), results))
+    README.write_text(with_numbers(README.read_text(), results))
+    if (drawn := options.out / f"{name}.svg").exists():
+        shutil.copy(drawn, FIGURES / drawn.name)
 
 
 def results_in(folder: Path, names: list[str]) -> dict[str, Any]:
@@ -146,17 +167,10 @@ def main(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     ended = run_all(options)
-    results = results_in(options.out, options.only)
-    if not options.dry_run and not options.no_pages:
-        for page in PAGES:
-            page.write_text(filled(page.read_text(), results))
-        README.write_text(with_numbers(README.read_text(), results))
-        for name in results:
-            if (drawn := options.out / f"{name}.svg").exists():
-                shutil.copy(drawn, FIGURES / drawn.name)
-    print(f"\n{summary(ended, results)}\n{time.perf_counter() - began:.0f} s in all; JSON in {options.out}")
+    text = summary(ended, results_in(options.out, list(ended)))
+    print(f"\n{text}\n{time.perf_counter() - began:.0f} s in all; JSON in {options.out}")
     print("gpu            not part of it: tests/benchmarks/gpu.py is a command of its own, for a machine with a GPU")
-    return int(any(how != "done" for how, _ in ended.values()))
+    return int(len(ended) < len(options.only) or any(how != "done" for how, _ in ended.values()))
 
 
 if __name__ == "__main__":
@@ -167,6 +181,7 @@ if __name__ == "__main__":
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes; the pages stay as they are")
     parser.add_argument("--no-pages", action="store_true", help="leave the pages as they are")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is kept
     if given.seconds == parser.get_default("seconds") and len(given.only) < len(SHARES):
         given.seconds *= sum(SHARES[name] for name in given.only) / sum(SHARES.values())
     sys.exit(main(given))

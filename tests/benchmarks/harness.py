@@ -7,6 +7,7 @@ script takes much longer than it was given. `--dry-run` runs the same code at a 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -71,8 +72,18 @@ def in_turns(
     """Seconds of a step of each contender in each round.
 
     In each round each contender runs steps for `block` seconds, at least one, in shuffled order; a round counts their
-    median. Short blocks begin with a step that does not count, since the caches are another contender's.
+    median. Short blocks begin with a step that does not count, since the caches are another contender's. Python's
+    collector leaves alone what was there before, so that no round pays for a walk over all modules that are loaded.
     """
+    gc.collect()
+    gc.freeze()
+    try:
+        return _in_turns(steps, seconds, block, least)
+    finally:
+        gc.unfreeze()
+
+
+def _in_turns(steps: Mapping[str, Step], seconds: float, block: float, least: int) -> dict[str, list[float]]:
     for step in steps.values():
         begin = time.perf_counter()
         for _ in range(3):
@@ -324,27 +335,33 @@ def machine() -> str:
     return f"torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}, {os.cpu_count()} cores of {model}"
 
 
-def peak_memory(script: str, call: str, *arguments: str) -> float:
-    """MiB by which a process of its own grows, at most, during `steps` steps (Linux).
+def peak_memory(script: str, call: str, *arguments: str, needs: Sequence[str] = ()) -> float:
+    """MiB by which a process of its own grows, at most, while it makes a contender and runs `steps` steps (Linux).
+
+    The model, its weights and the optimizer's moments are part of it, since some contenders make the moments at the
+    start and others in the first step. Modules are not.
 
     Args:
         script: name of the benchmark's module.
         call: name of its function that takes the arguments and returns a step.
         arguments: strings; the last is the number of steps.
+        needs: modules to import first.
     """
     import re
     import subprocess
 
     code = (
-        "import sys, os, resource; sys.path.insert(0, sys.argv[1]); import torch, importlib; torch.set_num_threads(1); "
-        "import harness; step = getattr(importlib.import_module(sys.argv[2]), sys.argv[3])(*sys.argv[4:-1]); "
+        "import sys, os, importlib; sys.path.insert(0, sys.argv[1]); import torch, harness; torch.set_num_threads(1); "
+        "module, *_ = [importlib.import_module(name) for name in sys.argv[2].split()]; "
+        "torch.optim.AdamW([torch.ones(1, requires_grad=True)]).step(); "  # imports what torch imports late
         "before = harness.status('VmRSS'); open('/proc/self/clear_refs', 'w').write('5'); "
+        "step = getattr(module, sys.argv[3])(*sys.argv[4:-1]); "
         "[step() for _ in range(int(sys.argv[-1]))]; print('grew', harness.status('VmHWM') - before); "
         "sys.stdout.flush(); os._exit(0)"  # threads that wait for a turn are not joined
     )
     here = str(Path(__file__).parent)
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-c", code, here, script, call, *arguments]
+    command = [sys.executable, "-c", code, here, " ".join([script, *needs]), call, *arguments]
     out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
     if out.returncode:
         raise RuntimeError(out.stderr.strip().splitlines()[-1])

@@ -10,13 +10,14 @@ falls into whatever is imported next.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import subprocess
 import sys
 import time
 
-from harness import Report, Seconds, options_of, parser
+from harness import ROOT, Report, Seconds, options_of, parser
 
 STATEMENTS = {
     "looplib": "import looplib",
@@ -37,7 +38,9 @@ print(time.perf_counter() - begin)
 
 def seconds_of(statement: str, collector: str) -> float:
     command = [sys.executable, "-c", CODE, statement, collector]
-    out = subprocess.run(command, capture_output=True, text=True)
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": ""}
+    out = subprocess.run(command, capture_output=True, text=True, env=environment)
     if out.returncode:
         raise ImportError(out.stderr.strip().splitlines()[-1])
     return float(out.stdout.split()[-1])

@@ -6,7 +6,7 @@ For a tiny MLP and a transformer of 5 million parameters, with fused AdamW every
 clipping by the global norm: the raw loop (`clip_grad_norm_`, `LambdaLR`), the raw loop that also copies its weights and
 moments at each step, which is what a pure step cannot do without, and looplib's step donated and pure. Blocks of steps
 of all contenders take turns in shuffled order; the ratio is that of the medians over the rounds. Peak memory is
-measured in a separate process for each contender, above its memory before the first step.
+measured in a separate process for each contender, above its memory before the model is made.
 """
 
 from __future__ import annotations
