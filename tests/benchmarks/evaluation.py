@@ -144,7 +144,7 @@ def main(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     made = parser(__doc__, 100.0)
     made.add_argument("--rows", type=int, default=20_000)
-    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--rounds", type=int, default=2)
     made.add_argument("--times", type=int, default=1, help="evaluations in each process, of which the fastest counts")
     made.add_argument("--only", help="a part of a contender's name")
     made.add_argument("--one", help=argparse.SUPPRESS)

@@ -18,6 +18,7 @@ import sys
 import time
 
 from harness import ROOT, Report, Seconds, options_of, parser
+from tqdm import tqdm
 
 STATEMENTS = {
     "looplib": "import looplib",
@@ -54,11 +55,13 @@ def main(options: argparse.Namespace) -> int:
             seconds_of(statement, "on")  # writes the bytecode
             found[name] = {"on": [], "off": []}
     turns = [(name, collector) for name in found for collector in ("on", "off")]
+    rounds = tqdm(desc="imports, rounds", disable=None)
     while time.perf_counter() < report.end or any(not times["off"] for times in found.values()):
         for name, collector in random.sample(turns, len(turns)):
             times = found[name][collector]
             if len(times) < 2 or times[-1] < 1.0:  # the slow ones twice
                 times.append(seconds_of(STATEMENTS[name], collector))
+        rounds.update()
         if options.dry_run:
             break
     for name, times in found.items():

@@ -120,7 +120,7 @@ def main(options: argparse.Namespace) -> int:
     report = Report("optimizers", options, model)
     for name, seconds in report.rows(options.only):
         with report.attempt(name):
-            times = in_turns(contenders(name, options.tensors), seconds, block=0.02, least=5)
+            times = in_turns(contenders(name, options.tensors), seconds, block=0.04, least=5)
             medians = {kind: statistics.median(values) for kind, values in times.items()}
             best = min((kind for kind in medians if kind.startswith("raw")), key=medians.__getitem__)
             cells: dict[str, Any] = {"fastest raw loop": f"{best.removeprefix('raw, ')}, {Seconds(medians[best])}"}

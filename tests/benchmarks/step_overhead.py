@@ -114,25 +114,37 @@ def contender(name: str, model_name: str, extras: str) -> Step:
     return CONTENDERS[name](model_name, extras == "extras")
 
 
+# Shares of the time. Memory is a fixed amount of work.
+MEMORY = "memory, "
+WEIGHTS = {"MLP, batch 16": 1.0, "transformer, batch 2 x 64": 1.5, "transformer, batch 32 x 128": 2.5}
+MEMORY_WEIGHTS = {"MLP, batch 16": 0.8, "transformer, batch 2 x 64": 0.8, "transformer, batch 32 x 128": 1.8}
+
+
+def measure_times(report: Report, row: str, seconds: float) -> None:
+    model_name, extras = row.removesuffix(EXTRAS), row.endswith(EXTRAS)
+    times = in_turns({name: make(model_name, extras) for name, make in CONTENDERS.items()}, seconds)
+    report.compare(row, times, "raw", "time of a step")
+
+
+def measure_memory(report: Report, model_name: str) -> None:
+    steps = "10" if model_name.startswith("MLP") else "3"
+    for name in CONTENDERS:
+        with report.attempt(f"memory of {name}, {model_name}"):
+            peak = peak_memory("step_overhead", "contender", name, model_name, "", steps)
+            report.add(model_name, {name: Mebibytes(peak)}, "peak memory above the start")
+
+
 def main(options: argparse.Namespace) -> int:
     report = Report("step_overhead", options, "fused AdamW")
     models = list(MODELS)[:1] if options.dry_run else MODELS  # the transformer takes seconds a step
-    rows = {name + suffix: (name, bool(suffix)) for name in models for suffix in ("", EXTRAS)}
-    weights = {row: 1.0 if name.startswith("MLP") else 3.0 for row, (name, _) in rows.items()}
-    for row, seconds in report.rows(list(rows), weights):
-        model_name, extras = rows[row]
+    weights = {name + suffix: WEIGHTS[name] for name in models for suffix in ("", EXTRAS)}
+    weights |= {} if options.no_memory else {MEMORY + name: MEMORY_WEIGHTS[name] for name in models}
+    for row, seconds in report.rows(list(weights), weights):
         with report.attempt(row):
-            times = in_turns({name: make(model_name, extras) for name, make in CONTENDERS.items()}, seconds * 0.6)
-            report.compare(row, times, "raw", "time of a step")
-            if not options.no_memory:
-                steps = "10" if model_name.startswith("MLP") else "3"
-                peaks = {
-                    name: Mebibytes(
-                        peak_memory("step_overhead", "contender", name, model_name, "extras" if extras else "", steps)
-                    )
-                    for name in CONTENDERS
-                }
-                report.add(row, peaks, "peak memory above the start")
+            if row.startswith(MEMORY):
+                measure_memory(report, row.removeprefix(MEMORY))
+            else:
+                measure_times(report, row, seconds)
     return report.close()
 
 
