@@ -135,31 +135,81 @@ pathlib.Path(parser.parse_args().json).write_text(json.dumps(result))
 """
 
 
-def test_a_script_that_fails_or_hangs_does_not_stop_the_others(imported, monkeypatch, tmp_path):
+PAGE = (
+    "before\n<!-- measured: broken -->\n\nold\n\n<!-- end -->\n<!-- measured: good -->\n\nold\n\n<!-- end -->\nafter"
+)
+
+
+@pytest.fixture
+def every(imported, monkeypatch, tmp_path):
+    """The module all.py, with scripts and a page of its own in `tmp_path`."""
     every = imported("all")
+    (tmp_path / "page.md").write_text(PAGE)
+    for name, value in {"HERE": tmp_path, "PAGES": [tmp_path / "page.md"], "README": tmp_path / "page.md"}.items():
+        monkeypatch.setattr(every, name, value)
+    monkeypatch.setattr(every, "START", 0.5)
     (tmp_path / "broken.py").write_text("raise SystemExit('no disk')")
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)")
     (tmp_path / "good.py").write_text(GOOD)
-    monkeypatch.setattr(every, "HERE", tmp_path)
-    monkeypatch.setattr(every, "SHARES", {"broken": 1.0, "hangs": 1.0, "good": 100.0})
-    monkeypatch.setattr(every, "START", 0.5)
+    return every
+
+
+def options_for(tmp_path, *names):
     out = tmp_path / "out"
     out.mkdir()
-    options = argparse.Namespace(out=out, seconds=150.0, only=["broken", "hangs", "good"], dry_run=False)
+    return argparse.Namespace(out=out, seconds=150.0, only=list(names), dry_run=False, no_pages=False)
+
+
+def test_a_script_that_fails_or_hangs_does_not_stop_the_others(every, monkeypatch, tmp_path):
+    monkeypatch.setattr(every, "SHARES", {"broken": 1.0, "hangs": 1.0, "good": 100.0})
+    options = options_for(tmp_path, "broken", "hangs", "good")
     ended = every.run_all(options)
     assert {name: how.partition(" ")[0] for name, (how, _) in ended.items()} == {
         "broken": "exit",
         "hangs": "stopped",
         "good": "done",
     }
-    results = every.results_in(out, options.only)
+    results = every.results_in(options.out, options.only)
     assert results.keys() == {"good"}
     text = every.summary(ended, results)
     assert "hangs" in text
     assert "not measured: TorchOpt (absent)" in text
+    assert (tmp_path / "page.md").read_text() == PAGE.replace("good -->\n\nold", "good -->\n\n| new |")
 
-    page = "before\n<!-- measured: broken -->\n\nold\n\n<!-- end -->\n<!-- measured: good -->\n\nold\n\n<!-- end -->\nafter"
-    assert every.filled(page, results) == page.replace("good -->\n\nold", "good -->\n\n| new |")
+
+def test_an_interrupted_run_keeps_what_it_has_measured(every, monkeypatch, tmp_path):
+    monkeypatch.setattr(every, "SHARES", {"good": 1.0, "hangs": 1.0})
+    run = every.run
+
+    def interrupted(name, *rest):
+        if name == "hangs":
+            raise KeyboardInterrupt
+        return run(name, *rest)
+
+    monkeypatch.setattr(every, "run", interrupted)
+    options = options_for(tmp_path, "good", "hangs")
+    assert every.main(options) == 1
+    assert "| new |" in (tmp_path / "page.md").read_text()
+
+
+MOMENTS = """
+import torch
+def early():
+    moments = torch.zeros(10_000_000)
+    return lambda: moments.add_(1)
+def late():
+    moments = []
+    return lambda: moments.append(torch.zeros(10_000_000)) if not moments else moments[0].add_(1)
+"""
+
+
+@pytest.mark.slow
+def test_memory_counts_what_is_made_at_the_start_as_what_is_made_in_a_step(imported, monkeypatch, tmp_path):
+    (tmp_path / "moments.py").write_text(MOMENTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    early, late = (imported("harness").peak_memory("moments", name, "2") for name in ("early", "late"))
+    assert early == pytest.approx(late, abs=4)
+    assert 38 <= early < 50
 
 
 def test_each_script_has_its_place_on_a_page_and_its_share_of_the_time(imported):

@@ -203,7 +203,9 @@ def main(options: argparse.Namespace) -> None:
             continue
         for name in [*names, *MEMORY_ALONE]:
             with report.attempt(f"memory of {name}, {model_name}"):
-                peak = Mebibytes(peak_memory("accumulate", "contender", name, model_name, "2", needs=NEEDS.get(name, [])))
+                peak = Mebibytes(
+                    peak_memory("accumulate", "contender", name, model_name, "2", needs=NEEDS.get(name, []))
+                )
                 report.add(model_name, {name: peak}, "peak memory above the start")
     code = report.close()
     sys.stdout.flush()
