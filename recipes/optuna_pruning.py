@@ -1,8 +1,8 @@
 """Search hyperparameters with Optuna, which stops trials that fall behind.
 
     pip install optuna scikit-learn matplotlib
-    python recipes/optuna_pruning.py               (or with other settings: --trials 80 --seed 1)
-    python recipes/optuna_pruning.py --storage sqlite:///optuna.db     (kept; the same command adds what is missing)
+    python recipes/optuna_pruning.py               (or with other settings: --epochs 10 --seed 1)
+    python recipes/optuna_pruning.py --trials 80   (the trials of an earlier run are kept, and the missing ones added)
 
 The loop is a plain one: after each epoch it reports the validation loss to the trial (`trial.report`), and ends if
 the loss is worse than the median of earlier trials (`trial.should_prune`). A run is a function of its settings and
@@ -28,6 +28,8 @@ from typing import Any
 import optuna
 import torch
 from matplotlib.figure import Figure
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -46,16 +48,17 @@ def main(
     startup: int = 5,  # trials before any is pruned
     grace: int = 3,  # the first epoch after which a trial can be pruned
     seed: int = 0,  # of the weights, the order of the digits, the dropout, and of what Optuna tries
-    storage: str = "",  # of Optuna, such as sqlite:///runs/optuna.db; empty for memory
-    directory: str = "runs/optuna_pruning",  # folder for logs and the figure
+    storage: str = "",  # of Optuna, such as sqlite:///optuna.db; empty for a file in the folder
+    directory: str = "runs/optuna_pruning",  # folder for the trials and the figure
 ) -> dict[str, float]:
     began = time.perf_counter()
     torch.set_num_threads(1)
-    study = search(trials, epochs, startup, grace, seed, storage)
-    complete = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
-    pruned = [trial for trial in study.trials if trial.state == TrialState.PRUNED]
-    trained = sum(len(trial.intermediate_values) for trial in study.trials)
-    share = trained / (epochs * len(study.trials))
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    file = JournalFileBackend(str(Path(directory) / "trials.log"))
+    study = search(trials, epochs, startup, grace, seed, storage or JournalStorage(file))
+    ended = ended_trials(study)
+    complete = [trial for trial in ended if trial.state == TrialState.COMPLETE]
+    share = sum(len(trial.intermediate_values) for trial in ended) / (epochs * len(ended))
 
     print(f"{'trial':>5}{'loss':>9}  settings")
     for trial in sorted(complete, key=lambda trial: trial.value or 0.0)[:5]:
@@ -64,21 +67,20 @@ def main(
     loss, accuracy = train(study.best_params, epochs, seed)
     path = Path(directory) / "trials.png"
     draw(study, path)
-    print(
-        f"{len(pruned)} of {len(study.trials)} trials pruned: {share:.0%} of their epochs trained   picture: {path}"
-    )
+    pruned = len(ended) - len(complete)
+    print(f"{pruned} of {len(ended)} trials pruned: {share:.0%} of their epochs trained   figure: {path}")
     print(f"the best of them alone: validation loss {loss:.4f}, {accuracy:.2%} of the test digits right")
     return {
         "best_value": study.best_value,
         "loss": loss,
         "accuracy": accuracy,
-        "pruned": len(pruned),
+        "pruned": pruned,
         "share": share,
         "seconds": time.perf_counter() - began,
     }
 
 
-def search(trials: int, epochs: int, startup: int, grace: int, seed: int, storage: str = "") -> optuna.Study:
+def search(trials: int, epochs: int, startup: int, grace: int, seed: int, storage: Any = None) -> optuna.Study:
     def objective(trial: optuna.Trial) -> float:
         settings = {
             "lr": trial.suggest_float("lr", 1e-3, 3.0, log=True),
@@ -91,17 +93,22 @@ def search(trials: int, epochs: int, startup: int, grace: int, seed: int, storag
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(
-        storage=storage or None,
+        storage=storage,
         study_name="digits",
         load_if_exists=True,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=startup, n_warmup_steps=grace),
     )
-    ended = [trial for trial in study.trials if trial.state.is_finished()]
+    ended = ended_trials(study)
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(ended))  # the same seed would repeat the first trials
     report = [lambda study, trial: print(f"trial {trial.number}: {trial.state.name.lower()}, loss {trial.value:.4f}")]
     print(f"{len(ended)} of {trials} trials are done")
     study.optimize(objective, n_trials=max(0, trials - len(ended)), callbacks=report)
     return study
+
+
+def ended_trials(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
+    """Trials that are complete or pruned, without one that Ctrl-C ended."""
+    return study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
 
 
 def train(settings: dict[str, Any], epochs: int, seed: int, trial: optuna.Trial | None = None) -> tuple[float, float]:
@@ -156,7 +163,7 @@ def load_data() -> list[TensorDataset]:
 def draw(study: optuna.Study, path: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     curves, rates = figure.subplots(1, 2)
-    for trial in study.trials:
+    for trial in ended_trials(study):
         steps, losses = list(trial.intermediate_values), list(trial.intermediate_values.values())
         best = trial.number == study.best_trial.number
         color = "tab:orange" if best else "tab:gray" if trial.state == TrialState.PRUNED else "tab:blue"
@@ -179,5 +186,5 @@ if __name__ == "__main__":
     try:
         main(**vars(parser.parse_args()))
     except KeyboardInterrupt:
-        print("\nstopped; with --storage, run the same command to continue with the next trial")
+        print("\nstopped; run the same command to continue with the next trial")
         sys.exit(130)

@@ -1,10 +1,13 @@
 """The search of recipes/optuna_pruning.py: which trials end early, and what the best of them is worth."""
 
+import itertools
+import re
+import signal
 import statistics
 
 import pytest
 from optuna.trial import TrialState
-from test_recipes import load
+from test_recipes import interruptible, load  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +45,33 @@ def test_trials_worse_than_the_median_end_early(recipe, monkeypatch):
     ]
 
 
-def test_a_stored_search_goes_on(recipe, tmp_path, capsys):
-    settings = {"epochs": 2, "directory": str(tmp_path / "run"), "storage": f"sqlite:///{tmp_path}/optuna.db"}
-    recipe.main(trials=2, **settings)
+@pytest.mark.parametrize("stored", ["", "sqlite:///{}/optuna.db"], ids=["by default", "sqlite"])
+def test_a_search_that_was_interrupted_continues(recipe, stored, tmp_path, monkeypatch, interruptible, capsys):  # noqa: F811
+    settings = {"epochs": 2, "directory": str(tmp_path / "run"), "storage": stored.format(tmp_path)}
+    loss_fn, calls = recipe.loss_fn, itertools.count(1)
+
+    def interrupted(*given):
+        if next(calls) == 40:  # in the second trial
+            signal.raise_signal(signal.SIGINT)
+        return loss_fn(*given)
+
+    monkeypatch.setattr(recipe, "loss_fn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recipe.main(trials=3, **settings)
+    assert "trial 0: complete" in capsys.readouterr().out
     found = recipe.main(trials=3, **settings)
-    study = recipe.search(trials=3, epochs=2, startup=5, grace=3, seed=0, storage=settings["storage"])
-    assert len(study.trials) == 3
-    assert len({tuple(trial.params.values()) for trial in study.trials}) == 3  # no settings are tried twice
-    assert found["loss"] == found["best_value"] == study.best_value
+    shown = capsys.readouterr().out
+    assert "1 of 3 trials are done" in shown
+    assert "trial 0:" not in shown
+    assert recipe.main(trials=3, **settings)["loss"] == found["loss"]
+    assert "3 of 3 trials are done" in capsys.readouterr().out
+    rows = re.findall(r"^ +(\d+) +[\d.]+  lr", shown, re.MULTILINE)
+    assert len(set(rows)) == 3  # without the trial that was interrupted
+    assert len(set(re.findall(r"lr .*", shown))) == 3  # no settings are tried twice
+    assert found["loss"] == found["best_value"]
     assert found["share"] == 1
     assert (tmp_path / "run/trials.png").read_bytes().startswith(b"\x89PNG")
-    assert f"{found['accuracy']:.2%} of the test digits right" in capsys.readouterr().out
+    assert f"{found['accuracy']:.2%} of the test digits right" in shown
 
 
 def test_the_digits_are_in_three_parts(recipe):
