@@ -92,7 +92,7 @@ def main(
         for k in (5, 10)
         for steps in (0, 1, 10)
     }
-    print("\n".join(f"{name:28} {error:.3f}" for name, error in scores.items()), f"\npicture: {picture}")
+    print("\n".join(f"{name:28} {error:.3f}" for name, error in scores.items()), f"\nfigure: {picture}")
     save_picture(curves, Path(picture))
     return scores
 

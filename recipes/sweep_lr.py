@@ -112,7 +112,7 @@ def main(
     draw(lrs, curves, left, path)
     share = updates / (members * epochs * len(loader))
     print(f"best of {members}: lr {lrs[best]:.3g}, {curves[-1][best]['accuracy']:.2%} right, {swept:.1f} s for all")
-    print(f"by halving, with {share:.0%} of the updates: lr {left[0]:.3g}   picture: {path}")
+    print(f"by halving, with {share:.0%} of the updates: lr {left[0]:.3g}   figure: {path}")
     diverged = sum(not scores["loss"] < curves[0][0]["loss"] for scores in curves[-1])
     return {
         "best_lr": lrs[best],

@@ -21,13 +21,15 @@ import re
 import sys
 from functools import partial
 
-print("importing torch and torchmetrics", flush=True)
+print("importing torch", flush=True)
 import torch
 from sklearn.datasets import load_breast_cancer
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
+
+print("importing torchmetrics", flush=True)
 from torchmetrics import MetricCollection
 from torchmetrics import classification as tm
 

@@ -339,13 +339,13 @@ def figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
-    return _picture_class(Figure)
+        raise ImportError("figures need matplotlib: pip install matplotlib") from error
+    return _figure_class(Figure)
 
 
 @functools.cache
-def _picture_class(base: Any) -> Any:
-    class Picture(base):  # type: ignore[misc]
+def _figure_class(base: Any) -> Any:
+    class Figure(base):  # type: ignore[misc]
         """A Figure that a notebook displays without pyplot, on a light page or a dark one."""
 
         def _repr_png_(self) -> bytes:
@@ -353,7 +353,7 @@ def _picture_class(base: Any) -> Any:
             self.savefig(file, format="png", transparent=True)
             return file.getvalue()
 
-    return Picture
+    return Figure
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:

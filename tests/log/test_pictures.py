@@ -234,7 +234,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         without(patch, "matplotlib")
         for draw in (lambda: plot(rows_of()), lambda: live_plot(path=tmp_path / "loss.png")):
-            with pytest.raises(ImportError, match=r"pictures need matplotlib: pip install matplotlib"):
+            with pytest.raises(ImportError, match=r"figures need matplotlib: pip install matplotlib"):
                 draw()
     with monkeypatch.context() as patch:
         without(patch, "IPython")
