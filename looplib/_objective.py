@@ -27,7 +27,7 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.checks import check
 from looplib._core.mappings import as_record, mapped, without
-from looplib._core.ranks import Sums, add_up_over_ranks, shards, total_over_ranks
+from looplib._core.ranks import Sums, add_up_over_ranks, several, shards, sum_over_ranks, total_over_ranks
 from looplib._core.tracing import entered, tracing
 from looplib._core.widening import wide_dtype
 from looplib.metrics._mean import Mean
@@ -183,6 +183,21 @@ def record(name: str, value: Any, samples: int) -> Metric:
     if isinstance(value, Metric) and not isinstance(value, Tensor):
         return value
     raise ValueError(f"{name!r} has {shape_or_type(value)}; give a scalar, a Mean(total, weight), or another metric")
+
+
+def value_over_ranks(metric: Metric) -> Tensor:
+    """Value of a metric over all ranks' batches: if it is not a `Mean`, the mean of the ranks' values."""
+    record = metric if isinstance(metric, Mean) else Mean(metric.compute())
+    device = next((x.device for x in record[:2] if isinstance(x, Tensor) and not x.is_cpu), torch.device("cpu"))
+    wide = wide_dtype(device)
+    pair = torch.stack([torch.as_tensor(x, dtype=wide, device=device).detach().reshape(()) for x in record[:2]])
+    total, weight = sum_over_ranks(pair * record.times).unbind()
+    return total / weight
+
+
+def loss_over_ranks(metrics: Mapping[str, Metric]) -> Any:
+    """Loss of the global batch, by which all ranks decide alike. In a single process, it keeps the bits of the loss."""
+    return value_over_ranks(metrics["loss"]) if several() else metrics["loss"].compute()
 
 
 def shape_or_type(value: Any) -> str:

@@ -32,7 +32,7 @@ from looplib._core.ranks import rank, several
 from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
 from looplib._core.updates import checked, read
-from looplib._objective import record
+from looplib._objective import loss_over_ranks, record
 from looplib._wrapping import check_whole
 from looplib.gradients import of_this_model
 from looplib.metrics._mean import Mean
@@ -328,7 +328,7 @@ def _evaluate(
 ) -> tuple[Any, dict[str, Tensor]]:
     """Loss and gradients of the step's batch at different parameters, for optimizers that request them."""
     out = grad_fn(state.replace(params={**state.params, **params}), batch, Part())
-    return out.metrics["loss"].compute(), out.grads
+    return loss_over_ranks(out.metrics), out.grads
 
 
 def _refuse_late_choice(applied: Any) -> None:

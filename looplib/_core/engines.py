@@ -286,7 +286,8 @@ class Engine(NoEngine):
             raise RuntimeError(
                 f"{self.name} works on the module's own parameters, in place, and would be silently wrong on "
                 "others: use make_train_step(..., donate=True) and a bound state (from ll.init_state, or "
-                "state = ll.bind(model, state))"
+                "state = ll.bind(model, state)). An optimizer that evaluates the loss at other parameters (LBFGS) needs "
+                f"ll.grads.reduce_gradients(grad_fn) in place of {self.name}"
             )
 
     def passes_together(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.checks import check
 from looplib._core.mappings import mapped, pick
+from looplib._objective import loss_over_ranks
 from looplib.optim._kernels import clone
 from looplib.optim._lbfgs_state import packed_into, unpacked
 from looplib.optim._mismatch import mismatch
@@ -70,7 +71,7 @@ def lbfgs_update(
     instance.param_groups[0].update(mapped(Tensor.item, injected))
     instance.state[tensors[first]] = unpacked(states[first])
     # The first evaluation is at the parameters where the gradients were taken.
-    known = [(extra["metrics"]["loss"].compute(), grads)] if "metrics" in extra else []
+    known = [(loss_over_ranks(extra["metrics"]), grads)] if "metrics" in extra else []
     instance.step(closure_over(extra.get("evaluate"), recipe.cls, tensors, known))
     packed = packed_into(states[first], instance.state[tensors[first]], donate)
     drop_grads(tensors.values())

@@ -18,10 +18,10 @@ from looplib._core import torch_private
 from looplib._core.calls import remember
 from looplib._core.checks import check_argument, check_count, few
 from looplib._core.mappings import mapped, pick
-from looplib._core.ranks import all_ranks, shards, sum_over_ranks
+from looplib._core.ranks import all_ranks, shards
 from looplib._core.tracing import afterwards, tracing, where
-from looplib._core.widening import stacked, wide_dtype
-from looplib.metrics._mean import Mean
+from looplib._core.widening import stacked
+from looplib._objective import value_over_ranks
 from looplib.optim._wrap import Flag, Updated, wrap
 from looplib.types import Grads, Optimizer, Params
 
@@ -214,15 +214,10 @@ def _check_spikes(
 
 
 def _value(metrics: Any, name: str) -> Tensor:
-    """A metric over all ranks."""
+    """A metric over all ranks, by name."""
     if name not in metrics:
         raise ValueError(
             f"skip_spikes watches {name!r}, which is not among the metrics of the step: "
             f"{few(metrics)}. Name one that is, and call the optimizer through a train step"
         )
-    record = metrics[name] if isinstance(metrics[name], Mean) else Mean(metrics[name].compute())
-    device = next((x.device for x in record[:2] if isinstance(x, Tensor) and not x.is_cpu), torch.device("cpu"))
-    wide = wide_dtype(device)
-    pair = torch.stack([torch.as_tensor(x, dtype=wide, device=device).detach().reshape(()) for x in record[:2]])
-    total, weight = sum_over_ranks(pair * record.times).unbind()
-    return total / weight
+    return value_over_ranks(metrics[name])
