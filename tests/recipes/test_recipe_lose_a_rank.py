@@ -27,7 +27,7 @@ def start(**settings):
 
 
 def run(**settings):
-    """What the recipe printed, and the numbers in its last line."""
+    """Run the recipe; return its lines and the numbers in the last one."""
     process = start(**settings)
     shown, _ = process.communicate(timeout=3000)
     assert process.returncode == 0, shown
