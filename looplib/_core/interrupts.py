@@ -20,6 +20,7 @@ from inspect import CO_GENERATOR
 from itertools import islice
 from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,7 +45,13 @@ _stopping = False  # a first Ctrl-C has arrived and will be raised at the next b
 
 _bodies: dict[object, tuple[int, CodeType]] = {}  # loop -> frame whose loop body is working on a batch
 
-_swallowing: set[CodeType] = set()  # destructors and callbacks, whose exceptions Python only prints
+# Destructors and callbacks, whose exceptions Python only prints: looplib's, and those of containers with weak references.
+_swallowing: set[CodeType] = {
+    code
+    for container in (WeakKeyDictionary, WeakValueDictionary, WeakSet)
+    for code in vars(container)["__init__"].__code__.co_consts
+    if isinstance(code, CodeType)
+}
 
 before_raising: list[Callable[[], None]] = []  # registered by _donation, which knows the result in flight
 

@@ -669,19 +669,36 @@ def test_other_signals_are_taken_at_once(name):
     assert not done
 
 
-def test_a_signal_is_not_lost_in_the_callback_that_forgets_a_freed_tensor():
-    parts, struck = Parts(donate=True), []
+class Key:
+    """Key of a container with weak references, such as those of SQLAlchemy and torch."""
+
+
+@pytest.mark.parametrize(
+    "container",
+    [None, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet],
+    ids=["tensor", "keys", "values", "set"],
+)
+def test_a_signal_is_not_lost_in_the_callback_that_forgets_a_freed_object(container):
+    parts, struck, key = Parts(donate=True), [], Key()
     signal.signal(signal.SIGALRM, stop)
+    if container is weakref.WeakSet:
+        forgetful = container([key])
+    elif container:
+        forgetful = container({0: key} if container is weakref.WeakValueDictionary else {key: 0})
+    within = vars(container)["__init__"].__code__.co_consts if container else [ownership._forget.__code__]
 
     def strike(frame, event, arg):
-        if event == "call" and frame.f_code is ownership._forget.__code__ and not struck:
+        if event == "call" and frame.f_code in within and not struck:
             struck.append(True)
             signal.raise_signal(signal.SIGALRM)
 
     def after(state):
+        nonlocal key
         branch, _ = parts.step(ll.copy_state(state), parts.batches[0])
         with profiled(strike):
             del branch
+            key = None
+        assert not container or not len(forgetful)
         time.sleep(60)  # the signal ends it: Python would only print an exception of the callback
 
     assert train(parts.state, parts.step, parts.loader(parts.state), after, Stop).step == 1
