@@ -24,8 +24,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-print("importing torch, transformers, datasets and peft", flush=True)
+print("importing torch and datasets", flush=True)
 import datasets  # type: ignore[import-untyped]
+
+print("importing transformers and peft", flush=True)
 import peft
 import tokenizers
 import torch
@@ -108,7 +110,7 @@ def fit(model: nn.Module, loader: ll.data.Loader, lr: float, steps: int, seed: i
     ckpt = ll.checkpoint_io(folder, keep_last=1, select=lambda name, tensor: tensor.requires_grad)
     done = ll.after_steps(steps)
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
-    print(f"{folder.name}: training from step {state.step} to {steps}")
+    print(f"{folder.name}: step {state.step} of {steps}")
     try:
         while not done(state):
             for batch in (bar := ll.progress(loader(state), state, leave=False, disable=None)):
@@ -143,12 +145,10 @@ def make_base(folder: Path, docstrings: list[tuple[str, str]], steps: int, width
     config = hf.ModernBertConfig(**sizes, **ids, bos_token_id=2, eos_token_id=3, classifier_pooling="mean")
     model = hf.ModernBertForMaskedLM(config)
     collate = hf.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.25)
-    lengths = [len(example["input_ids"]) for example in examples]
-    order = ll.data.by_length(lengths)
+    order = ll.data.by_length([len(example["input_ids"]) for example in examples])
     loader = ll.make_loader(examples, batch_size=size, order=order, collate_fn=collate, seed=seed)
-    ll.checkpoint.save_pretrained(
-        model, fit(model, loader, 3e-3, steps, seed, folder.parent / "checkpoints/base"), folder
-    )
+    state = fit(model, loader, 3e-3, steps, seed, folder.parent / "checkpoints/base")
+    ll.checkpoint.save_pretrained(model, state, folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
