@@ -14,9 +14,10 @@ import argparse
 import statistics
 import sys
 import time
+from dataclasses import asdict
 
 import torch
-from harness import Report, Seconds, Step, Times, compile_without_cache, in_turns, options_of, parser
+from harness import Report, Seconds, Step, Times, compile_without_cache, in_turns, options_of, parser, ratio
 from models import classify, mlp
 
 import looplib as ll
@@ -86,10 +87,9 @@ def main(options: argparse.Namespace) -> int:
                 steps[name] = step
         with report.attempt(row):
             times = in_turns(steps, max(0.0, seconds - (time.perf_counter() - began)))
-            medians = {name: statistics.median(values) for name, values in times.items()}
-            base = medians.pop("raw loops in turn")
-            faster = {name: Times(base / median) for name, median in medians.items()}
-            report.add(row, {"raw loops in turn": Seconds(base), **faster}, "a step of all")
+            base = times.pop("raw loops in turn")
+            faster = {name: Times(**asdict(ratio(base, values))) for name, values in times.items()}
+            report.add(row, {"raw loops in turn": Seconds(statistics.median(base)), **faster}, "a step of all")
     return report.close()
 
 

@@ -335,7 +335,7 @@ def steps_made(report: Report) -> dict[int, Times]:
     parts = 10  # of a window, which take turns
     for run in runs.values():
         run(length // 10)
-    grown = dict.fromkeys(runs, 0.0)
+    grown = {half: dict.fromkeys(runs, 0.0) for half in ("first", "second")}
     found: dict[int, Times] = {}
     for window in range(1, windows + 1):
         times: Times = {name: [] for name in runs}
@@ -343,10 +343,11 @@ def steps_made(report: Report) -> dict[int, Times]:
             for name in random.sample(list(runs), len(runs)):
                 before = status("VmRSS")
                 times[name].append(statistics.median(runs[name](length // parts)))
-                grown[name] += status("VmRSS") - before
+                grown["first" if 2 * window <= windows else "second"][name] += status("VmRSS") - before
         found[window * length] = times
-    steps = f"{windows * length:,} steps"
-    report.add(f"memory grown over {steps}", {name: Mebibytes(size) for name, size in grown.items()}, "memory")
+    for half, sizes in grown.items():
+        row = f"grown in the {half} half of {windows * length:,} steps"
+        report.add(row, {name: Mebibytes(size) for name, size in sizes.items()}, "memory")
     return found
 
 

@@ -1,7 +1,8 @@
 """Shared parts of the benchmarks: contenders in turns, ratios with intervals, and a report as a table, JSON and a progress bar.
 
-Each script takes `--seconds` for all its rows together and gives each row an equal share of what is left, so that no
-script takes much longer than it was given. `--dry-run` runs the same code at a tiny size; its figures mean nothing.
+Each script takes `--seconds` for all its rows together and gives each row its share of what is left, so that no script
+takes much longer than it was given. Where nothing is left, a row is measured as briefly as it can be; beyond one and a half
+times the seconds given, the others are left out. `--dry-run` runs the same code at a tiny size; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -147,13 +148,14 @@ class Mebibytes:
 
 
 @dataclass(frozen=True)
-class Times:
+class Times(Ratio):
     """Speedup over the raw loops."""
 
-    value: float
-
     def __str__(self) -> str:
-        return f"{self.value:.2g} times faster" if self.value < 10 else f"{self.value:.0f} times faster"
+        shown = [
+            f"{value:.2g}" if value < 10 else f"{value:.0f}" for value in (self.value, self.low or 0, self.high or 0)
+        ]
+        return f"{shown[0]} times faster" + (f" [{shown[1]}, {shown[2]}]" if self.low is not None else "")
 
 
 @dataclass(frozen=True)
@@ -215,16 +217,16 @@ class Report:
         self.write()
 
     def rows(self, names: Sequence[str], weights: Mapping[str, float] | None = None) -> Iterator[tuple[str, float]]:
-        """Each name with the seconds that it may take, beside a progress bar. Rows without time are named as such."""
+        """Each name with the seconds that it may take, beside a progress bar. Rows that are left out are named."""
         shares = [(weights or {}).get(name, 1.0) for name in names]
         bar = tqdm(names, desc=self.name, disable=None)
         for number, name in enumerate(bar):
             bar.set_postfix_str(name)
             left = self.end - time.perf_counter()
-            if left <= 0 and not self.dry_run:
+            if left <= -0.5 * self.given and not self.dry_run:
                 self.fail(name, OutOfTimeError(f"the {self.given:.0f} s given were used up"))
                 continue
-            yield name, 0.0 if self.dry_run else left * shares[number] / sum(shares[number:])
+            yield name, 0.0 if self.dry_run else max(0.0, left) * shares[number] / sum(shares[number:])
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
