@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check
+from looplib.transforms._kernels import compiled_together
 from looplib.transforms._passes import powers_once, stacked_where_it_goes, without_alpha
 from looplib.transforms._program import Program, fakes
 
@@ -68,7 +69,8 @@ def _by_inductor(
 
     inner: dict[str, Any] = {"inner_compile": at_fixed_addresses} if cuda_graphs and in_place else {}
     patches = {**torch._inductor.list_mode_options(mode), **chosen}
-    compiled: Any = inductor.compile_fx(graph, examples, config_patches=patches, **inner)
+    with compiled_together():
+        compiled: Any = inductor.compile_fx(graph, examples, config_patches=patches, **inner)
     if cuda_graphs and any(example.is_cuda for example in examples):
         return partial(_run_apart, compiled, in_place)
     return lambda values: compiled(*values)
