@@ -92,10 +92,13 @@ def accuracy(
     else:
         label = rearrange(torch.where(valid, labels, 0).long(), "... -> ... 1")
         score = predictions.gather(-1, label)
-        first = torch.arange(predictions.shape[-1], device=label.device) < label
-        behind = torch.where(first, predictions < score, predictions <= score)
-        right = (~behind).sum(-1) < top_k
-        right &= ~score.squeeze(-1).isnan()
+        if top_k == 1 and predictions.dtype != torch.bool:  # the same answer, ties included, without a mask of all scores
+            right = predictions.argmax(-1, keepdim=True) == label
+        else:
+            first = torch.arange(predictions.shape[-1], device=label.device) < label
+            behind = torch.where(first, predictions < score, predictions <= score)
+            right = (~behind).sum(-1, keepdim=True) < top_k
+        right = (right & ~score.isnan()).squeeze(-1)
     if weights is None:
         return Mean((right & valid).sum(), valid.sum())
     weights = torch.where(valid.flatten(), _wide(weights), 0)
