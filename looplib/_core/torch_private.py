@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -43,31 +44,43 @@ shutdown_workers: Callable[[Any], None] = operator.methodcaller("_shutdown_worke
 init_group: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_init_group")
 
 
-def replace_init_group(instance: Any, function: Callable[..., Any] | None) -> None:
-    """Let an optimizer's `step` call this function for its lists of tensors. None restores the class's own."""
-    if function is None:
-        vars(instance).pop("_init_group", None)
-    else:
-        instance._init_group = function
+def stand_in(cls: Any, attributes: dict[str, Any], groups: list[dict[str, Any]], fill: Callable[..., Any]) -> Any:
+    """An optimizer with these groups and attributes, whose `step` calls this function for its lists of tensors."""
+    made = object.__new__(cls)
+    made.__dict__ = {**attributes, "param_groups": groups, "state": defaultdict(dict), "_init_group": fill}
+    return made
 
 
 # Of a process group: its number of calls so far.
 calls_of: Callable[[Any], int] = operator.methodcaller("_get_sequence_number_for_group")
 
-# One kernel for many tensors.
+# One call for many tensors.
+foreach_abs: Callable[..., list[Tensor]] = torch._foreach_abs
 foreach_add: Callable[..., Any] = torch._foreach_add
 foreach_add_: Callable[..., None] = torch._foreach_add_
+foreach_addcdiv_: Callable[..., None] = torch._foreach_addcdiv_
+foreach_addcmul: Callable[..., list[Tensor]] = torch._foreach_addcmul
+foreach_addcmul_: Callable[..., None] = torch._foreach_addcmul_
 foreach_clone: Callable[..., list[Tensor]] = getattr(
     torch, "_foreach_clone", lambda tensors: [tensor.clone() for tensor in tensors]
 )  # later than torch 2.11
 foreach_clamp_max_ = torch._foreach_clamp_max_
 foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_copy_ = torch._foreach_copy_
+foreach_div: Callable[..., list[Tensor]] = torch._foreach_div
+foreach_div_: Callable[..., None] = torch._foreach_div_
 foreach_lerp = torch._foreach_lerp
 foreach_lerp_ = torch._foreach_lerp_
-foreach_mul = torch._foreach_mul
-foreach_mul_ = torch._foreach_mul_
+foreach_maximum_: Callable[..., None] = torch._foreach_maximum_
+foreach_mul: Callable[..., list[Tensor]] = torch._foreach_mul
+foreach_mul_: Callable[..., None] = torch._foreach_mul_
+foreach_neg: Callable[..., list[Tensor]] = torch._foreach_neg
 foreach_norm = torch._foreach_norm
+foreach_reciprocal_: Callable[..., None] = torch._foreach_reciprocal_
+foreach_sign_: Callable[..., None] = torch._foreach_sign_
+foreach_sqrt: Callable[..., list[Tensor]] = torch._foreach_sqrt
+foreach_sqrt_: Callable[..., None] = torch._foreach_sqrt_
+foreach_sub: Callable[..., list[Tensor]] = torch._foreach_sub
 fused_adagrad_: Callable[..., None] = torch._fused_adagrad_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_

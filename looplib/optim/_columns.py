@@ -23,6 +23,7 @@ from looplib._core import ownership, torch_private
 from looplib._core.mappings import as_record, pairs
 from looplib._core.ranks import shards
 from looplib.optim._kernels import PLAIN, aligned, clone
+from looplib.optim._list_functions import IN_LISTS, Kernel, is_uniform, ragged
 from looplib.optim._recipe import copied
 from looplib.types import Grads, Params
 
@@ -42,7 +43,7 @@ class Columns(NamedTuple):
         number: index of the group.
         names: names of the parameters.
         entries: key of the parameters' states -> column.
-        kernel: a fused kernel to call directly, or None for the class's own function.
+        kernel: a fused kernel or a function for lists to call directly, or None for the class's step.
     """
 
     number: int
@@ -71,8 +72,9 @@ def update_columns(
     """The next parameters and their states, or None, with nothing written, if the class's `step` is needed."""
     groups: list[Columns] = []
     whole = len(grads) == len(plan.key[0])
-    for number, members in enumerate(plan.members):
-        names = members if whole else [name for name in members if name in grads]
+    for number, names in enumerate(plan.members):
+        if not whole:
+            names = [name for name in names if name in grads]
         if names:
             columns = _columns(plan, values[number], number, names, grads, params, states)
             if columns is None:
@@ -89,7 +91,7 @@ def update_columns(
             else:
                 _launch(plan, values[columns.number], columns, donate)
         if others:
-            _run(plan, values, others, params)
+            _run(plan, values, others)
     finally:
         torch_private.set_grad_enabled(grad_mode)
     if donate:
@@ -109,21 +111,32 @@ def _columns(
 ) -> Columns | None:
     rows = [*map(states.__getitem__, names)]
     own, given = [*map(params.__getitem__, names)], [*map(grads.__getitem__, names)]
-    entries = _entries(rows)
-    if entries is None:
-        return None
+    entries, kernel = _entries(rows), plan.kernels[number]
     fused = plan.fused[number] or plan.asked[number]
+    if entries is None:
+        if fused:
+            return None
+        entries = ragged(rows)
     if fused:
-        lists = [own, given, *[column for key, column in entries.items() if key != "step"]]
+        lists = [own, given, *map(entries.__getitem__, _without_step(tuple(entries)))]
         if not aligned([shards(tensors) for tensors in lists] if plan.sharded else lists):
             return None
     elif any(map(_is_sparse, given)):
         return None
-    kernel = FUSED.get(plan.recipe.cls) if fused and plan.direct else None
+    elif kernel is not None and not _fits(plan, values, number, entries):
+        kernel = None
     columns = as_record(Columns, (number, names, own, given, entries, kernel))
     if kernel is None and _lists(plan, values, columns) is None:
         return None
     return columns
+
+
+def _fits(plan: Plan, values: Mapping[str, Any], number: int, entries: Mapping[str, Sequence[Any]]) -> bool:
+    """True if a function for lists may compute with these hyperparameters, which must be numbers, and these entries."""
+    moving = plan.moving[number]
+    return not any(isinstance(values[key], (Tensor, tuple)) for key in moving) and is_uniform(
+        plan.recipe.cls, entries
+    )
 
 
 def _entries(rows: Sequence[dict[str, Any]]) -> dict[str, Sequence[Any]] | None:
@@ -144,12 +157,19 @@ def _values(keys: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]
     return operator.itemgetter(*keys)
 
 
+@functools.lru_cache(maxsize=64)
+def _without_step(keys: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(key for key in keys if key != "step")
+
+
 def _copies(plan: Plan, columns: Columns) -> Columns:
-    """Columns to write to. A fused kernel's columns are dense, and its counts need no copy: adding one makes new ones."""
+    """Columns to write to. A fused kernel's columns are dense. Counts need no copy: adding one makes new ones."""
     number, names, params, grads, entries, kernel = columns
     direct, count = kernel is not None, len(params)
-    keys = [key for key in entries if key != "step"]  # on the parameters' device
-    copies = _cloned([*params, *chain(*map(entries.__getitem__, keys))], direct and not plan.key[-1])
+    keys = _without_step(tuple(entries))  # on the parameters' device
+    copies = _cloned(
+        [*params, *chain(*map(entries.__getitem__, keys))], direct and not (plan.key[-1] or plan.listed[number])
+    )
     working = dict(entries)
     for place, key in enumerate(keys, 1):
         working[key] = copies[place * count : (place + 1) * count]
@@ -162,6 +182,9 @@ def _cloned(values: Sequence[Any], dense: bool) -> list[Any]:
     """Copies of values, by one call for all tensors: of a call for each list, each takes 1% of a small step."""
     if dense or (PLAIN.issuperset(map(type, values)) and all(map(_is_contiguous, values))):
         return torch_private.foreach_clone(values)
+    if any(map(operator.is_, values, repeat(None))):  # of `ragged`
+        copies = iter(_cloned([value for value in values if value is not None], False))
+        return [value if value is None else next(copies) for value in values]
     return [clone(value) if isinstance(value, Tensor) else copied(value) for value in values]
 
 
@@ -173,49 +196,37 @@ def _next(
     for old, new in pairs(groups, working):
         any(map(setattr, new.params, repeat("requires_grad"), map(_requires_grad, old.params)))  # each returns None
         new_params.update(pairs(new.names, new.params))
-        rows = pairs(*new.entries.values())
-        new_states.update(pairs(new.names, map(dict, map(pairs, repeat([*new.entries]), rows))))
+        rows = map(dict, map(pairs, repeat([*new.entries]), pairs(*new.entries.values())))
+        if {*map(len, map(states.__getitem__, new.names))} != {len(new.entries)}:  # of `ragged`
+            rows = ({key: row[key] for key in states[name]} for name, row in pairs(new.names, rows))
+        new_states.update(pairs(new.names, rows))
     return new_params, new_states
 
 
 # The class's own function
 
 
-def _run(plan: Plan, values: Sequence[dict[str, Any]], groups: Sequence[Columns], params: Params) -> None:
-    """Run the class's step on these columns, with `_init_group` replaced by one that has them at hand."""
-    lent = instance, _ = plan.take(params)
-    all_groups, waiting = instance.param_groups, iter(groups)
+def _run(plan: Plan, values: Sequence[dict[str, Any]], groups: Sequence[Columns]) -> None:
+    """Run the class's step on these columns: that of an instance made for it, whose `_init_group` has them at hand."""
+    waiting = iter(groups)
 
     def fill(group: dict[str, Any], *lists: list[Any]) -> Any:
         columns = next(waiting)
         known = plan.lists[columns.number, *columns.entries]
         assert known is not None
-        named = _named(columns)
-        for into, key in pairs(lists, known.keys):
-            if key is not None:
-                into.extend(named[key])
+        any(map(list.extend, lists, map(_named(columns).__getitem__, known.keys)))  # each returns None
         return known.result
 
-    try:
-        instance.param_groups = [all_groups[columns.number] for columns in groups]
-        for group, columns in pairs(instance.param_groups, groups):
-            group.update(values[columns.number])
+    hyperparameters = [values[columns.number] for columns in groups]
+    if any(plan.fused):
+        for place, columns in enumerate(groups):
             if plan.fused[columns.number]:
-                group["fused"] = True
-            elif plan.listed[columns.number]:
-                # A rate that is a tensor may be rounded differently there.
-                moving = plan.moving[columns.number]
-                group["foreach"] = not moving or not any(isinstance(group[key], (Tensor, tuple)) for key in moving)
-        torch_private.replace_init_group(instance, fill)
-        plan.step(instance)
-    finally:
-        torch_private.replace_init_group(instance, None)
-        instance.param_groups = all_groups
-        plan.give_back(lent)
+                hyperparameters[place] = {**hyperparameters[place], "fused": True}
+    plan.step(torch_private.stand_in(plan.recipe.cls, plan.attributes, hyperparameters, fill))
 
 
-def _named(columns: Columns) -> dict[str, Sequence[Any]]:
-    return {"params": columns.params, "grads": columns.grads, **columns.entries}
+def _named(columns: Columns) -> dict[str | None, Sequence[Any]]:
+    return {None: (), "params": columns.params, "grads": columns.grads, **columns.entries}
 
 
 def _lists(plan: Plan, values: dict[str, Any], columns: Columns) -> Lists | None:
@@ -255,27 +266,34 @@ def _key_of(tensors: list[Any], columns: Columns) -> str | None:
     if not tensors:
         return None
     for key, column in _named(columns).items():
-        if len(tensors) == len(column) and all(map(operator.is_, tensors, column)):
+        if key is not None and len(tensors) == len(column) and all(map(operator.is_, tensors, column)):
             return key
     return _UNKNOWN
 
 
-# Fused kernels
+# Fused kernels and functions for lists
 
 
-Kernel = Callable[[Mapping[str, Any], Sequence[Tensor], Sequence[Tensor], Mapping[str, Sequence[Tensor]]], None]
+def kernels_of(plan: Plan) -> list[Kernel | None]:
+    """For each group, the function that updates its columns, or None for the class's step."""
+    cls = plan.recipe.cls
+    fused = [(ours or asked) and plan.direct for ours, asked in zip(plan.fused, plan.asked, strict=True)]
+    return [
+        FUSED[cls] if direct else IN_LISTS[cls] if listed else None
+        for direct, listed in zip(fused, plan.listed, strict=True)
+    ]
 
 
 def _launch(plan: Plan, values: Mapping[str, Any], columns: Columns, donate: bool) -> None:
-    """Count the update and call a fused kernel, on this rank's shards of sharded tensors: it is elementwise."""
+    """Count the update and call the kernel, on this rank's shards of sharded tensors: it is elementwise."""
     params, grads, entries, kernel = columns.params, columns.grads, columns.entries, columns.kernel
     assert kernel is not None
     if "step" in entries:
-        one = plan.one if isinstance(plan.one, int) else [plan.one] * len(params)
-        if donate:
-            torch_private.foreach_add_(entries["step"], one)
-        else:
-            entries["step"] = torch_private.foreach_add(entries["step"], one)
+        add = torch_private.foreach_add_ if donate else torch_private.foreach_add
+        # With `alpha`, torch takes the tensor as one instead of reading its number.
+        counts = add(entries["step"], 1) if plan.one is None else add(entries["step"], plan.one, alpha=1)
+        if not donate:
+            entries["step"] = counts
     if plan.sharded:
         params, grads = shards(params), shards(grads)
         entries = {key: column if key == "step" else shards(column) for key, column in entries.items()}

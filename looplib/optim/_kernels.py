@@ -1,4 +1,4 @@
-"""Kernel selection: a fused kernel, or torch's default.
+"""Kernel selection: a fused kernel, a function for lists, or torch's default.
 
 torch's fused kernels treat parameters, gradients and moments as flat memory and pair elements by position. They are
 correct only if all of these are dense, do not overlap themselves, and share their strides.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.ranks import is_sharded, shards
+from looplib.optim._list_functions import IN_LISTS, agrees
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe
 from looplib.types import Params
 
@@ -66,25 +67,37 @@ def _supports(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-# Classes whose foreach functions have the bits of torch's default on a CPU, a Python loop over the parameters, in these
-# dtypes. Those of other classes, and in other dtypes, round differently. (Rprop's do not, and are not faster.)
-_SAME_IN_LISTS = {torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax}
-_SAME_DTYPES = {torch.float32, torch.float64}
+# Classes whose foreach functions in torch have the bits of torch's loop over the parameters, on a CPU.
+_FOREACH_ROUNDS_ALIKE = {torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.Rprop}
+_LISTED_DTYPES = {torch.float32, torch.float64}
 _FEW = 1 << 17  # numbers in a group: of more, the loop has each parameter in the cache until it is done
 
 
 def listed_groups(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[bool]:
-    """For each group, True if looplib uses torch's foreach functions without having been asked to."""
-    if recipe.cls not in _SAME_IN_LISTS:
+    """For each group, True if looplib uses its function for lists, with the bits of torch's default, or of a choice.
+
+    The user's `foreach=False` is torch's default, and in some classes `foreach=True` has the same bits.
+    """
+    if recipe.cls not in IN_LISTS:
         return [False] * len(members)
     return [
-        not chosen and bool(names) and _same_in_lists([params[name] for name in names])
-        for chosen, names in zip(chosen_by_user(recipe), members, strict=True)
+        bool(names)
+        and _takes_lists(recipe.cls, {**recipe.defaults, **overrides})
+        and _listable(tensors := [params[name] for name in names])
+        and all(agrees(recipe, number, dtype) for dtype in {tensor.dtype for tensor in tensors})
+        for number, (overrides, names) in enumerate(zip(recipe.overrides, members, strict=True))
     ]
 
 
-def _same_in_lists(tensors: Sequence[Tensor]) -> bool:
-    kinds = {(type(tensor) in PLAIN, tensor.device.type, tensor.dtype in _SAME_DTYPES) for tensor in tensors}
+def _takes_lists(cls: Any, values: Mapping[str, Any]) -> bool:
+    """True if a function for lists has the bits of the kernel that the user chose, if any."""
+    if any(values.get(key) for key in KERNEL_OPTIONS - {"foreach"}):
+        return False
+    return not values.get("foreach") or cls in _FOREACH_ROUNDS_ALIKE
+
+
+def _listable(tensors: Sequence[Tensor]) -> bool:
+    kinds = {(type(tensor) in PLAIN, tensor.device.type, tensor.dtype in _LISTED_DTYPES) for tensor in tensors}
     return kinds == {(True, "cpu", True)} and sum(tensor.numel() for tensor in tensors) <= _FEW
 
 

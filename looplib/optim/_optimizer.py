@@ -71,8 +71,8 @@ def optimizer(
         hyperparameters: further arguments of the class. Each of them, and each member of a tuple such as `betas`, may
             be a schedule. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
             or in a group. If none of these is given, looplib uses the fused kernel for tensors that torch supports
-            and that are dense and share their strides, and torch's default otherwise, or, where they have its bits and
-            are faster, torch's foreach functions. `repr(optimizer)` says which.
+            and that are dense and share their strides, and torch's default otherwise, or, for small parameters on a
+            CPU, functions for lists of tensors that have its bits. `repr(optimizer)` says which.
             SGD with momentum and `foreach=True` in half precision may differ from torch by a rounding in an update in
             which a further parameter gets its first gradient.
 

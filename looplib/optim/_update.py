@@ -23,7 +23,7 @@ from looplib._core.optimizer_states import makers_of
 from looplib._core.random import mix
 from looplib._core.ranks import is_sharded
 from looplib.optim._closure import Evaluate, closure_over
-from looplib.optim._columns import FUSED, Lists, update_columns
+from looplib.optim._columns import FUSED, Lists, kernels_of, update_columns
 from looplib.optim._first_state import first_state, makes_state_late
 from looplib.optim._kernels import PLAIN, aligned, check_fused, clone, fused_groups, listed_groups, realigned
 from looplib.optim._mismatch import mismatch
@@ -49,9 +49,11 @@ class Plan:
         values: for each group, its hyperparameters as completed by the class.
         moving: for each group, those that are schedules or injected.
         fused: for each group, True if looplib uses the fused kernel, strides permitting.
-        listed: for each group, True if looplib uses the foreach functions, which have the bits of torch's default.
+        listed: for each group, True if looplib uses its function for lists, which has the bits of torch's default.
         asked: for each group, True if the user asked for the fused kernel.
         direct: True if all groups with a fused kernel may call it without the class's `step`.
+        kernels: for each group, the function that is called instead of the class's `step`, or None.
+        attributes: attributes of an instance, besides its groups and state.
         by_columns: True if updates usually do not need the class's own sorting of parameters (`_columns`).
         sharded: True if parameters are sharded over ranks.
         lists: what `_columns` has learned about the class.
@@ -73,6 +75,7 @@ class Plan:
         self.mutable = [{k for k, v in values.items() if isinstance(v, (list, dict, set))} for values in self.values]
         self.asked = [recipe.ours and bool(values.get("fused")) for values in self.values]
         self.direct = _calls_kernel(self, params)
+        self.kernels = kernels_of(self)
         kept = self._rehearsed({names[0]: params[names[0]] for names in self.members if names})
         self.sample = {name: set(state) for name, state in kept.state.items()}
         self.flags = kept.flags
@@ -87,7 +90,8 @@ class Plan:
         self.objects = self._rehearsed(params).objects if nested else {}
         self.one = _one(params)
         self.idle: list[tuple[Any, dict[str, Any]]] = []
-        self.give_back((made, own_attributes(made)))
+        self.attributes = own_attributes(made)
+        self.give_back((made, self.attributes))
 
     def _rehearsed(self, params: Params) -> Kept:
         """State that the class keeps for some of the parameters, found by a rehearsal."""
@@ -150,12 +154,12 @@ def _alike(params: Params, members: Sequence[Sequence[str]]) -> bool:
     return all(len({(params[name].device, params[name].dtype) for name in names}) < 2 for names in members)
 
 
-def _one(params: Params) -> Tensor | int:
-    """The 1 that counts of updates increase by.
+def _one(params: Params) -> Tensor | None:
+    """The 1 that counts of updates increase by, or None to add the number.
 
-    On a CPU, adding a list of tensors takes half the time of adding a number; other backends may read the tensors.
+    On a CPU, adding a tensor takes half the time of adding a number; other backends may read the tensor.
     """
-    return torch.ones(()) if all(param.device.type == "cpu" for param in params.values()) else 1
+    return torch.ones(()) if all(param.device.type == "cpu" for param in params.values()) else None
 
 
 def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[str, Any]) -> Plan:

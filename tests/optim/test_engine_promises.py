@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import looplib as ll
+from looplib.optim import _list_functions
 
 both = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
 
@@ -235,33 +236,65 @@ def test_repr_says_which_kernel_is_taken():
 @pytest.mark.parametrize(
     ("cls", "options"),
     [
-        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
-        (torch.optim.Adadelta, {"rho": 0.8}),
-        (torch.optim.Adamax, {"betas": (0.7, 0.9)}),
+        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
+        (torch.optim.RMSprop, {"foreach": True}),
+        (torch.optim.Adadelta, {"rho": 0.8, "weight_decay": 0.1}),
+        (torch.optim.Adamax, {"betas": (0.7, 0.9), "weight_decay": 0.1}),
+        (torch.optim.NAdam, {"betas": (0.7, 0.9), "weight_decay": 0.1}),
+        (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+        (torch.optim.RAdam, {"betas": (0.7, 0.9), "weight_decay": 0.1, "foreach": False}),
+        (torch.optim.RAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+        (torch.optim.ASGD, {"t0": 5, "lambd": 0.1, "weight_decay": 0.1}),
+        (torch.optim.Rprop, {"etas": (0.4, 1.3), "step_sizes": (1e-3, 0.1)}),
+        (torch.optim.Adafactor, {"eps": (1e-6, 1e-2), "d": 1.1, "beta2_decay": -0.6, "weight_decay": 0.1}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_lists_of_small_tensors_have_the_bits_of_torchs_default(cls, options, dtype, donate):
-    """On a CPU the default is a loop over the parameters, and looplib calls the functions for lists."""
+    """On a CPU the default is a loop over the parameters, and looplib calls functions for lists.
+
+    One parameter gets no gradient in some steps, so from then on the counts of updates differ.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (40, 33), "vector": (33,), "number": ()}
-    options = {"lr": 0.02, "weight_decay": 0.1, "maximize": True, **options}
+    options = {"lr": 0.02, "maximize": True, **options}
     params = {name: torch.randn(shape, dtype=dtype, generator=generator) for name, shape in shapes.items()}
-    raw = [torch.nn.Parameter(tensor.clone()) for tensor in params.values()]
-    loop, optimizer = cls(raw, foreach=False, **options), ll.optimizer(cls, **options)
+    raw = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in params.items()}
+    loop, optimizer = cls(raw.values(), **{"foreach": False, **options}), ll.optimizer(cls, **options)
     opt_state = optimizer.init(params)
     for step in range(30):
-        for tensor in raw:
-            tensor.grad = torch.randn(tensor.shape, dtype=dtype, generator=generator)
+        grads = {name: torch.randn(one.shape, dtype=dtype, generator=generator) for name, one in raw.items()}
+        if step == 20 or (step > 10 and cls is torch.optim.NAdam):
+            grads.pop("vector")
+        for name, tensor in raw.items():
+            tensor.grad = grads.get(name)
         loop.step()
-        grads = dict(zip(params, [tensor.grad for tensor in raw], strict=True))
         params, opt_state, _ = optimizer.update(grads, opt_state, params, step, donate=donate)
+    for name, tensor in raw.items():
+        assert torch.equal(params[name], tensor), name
+        for key, value in loop.state[tensor].items():
+            assert torch.equal(opt_state["state"][name][key], value), (name, key)
+    if "foreach" in options:
+        return
     assert "kernel: foreach, with the bits of torch's default" in repr(optimizer)
-    assert all(torch.equal(tensor, other) for tensor, other in zip(params.values(), raw, strict=True))
     large = {"w": torch.ones(1000, 200, dtype=dtype)}
     optimizer = ll.optimizer(cls, **options)
     optimizer.update(copy.deepcopy(large), optimizer.init(large), large, 0)
     assert "kernel: torch's default" in repr(optimizer)
+
+
+def test_a_function_for_lists_that_differs_from_torchs_class_is_not_used(monkeypatch):
+    """As it would after a change in torch: each is compared with the class before its first use."""
+    torchs = _list_functions.IN_LISTS[torch.optim.Adamax]
+
+    def changed(values, *tensors):
+        torchs({**values, "lr": values["lr"] * (1 + 1e-6)}, *tensors)
+
+    for function, kernel in ((torchs, "foreach, with the bits"), (changed, "torch's default")):
+        monkeypatch.setitem(_list_functions.IN_LISTS, torch.optim.Adamax, function)
+        optimizer, params = ll.optimizer(torch.optim.Adamax, lr=0.1), {"w": torch.ones(3)}
+        optimizer.update({"w": torch.ones(3)}, optimizer.init(params), params, 0)
+        assert f"kernel: {kernel}" in repr(optimizer)
 
 
 # A.3: one optimizer for two models
