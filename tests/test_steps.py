@@ -685,7 +685,7 @@ def test_wrong_parts_are_named():
         ll.make_grad_fn(model, loss_fn, trainable=lambda name, tensor: False)
     with pytest.raises(ValueError, match=r"weight has no shape yet \(a lazy module\)"):
         ll.init_state(nn.Sequential(nn.LazyLinear(3)))
-    with pytest.raises(TypeError, match=r"cannot count the examples in a NoneType"):
+    with pytest.raises(TypeError, match=r"cannot count the samples in a NoneType"):
         ll.make_train_step(grad_fn, ll.optimizer(torch.optim.SGD, lr=0.1))(
             ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=0.1)), None
         )

@@ -53,7 +53,7 @@ _swallowing: set[CodeType] = {
     if isinstance(code, CodeType)
 }
 
-before_raising: list[Callable[[], None]] = []  # registered by _donation, which knows the result in flight
+before_raising: list[Callable[[], None]] = []  # registered by `ownership`, which knows the result in flight
 
 
 class Guard:

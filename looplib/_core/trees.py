@@ -132,8 +132,8 @@ class UnevenBatchError(ValueError):
     def __init__(self, leaf: Any, path: Path, count: int) -> None:
         self.leaf, self.path = leaf, path
         super().__init__(
-            f"{named(path, 'batch')} has shape {tuple(leaf.shape)}, and the batch {count} examples: it cannot be cut "
-            "along its first dimension. Give tensors with one row for each example, say how examples are counted "
+            f"{named(path, 'batch')} has shape {tuple(leaf.shape)}, and the batch {count} samples: it cannot be cut "
+            "along its first dimension. Give tensors with one row for each sample, say how samples are counted "
             "(batch_size=), or make smaller batches; a gradient may have its pieces as a list (accumulate(grad_fn) "
             "without a count; a loader's collate_fn can make it)"
         )
@@ -187,8 +187,8 @@ def _length_of_list(batch: Any) -> int:
         return len(batch)
     except TypeError:
         raise TypeError(
-            f"cannot count the examples in a {type(batch).__name__}: a batch is a tensor, or a dict, list or "
-            "tuple with one, whose first dimension is the examples; for another, give make_grad_fn(..., "
+            f"cannot count the samples in a {type(batch).__name__}: a batch is a tensor, or a dict, list or "
+            "tuple with one, whose first dimension is the samples; for another, give make_grad_fn(..., "
             "batch_size=lambda batch: ...)"
         ) from None
 
@@ -242,7 +242,7 @@ def split(
     part_sizes = [*map(batch_size, parts)]
     if sum(part_sizes) != count:
         raise ValueError(
-            f"a {type(batch).__name__} of {count} examples cannot be cut: its pieces would have "
+            f"a {type(batch).__name__} of {count} samples cannot be cut: its parts would have "
             f"{', '.join(map(str, part_sizes))}. Give a batch of tensors (a dict, list, tuple or dataclass), smaller "
             "batches that need not be cut, or another count (batch_size=)"
         )

@@ -160,7 +160,7 @@ def _columns_of(batch: Any, samples: int) -> tuple[list[Tensor], Any]:
     def column(rows: Tensor) -> _Column:
         check(
             len(rows) == samples,
-            f"a tensor of the batch has shape {tuple(rows.shape)}, and the batch {samples} examples: it cannot be cut "
+            f"a tensor of the batch has shape {tuple(rows.shape)}, and the batch {samples} samples: it cannot be cut "
             "along its first dimension",
         )
         columns.append(rows if samples else rows.new_zeros(1, *rows.shape[1:]))
@@ -189,7 +189,7 @@ def _check_model(host: _modules.Host) -> None:
     mixing = ", ".join(_batch_norms(host))
     check(
         not mixing,
-        f"{mixing} would normalise each example by the others, so that it has no gradient of its own: "
+        f"{mixing} would normalise each sample by the others, so that it has no gradient of its own: "
         "use GroupNorm in its place, or put it into eval mode, with running statistics, before this call",
     )
 
@@ -198,7 +198,7 @@ def _check_part(part: Part) -> None:
     """Raise if summed or scaled gradients are requested."""
     check(
         not part.summed,
-        "gradients of each example do not add up within accumulate: bring them together inside, "
+        "gradients of each sample do not add up within accumulate: bring them together inside, "
         "accumulate(clip_per_sample(make_per_sample_grad_fn(...), max_norm), ...)",
     )
     check(part.scale is None, PER_SAMPLE_SCALED)
@@ -243,7 +243,7 @@ def _examples(wrapper: str, grad_fn: GradFn, state: TrainState, batch: Any, part
         if grad.shape != (expected := (out.samples, *params[name].shape)):
             raise ValueError(
                 f"{wrapper} got a gradient of shape {tuple(grad.shape)} for {name}, where those of {out.samples} "
-                f"examples have {expected}: put it around make_per_sample_grad_fn"
+                f"samples have {expected}: put it around make_per_sample_grad_fn"
             )
     return out
 

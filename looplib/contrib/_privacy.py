@@ -133,7 +133,7 @@ def add_noise(
         out = grad_fn(state, batch, dataclasses.replace(part, reduction="sum"))
         check(
             "clipped" in out.metrics,
-            "add_noise got gradients that are not clipped example by example, which no noise makes private: "
+            "add_noise got gradients that are not clipped sample by sample, which no noise makes private: "
             "add_noise(clip_per_sample(make_per_sample_grad_fn(...), max_norm), max_norm, ...)",
         )
         size = expected_batch_size or out.samples
@@ -161,7 +161,7 @@ def _check_norm(grad_fn: GradFn, max_norm: float) -> None:
     if norm is None:
         names = ", ".join(seen(grad_fn)) or getattr(grad_fn, "__name__", type(grad_fn).__name__)
         raise ValueError(
-            f"add_noise got gradients that are not clipped example by example, as far as it can see ({names}), so it "
+            f"add_noise got gradients that are not clipped sample by sample, as far as it can see ({names}), so it "
             "does not know how much noise hides a sample. Give it "
             "add_noise(clip_per_sample(make_per_sample_grad_fn(...), max_norm), max_norm, ...), or accumulate around "
             "the clipping. A wrapper of your own in between that makes no sample's gradient larger says so: "

@@ -95,7 +95,7 @@ def columns_of(output: Any) -> dict[str, Column]:
     columns = {name: _column(name, leaf) for name, leaf in named_leaves(output).items()}
     if len(set(map(rows_in, columns.values()))) != 1:
         shapes = ", ".join(f"{name!r} {_shape(column)}" for name, column in columns.items())
-        raise ValueError(f"the output's columns differ in their number of rows: {shapes}; one row for each example")
+        raise ValueError(f"the output's columns differ in their number of rows: {shapes}; one row for each sample")
     return columns
 
 
@@ -109,7 +109,7 @@ def _column(name: str, leaf: Any) -> Column:
         return _Texts(leaf)
     check(
         isinstance(leaf, Tensor) and leaf.dim(),
-        f"the output's {name!r} is a {type(leaf).__name__}; predict_to writes tensors with one row for each example, and "
+        f"the output's {name!r} is a {type(leaf).__name__}; predict_to writes tensors with one row for each sample, and "
         "lists of strings",
         TypeError,
     )

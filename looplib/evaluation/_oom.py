@@ -83,7 +83,7 @@ def split_on_oom(step: Step, size: int | None = None, *, batch_size: Callable[[A
 
 
 def _check_split(step: Any, size: Any) -> None:
-    check_optional_count("size", size, advice="give a whole number of examples, at least 1")
+    check_optional_count("size", size, advice="give a whole number of samples, at least 1")
     check(
         callable(step) and not isinstance(step, torch.nn.Module),
         f"split_on_oom got a {type(step).__name__}; give a step, as ll.make_eval_step or ll.make_predict_step returns",
@@ -101,7 +101,7 @@ def _attempt(
         if not out_of_memory(error):
             raise
         if batch_size(batch) <= 1:
-            error.add_note("split_on_oom: this is one example alone, which cannot be cut")
+            error.add_note("split_on_oom: this is one sample alone, which cannot be cut")
             raise
     return None
 
@@ -135,7 +135,7 @@ def _check_part(name: str, leaf: Any, count: int) -> None:
     shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else (len(leaf),)
     check(
         shape[:1] == (count,),
-        f"{title} has shape {shape} for {count} examples, which are part of a batch: give one row for each example",
+        f"{title} has shape {shape} for {count} samples, which are part of a batch: give one row for each sample",
     )
 
 

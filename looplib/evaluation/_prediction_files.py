@@ -221,7 +221,7 @@ def _check_size(index: Index, ranks: int, number: int, batch: Any) -> None:
 
 def _other_cut(index: Index, sizes: str) -> str:
     return (
-        f"{index.target} holds batches of {few(index.sizes)} examples, and those given have {sizes}: give the "
+        f"{index.target} holds batches of {few(index.sizes)} samples, and those given have {sizes}: give the "
         "same batches, or delete it to start over"
     )
 

@@ -67,7 +67,7 @@ def retry_on_oom(
             far.
     """
     grad_fn = check_parts(grad_fn, "retry_on_oom")
-    check_optional_count("size", size, advice="give a whole number of examples, at least 1")
+    check_optional_count("size", size, advice="give a whole number of samples, at least 1")
     summands = summands_of(grad_fn)
     fitting = size or math.inf
     # Of an engine's passes, known after the first attempt.

@@ -140,7 +140,7 @@ def _outputs_of(out: Any, count: int) -> dict[str, Tensor]:
     for name, leaf in outputs.items():
         check(
             isinstance(leaf, Tensor) and leaf.shape[:1] == (count,),
-            f"{name} is {kind_of(leaf)}, of a batch of {count} rows; return tensors with one row for each example",
+            f"{name} is {kind_of(leaf)}, of a batch of {count} rows; return tensors with one row for each sample",
         )
     return outputs
 
@@ -152,7 +152,7 @@ def _taken(batch: Any, count: int, index: list[int]) -> Any:
     except trees.UnevenBatchError as error:
         raise ValueError(
             f"the batch has {count} rows, and in it is {kind_of(error.leaf)}: its rows cannot be taken; give tensors "
-            "with one row for each example"
+            "with one row for each sample"
         ) from error
 
 

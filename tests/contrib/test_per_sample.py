@@ -255,7 +255,7 @@ def test_what_has_no_gradients_of_its_examples_is_refused():
         ll.accumulate(grad_fn, 2)(state, (x, y))
     with pytest.raises(ValueError, match=r"within scale_loss are not supported: .*bfloat16"):
         grad_fn(state, (x, y), ll.types.Part(scale=torch.tensor(2.0)))
-    with pytest.raises(ValueError, match=r"shape \(6,\), and the batch 7 examples"):
+    with pytest.raises(ValueError, match=r"shape \(6,\), and the batch 7 samples"):
         grad_fn(state, (x, y[:6]))
     with pytest.raises(TypeError, match="the batch has a ndarray; per-sample gradients need tensors"):
         grad_fn(state, (x, np.zeros(7)))
@@ -393,7 +393,7 @@ def test_clipping_refuses_what_it_cannot_clip():
         with pytest.raises(ValueError, match=r"max_norm is .*above 0"):
             ll.contrib.clip_per_sample(whole, wrong)
     for wrapper in (lambda fn: ll.contrib.clip_per_sample(fn, 1.0), ll.contrib.gradient_noise_scale):
-        with pytest.raises(ValueError, match=r"\(6, 5\) for 0.weight, .* 7 examples have \(7, 6, 5\): put it around"):
+        with pytest.raises(ValueError, match=r"\(6, 5\) for 0.weight, .* 7 samples have \(7, 6, 5\): put it around"):
             wrapper(whole)(ll.init_state(model), batch)
         with pytest.raises(ValueError, match="within scale_loss are not supported"):
             wrapper(ll.contrib.make_per_sample_grad_fn(model, loss_fn))(
@@ -477,7 +477,7 @@ def test_noise_refuses_what_it_does_not_make_private():
     clip = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 1.0)
     with pytest.raises(ValueError, match=r"clip_per_sample has max_norm=1.0 and add_noise max_norm=2.0"):
         ll.contrib.add_noise(clip, 2.0, 1.0)
-    with pytest.raises(ValueError, match="not clipped example by example"):
+    with pytest.raises(ValueError, match="not clipped sample by sample"):
         ll.contrib.add_noise(ll.make_grad_fn(model, loss_fn), 1.0, 1.0)(ll.init_state(model), batch)
     with pytest.raises(ValueError, match="clip_by_global_norm within add_noise"):
         ll.contrib.add_noise(ll.clip_by_global_norm(clip, 1.0), 1.0, 1.0)

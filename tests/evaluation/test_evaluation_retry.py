@@ -170,7 +170,7 @@ def test_one_example_that_does_not_fit_raises_the_original_with_a_note(error, me
     with pytest.raises(error) as raised:
         quiet(split_on_oom(ll.make_eval_step(tight, metric_fn)), ll.init_state(tight), {"x": rows(5), "y": rows(5)})
     assert str(raised.value) == message
-    assert raised.value.__notes__ == ["split_on_oom: this is one example alone, which cannot be cut"]
+    assert raised.value.__notes__ == ["split_on_oom: this is one sample alone, which cannot be cut"]
     assert tight.calls == [5, 3, 2, 1]
 
 
@@ -189,18 +189,18 @@ def test_what_cannot_be_cut_or_put_together_is_refused():
     def run(predict_fn, batch):
         return quiet(split_on_oom(ll.make_predict_step(tight, predict_fn)), state, batch)
 
-    with pytest.raises(ValueError, match=r"a Opaque of 4 examples cannot be cut: its pieces would have 4, 4"):
+    with pytest.raises(ValueError, match=r"a Opaque of 4 samples cannot be cut: its parts would have 4, 4"):
         run(lambda model, batch: model(batch.x), Opaque(rows(4)))
-    with pytest.raises(ValueError, match=r"batch\['other'\] has shape \(3,\), and the batch 4 examples"):
+    with pytest.raises(ValueError, match=r"batch\['other'\] has shape \(3,\), and the batch 4 samples"):
         run(lambda model, batch: model(batch["x"]), {"x": rows(4), "other": torch.zeros(3)})
-    with pytest.raises(ValueError, match=r"the output's 'sum' has shape \(3,\) for 2 examples.*one row"):
+    with pytest.raises(ValueError, match=r"the output's 'sum' has shape \(3,\) for 2 samples.*one row"):
         run(lambda model, x: {"out": model(x), "sum": model(x).sum(0)[:1].expand(3)}, rows(4))
     with pytest.raises(TypeError, match=r"the output's 'name' is a str; parts of a batch need tensors"):
         run(lambda model, x: {"out": model(x), "name": "a"}, rows(4))
     with pytest.raises(ValueError, match="differ in their structure"):
         run(lambda model, x: [model(x)] * int(x.sum() > rows(4).sum() / 2) + [model(x)], rows(4))
     for wrong in (0, True, 2.0):
-        with pytest.raises(ValueError, match="give a whole number of examples, at least 1"):
+        with pytest.raises(ValueError, match="give a whole number of samples, at least 1"):
             split_on_oom(ll.make_predict_step(tight, predict_fn), wrong)
     with pytest.raises(TypeError, match="split_on_oom got a Refusing; give a step"):
         split_on_oom(tight)

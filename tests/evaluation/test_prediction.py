@@ -127,7 +127,7 @@ def test_a_run_that_is_finished_is_left_alone_and_other_batches_are_refused(tmp_
         assert contents() == before
     index = tmp_path / ("lines.jsonl.index" if path.is_file() else "arrays/index.jsonl")
     index.write_bytes(b"".join(index.read_bytes().splitlines(True)[:2]))  # stopped after the first
-    with pytest.raises(ValueError, match=rf"{name} holds .*(batch_size=4, .*batch_size=2|of 4 examples, .* have 2):"):
+    with pytest.raises(ValueError, match=rf"{name} holds .*(batch_size=4, .*batch_size=2|of 4 samples, .* have 2):"):
         ll.predict_to(path, step, state, batches_of(x, 2))
     ll.predict_to(path, step, state, batches_of(x, 4))
     assert contents() == before
@@ -300,9 +300,7 @@ def test_batches_that_are_cut_differently_are_refused_before_a_sample_is_skipped
     with pytest.raises(KeyboardInterrupt):
         ll.predict_to(path, stopped_after(2, lambda state, x: x), state, cut_of(x, [3, 3, 3, 3]))
     for sizes in ([4, 4, 4], [6, 6], [12]):
-        with pytest.raises(
-            ValueError, match=rf"{name} holds batches of 3, 3 examples, and those given have .*: give"
-        ):
+        with pytest.raises(ValueError, match=rf"{name} holds batches of 3, 3 samples, and those given have .*: give"):
             ll.predict_to(path, lambda state, x: x, state, cut_of(x, sizes))
         assert torch.equal(ll.evaluation.read_predictions(path)["output"], x[:6])
     ll.predict_to(path, lambda state, x: x, state, cut_of(x, [3, 3, 3, 3]))
@@ -326,7 +324,7 @@ def test_data_of_another_length_skip_no_sample(tmp_path, name, loader_of, rows):
     _, _, state = parts()
     x = torch.arange(2.0 * 16).view(16, 2)
     path = ll.predict_to(tmp_path / name, lambda state, x: x, state, loader_of(x[:10]))
-    with pytest.raises(ValueError, match=rf"{name} holds batches of 4, 4, 2 examples, and those given have .*: give"):
+    with pytest.raises(ValueError, match=rf"{name} holds batches of 4, 4, 2 samples, and those given have .*: give"):
         ll.predict_to(path, lambda state, x: x, state, loader_of(x[:rows]))
     assert torch.equal(ll.evaluation.read_predictions(path)["output"], x[:10])
 
@@ -527,7 +525,7 @@ def generate_on_ranks(folder):
         for name in ("arrays", "lines.jsonl"):
             for kind in ("loader", "batch_sampler"):
                 path = f"{folder}/{kind}/{name}"
-                with pytest.raises(ValueError, match="holds batches of 4 examples, and those given have"):
+                with pytest.raises(ValueError, match="holds batches of 4 samples, and those given have"):
                     ll.predict_to(path, generate, state, CUTS[kind](x, [7, 3]))
                 ll.predict_to(path, generate, state, CUTS[kind](x, [4, 4, 2]))
 

@@ -287,12 +287,12 @@ def test_what_cannot_be_cut_is_named():
     grad_fn = ll.make_grad_fn(model, mean_loss)
     state = ll.init_state(model)
     batch = {"x": torch.zeros(8, 5), "edges": torch.zeros(2, 7)}
-    with pytest.raises(ValueError, match=r"batch\['edges'\] has shape \(2, 7\), and the batch 8 examples.*as a list"):
+    with pytest.raises(ValueError, match=r"batch\['edges'\] has shape \(2, 7\), and the batch 8 samples.*as a list"):
         ll.accumulate(grad_fn, microbatches=2)(state, batch)
     with pytest.raises(ValueError, match=r"batch\['rows'\] has shape \(3,\)"):
         ll.accumulate(grad_fn, size=2)(state, {"x": torch.zeros(8, 5), "rows": np.zeros(3)})
     for wrapped in (ll.accumulate(grad_fn, size=3), ll.accumulate(grad_fn, 2), ll.grads.retry_on_oom(grad_fn, 4)):
-        with pytest.raises(ValueError, match=r"a Opaque of 5 examples cannot be cut: its pieces would have 5, 5\."):
+        with pytest.raises(ValueError, match=r"a Opaque of 5 samples cannot be cut: its parts would have 5, 5\."):
             wrapped(state, Opaque(torch.zeros(5, 5)))
     with pytest.raises(TypeError, match="takes a list of pieces; this batch is a Tensor"):
         ll.accumulate(grad_fn)(state, torch.zeros(8, 5))
