@@ -32,9 +32,12 @@ def test_the_classifiers_begin_with_the_oldest_python_and_agree_with_the_licence
     assert PROJECT["license"] == "MIT"
 
 
-def test_an_unreleased_version_may_lack_urls_and_a_released_one_may_not():
+def test_an_unreleased_version_may_lack_an_address_and_a_released_one_may_not():
     unreleased = f"## {PROJECT['version']}, unreleased" in (ROOT / "CHANGELOG.md").read_text()
-    assert unreleased or {"Repository", "Issues", "Changelog"} <= PROJECT.get("urls", {}).keys()
+    if not unreleased:
+        assert {"Repository", "Issues", "Changelog"} <= PROJECT.get("urls", {}).keys()
+        assert "<its address>" not in (ROOT / "README.md").read_text()
+        assert "not on PyPI yet" not in (ROOT / "recipes/README.md").read_text()  # made by recipes_page.py
 
 
 def test_the_extras_that_texts_name_exist():
