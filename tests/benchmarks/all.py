@@ -38,9 +38,9 @@ FIGURES = ROOT / "notebooks" / "figures"
 # Seconds of each script. Those with a fixed amount of work come first, so that the others can make up for them.
 SHARES = {
     "scale": 40.0,
-    "imports": 50.0,
+    "imports": 70.0,
     "resume": 110.0,
-    "evaluation": 95.0,
+    "evaluation": 100.0,
     "compiled": 300.0,
     "ensemble": 120.0,
     "accumulate": 150.0,
@@ -49,7 +49,7 @@ SHARES = {
     "distributed": 120.0,
     "optimizers": 210.0,
     "growth": 230.0,
-    "specialists": 230.0,
+    "specialists": 225.0,
     "step_overhead": 220.0,
 }
 START = 8.0  # seconds until the imports of a script are done
