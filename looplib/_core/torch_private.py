@@ -66,11 +66,11 @@ foreach_clone: Callable[..., list[Tensor]] = getattr(
 )  # later than torch 2.11
 foreach_clamp_max_ = torch._foreach_clamp_max_
 foreach_clamp_min_ = torch._foreach_clamp_min_
-foreach_copy_ = torch._foreach_copy_
+foreach_copy_: Callable[..., None] = torch._foreach_copy_
 foreach_div: Callable[..., list[Tensor]] = torch._foreach_div
 foreach_div_: Callable[..., None] = torch._foreach_div_
 foreach_lerp = torch._foreach_lerp
-foreach_lerp_ = torch._foreach_lerp_
+foreach_lerp_: Callable[..., None] = torch._foreach_lerp_
 foreach_maximum_: Callable[..., None] = torch._foreach_maximum_
 foreach_mul: Callable[..., list[Tensor]] = torch._foreach_mul
 foreach_mul_: Callable[..., None] = torch._foreach_mul_

@@ -23,7 +23,7 @@ from looplib._core import ownership, torch_private
 from looplib._core.mappings import as_record, pairs
 from looplib._core.ranks import shards
 from looplib.optim._kernels import PLAIN, aligned, clone
-from looplib.optim._list_functions import IN_LISTS, Kernel, is_uniform, ragged
+from looplib.optim._list_functions import IN_LISTS, RAGGED, Kernel, is_uniform, ragged
 from looplib.optim._recipe import copied
 from looplib.types import Grads, Params
 
@@ -111,13 +111,11 @@ def _columns(
 ) -> Columns | None:
     rows = [*map(states.__getitem__, names)]
     own, given = [*map(params.__getitem__, names)], [*map(grads.__getitem__, names)]
-    entries, kernel = _entries(rows), plan.kernels[number]
-    fused = plan.fused[number] or plan.asked[number]
+    entries = ragged(rows) if plan.recipe.cls in RAGGED else _entries(rows)
     if entries is None:
-        if fused:
-            return None
-        entries = ragged(rows)
-    if fused:
+        return None
+    kernel = plan.kernels[number]
+    if plan.fused[number] or plan.asked[number]:
         lists = [own, given, *map(entries.__getitem__, _without_step(tuple(entries)))]
         if not aligned([shards(tensors) for tensors in lists] if plan.sharded else lists):
             return None
@@ -133,10 +131,9 @@ def _columns(
 
 def _fits(plan: Plan, values: Mapping[str, Any], number: int, entries: Mapping[str, Sequence[Any]]) -> bool:
     """True if a function for lists may compute with these hyperparameters, which must be numbers, and these entries."""
-    moving = plan.moving[number]
-    return not any(isinstance(values[key], (Tensor, tuple)) for key in moving) and is_uniform(
-        plan.recipe.cls, entries
-    )
+    if any(isinstance(values[key], (Tensor, tuple)) for key in plan.moving[number]):
+        return False
+    return is_uniform(plan.recipe.cls, entries)
 
 
 def _entries(rows: Sequence[dict[str, Any]]) -> dict[str, Sequence[Any]] | None:
@@ -196,10 +193,11 @@ def _next(
     for old, new in pairs(groups, working):
         any(map(setattr, new.params, repeat("requires_grad"), map(_requires_grad, old.params)))  # each returns None
         new_params.update(pairs(new.names, new.params))
-        rows = map(dict, map(pairs, repeat([*new.entries]), pairs(*new.entries.values())))
+        rows = pairs(*new.entries.values())
+        new_states.update(pairs(new.names, map(dict, map(pairs, repeat([*new.entries]), rows))))
         if {*map(len, map(states.__getitem__, new.names))} != {len(new.entries)}:  # of `ragged`
-            rows = ({key: row[key] for key in states[name]} for name, row in pairs(new.names, rows))
-        new_states.update(pairs(new.names, rows))
+            for name in new.names:
+                new_states[name] = {key: new_states[name][key] for key in states[name]}
     return new_params, new_states
 
 
@@ -225,7 +223,8 @@ def _run(plan: Plan, values: Sequence[dict[str, Any]], groups: Sequence[Columns]
     plan.step(torch_private.stand_in(plan.recipe.cls, plan.attributes, hyperparameters, fill))
 
 
-def _named(columns: Columns) -> dict[str | None, Sequence[Any]]:
+def _named(columns: Columns) -> dict[Any, Sequence[Any]]:
+    """The columns by key, and an empty one for lists that the class leaves empty."""
     return {None: (), "params": columns.params, "grads": columns.grads, **columns.entries}
 
 
@@ -262,7 +261,7 @@ def _learned(plan: Plan, values: dict[str, Any], columns: Columns) -> Lists | No
 _UNKNOWN = "no column"
 
 
-def _key_of(tensors: list[Any], columns: Columns) -> str | None:
+def _key_of(tensors: list[Any], columns: Columns) -> Any:
     if not tensors:
         return None
     for key, column in _named(columns).items():
@@ -291,7 +290,7 @@ def _launch(plan: Plan, values: Mapping[str, Any], columns: Columns, donate: boo
     if "step" in entries:
         add = torch_private.foreach_add_ if donate else torch_private.foreach_add
         # With `alpha`, torch takes the tensor as one instead of reading its number.
-        counts = add(entries["step"], 1) if plan.one is None else add(entries["step"], plan.one, alpha=1)
+        counts: Any = add(entries["step"], 1) if plan.one is None else add(entries["step"], plan.one, alpha=1)
         if not donate:
             entries["step"] = counts
     if plan.sharded:

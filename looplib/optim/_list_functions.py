@@ -7,6 +7,7 @@ all parameters at once. The counts of updates are increased before the call. `ag
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -220,13 +221,17 @@ _UNIFORM: dict[type, tuple[str, ...]] = {
 }
 
 
+# Classes in which the states of a matrix and of a vector have different keys.
+RAGGED = {torch.optim.Adafactor}
+
+
 def is_uniform(cls: type, entries: Entries) -> bool:
     """True if the entries that a class's function reads have one value for all parameters."""
     return all(len({*map(_number, entries[key])}) == 1 for key in _UNIFORM.get(cls, ()))
 
 
 def ragged(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """States of parameters as lists, with None where a state lacks a key, as a matrix and a vector of Adafactor do."""
+    """States of parameters as lists, with None where a state lacks a key."""
     return {key: [row.get(key) for row in rows] for key in dict.fromkeys(chain.from_iterable(rows))}
 
 
@@ -238,27 +243,27 @@ def agrees(recipe: Recipe, number: int, dtype: torch.dtype) -> bool:
     values = values_at(recipe.values[number], 0)
     if any(isinstance(value, Tensor) for value in values.values()):
         return False
-    numbers = torch.linspace(-2, 2, 35, dtype=dtype)
+    numbers = torch.linspace(-2, 2, 35, dtype=dtype, device="cpu")
     params = [numbers.clone().view(5, 7), numbers[:1].clone(), numbers[3:5].mul(0)]
-    made = recipe.cls(params, **values)
+    made, step = recipe.cls(params, **values), inspect.unwrap(recipe.cls.step)  # without the user's hooks
     for update in range(8):  # RAdam takes its other branch from the sixth on
-        for param in params:
-            param.grad = (param * (update - 1.3)).sin_()
+        grads = [(param * (update - 1.3)).sin_() for param in params]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
         if update:
             tensors = [param.clone() for param in params]
             entries = ragged([made.state[param] for param in params])
-            copies = {key: [value if value is None else value.clone() for value in entries[key]] for key in entries}
+            copies = {key: [None if value is None else value.clone() for value in entries[key]] for key in entries}
             lists.foreach_add_(copies["step"], 1)
-            IN_LISTS[recipe.cls](made.param_groups[0], tensors, [param.grad for param in params], copies)
-        made.step()
-        if update and not all(map(_same, [params, *entries.values()], [tensors, *copies.values()])):
+            IN_LISTS[recipe.cls](made.param_groups[0], tensors, grads, copies)
+        step(made)
+        if update and not (_same(params, tensors) and all(_same(entries[key], copies[key]) for key in entries)):
             return False
     return True
 
 
-def _same(columns: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
+def _same(column: Sequence[Any], other: Sequence[Any]) -> bool:
     return all(
-        one is other or torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
-        for one, other in zip(columns, others, strict=True)
-        if one is not None and other is not None
+        one is two or torch.allclose(one, two, 0.0, 0.0, equal_nan=True)
+        for one, two in zip(column, other, strict=True)
     )

@@ -246,7 +246,9 @@ def test_repr_says_which_kernel_is_taken():
         (torch.optim.RAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
         (torch.optim.ASGD, {"t0": 5, "lambd": 0.1, "weight_decay": 0.1}),
         (torch.optim.Rprop, {"etas": (0.4, 1.3), "step_sizes": (1e-3, 0.1)}),
+        (torch.optim.Rprop, {"foreach": True}),
         (torch.optim.Adafactor, {"eps": (1e-6, 1e-2), "d": 1.1, "beta2_decay": -0.6, "weight_decay": 0.1}),
+        (torch.optim.Adafactor, {"foreach": True}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -272,6 +274,7 @@ def test_lists_of_small_tensors_have_the_bits_of_torchs_default(cls, options, dt
         params, opt_state, _ = optimizer.update(grads, opt_state, params, step, donate=donate)
     for name, tensor in raw.items():
         assert torch.equal(params[name], tensor), name
+        assert opt_state["state"][name].keys() == loop.state[tensor].keys()
         for key, value in loop.state[tensor].items():
             assert torch.equal(opt_state["state"][name][key], value), (name, key)
     if "foreach" in options:
