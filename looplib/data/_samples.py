@@ -117,11 +117,12 @@ class Items(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
         self.dataset, self.collate, self.seed, self.batched = dataset, collate, seed, batched
         self.in_lists = batched and _reads_lists(dataset)
+        self.in_worker = False  # set by the worker, whose streams nobody else reads
         self.draws = not (_draws_nothing(dataset) and collate in (default_collate, default_convert))
 
     def __getitem__(self, job: Job) -> Any:
         epoch, k, _, _, rank, ranks = job
-        with kept_streams() if self.draws else nullcontext():
+        with kept_streams() if self.draws and not self.in_worker else nullcontext():
             items = self._items(job)
             if self.draws:
                 # The first rank draws the same as a single process. If items are batches, each rank reads them whole.

@@ -58,6 +58,7 @@ def start_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_told, daemon=True).start()
     info: Any = get_worker_info()
+    info.dataset.in_worker = True
     object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's dataset, as with a plain DataLoader
     if worker_init_fn is not None:
         worker_init_fn(worker_id)
