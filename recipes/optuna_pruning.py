@@ -101,7 +101,7 @@ def search(trials: int, epochs: int, startup: int, grace: int, seed: int, storag
     ended = ended_trials(study)
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(ended))  # the same seed would repeat the first trials
     report = [lambda study, trial: print(f"trial {trial.number}: {trial.state.name.lower()}, loss {trial.value:.4f}")]
-    print(f"{len(ended)} of {trials} trials are done")
+    print(f"{len(ended)} of {trials} trials are done{'; delete their folder to start again' if ended else ''}")
     study.optimize(objective, n_trials=max(0, trials - len(ended)), callbacks=report)
     return study
 
