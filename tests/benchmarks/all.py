@@ -42,14 +42,14 @@ SHARES = {
     "resume": 110.0,
     "evaluation": 100.0,
     "compiled": 300.0,
-    "ensemble": 120.0,
+    "ensemble": 95.0,
     "accumulate": 150.0,
     "checkpoint": 155.0,
     "peers": 290.0,
     "distributed": 120.0,
     "optimizers": 210.0,
     "growth": 230.0,
-    "specialists": 225.0,
+    "specialists": 245.0,
     "step_overhead": 220.0,
 }
 START = 8.0  # seconds until the imports of a script are done

@@ -328,13 +328,15 @@ def markdown_table(head: list[str], cells: list[list[str]]) -> list[str]:
 
 
 def machine() -> str:
-    """Version of torch, threads, and the processor."""
+    """Version of torch, threads, the processor, and whether it has other work, which slows long steps most."""
     model = platform.machine()
     if Path("/proc/cpuinfo").exists():
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         model = f"{model} {names[0].partition(': ')[2]}" if names else model
     threads = torch.get_num_threads()
-    return f"torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}, {os.cpu_count()} cores of {model}"
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    busy = f", **busy with other programs: load {load:.1f} at the start**" if load > cores + 1 else ""
+    return f"torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}, {cores} cores of {model}{busy}"
 
 
 def peak_memory(script: str, call: str, *arguments: str, needs: Sequence[str] = ()) -> float:
