@@ -8,33 +8,22 @@ restored afterwards.
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, TypeVar
 
-from looplib._core import interrupts as _interrupts
 from looplib._core.kinds import check_kind, checked, mark_alike
 from looplib._core.ranks import any_rank
+from looplib._core.signals import Listener
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
 
 R = TypeVar("R")
 
 
-# In seconds. `timeout` sends its signal twice, and so do Slurm and torchrun together. Python may notice the second
-# one only after a long call into C.
-_ONE_SIGNAL = 5.0
-
-
 _CATCHABLE = signal.valid_signals() - {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
-
-
-_watches: dict[int, set[_Watch]] = {}
 
 
 class after_signal(Predicate):
@@ -79,7 +68,7 @@ class after_signal(Predicate):
             is not the main thread. The predicate can be asked in any thread.
     """
 
-    __slots__ = ("__weakref__", "_close", "_watch")
+    __slots__ = ("__weakref__", "_close", "_listener")
 
     def __init__(self, *signals: int) -> None:
         if not signals or any(number not in _CATCHABLE for number in signals):
@@ -91,13 +80,13 @@ class after_signal(Predicate):
                 f"after_signal was called in the thread {threading.current_thread().name}, and Python lets only the "
                 "main thread set signal handlers: make it there, and hand the predicate over"
             )
-        self._watch = _Watch(signals)
-        self._close = weakref.finalize(self, self._watch.close)
+        self._listener = Listener(signals)
+        self._close = weakref.finalize(self, self._listener.close)
         # While Python exits, a repeated signal must not cut off data that are still being written.
         self._close.atexit = False
 
     def fires(self, state: TrainState) -> bool:
-        return any_rank(bool(self._watch.came))
+        return any_rank(bool(self._listener.came))
 
     def close(self) -> None:
         """Stop listening and restore the previous handlers. The answer stays the same."""
@@ -111,7 +100,7 @@ class after_signal(Predicate):
 
     def __repr__(self) -> str:
         names: dict[int, str] = {number: f"signal.{number.name}" for number in signal.Signals}
-        return f"after_signal({', '.join(names.get(number, str(number)) for number in self._watch.signals)})"
+        return f"after_signal({', '.join(names.get(number, str(number)) for number in self._listener.signals)})"
 
 
 class Stopped(Exception):
@@ -169,57 +158,3 @@ def stop_when(step: Callable[[TrainState, Any], R], predicate: Predicate) -> Cal
         return step(state, batch)
 
     return mark_alike(watched, "stop_when", step)
-
-
-class _Watch:
-    """Signals that a predicate has seen. Handlers refer to this and not to the predicate, so that it can be collected."""
-
-    def __init__(self, signals: tuple[int, ...]) -> None:
-        self.signals = tuple(dict.fromkeys(signals))
-        self.process = os.getpid()
-        self.came: dict[int, float] = {}  # signal -> time of its first arrival
-        for number in self.signals:
-            _watches.setdefault(number, set()).add(self)
-            current = _handler(number)
-            if not isinstance(current, _Handler):
-                signal.signal(number, _Handler(current))
-
-    def close(self) -> None:
-        for number in self.signals:
-            _watches[number].discard(self)
-            current = _handler(number)
-            # In a different thread, such as one that runs the garbage collector, the handler stays and passes all signals on.
-            alone = not _watches[number] and threading.current_thread() is threading.main_thread()
-            if alone and isinstance(current, _Handler):
-                signal.signal(number, current.previous)
-
-
-def _tell(number: int) -> bool:
-    """Tell all watches about a signal. True if it is the first for any of them, or soon after the first."""
-    now = time.monotonic()
-    mine = [watch for watch in tuple(_watches.get(number, ())) if watch.process == os.getpid()]
-    first = [watch.came.setdefault(number, now) for watch in mine]
-    return any(now - came < _ONE_SIGNAL for came in first)
-
-
-class _Handler:
-    """Signal handler: tells all watches, and passes a repeated signal on to the previous handler."""
-
-    def __init__(self, previous: Any) -> None:
-        self.previous = previous
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _tell(number):
-            return
-        if callable(self.previous):
-            self.previous(number, frame)
-        elif self.previous == signal.SIG_DFL:
-            current = signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)  # the default action of most signals ends the process
-            signal.signal(number, current)
-
-
-def _handler(number: int) -> Any:
-    """Current handler of a signal, below the guard of `_core.interrupts`, which the next batch or donated step restores."""
-    current = signal.getsignal(number)
-    return current.handlers[number] if isinstance(current, _interrupts.Guard) else current
