@@ -6,7 +6,12 @@ For the tiny MLP and the transformer of 5 million parameters of step_overhead.py
 fused kernel, eager; the same with the model compiled; with model and loss in one compiled function; with that, and
 the optimizer's step compiled as well; looplib donated, eager; and looplib compiled, donated and pure. Steps of all
 contenders take turns in shuffled order; the ratio is that of the medians over the rounds. The time to compile is that
-of the first two steps, and has a table of its own.
+of the first two steps, and has a table of its own. The raw step's matrix products and attention are also timed alone,
+on the tensors of one step: no compiler can make the step faster than these.
+
+Before that, the first compiled step of the transformer, of 32 members and of MAML, each in a process of its own with an
+empty cache, and again in a second process, which finds it in the cache. Both times are shown, and the processor time of
+the process with the compilers that it starts, which other work on the machine changes less.
 
 With a GPU the same is measured there in CUDA-event time, also with CUDA graphs (`mode="reduce-overhead"` on all
 sides), and for GPT-2 small in bf16 under autocast, with its share of the device's matrix peak (--peak, in TFLOP/s).
@@ -15,17 +20,25 @@ sides), and for GPT-2 small in bf16 under autocast, with its share of the device
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
+import resource
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from harness import Report, Seconds, Step, compile_without_cache, in_turns, options_of, parser
+import torch.nn.functional as F
+from harness import ROOT, Report, Seconds, Step, compile_without_cache, in_turns, options_of, parser
 from models import Block, Transformer, mlp, next_token, transformer
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import looplib as ll
 
@@ -103,6 +116,110 @@ def contenders(make: Make, device: str) -> dict[str, Callable[[], Step]]:
     return found
 
 
+# The raw step's operations that compiling does not change.
+PRODUCTS = {"mm", "addmm", "bmm", "_scaled_dot_product_flash_attention_for_cpu"}
+PRODUCTS |= {"_scaled_dot_product_flash_attention_for_cpu_backward"}
+
+
+class Products(TorchDispatchMode):
+    """Record the matrix products and attention of what runs within it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Callable[..., Any], Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in PRODUCTS:
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def products_alone(make: Make, device: str) -> Step:
+    """The matrix products and the attention of a raw step, forward and backward, on the tensors of one step."""
+    step = raw(make, device, "")
+    with Products() as products:
+        step()
+
+    def again() -> None:
+        with torch.no_grad():
+            for func, args, kwargs in products.calls:
+                func(*args, **kwargs)
+
+    return again
+
+
+def members() -> Step:
+    from ensemble import stacked
+
+    return stacked(32, True, True)
+
+
+def maml() -> Step:
+    """MAML of `specialists.py`, compiled: 25 tasks, 5 inner steps."""
+    from specialists import INNER_LR, INNER_STEPS, meta_model, sinusoids, squared_error
+
+    model, tasks = meta_model(), sinusoids()
+    inner, outer = ll.optimizer(torch.optim.SGD, lr=INNER_LR), ll.optimizer(torch.optim.Adam, lr=1e-3)
+    inner_step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(model, squared_error), inner))
+    start = ll.copy_state(ll.init_state(model, inner))
+
+    def meta_loss(model: Any, tasks: Any) -> Tensor:
+        params = dict(model.named_parameters())
+
+        def error(x: Tensor, y: Tensor) -> Tensor:
+            batches = [(x[:10], y[:10])] * INNER_STEPS
+            state, _ = ll.transforms.unroll(inner_step, start.replace(params=params), batches)
+            return F.mse_loss(functional_call(model, state.params, x[10:]), y[10:])
+
+        losses: Tensor = vmap(error)(*tasks)
+        return losses.mean()
+
+    train_step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, meta_loss), outer, donate=True))
+    state = ll.init_state(model, outer)
+
+    def step() -> None:
+        nonlocal state
+        state, _ = train_step(state, tasks)
+
+    return step
+
+
+FIRST: dict[str, Callable[[], Step]] = {
+    "first step, MLP": lambda: looplib(mlp, "cpu", True, True),
+    "first step, transformer": lambda: looplib(transformer, "cpu", True, True),
+    "first step, 32 members": members,
+    "first step, MAML": maml,
+}
+
+
+def first_step(row: str) -> None:
+    """Print the seconds of a first step, and the processor's with its children."""
+    step, begin, spent = FIRST[row](), time.perf_counter(), processor_time()
+    step()
+    print(json.dumps([time.perf_counter() - begin, processor_time() - spent]))
+
+
+def processor_time() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def first_steps(report: Report, row: str) -> None:
+    """The first step in two processes one after the other, of which the second finds the first one's cache."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": cache}
+        for process in ("first process", "second process"):
+            command = [sys.executable, __file__, "--first", row]
+            left = max(60.0, report.end - time.perf_counter())
+            out = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=left, check=False)
+            if out.returncode:
+                raise RuntimeError(out.stderr.strip().rpartition("\n")[2])
+            passed, processor = json.loads(out.stdout.splitlines()[-1])
+            cells = {process: Seconds(passed), f"{process}, processor time": Seconds(processor)}
+            report.add(row, cells, "first compiled step")
+
+
 def event_times(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
     """Seconds of a step on the device, of runs of ten steps that take turns."""
     found: dict[str, list[float]] = {name: [] for name in steps}
@@ -126,7 +243,13 @@ def main(options: argparse.Namespace) -> int:
     report = Report("compiled", options, f"AdamW on {device}")
     models = {**MODELS, **({"GPT-2 small, bf16, batch 8 x 1024": gpt2} if device == "cuda" else {})}
     models = {"MLP, batch 16": mlp} if options.dry_run else models
-    for row, seconds in report.rows(list(models), {"transformer, batch 32 x 128": 3.0}):
+    firsts = ["first step, MLP"] if options.dry_run else [row for row in FIRST if "MLP" not in row]
+    rows = [*(firsts if device == "cpu" else []), *models]
+    for row, seconds in report.rows(rows, {"transformer, batch 32 x 128": 3.0}):
+        if row in FIRST:
+            with report.attempt(row):
+                first_steps(report, row)
+            continue
         make, began = models[row], time.perf_counter()
         steps: dict[str, Step] = {}
         for name, contender in contenders(make, device).items():
@@ -142,6 +265,8 @@ def main(options: argparse.Namespace) -> int:
                 report.add(row, {name: Seconds(time.perf_counter() - begin)}, "first two steps, with compiling")
                 steps[name] = step
         steps.setdefault("raw, eager", raw(make, device, ""))
+        if device == "cpu":
+            steps["raw, products and attention alone"] = products_alone(make, device)
         left = max(0.0, seconds - (time.perf_counter() - began))
         with report.attempt(row):
             times = event_times(steps, left) if device == "cuda" else in_turns(steps, left)
@@ -158,5 +283,7 @@ def main(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     options = parser(__doc__, 220.0)
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--first", choices=list(FIRST), help=argparse.SUPPRESS)
     options.add_argument("--peak", type=float, default=989.0, help="dense TFLOP/s in bf16, of an H100 or H200")
-    sys.exit(main(options_of(options)))
+    given = options_of(options)
+    sys.exit(first_step(given.first) if given.first else main(given))
