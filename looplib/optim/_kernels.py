@@ -68,12 +68,20 @@ def _supports(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 # Classes whose foreach functions in torch have the bits of torch's loop over the parameters, on a CPU.
-_FOREACH_ROUNDS_ALIKE = {torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.Rprop}
+_FOREACH_ROUNDS_ALIKE = {
+    torch.optim.SGD,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.Rprop,
+}
 _LISTED_DTYPES = {torch.float32, torch.float64}
 _FEW = 1 << 17  # numbers in a group: of more, the loop has each parameter in the cache until it is done
 
 
-def listed_groups(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[bool]:
+def listed_groups(
+    recipe: Recipe, params: Params, members: Sequence[Sequence[str]], fused: Sequence[bool]
+) -> list[bool]:
     """For each group, True if looplib uses its function for lists, with the bits of torch's default, or of a choice.
 
     The user's `foreach=False` is torch's default, and in some classes `foreach=True` has the same bits.
@@ -82,6 +90,7 @@ def listed_groups(recipe: Recipe, params: Params, members: Sequence[Sequence[str
         return [False] * len(members)
     return [
         bool(names)
+        and not fused[number]
         and _takes_lists(recipe.cls, {**recipe.defaults, **overrides})
         and _listable(tensors := [params[name] for name in names])
         and all(agrees(recipe, number, dtype) for dtype in {tensor.dtype for tensor in tensors})

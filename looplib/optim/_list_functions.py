@@ -50,6 +50,16 @@ def _moments(values: Values, grads: Tensors, entries: Entries) -> None:
     lists.foreach_addcmul_(entries["exp_avg_sq"], grads, grads, 1 - beta2)
 
 
+def _sgd(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> None:
+    grads, momentum = _direction(values, params, grads), values["momentum"]
+    if momentum != 0:
+        buffers = entries["momentum_buffer"]
+        lists.foreach_mul_(buffers, momentum)
+        lists.foreach_add_(buffers, grads, alpha=1 - values["dampening"])
+        grads = lists.foreach_add(grads, buffers, alpha=momentum) if values["nesterov"] else buffers
+    lists.foreach_add_(params, grads, alpha=-values["lr"])
+
+
 def _rmsprop(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> None:
     alpha, lr, squares = values["alpha"], values["lr"], entries["square_avg"]
     grads = _direction(values, params, grads)
@@ -201,6 +211,7 @@ def _adafactor(values: Values, params: Tensors, grads: Tensors, entries: Entries
 
 
 IN_LISTS: dict[type, Kernel] = {
+    torch.optim.SGD: _sgd,
     torch.optim.RMSprop: _rmsprop,
     torch.optim.Adadelta: _adadelta,
     torch.optim.Adamax: _adamax,
@@ -254,7 +265,8 @@ def agrees(recipe: Recipe, number: int, dtype: torch.dtype) -> bool:
             tensors = [param.clone() for param in params]
             entries = ragged([made.state[param] for param in params])
             copies = {key: [None if value is None else value.clone() for value in entries[key]] for key in entries}
-            lists.foreach_add_(copies["step"], 1)
+            if "step" in copies:
+                lists.foreach_add_(copies["step"], 1)
             IN_LISTS[recipe.cls](made.param_groups[0], tensors, grads, copies)
         step(made)
         if update and not (_same(params, tensors) and all(_same(entries[key], copies[key]) for key in entries)):

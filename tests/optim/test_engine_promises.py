@@ -237,6 +237,8 @@ def test_repr_says_which_kernel_is_taken():
     [
         (torch.optim.RMSprop, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
         (torch.optim.RMSprop, {"foreach": True}),
+        (torch.optim.SGD, {"foreach": True, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (torch.optim.SGD, {"foreach": False}),
         (torch.optim.Adadelta, {"rho": 0.8, "weight_decay": 0.1}),
         (torch.optim.Adamax, {"betas": (0.7, 0.9), "weight_decay": 0.1}),
         (torch.optim.NAdam, {"betas": (0.7, 0.9), "weight_decay": 0.1}),
