@@ -39,18 +39,18 @@ FIGURES = ROOT / "notebooks" / "figures"
 SHARES = {
     "scale": 40.0,
     "imports": 70.0,
-    "resume": 110.0,
+    "resume": 100.0,
     "evaluation": 100.0,
-    "compiled": 300.0,
+    "compiled": 385.0,
     "ensemble": 95.0,
-    "accumulate": 150.0,
-    "checkpoint": 155.0,
-    "peers": 290.0,
-    "distributed": 120.0,
-    "optimizers": 210.0,
-    "growth": 230.0,
-    "specialists": 245.0,
-    "step_overhead": 220.0,
+    "accumulate": 140.0,
+    "checkpoint": 140.0,
+    "peers": 280.0,
+    "distributed": 110.0,
+    "optimizers": 205.0,
+    "growth": 220.0,
+    "specialists": 235.0,
+    "step_overhead": 215.0,
 }
 START = 8.0  # seconds until the imports of a script are done
 GRACE = 60.0  # seconds that the last script may take beyond the whole
