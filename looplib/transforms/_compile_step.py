@@ -37,8 +37,8 @@ def compile_step(
 
     The graph of a train step contains forward pass, backward pass, clipping, loss scaling, schedule and update; that
     of an eval or predict step contains the forward pass. To compile the step of a stack, write
-    `compile_step(vmap_step(train_step))`. The step keeps its `donate=True`. On a terminal, a line shows for how long
-    it has been compiling.
+    `compile_step(vmap_step(train_step))`. The step keeps its `donate=True`. On a terminal or in a notebook, a line shows
+    for how long it has been compiling.
 
     The graph is what the step's Python did when it was traced:
 

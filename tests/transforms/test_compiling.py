@@ -16,6 +16,8 @@ import os
 import re
 import signal
 import threading
+import time
+import types
 import weakref
 from typing import NamedTuple
 
@@ -1162,3 +1164,39 @@ def test_a_terminal_shows_how_long_the_step_has_been_compiling(monkeypatch, ends
         step(state, batches(1)[0])
     assert terminal.getvalue() == shown
     assert not [thread for thread in threading.enumerate() if thread.name == "compile clock"]
+
+
+@pytest.mark.slow
+def test_a_notebook_shows_one_line_while_the_step_compiles(monkeypatch):
+    IPython = pytest.importorskip("IPython")
+    shown, waited = [], threading.Event()
+
+    class Handle:
+        def update(self, data, raw):
+            shown.append(data["text/plain"])
+            waited.set()
+
+    def display(data, raw, display_id):
+        shown.append(data["text/plain"])
+        return Handle()
+
+    def slow(model, batch):
+        assert waited.wait(300)
+        return loss_fn(model, batch)
+
+    monkeypatch.setattr(IPython, "get_ipython", lambda: types.SimpleNamespace(kernel=True))
+    monkeypatch.setattr(IPython.display, "display", display)
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    step, state, _, _ = quick_step(loss_fn=slow)
+    step(state, batches(1)[0])
+    assert all(re.fullmatch(r"compiling the step: \d+ s", text) for text in shown[:-1])
+    assert re.fullmatch(r"compiled the step in \d+ s", shown[-1])
+
+
+@pytest.mark.slow
+def test_a_file_shows_nothing_while_the_step_compiles(monkeypatch):
+    file = io.StringIO()
+    monkeypatch.setattr("sys.stderr", file)
+    step, state, _, _ = quick_step(loss_fn=lambda model, batch: (time.sleep(1.2), loss_fn(model, batch))[1])
+    step(state, batches(1)[0])
+    assert file.getvalue() == ""
