@@ -70,6 +70,8 @@ def _supports(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
 # Classes whose foreach functions in torch have the bits of torch's loop over the parameters, on a CPU.
 _FOREACH_ROUNDS_ALIKE = {
     torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
     torch.optim.RMSprop,
     torch.optim.Adadelta,
     torch.optim.Adamax,
@@ -79,18 +81,15 @@ _LISTED_DTYPES = {torch.float32, torch.float64}
 _FEW = 1 << 17  # numbers in a group: of more, the loop has each parameter in the cache until it is done
 
 
-def listed_groups(
-    recipe: Recipe, params: Params, members: Sequence[Sequence[str]], fused: Sequence[bool]
-) -> list[bool]:
-    """For each group, True if looplib uses its function for lists, with the bits of torch's default, or of a choice.
+def listed_groups(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[bool]:
+    """For each group, True if looplib uses its function for lists, with the bits of torch's default or the user's choice.
 
-    The user's `foreach=False` is torch's default, and in some classes `foreach=True` has the same bits.
+    `foreach=False` is torch's default on a CPU, and in some classes `foreach=True` has the same bits.
     """
     if recipe.cls not in IN_LISTS:
         return [False] * len(members)
     return [
         bool(names)
-        and not fused[number]
         and _takes_lists(recipe.cls, {**recipe.defaults, **overrides})
         and _listable(tensors := [params[name] for name in names])
         and all(agrees(recipe, number, dtype) for dtype in {tensor.dtype for tensor in tensors})
@@ -99,8 +98,10 @@ def listed_groups(
 
 
 def _takes_lists(cls: Any, values: Mapping[str, Any]) -> bool:
-    """True if a function for lists has the bits of the kernel that the user chose, if any."""
-    if any(values.get(key) for key in KERNEL_OPTIONS - {"foreach"}):
+    """True if a function for lists has the bits of the kernel that the user chose. The fused one comes before it."""
+    if "foreach" not in values and "fused" in inspect.signature(cls).parameters:
+        return False
+    if (KERNEL_OPTIONS - {"foreach"}) & values.keys():
         return False
     return not values.get("foreach") or cls in _FOREACH_ROUNDS_ALIKE
 

@@ -60,6 +60,19 @@ def _sgd(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> N
     lists.foreach_add_(params, grads, alpha=-values["lr"])
 
 
+def _adam(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> None:
+    (beta1, beta2), count = values["betas"], _number(entries["step"][0])
+    _moments(values, _decayed(values, params, grads), entries)
+    squares = entries["exp_avg_sq"]
+    if values["amsgrad"]:
+        lists.foreach_maximum_(entries["max_exp_avg_sq"], squares)
+        squares = entries["max_exp_avg_sq"]
+    roots = lists.foreach_sqrt(squares)
+    lists.foreach_div_(roots, (1 - beta2**count) ** 0.5)
+    lists.foreach_add_(roots, values["eps"])
+    lists.foreach_addcdiv_(params, entries["exp_avg"], roots, -(values["lr"] / (1 - beta1**count)))
+
+
 def _rmsprop(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> None:
     alpha, lr, squares = values["alpha"], values["lr"], entries["square_avg"]
     grads = _direction(values, params, grads)
@@ -212,6 +225,8 @@ def _adafactor(values: Values, params: Tensors, grads: Tensors, entries: Entries
 
 IN_LISTS: dict[type, Kernel] = {
     torch.optim.SGD: _sgd,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
     torch.optim.RMSprop: _rmsprop,
     torch.optim.Adadelta: _adadelta,
     torch.optim.Adamax: _adamax,
@@ -225,6 +240,8 @@ IN_LISTS: dict[type, Kernel] = {
 # Entries that must have one value for all parameters of a list: those from which a function computes its numbers.
 # They differ where parameters had their first updates at different steps; the class's own step is used there.
 _UNIFORM: dict[type, tuple[str, ...]] = {
+    torch.optim.Adam: ("step",),
+    torch.optim.AdamW: ("step",),
     torch.optim.Adamax: ("step",),
     torch.optim.NAdam: ("step", "mu_product"),
     torch.optim.RAdam: ("step",),

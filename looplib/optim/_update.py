@@ -68,7 +68,7 @@ class Plan:
         self.members = recipe.members(params)
         check_fused(recipe, params, self.members)
         self.fused = fused_groups(recipe, params, self.members)
-        self.listed = listed_groups(recipe, params, self.members, self.fused)
+        self.listed = listed_groups(recipe, params, self.members)
         self.moving = recipe.moving
         made = recipe.build(params, self.members)
         self.values = [{key: value for key, value in group.items() if key != "params"} for group in made.param_groups]
