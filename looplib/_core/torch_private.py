@@ -55,11 +55,11 @@ def stand_in(cls: Any, attributes: dict[str, Any], groups: list[dict[str, Any]],
 calls_of: Callable[[Any], int] = operator.methodcaller("_get_sequence_number_for_group")
 
 # One call for many tensors.
-foreach_abs: Callable[..., list[Tensor]] = torch._foreach_abs
+foreach_abs: Callable[..., Any] = torch._foreach_abs
 foreach_add: Callable[..., Any] = torch._foreach_add
 foreach_add_: Callable[..., None] = torch._foreach_add_
 foreach_addcdiv_: Callable[..., None] = torch._foreach_addcdiv_
-foreach_addcmul: Callable[..., list[Tensor]] = torch._foreach_addcmul
+foreach_addcmul: Callable[..., Any] = torch._foreach_addcmul
 foreach_addcmul_: Callable[..., None] = torch._foreach_addcmul_
 foreach_clone: Callable[..., list[Tensor]] = getattr(
     torch, "_foreach_clone", lambda tensors: [tensor.clone() for tensor in tensors]
@@ -67,20 +67,20 @@ foreach_clone: Callable[..., list[Tensor]] = getattr(
 foreach_clamp_max_ = torch._foreach_clamp_max_
 foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_copy_: Callable[..., None] = torch._foreach_copy_
-foreach_div: Callable[..., list[Tensor]] = torch._foreach_div
+foreach_div: Callable[..., Any] = torch._foreach_div
 foreach_div_: Callable[..., None] = torch._foreach_div_
 foreach_lerp = torch._foreach_lerp
 foreach_lerp_: Callable[..., None] = torch._foreach_lerp_
 foreach_maximum_: Callable[..., None] = torch._foreach_maximum_
-foreach_mul: Callable[..., list[Tensor]] = torch._foreach_mul
+foreach_mul: Callable[..., Any] = torch._foreach_mul
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
-foreach_neg: Callable[..., list[Tensor]] = torch._foreach_neg
+foreach_neg: Callable[..., Any] = torch._foreach_neg
 foreach_norm = torch._foreach_norm
 foreach_reciprocal_: Callable[..., None] = torch._foreach_reciprocal_
 foreach_sign_: Callable[..., None] = torch._foreach_sign_
-foreach_sqrt: Callable[..., list[Tensor]] = torch._foreach_sqrt
+foreach_sqrt: Callable[..., Any] = torch._foreach_sqrt
 foreach_sqrt_: Callable[..., None] = torch._foreach_sqrt_
-foreach_sub: Callable[..., list[Tensor]] = torch._foreach_sub
+foreach_sub: Callable[..., Any] = torch._foreach_sub
 fused_adagrad_: Callable[..., None] = torch._fused_adagrad_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_

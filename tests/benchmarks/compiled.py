@@ -286,4 +286,7 @@ if __name__ == "__main__":
     options.add_argument("--first", choices=list(FIRST), help=argparse.SUPPRESS)
     options.add_argument("--peak", type=float, default=989.0, help="dense TFLOP/s in bf16, of an H100 or H200")
     given = options_of(options)
-    sys.exit(first_step(given.first) if given.first else main(given))
+    if given.first:
+        first_step(given.first)
+    else:
+        sys.exit(main(given))
