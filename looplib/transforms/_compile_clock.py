@@ -69,6 +69,6 @@ def _in_a_notebook() -> Write | None:
         if shown:
             shown[0].update(data, raw=True)
         else:
-            shown.append(display(data, raw=True, display_id=True))
+            shown.append(display(data, raw=True, display_id=True))  # type: ignore[no-untyped-call, unused-ignore]
 
     return write
