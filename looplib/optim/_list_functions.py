@@ -278,17 +278,22 @@ def agrees(recipe: Recipe, number: int, dtype: torch.dtype) -> bool:
         grads = [(param * (update - 1.3)).sin_() for param in params]
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
-        if update:
-            tensors = [param.clone() for param in params]
-            entries = ragged([made.state[param] for param in params])
-            copies = {key: [None if value is None else value.clone() for value in entries[key]] for key in entries}
-            if "step" in copies:
-                lists.foreach_add_(copies["step"], 1)
-            IN_LISTS[recipe.cls](made.param_groups[0], tensors, grads, copies)
+        expected = _updated(made, params, grads) if update else None  # the first update makes the state
         step(made)
-        if update and not (_same(params, tensors) and all(_same(entries[key], copies[key]) for key in entries)):
+        entries = ragged([made.state[param] for param in params])
+        if expected and not (_same(params, expected[0]) and all(map(_same, entries.values(), expected[1].values()))):
             return False
     return True
+
+
+def _updated(made: Any, params: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], dict[str, list[Any]]]:
+    """Copies of an optimizer's parameters and of their states, updated by the class's function for lists."""
+    tensors, entries = [param.clone() for param in params], ragged([made.state[param] for param in params])
+    copies = {key: [None if value is None else value.clone() for value in entries[key]] for key in entries}
+    if "step" in copies:
+        lists.foreach_add_(copies["step"], 1)
+    IN_LISTS[type(made)](made.param_groups[0], tensors, grads, copies)
+    return tensors, copies
 
 
 def _same(column: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -103,7 +103,7 @@ def test_another_thread_and_code_with_macros_of_its_own_are_compiled_as_usual(mo
 
 
 def in_a_thread(function):
-    """What a function returns in a thread of its own."""
+    """Call a function in a thread of its own and return its result."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool:
