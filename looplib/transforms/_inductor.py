@@ -11,7 +11,6 @@ from torch import Tensor
 
 from looplib._core.checks import check
 from looplib.transforms._kernels import compiled_together
-from looplib.transforms._mutation import only_live_values_are_kept
 from looplib.transforms._passes import powers_once, stacked_where_it_goes, without_alpha
 from looplib.transforms._program import Program, fakes
 
@@ -70,7 +69,7 @@ def _by_inductor(
 
     inner: dict[str, Any] = {"inner_compile": at_fixed_addresses} if cuda_graphs and in_place else {}
     patches = {**torch._inductor.list_mode_options(mode), **chosen}
-    with compiled_together(), only_live_values_are_kept():
+    with compiled_together():
         compiled: Any = inductor.compile_fx(graph, examples, config_patches=patches, **inner)
     if cuda_graphs and any(example.is_cuda for example in examples):
         return partial(_run_apart, compiled, in_place)

@@ -2,7 +2,8 @@
 
 Inductor compiles each kernel of a graph as a file of its own. Most of the C++ compiler's time is spent on starting and
 on reading the same header, so here the kernels of one graph share as many files as there are compilers at work. Each
-kernel keeps its code and its flags, and with them its results.
+kernel keeps its code and its flags, and with them its results. If kernels do not compile together, each is compiled as
+Inductor does it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def compiled_together() -> Iterator[None]:
 
     def wait(compiler: Any, scope: dict[str, Any]) -> None:
         kernels = {name: value for name, value in scope.items() if isinstance(value, Kernel)}
-        scope.update(zip(kernels, load(list(kernels.values())), strict=True))
+        try:
+            scope.update(zip(kernels, load(list(kernels.values())), strict=True))
+        except Exception:  # of any compiler: what is wrong with one kernel is said when it is compiled alone
+            scope.update({name: plain(compiler, *kernel) for name, kernel in kernels.items()})
         plain_wait(compiler, scope)
 
     patched: Any = AsyncCompile

@@ -88,6 +88,19 @@ def test_a_step_of_few_files_has_the_bits_of_one_file_per_kernel(monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(tensors, tensors_apart, strict=True))
 
 
+@pytest.mark.slow
+def test_kernels_that_do_not_compile_together_are_compiled_apart(monkeypatch):
+    options = {"fx_graph_cache": False}
+    monkeypatch.setattr(_kernels, "one_file", lambda kernels: "this is no C++")
+    compiled = files(monkeypatch)
+    losses, tensors = trained(options)
+    assert compiled.count("this is no C++") >= 1
+    monkeypatch.setattr(_inductor, "compiled_together", contextlib.nullcontext)
+    losses_apart, tensors_apart = trained(options)
+    assert losses == losses_apart
+    assert all(torch.equal(one, other) for one, other in zip(tensors, tensors_apart, strict=True))
+
+
 def test_another_thread_and_code_with_macros_of_its_own_are_compiled_as_usual(monkeypatch):
     from torch._inductor.async_compile import AsyncCompile
 
