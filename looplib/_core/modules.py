@@ -401,7 +401,7 @@ _NO_TENSOR = torch.empty(0, device=_CPU)
 
 
 def _submodules(children: Sequence[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
-    return [*chain.from_iterable(map(dict.values, children))]
+    return [*chain.from_iterable(own.values() for own in children)]  # a scripted module's is no dict
 
 
 def _identity(places: Sequence[Slot]) -> set[tuple[int, str]]:
