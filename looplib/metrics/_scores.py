@@ -92,9 +92,8 @@ def accuracy(
     else:
         label = rearrange(torch.where(valid, labels, 0).long(), "... -> ... 1")
         score = predictions.gather(-1, label)
-        if (
-            top_k == 1 and predictions.dtype != torch.bool
-        ):  # the same answer, ties included, without a mask of all scores
+        if top_k == 1 and predictions.dtype != torch.bool:  # which argmax does not take
+            # The first of the highest scores: the same answer, ties included, without a mask of all scores.
             right = predictions.argmax(-1, keepdim=True) == label
         else:
             first = torch.arange(predictions.shape[-1], device=label.device) < label

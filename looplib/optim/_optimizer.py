@@ -47,10 +47,10 @@ def optimizer(
     >>> new_params, opt_state, applied = adamw.update(grads, opt_state, params, 0)
 
     An update is bitwise that of the class's own `step()` in a raw loop with the same arguments and the same kernel,
-    because it runs that step, or the fused kernel that the step would call. A parameter whose first gradient comes
-    late starts at its own first update, as in torch. If a class creates state only then, `opt_state["started"]`
-    records which parameters have had an update. Random numbers that a class draws from torch are derived from the
-    state's seed and step.
+    because it runs that step, the fused kernel that the step would call, or a function that has been compared with the
+    step. A parameter whose first gradient comes late starts at its own first update, as in torch. If a class creates
+    state only then, `opt_state["started"]` records which parameters have had an update. Random numbers that a class
+    draws from torch are derived from the state's seed and step.
 
     `opt_state["state"][name]` holds what torch keeps for a parameter, under torch's names. If a class changes values
     in its groups, as schedule-free optimizers do, they are in `opt_state["groups"]`. If it keeps an object for a

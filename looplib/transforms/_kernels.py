@@ -20,6 +20,9 @@ _INCLUDES = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
 _MACROS = re.compile(r"^[ \t]*#[ \t]*(?!include\b|pragma\b)\w", re.MULTILINE)
 
 
+_patching = threading.RLock()  # the two functions belong to the process
+
+
 class Kernel(NamedTuple):
     """A function `kernel` in C++, and the types of its arguments."""
 
@@ -29,30 +32,34 @@ class Kernel(NamedTuple):
 
 @contextmanager
 def compiled_together() -> Iterator[None]:
-    """Compile the kernels of each graph that this thread compiles, or finds in Inductor's cache, in few files."""
+    """Compile the kernels of each graph that this thread compiles, or finds in Inductor's cache, in few files.
+
+    Another thread of looplib's that compiles waits, since otherwise the two would restore each other's functions.
+    """
     from torch._inductor.async_compile import AsyncCompile
 
-    plain, plain_wait, thread = AsyncCompile.cpp_pybinding, AsyncCompile.wait, threading.get_ident()
+    with _patching:
+        plain, plain_wait, thread = AsyncCompile.cpp_pybinding, AsyncCompile.wait, threading.get_ident()
 
-    def cpp_pybinding(compiler: Any, argtypes: list[str], source: str) -> Any:
-        if threading.get_ident() != thread or _MACROS.search(source):
-            return plain(compiler, argtypes, source)
-        return Kernel(argtypes, source)
+        def cpp_pybinding(compiler: Any, argtypes: list[str], source: str) -> Any:
+            if threading.get_ident() != thread or _MACROS.search(source):
+                return plain(compiler, argtypes, source)
+            return Kernel(argtypes, source)
 
-    def wait(compiler: Any, scope: dict[str, Any]) -> None:
-        kernels = {name: value for name, value in scope.items() if isinstance(value, Kernel)}
+        def wait(compiler: Any, scope: dict[str, Any]) -> None:
+            kernels = {name: value for name, value in scope.items() if isinstance(value, Kernel)}
+            try:
+                scope.update(zip(kernels, load(list(kernels.values())), strict=True))
+            except Exception:  # of any compiler: what is wrong with one kernel is said when it is compiled alone
+                scope.update({name: plain(compiler, *kernel) for name, kernel in kernels.items()})
+            plain_wait(compiler, scope)
+
+        patched: Any = AsyncCompile
+        patched.cpp_pybinding, patched.wait = cpp_pybinding, wait
         try:
-            scope.update(zip(kernels, load(list(kernels.values())), strict=True))
-        except Exception:  # of any compiler: what is wrong with one kernel is said when it is compiled alone
-            scope.update({name: plain(compiler, *kernel) for name, kernel in kernels.items()})
-        plain_wait(compiler, scope)
-
-    patched: Any = AsyncCompile
-    patched.cpp_pybinding, patched.wait = cpp_pybinding, wait
-    try:
-        yield
-    finally:
-        patched.cpp_pybinding, patched.wait = plain, plain_wait
+            yield
+        finally:
+            patched.cpp_pybinding, patched.wait = plain, plain_wait
 
 
 def load(kernels: Sequence[Kernel]) -> list[Any]:

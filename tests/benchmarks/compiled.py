@@ -33,11 +33,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from harness import ROOT, Report, Seconds, Step, compile_without_cache, in_turns, options_of, parser
 from models import Block, Transformer, mlp, next_token, transformer
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import looplib as ll
@@ -155,33 +153,9 @@ def members() -> Step:
 
 
 def maml() -> Step:
-    """MAML of `specialists.py`, compiled: 25 tasks, 5 inner steps."""
-    from specialists import INNER_LR, INNER_STEPS, meta_model, sinusoids, squared_error
+    from specialists import looplib_maml
 
-    model, tasks = meta_model(), sinusoids()
-    inner, outer = ll.optimizer(torch.optim.SGD, lr=INNER_LR), ll.optimizer(torch.optim.Adam, lr=1e-3)
-    inner_step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(model, squared_error), inner))
-    start = ll.copy_state(ll.init_state(model, inner))
-
-    def meta_loss(model: Any, tasks: Any) -> Tensor:
-        params = dict(model.named_parameters())
-
-        def error(x: Tensor, y: Tensor) -> Tensor:
-            batches = [(x[:10], y[:10])] * INNER_STEPS
-            state, _ = ll.transforms.unroll(inner_step, start.replace(params=params), batches)
-            return F.mse_loss(functional_call(model, state.params, x[10:]), y[10:])
-
-        losses: Tensor = vmap(error)(*tasks)
-        return losses.mean()
-
-    train_step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, meta_loss), outer, donate=True))
-    state = ll.init_state(model, outer)
-
-    def step() -> None:
-        nonlocal state
-        state, _ = train_step(state, tasks)
-
-    return step
+    return looplib_maml(compiled=True)[0]
 
 
 FIRST: dict[str, Callable[[], Step]] = {

@@ -115,6 +115,27 @@ def test_another_thread_and_code_with_macros_of_its_own_are_compiled_as_usual(mo
     assert (AsyncCompile.cpp_pybinding, AsyncCompile.wait) == before
 
 
+def test_two_threads_that_compile_at_once_leave_inductor_as_it_was():
+    import threading
+    import time
+
+    from torch._inductor.async_compile import AsyncCompile
+
+    before, second_is_in = (AsyncCompile.cpp_pybinding, AsyncCompile.wait), threading.Event()
+
+    def second():
+        with _kernels.compiled_together():
+            second_is_in.set()
+            time.sleep(0.1)  # without the lock, the first thread leaves in this time
+
+    with _kernels.compiled_together():
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert not second_is_in.wait(0.1)
+    thread.join()
+    assert (AsyncCompile.cpp_pybinding, AsyncCompile.wait) == before
+
+
 def in_a_thread(function):
     """Call a function in a thread of its own and return its result."""
     from concurrent.futures import ThreadPoolExecutor
