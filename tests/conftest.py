@@ -1,9 +1,14 @@
 import os
+import signal
 
 # Before torch is imported, for the processes that tests start as well: the models are tiny, and threads that wait
 # for each other on two cores cost ten times what they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
+
+# A shell starts its background jobs with Ctrl-C ignored, which the processes that tests start would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import pytest
