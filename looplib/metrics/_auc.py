@@ -50,7 +50,7 @@ class AUC(NamedTuple):
         Raises:
             ValueError: the shapes do not match.
         """
-        _fit(scores, labels, weights, "scores")
+        _fit(scores.shape, labels, weights, "scores")
         return cls((_kept(scores),), (labels.flatten() > 0,), (None if weights is None else _copy(_wide(weights)),))
 
     def merge(self, other: AUC) -> AUC:
@@ -132,8 +132,8 @@ class GroupedAUC(NamedTuple):
         Raises:
             ValueError: shapes or dtypes do not match, or `average` is unknown.
         """
-        _fit(scores, labels, weights, "scores")
-        _fit(groups, labels, None, "groups")
+        _fit(scores.shape, labels, weights, "scores")
+        _fit(groups.shape, labels, None, "groups")
         _integers("groups", groups)
         check_argument(average in ("examples", "groups"), "average", average, 'give "examples" or "groups"')
         kept = None if weights is None else _copy(_wide(weights))
@@ -277,7 +277,7 @@ class StreamingAUC(NamedTuple):
         Raises:
             ValueError: the shapes do not match, there are no bins, or the range is empty.
         """
-        _fit(scores, labels, weights, "scores")
+        _fit(scores.shape, labels, weights, "scores")
         if bins < 1 or not (low < high and math.isfinite(high - low)):
             raise ValueError(
                 f"{bins} bins from {low} to {high}: give at least one bin, and a finite low below a high"

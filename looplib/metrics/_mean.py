@@ -84,6 +84,10 @@ for _name in ("add", "radd", "mul", "rmul", "sub", "rsub", "truediv", "rtruediv"
 
 def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
     """Sum of the values, each multiplied by its entry of `times`, in few operations."""
+    if len(values) == 2 and times == [1, 1]:
+        one, other = values
+        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.dim() == other.dim() == 0:
+            return _wide(one) + other  # torch adds the two in the wider of their dtypes
     pairs = list(zip(values, times, strict=True))
     number = sum([value * n for value, n in pairs if not isinstance(value, Tensor)])
     tensors = [value for value in values if isinstance(value, Tensor)]
@@ -91,13 +95,17 @@ def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
     if not tensors:
         return number
     stacked = torch.stack(tensors)
-    wide = stacked if stacked.device.type == "mps" else stacked.double()
+    wide = _wide(stacked)
     counts = {n for value, n in pairs if isinstance(value, Tensor)}
     if len(counts) > 1:
         terms = torch_private.foreach_mul(wide.unbind(), [n for value, n in pairs if isinstance(value, Tensor)])
         return torch.stack(terms).sum(0) + number
     total = wide.sum(0) * counts.pop()
     return total + number if number else total
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device.type == "mps" else tensor.double()
 
 
 def merge(first: Metrics, *rest: Metrics) -> dict[str, Metric]:

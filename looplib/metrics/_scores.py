@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from looplib._core.widening import wide_dtype
@@ -73,13 +72,13 @@ def accuracy(
     """
     _integers("labels", labels)
     if predictions.dim() == labels.dim() + 1:
-        _fit(predictions[..., 0], labels, weights, "logits without their last dimension")
+        _fit(predictions.shape[:-1], labels, weights, "logits without their last dimension")
         if not 1 <= top_k <= predictions.shape[-1]:
             raise ValueError(
                 f"top_k is {top_k}; logits of shape {tuple(predictions.shape)} allow 1 to their last size"
             )
     else:
-        _fit(predictions, labels, weights, "predicted classes")
+        _fit(predictions.shape, labels, weights, "predicted classes")
         if predictions.is_floating_point() or top_k != 1:
             raise ValueError(
                 f"predictions have shape {tuple(predictions.shape)} and dtype {predictions.dtype}, with labels "
@@ -90,18 +89,19 @@ def accuracy(
     if predictions.dim() == labels.dim():
         right = predictions == labels
     else:
-        label = rearrange(torch.where(valid, labels, 0).long(), "... -> ... 1")
+        label = torch.where(valid, labels, 0).long().unsqueeze(-1)
         score = predictions.gather(-1, label)
-        if top_k == 1 and predictions.dtype != torch.bool:  # which argmax does not take
-            # The first of the highest scores: the same answer, ties included, without a mask of all scores.
-            right = predictions.argmax(-1, keepdim=True) == label
+        if top_k == 1:
+            # The first of the highest scores: the same answer, ties included, without a mask of all scores. On CPUs,
+            # torch finds it faster by max than by argmax.
+            right = predictions.max(-1, keepdim=True).indices == label
         else:
             first = torch.arange(predictions.shape[-1], device=label.device) < label
             behind = torch.where(first, predictions < score, predictions <= score)
             right = (~behind).sum(-1, keepdim=True) < top_k
-        right = (right & ~score.isnan()).squeeze(-1)
+        right = (right & (score == score)).squeeze(-1)  # NaN differs from itself
     if weights is None:
-        return Mean((right & valid).sum(), valid.sum())
+        return Mean((right & valid).count_nonzero(), valid.count_nonzero())
     weights = torch.where(valid.flatten(), _wide(weights), 0)
     return Mean((weights * right.flatten()).sum(), weights.sum())
 
@@ -151,7 +151,7 @@ def calibration(predictions: Tensor, labels: Tensor, weights: Tensor | None = No
 
     Source: He et al., "Practical lessons from predicting clicks on ads at Facebook", 2014, section 2.
     """
-    _fit(predictions, labels, weights, "predictions")
+    _fit(predictions.shape, labels, weights, "predictions")
     return Mean(_weighted(predictions, weights).sum(), _weighted(labels, weights).sum())
 
 
@@ -192,7 +192,7 @@ def mse(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> 
 
 
 def _errors(predictions: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    _fit(predictions, targets, weights, "predictions", "targets")
+    _fit(predictions.shape, targets, weights, "predictions", "targets")
     return _wide(predictions) - _wide(targets)
 
 
@@ -255,7 +255,7 @@ class R2(NamedTuple):
     @classmethod
     def of(cls, predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> R2:
         """Record of a batch, with the arguments and errors of `mae`."""
-        _fit(predictions, targets, weights, "predictions", "targets")
+        _fit(predictions.shape, targets, weights, "predictions", "targets")
         if not targets.numel():
             return cls.empty(targets.device)
         y, p = _wide(targets), _wide(predictions)
@@ -307,11 +307,9 @@ def _kept(scores: Tensor) -> Tensor:
     return _copy(scores.float() if narrow else scores)
 
 
-def _fit(values: Tensor, labels: Tensor, weights: Tensor | None, name: str, of: str = "labels") -> None:
-    if values.shape != labels.shape:
-        raise ValueError(
-            f"{name} have shape {tuple(values.shape)} and {of} {tuple(labels.shape)}; give both the same shape"
-        )
+def _fit(shape: torch.Size, labels: Tensor, weights: Tensor | None, name: str, of: str = "labels") -> None:
+    if shape != labels.shape:
+        raise ValueError(f"{name} have shape {tuple(shape)} and {of} {tuple(labels.shape)}; give both the same shape")
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(f"weights have shape {tuple(weights.shape)}; {of} need {tuple(labels.shape)}")
 

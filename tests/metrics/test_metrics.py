@@ -138,3 +138,13 @@ def test_a_mean_is_read_like_a_scalar_tensor():
 def test_a_mean_is_not_compared_or_added_field_by_field(use):
     with pytest.raises(TypeError, match=r"not a number: metrics\['loss'\]\.item\(\) gives its value"):
         use(ll.Mean(1.5, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_two_means_are_added_in_float64_and_whole_members_apart(dtype):
+    one, other = ll.Mean(torch.tensor(2.0**24).to(dtype), torch.tensor(1)), ll.Mean(torch.tensor(1).to(dtype), 2)
+    for merged in (one.merge(other), other.merge(one)):
+        assert (merged.total.dtype, merged.total.item()) == (torch.float64, 2.0**24 + 1)
+        assert float(merged.weight) == 3
+    members = ll.Mean(torch.ones(3), 1).merge(ll.Mean(torch.tensor([1.0, 2.0, 3.0]), 1))
+    assert torch.equal(members.compute(), torch.tensor([1.0, 1.5, 2.0], dtype=torch.float64))

@@ -144,6 +144,26 @@ def test_labels_without_a_sign_all_count(dtype):
 
 
 @settings(max_examples=60, deadline=None)
+@given(
+    columns(
+        st.lists(st.sampled_from([0.0, 1.0, math.inf, -math.inf, math.nan]), min_size=4, max_size=4),
+        st.integers(0, 3),
+    ),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
+)
+def test_the_predicted_class_is_that_of_argmax_and_nan_is_no_hit(drawn, dtype):
+    (logits, labels), _ = drawn
+    logits = logits.to(dtype)
+    predicted = logits.argmax(-1)
+    right = (predicted == labels) & ~logits.isnan().any(-1)
+    assert number(S.accuracy(logits, labels)) == right.double().mean()
+    expected = S.ConfusionMatrix.of(predicted, labels, 4).matrix
+    assert torch.equal(S.ConfusionMatrix.of(logits, labels, 4).matrix, expected)
+    logits = logits > 0
+    assert number(S.accuracy(logits, labels)) == (logits.int().argmax(-1) == labels).double().mean()
+
+
+@settings(max_examples=60, deadline=None)
 @given(columns(st.integers(0, 3), st.integers(0, 3), weight), st.booleans(), st.data())
 def test_confusion_matrix(drawn, weighted, data):
     (predicted, labels, weights), sizes = drawn
@@ -180,6 +200,11 @@ def test_a_confusion_matrix_of_logits_without_padding():
         outside = S.ConfusionMatrix.of(torch.tensor([0, 0]), torch.tensor([0, bad]), 3)
         with pytest.raises(ValueError, match=r"1 labels or predictions lie outside 0 to 2, for 3 classes"):
             outside.compute()
+    for bad in (-1, 3, 2**62, -(2**62), 2**63 - 1, -(2**63)):
+        outside = S.ConfusionMatrix.of(torch.eye(3)[:2], torch.tensor([bad, 1]), 3)
+        assert outside.counts.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
+        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+            S.accuracy(torch.eye(3)[:2], torch.tensor([bad, 1]))
     with pytest.raises(ValueError, match=r"shapes \(3, 3\) and \(2, 2\)"):
         record.merge(S.ConfusionMatrix.empty(2))
     assert math.isnan(number(S.ConfusionMatrix.empty(2)))
