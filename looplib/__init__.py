@@ -33,7 +33,6 @@ from looplib import (
     schedules,
     state,
     steps,
-    transforms,
     types,
 )
 from looplib._core.absent import explain_names as _explain_names
@@ -60,11 +59,11 @@ from looplib.predicates import (
 from looplib.schedules import warmup_cosine
 from looplib.state import bind, copy_state, end_epoch, init_state
 from looplib.steps import make_eval_step, make_predict_step, make_train_step
-from looplib.transforms import compile_step, vmap_step
 from looplib.types import DonatedStateError, TrainState
 
 if _TYPE_CHECKING:
-    from looplib import contrib, debug, testing
+    from looplib import contrib, debug, testing, transforms
+    from looplib.transforms import compile_step, vmap_step
 
 __all__ = [
     "DonatedStateError",
@@ -132,5 +131,8 @@ __all__ = [
     "warmup_cosine",
 ]
 
-# Rooms that most loops do not use are imported when they are asked for.
-_explain_names(_sys.modules[__name__], late=("contrib", "debug", "testing"))
+# Rooms that most loops do not use are imported when they, or one of these names in them, are asked for.
+_explain_names(
+    _sys.modules[__name__],
+    late={"contrib": (), "debug": (), "testing": (), "transforms": ("compile_step", "vmap_step")},
+)

@@ -95,24 +95,29 @@ def explain_attributes(cls: type, owner: str, advice: Mapping[str, str]) -> None
     cls.__dir__ = lambda self: [name for name in object.__dir__(self) if name not in advice]  # type: ignore[assignment, method-assign, misc]
 
 
-def explain_names(package: ModuleType, late: Collection[str]) -> None:
-    """Make a package and its rooms say where a name is that they do not have, and import late rooms at their first use."""
+def explain_names(package: ModuleType, late: Mapping[str, Collection[str]]) -> None:
+    """Make a package and its rooms say where a name is that they do not have, and import late rooms at their first use.
+
+    `late` maps such a room to those of its names that the package has as well.
+    """
+    homes = {name: room for room, names in late.items() for name in (room, *names)}
 
     @cache
     def where() -> dict[str, str]:
         found = {name: f"ll.{room}.{name}" for room, module in _rooms(package).items() for name in module.__all__}
         return found | {name: f"ll.{name}" for name in package.__all__}
 
-    def __getattr__(name: str) -> ModuleType:
-        if name not in late:
+    def __getattr__(name: str) -> Any:
+        if name not in homes:
             _refuse_name(package, name, where)
-        room = import_module(f"{package.__name__}.{name}")
+        room = import_module(f"{package.__name__}.{homes[name]}")
         vars(room)["__getattr__"] = partial(_refuse_name, room, where=where)
-        return room
+        vars(package).update({other: getattr(room, other) for other in late[homes[name]]})
+        return getattr(package, name)
 
-    for room in _rooms(package, late).values():
+    for room in _rooms(package, homes).values():
         vars(room)["__getattr__"] = partial(_refuse_name, room, where=where)
-    vars(package).update(__getattr__=__getattr__, __dir__=lambda: sorted({*vars(package), *late}))
+    vars(package).update(__getattr__=__getattr__, __dir__=lambda: sorted({*vars(package), *homes}))
 
 
 def _rooms(package: ModuleType, but: Collection[str] = ()) -> dict[str, ModuleType]:

@@ -19,7 +19,6 @@ import json
 import math
 import os
 import sys
-import sysconfig
 import threading
 import time
 import warnings
@@ -72,7 +71,7 @@ class Call(NamedTuple):
 
 
 _LOOPLIB = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_BETWEEN = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, sysconfig.__file__)) + ("<",)
+_BETWEEN = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.__file__)) + ("<",)
 _NAMES = {"donated_step": "train_step", "pure_step": "train_step", "fires": "__call__"}
 
 

@@ -73,6 +73,8 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Span:
+    """A tensor of a state, and the bytes of its storage that it covers."""
+
     leaf_path: str
     tensor: Tensor
     dtype: str

@@ -277,6 +277,8 @@ class at_step(Predicate):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _After(Predicate):
+    """True from a count on, in the unit of its periodic predicate."""
+
     n: Number
     _every: ClassVar[type[every_n_steps | every_n_epochs | every_n_samples]]
 

@@ -110,6 +110,8 @@ class Predicate:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _And(Predicate):
+    """True if both are."""
+
     left: Predicate
     right: Predicate
 
@@ -122,6 +124,8 @@ class _And(Predicate):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Or(Predicate):
+    """True if one of the two is."""
+
     left: Predicate
     right: Predicate
 
@@ -134,6 +138,8 @@ class _Or(Predicate):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Not(Predicate):
+    """True if the inner one is not."""
+
     inner: Predicate
 
     def fires(self, state: TrainState) -> bool:
