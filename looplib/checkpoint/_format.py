@@ -14,7 +14,7 @@ import base64
 import ctypes
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,10 @@ def local(leaf: Any) -> Tensor:
         return shard.wait() if hasattr(shard, "wait") else shard.detach()  # type: ignore[no-any-return]
 
 
-def extent(shape: Iterable[int], stride: Iterable[int]) -> int:
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Number of elements from a tensor's first to its last in memory, inclusive."""
-    pairs = list(zip(shape, stride, strict=True))
-    return sum((n - 1) * step for n, step in pairs) + 1 if all(n for n, _ in pairs) else 0
+    steps = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
+    return 0 if 0 in shape else 1 + sum(steps)
 
 
 # Plain types, each with a test for the values that JSON can represent.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
@@ -103,9 +104,9 @@ def _dtype(leaf_path: str, name: str) -> torch.dtype:
     return dtype
 
 
-def _are_counts(numbers: Iterable[Any]) -> bool:
+def _are_counts(numbers: Collection[Any]) -> bool:
     """True for ints from 0 on whose products and sums stay within 64 bits."""
-    return all(type(number) is int and 0 <= number < 2**48 for number in numbers)
+    return {*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0 and max(numbers, default=0) < 2**48
 
 
 class Reader:
@@ -157,20 +158,22 @@ class Reader:
 
     def _check_run(self, name: str) -> None:
         begin, length, size = self.data[name]["begin"], self.data[name]["bytes"], self.files[self._file(name)]
-        inside = _are_counts([begin, length]) and begin + length <= size
-        check(inside, f"the bytes of {name} are {length!r} from {begin!r} on, of {size}")
+        if not (_are_counts([begin, length]) and begin + length <= size):
+            raise ValueError(f"the bytes of {name} are {length!r} from {begin!r} on, of {size}")
 
     def _check_entry(self, leaf_path: str) -> None:
         entry = self.tensors[leaf_path]
-        shape, length = entry["shape"], self.data[entry["data"]]["bytes"]
-        dtype = _dtype(leaf_path, entry["dtype"])
-        offset = entry.get("offset", 0)
-        stride = entry.get("stride", [math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
-        layout = f"shape {shape}, stride {stride} and offset {offset}"
-        are_counts = type(shape) is list and _are_counts([offset, *shape, *stride, math.prod(shape)])
-        check(are_counts and offset % dtype.itemsize == 0, f"{leaf_path} has {layout}")
-        end = offset + extent(shape, stride) * dtype.itemsize
-        check(end <= length, f"{leaf_path} reaches beyond its {length} bytes: {layout}")
+        shape, stride, offset = entry["shape"], entry.get("stride"), entry.get("offset", 0)
+        length, size = self.data[entry["data"]]["bytes"], _dtype(leaf_path, entry["dtype"]).itemsize
+        numbers = math.prod(shape)
+        are_counts = type(shape) is list and _are_counts([offset, *shape, *(stride or ()), numbers])
+        # Thousands of leaves are checked, so the message is made for a wrong one alone.
+        if not (are_counts and offset % size == 0):
+            raise ValueError(f"{leaf_path} has shape {shape}, stride {stride} and offset {offset}")
+        if offset + (numbers if stride is None else extent(shape, stride)) * size > length:
+            raise ValueError(
+                f"{leaf_path} reaches beyond its {length} bytes: shape {shape}, stride {stride} and offset {offset}"
+            )
 
     def _check_shards(self, leaf_path: str) -> None:
         entry = self.shards[leaf_path]
@@ -222,8 +225,12 @@ class Reader:
         names = {self.chunks(leaf_path)[index]["data"] for leaf_path, index in chunks}
         for file in set(map(self._file, names)):
             self._map(file)
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(self._run, sorted(names)))
+        # The threads share one iterator, so that each takes the next run, largest first, when it has time. A task for
+        # each run would cost more than most checksums.
+        runs = iter(sorted(names, key=lambda name: -self.data[name]["bytes"]))
+        cores = os.cpu_count() or 1
+        with ThreadPoolExecutor(cores) as pool:
+            list(pool.map(lambda _: [*map(self._run, runs)], range(cores)))
 
     def _map(self, file: str) -> mmap.mmap:
         if file not in self.maps:
@@ -258,7 +265,8 @@ class Reader:
             key = name, device
             run = copies[key] = copies[key] if key in copies else run.to(device, copy=True)
         if "stride" not in entry:
-            return run[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            size = math.prod(shape) * dtype.itemsize
+            return (run if run.numel() == size else run[:size]).view(dtype).view(shape)
         rest = run[entry["offset"] :]
         rest = rest[: len(rest) // dtype.itemsize * dtype.itemsize].view(dtype)
         return rest.as_strided(shape, entry["stride"])

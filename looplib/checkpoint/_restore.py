@@ -29,7 +29,7 @@ from looplib.checkpoint._format_read import Reader, read_document
 from looplib.checkpoint._left_out import paths_left_out
 from looplib.checkpoint._position import position
 from looplib.checkpoint._settings import Settings
-from looplib.checkpoint._sharing import Sharing, element_once
+from looplib.checkpoint._sharing import Sharing, write
 from looplib.types import COUNTS, TREES, TrainState
 
 
@@ -45,8 +45,10 @@ class Selection:
         return not self.weights_only and self.names is None
 
     def __call__(self, leaf_path: str) -> bool:
+        if self.everything or not leaf_path.startswith(WEIGHTS):
+            return self.everything
         name = leaf_path.split("/", 2)[-1].replace("~1", "/").replace("~0", "~")
-        return self.everything or (leaf_path.startswith(WEIGHTS) and (self.names is None or self.names(name)))
+        return self.names is None or self.names(name)
 
 
 class Loaded(NamedTuple):
@@ -187,8 +189,7 @@ def _write_over(
         chain.wrote()
         with torch.no_grad():
             for leaf, value in writes:
-                once = element_once(leaf)
-                leaf[once].copy_(value[once])
+                write(leaf, value)
         new = restored()
         _donation.in_flight(template, new)
     finally:

@@ -103,8 +103,7 @@ class Sharing:
         views = _views(weights)
         saved = {leaf_path: value(leaf_path).to(view.dtype) for leaf_path, view in views.items()}
         for leaf_path, view in views.items():
-            once = element_once(view)
-            view[once].copy_(saved[leaf_path][once])
+            write(view, saved[leaf_path])
         changed = [path for path, view in views.items() if not torch.equal(_bits(view), _bits(saved[path]))]
         check(
             not changed,
@@ -141,6 +140,9 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def element_once(tensor: Tensor) -> tuple[slice, ...]:
-    """Index of each element in memory once: an expanded dimension has only one to write."""
-    return tuple(slice(n if step else 1) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+def write(tensor: Tensor, values: Tensor) -> None:
+    """Copy values into a tensor, each element in memory once: an expanded dimension has only one to write."""
+    if 0 in tensor.stride():
+        once = tuple(slice(n if step else 1) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        tensor, values = tensor[once], values[once]
+    tensor.copy_(values)
