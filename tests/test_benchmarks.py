@@ -128,6 +128,48 @@ def test_growth_that_is_faster_than_the_raw_loops_is_marked(imported):
     assert growth.verdict(growth.change(first, faster, "looplib")) == "**yes**"
 
 
+def test_pure_steps_and_predicates_are_compared_with_what_does_the_same(imported):
+    growth = imported("growth")
+    jitter = [1.0, 1.001, 1.002, 0.999, 0.998]
+    twice = [2 * value for value in jitter]
+    first = dict.fromkeys(["raw", "raw, with copies", "raw, functions", "donated", "pure", "looplib"], jitter)
+    last = first | dict.fromkeys(["raw, with copies", "raw, functions", "pure", "looplib"], twice)
+    for name in ("donated", "pure", "looplib"):
+        assert growth.change(first, last, name).value == 1.0, name
+    without = [{name: times[name] for name in ("raw", "pure")} for times in (first, last)]
+    assert growth.change(*without, "pure").value == 2.0
+
+
+@pytest.mark.slow
+def test_an_import_that_compiles_its_modules_each_time_is_not_measured(imported, monkeypatch, tmp_path):
+    imports = imported("imports")
+    for name in ("tiny", "locked"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "locked" / "__pycache__").touch()  # a file, so that no bytecode can be written beside the module
+    for name, value in {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert imports.prepared("import tiny", None) == {"on": [], "off": []}
+    assert imports.seconds_of("import tiny", "off") > 0
+    assert imports.prepared("import locked", None) == {"on": [], "off": []}
+    with pytest.raises(
+        RuntimeError, match=r"1 modules to bytecode again, .*locked/__init__.py first. Set PYTHONPYCACHE"
+    ):
+        imports.seconds_of("import locked", "on")
+
+
+@pytest.mark.slow
+def test_imports_end_without_a_terminal(tmp_path):
+    found, _ = dry_run("imports", tmp_path, "--only", "looplib")
+    assert "import looplib" in found["tables"]["time of an import"]
+    assert not absent(found["failures"])
+
+
+def test_an_import_that_takes_too_long_is_named(imported):
+    with pytest.raises(imported("harness").OutOfTimeError, match="took more than 0 s"):
+        imported("imports").imported("import time; time.sleep(100)", "on", 0.01)
+
+
 GOOD = """
 import argparse, pathlib, json
 parser = argparse.ArgumentParser()
@@ -216,7 +258,7 @@ def test_memory_counts_what_is_made_at_the_start_as_what_is_made_in_a_step(impor
 
 def test_each_script_has_its_place_on_a_page_and_its_share_of_the_time(imported):
     every = imported("all")
-    scripts = {path.stem for path in BENCHMARKS.glob("*.py")} - {"all", "gpu", "harness", "models"}
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py")} - {"all", "gpu", "harness", "loops", "models"}
     assert every.SHARES.keys() == scripts
     text = "".join(page.read_text() for page in every.PAGES)
     for name in scripts:

@@ -3,10 +3,11 @@
     python tests/benchmarks/growth.py
     python tests/benchmarks/growth.py --only tensors --seconds 60
 
-At each point of a curve, raw loop and looplib take turns in shuffled order. The first table has, for each curve,
-looplib's time over the raw loop's at the first and at the last point, and the change between them with its 95% interval
-over the rounds: above 1, looplib grows faster than the raw loop. The other tables have all points. `growth.svg` beside
-the JSON file has the curves.
+In each round raw loop and looplib take turns at all points of a curve, in shuffled order. The first table has, for each
+curve, looplib's time over the raw loop's at the first and at the last point, and the change between them with its 95%
+interval over the rounds: above 1, looplib grows faster than the raw loop. A pure step is compared with the raw loop that
+copies its weights and moments before each update, as a pure step must, and predicates with as many calls of a plain
+function. The other tables have all points. `growth.svg` beside the JSON file has the curves.
 """
 
 from __future__ import annotations
@@ -24,71 +25,41 @@ from typing import Any
 
 import torch
 from harness import Mebibytes, Ratio, Report, Seconds, Step, in_turns, interval, options_of, parser, resampled, status
-from models import classify, mlp
-from torch import Tensor, nn
+from loops import looplib_step, raw_step
+from models import classify, many, mlp
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import looplib as ll
 
-RAW, DONATED, PURE = "raw", "donated", "pure"
+RAW, DONATED, PURE, LOOPLIB = "raw", "donated", "pure", "looplib"
+COPYING, CALLING = "raw, with copies", "raw, functions"
+FAIR = {PURE: COPYING, LOOPLIB: CALLING}  # what a contender is compared with, on curves that have it
 SIZES = (1, 10, 100, 1000)  # numbers in the tensors of a model of many tensors, in turn
 
 
-def raw_step(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any, clips: int = 0) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
+def on_all(make: Callable[[], tuple[nn.Module, Any, Any]], clips: int = 0) -> dict[str, Step]:
+    def clip(model: nn.Module) -> None:
         for _ in range(clips):
             torch.nn.utils.clip_grad_value_(model.parameters(), 10.0)
-        optimizer.step()
 
-    return step
+    def wrapped(grad_fn: ll.types.GradFn) -> ll.types.GradFn:
+        for _ in range(clips):
+            grad_fn = ll.grads.clip_by_value(grad_fn, 10.0)
+        return grad_fn
 
-
-def looplib_step(
-    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any, donate: bool, clips: int = 0
-) -> Callable[[], ll.TrainState]:
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
-    grad_fn = ll.make_grad_fn(model, loss_fn)
-    for _ in range(clips):
-        grad_fn = ll.grads.clip_by_value(grad_fn, 10.0)
-    train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
-    state = ll.init_state(model, optimizer)
-
-    def step() -> ll.TrainState:
-        nonlocal state
-        state, _ = train_step(state, batch)
-        return state
-
-    return step
-
-
-def on_all(make: Callable[[], tuple[nn.Module, Any, Any]], clips: int = 0) -> dict[str, Step]:
     return {
-        RAW: raw_step(*make(), clips),
-        DONATED: looplib_step(*make(), True, clips),
-        PURE: looplib_step(*make(), False, clips),
+        RAW: raw_step(*make(), clip=clip),
+        COPYING: raw_step(*make(), clip=clip, copies=True),
+        DONATED: looplib_step(*make(), True, clip=wrapped),
+        PURE: looplib_step(*make(), False, clip=wrapped),
     }
-
-
-class Many(nn.Module):
-    """Tensors of 1 to 1,000 numbers, whose forward pass is one concatenation."""
-
-    def __init__(self, tensors: int) -> None:
-        super().__init__()
-        sizes = itertools.islice(itertools.cycle(SIZES), tensors)
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in sizes])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat(list(self.weights)).square().mean() * x.mean()
 
 
 def tensors(count: int) -> dict[str, Step]:
     def make() -> tuple[nn.Module, Any, Any]:
         torch.manual_seed(0)
-        return Many(count), lambda model, x: model(x), torch.ones(1)
+        return many([(size,) for size in itertools.islice(itertools.cycle(SIZES), count)])
 
     return on_all(make)
 
@@ -104,27 +75,49 @@ def wrappers(count: int) -> dict[str, Step]:
 
 
 def predicates(count: int) -> dict[str, Step]:
-    """`step % n == 0` for as many n, and as many `every_n_steps(n)`."""
+    """`step % n == 0` for as many n, as many calls of a function that returns it, and as many `every_n_steps(n)`."""
     periods = [2 + number for number in range(count)]
-    asked = [ll.every_n_steps(period) for period in periods]
-    raw, looplib, steps = raw_step(*small()), looplib_step(*small(), True), itertools.count(1)
 
-    def raw_asking() -> int:
-        raw()
-        step, true = next(steps), 0
+    def counted() -> Callable[[], int]:
+        raw, numbers = raw_step(*small()), itertools.count(1)
+
+        def step() -> int:
+            raw()
+            return next(numbers)
+
+        return step
+
+    run = counted()
+
+    def expressions() -> int:
+        step, true = run(), 0
         for period in periods:
             if step % period == 0:
                 true += 1
         return true
 
-    def looplib_asking() -> int:
-        state, true = looplib(), 0
-        for ask in asked:
-            if ask(state):
+    return {
+        RAW: expressions,
+        CALLING: asking(counted(), [every(period) for period in periods]),
+        LOOPLIB: asking(looplib_step(*small(), True), [ll.every_n_steps(period) for period in periods]),
+    }
+
+
+def every(period: int) -> Callable[[int], bool]:
+    return lambda step: step % period == 0
+
+
+def asking(run: Callable[[], Any], functions: Sequence[Callable[[Any], bool]]) -> Step:
+    """A step, and a call of each function with what the step returns."""
+
+    def step() -> int:
+        position, true = run(), 0
+        for ask in functions:
+            if ask(position):
                 true += 1
         return true
 
-    return {RAW: raw_asking, "looplib": looplib_asking}
+    return step
 
 
 RAW_LIMIT = 10**7  # samples, above which the list of a DataLoader's indices takes many GB
@@ -135,7 +128,7 @@ def later_batches(count: int) -> dict[str, Step]:
     epochs = itertools.count()
     loader = ll.make_loader(range(count), batch_size=64)
     found: dict[str, Step] = {
-        "looplib": endless(loader, (loader(ll.TrainState(epoch=epoch)) for epoch in epochs)),
+        LOOPLIB: endless(loader, (loader(ll.TrainState(epoch=epoch)) for epoch in epochs)),
     }
     if count <= RAW_LIMIT:
         raw: Any = DataLoader(range(count), batch_size=64, shuffle=True)  # type: ignore[arg-type]
@@ -153,7 +146,7 @@ def first_batch(count: int) -> dict[str, Step]:
     epochs = itertools.count()
     loader = ll.make_loader(range(count), batch_size=64)
     middle = len(loader) // 2
-    found: dict[str, Step] = {"looplib": lambda: next(loader(ll.TrainState(epoch=next(epochs), batch=middle)))}
+    found: dict[str, Step] = {LOOPLIB: lambda: next(loader(ll.TrainState(epoch=next(epochs), batch=middle)))}
     if count <= RAW_LIMIT:
         raw: Any = DataLoader(range(count), batch_size=64, shuffle=True)  # type: ignore[arg-type]
         found[RAW] = lambda: next(iter(raw))
@@ -162,23 +155,28 @@ def first_batch(count: int) -> dict[str, Step]:
 
 def members(count: int) -> dict[str, Step]:
     """As many raw loops one after the other, and a stack (not compiled)."""
-    models, states = [], []
+    raw, copying, states = [], [], []
     optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-3)
     for seed in range(count):
         torch.manual_seed(seed)
         model, _, batch = mlp()
-        models.append(raw_step(mlp()[0], classify, batch))
+        raw.append(raw_step(mlp()[0], classify, batch))
+        copying.append(raw_step(mlp()[0], classify, batch, copies=True))
         states.append(ll.init_state(model, optimizer, seed=seed))
 
-    def raw() -> None:
-        for step in models:
-            step()
-
-    found: dict[str, Step] = {RAW: raw}
+    found = {RAW: in_order(raw), COPYING: in_order(copying)}
     for name, donate in ((DONATED, True), (PURE, False)):
         train_step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(model, classify), optimizer, donate=donate))
         found[name] = stepping(train_step, ll.transforms.stack_states(states), batch)
     return found
+
+
+def in_order(steps: Sequence[Step]) -> Step:
+    def step() -> None:
+        for one in steps:
+            one()
+
+    return step
 
 
 def stepping(train_step: ll.types.TrainStep, state: ll.TrainState, batch: Any) -> Step:
@@ -217,10 +215,21 @@ STEPS = "steps made"
 Times = dict[str, list[float]]
 
 
+def base_of(name: str, times: Times) -> str:
+    """The raw loop that a contender is compared with."""
+    fair = FAIR.get(name, RAW)
+    return fair if fair in times else RAW
+
+
 def change(first: Times, last: Times, name: str) -> Ratio:
-    """Ratio to the raw loop at the last point, over that at the first, with a 95% interval from resampled rounds."""
-    ratios = [statistics.median(times[name]) / statistics.median(times[RAW]) for times in (last, first)]
-    drawn = [resampled(times[name], times[RAW], seed) for seed, times in enumerate((last, first))]
+    """Ratio to the raw loop at the last point, over that at the first, with a 95% interval from resampled rounds.
+
+    The same rounds are drawn for both points, since each round has measured all points of a curve. The windows of steps
+    made have as many rounds each, one window after the other.
+    """
+    base = base_of(name, first)
+    ratios = [statistics.median(times[name]) / statistics.median(times[base]) for times in (last, first)]
+    drawn = [resampled(times[name], times[base]) for times in (last, first)]
     return Ratio(ratios[0] / ratios[1], *interval(drawn[0] / drawn[1]))
 
 
@@ -236,34 +245,34 @@ def show(report: Report, title: str, curve: dict[int, Times]) -> None:
     """The change between the ends of a curve that both have, and all points."""
     both = [point for point, times in curve.items() if RAW in times]
     first, last = curve[both[0]], curve[both[-1]]
-    for name in first:
-        if name != RAW:
-            found = change(first, last, name)
-            ends = [statistics.median(times[name]) / statistics.median(times[RAW]) for times in (first, last)]
-            cells = {
-                "from": f"{both[0]:,}",
-                "to": f"{both[-1]:,}",
-                "over raw at the first": f"{ends[0]:.2f}",
-                "at the last": f"{ends[1]:.2f}",
-                "change": found,
-                "grows faster": verdict(found),
-            }
-            report.add(f"{title}, {name}", cells, "growth")
+    for name in [name for name in first if not name.startswith(RAW)]:
+        base, found = base_of(name, first), change(first, last, name)
+        ends = [statistics.median(times[name]) / statistics.median(times[base]) for times in (first, last)]
+        cells = {
+            "from": f"{both[0]:,}",
+            "to": f"{both[-1]:,}",
+            "over": base,
+            "at the first": f"{ends[0]:.2f}",
+            "at the last": f"{ends[1]:.2f}",
+            "change": found,
+            "grows faster": verdict(found),
+        }
+        report.add(f"{title}, {name}", cells, "growth")
     for point, times in curve.items():
         report.add(f"{point:,}", {name: Seconds(statistics.median(times[name])) for name in sorted(times)}, title)
 
 
 def measure(report: Report, title: str, seconds: float) -> dict[int, Times]:
-    curve, found = CURVES[title], {}
-    points = [curve.points[0], curve.points[1], curve.points[2]] if report.dry_run else list(curve.points)
-    begin = time.perf_counter()
-    for number, point in enumerate(points):
-        left = (seconds - (time.perf_counter() - begin)) / (len(points) - number)
-        began = time.perf_counter()
-        steps = curve.make(point)
-        for step in steps.values():
-            step()
-        found[point] = in_turns(steps, max(0.0, left - (time.perf_counter() - began)), block=0.03, least=5)
+    """Times at all points of a curve. Each round measures all of them, so that what is compared had the same machine."""
+    curve, begin = CURVES[title], time.perf_counter()
+    points = curve.points[:3] if report.dry_run else curve.points
+    steps = {(point, name): step for point in points for name, step in curve.make(point).items()}
+    for step in steps.values():
+        step()
+    times = in_turns(steps, max(0.0, seconds - (time.perf_counter() - begin)), block=0.03, least=5)
+    found: dict[int, Times] = {point: {} for point in points}
+    for (point, name), values in times.items():
+        found[point][name] = values
     return found
 
 
@@ -335,7 +344,7 @@ def steps_made(report: Report, seconds: float) -> dict[int, Times]:
     end = time.perf_counter() + 2 * seconds
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(1600, 32), torch.randint(0, 10, (1600,)))
-    runs = {RAW: raw_run(data), "looplib": looplib_run(data)}
+    runs = {RAW: raw_run(data), LOOPLIB: looplib_run(data)}
     windows, length = (3, 40) if report.dry_run else (10, 10_000)
     parts = 10  # of a window, which take turns
     for run in runs.values():
@@ -359,7 +368,14 @@ def steps_made(report: Report, seconds: float) -> dict[int, Times]:
 
 
 FIGURE = "Time of a step over tensors, wrappers, predicates, samples, members and steps made, raw and with looplib"
-COLORS = {RAW: "#808080", DONATED: "#2f86d0", "looplib": "#2f86d0", PURE: "#d95f02"}
+LINES = {  # color and style
+    RAW: ("#808080", "-"),
+    COPYING: ("#808080", "--"),
+    CALLING: ("#808080", "--"),
+    DONATED: ("#2f86d0", "-"),
+    LOOPLIB: ("#2f86d0", "-"),
+    PURE: ("#d95f02", "-"),
+}
 
 
 def draw(curves: dict[str, dict[int, Times]], path: Path) -> None:
@@ -388,7 +404,8 @@ def draw(curves: dict[str, dict[int, Times]], path: Path) -> None:
             for name in sorted({name for times in curve.values() for name in times}):
                 points = [point for point, times in curve.items() if name in times]
                 values = [1e6 * statistics.median(curve[point][name]) for point in points]
-                axis.plot(points, values, "o-", markersize=3, label=name, color=COLORS[name])
+                color, style = LINES[name]
+                axis.plot(points, values, style, marker="o", markersize=3, label=name, color=color)
             times = [1e6 * statistics.median(values) for point in curve.values() for values in point.values()]
             if title == STEPS or CURVES[title].linear:
                 axis.set_ylim(0, 1.3 * max(times))

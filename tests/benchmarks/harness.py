@@ -19,17 +19,18 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 Step = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("runs/benchmarks")
 
@@ -68,8 +69,8 @@ def with_system_malloc() -> dict[str, str]:
 
 
 def in_turns(
-    steps: Mapping[str, Step], seconds: float, *, block: float = 0.05, least: int = 3
-) -> dict[str, list[float]]:
+    steps: Mapping[Name, Step], seconds: float, *, block: float = 0.05, least: int = 3
+) -> dict[Name, list[float]]:
     """Seconds of a step of each contender in each round.
 
     In each round each contender runs steps for `block` seconds, at least one, in shuffled order; a round counts their
@@ -84,14 +85,14 @@ def in_turns(
         gc.unfreeze()
 
 
-def _in_turns(steps: Mapping[str, Step], seconds: float, block: float, least: int) -> dict[str, list[float]]:
+def _in_turns(steps: Mapping[Name, Step], seconds: float, block: float, least: int) -> dict[Name, list[float]]:
     for step in steps.values():
         begin = time.perf_counter()
         for _ in range(3):
             step()
             if time.perf_counter() - begin > block:
                 break
-    rounds: dict[str, list[float]] = {name: [] for name in steps}
+    rounds: dict[Name, list[float]] = {name: [] for name in steps}
     begin = time.perf_counter()
     done = 0
     while done < least or (time.perf_counter() - begin) * (done + 1) / done < seconds:
@@ -176,10 +177,10 @@ def ratio(ours: Sequence[float], base: Sequence[float]) -> Ratio:
     return Ratio(value, *interval(resampled(ours, base))) if len(ours) >= 3 else Ratio(value)
 
 
-def resampled(ours: Sequence[float], base: Sequence[float], seed: int = 0) -> Tensor:
-    """A thousand ratios of the medians, each over as many rounds drawn with replacement."""
+def resampled(ours: Sequence[float], base: Sequence[float]) -> Tensor:
+    """A thousand ratios of the medians, each over as many rounds drawn with replacement: the same draws at each call."""
     pair = torch.tensor([ours, base], dtype=torch.float64)
-    drawn = torch.randint(pair.shape[1], (1000, pair.shape[1]), generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randint(pair.shape[1], (1000, pair.shape[1]), generator=torch.Generator().manual_seed(0))
     above, below = pair[:, drawn].quantile(0.5, dim=2)
     ratios: Tensor = above / below
     return ratios

@@ -5,12 +5,15 @@
 Each import runs in a process of its own, after `import torch`, in shuffled order over the rounds. Those that take more
 than a second run once. The last column has Python's garbage collector off: torch's import leaves a full collection due,
 which walks over all that torch has made and falls into whatever is imported next.
+
+Modules are compiled to bytecode before the clock starts. The other libraries are left out if that takes half of the time
+left. An import that compiles its modules each time, because their bytecode cannot be written, is not measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import json
 import os
 import random
 import statistics
@@ -18,7 +21,7 @@ import subprocess
 import sys
 import time
 
-from harness import ROOT, Report, Seconds, options_of, parser
+from harness import ROOT, OutOfTimeError, Report, Seconds, options_of, parser
 from tqdm import tqdm
 
 STATEMENTS = {
@@ -28,27 +31,85 @@ STATEMENTS = {
     "transformers": "from transformers import Trainer, TrainingArguments",
 }
 CODE = """
-import gc, sys, time
+import gc, json, sys, time
+from importlib.machinery import SourceFileLoader
 import torch
+compiled, compile_source = [], SourceFileLoader.source_to_code
+def noting(self, data, path, **options):
+    compiled.append(path)
+    return compile_source(self, data, path, **options)
+SourceFileLoader.source_to_code = noting
 if sys.argv[2] == "off":
     gc.disable()
 begin = time.perf_counter()
 exec(sys.argv[1])
-print(time.perf_counter() - begin)
+print(json.dumps([time.perf_counter() - begin, compiled]))
 """
+FIRST = "looplib"
+Times = dict[str, list[float]]
 
 
-def seconds_of(statement: str, collector: str) -> float:
+def imported(statement: str, collector: str, limit: float | None = None) -> tuple[float, list[str]]:
+    """Seconds of an import in a new process, and the modules that it compiled to bytecode."""
     command = [sys.executable, "-c", CODE, statement, collector]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": ""}
-    out = subprocess.run(command, capture_output=True, text=True, env=environment)
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise OutOfTimeError(f"took more than {limit:.0f} s") from None
     if out.returncode:
-        raise ImportError(out.stderr.strip().splitlines()[-1])
-    return float(out.stdout.split()[-1])
+        kind, _, reason = out.stderr.strip().splitlines()[-1].partition(": ")
+        raise ImportError(reason) if kind == "ModuleNotFoundError" else RuntimeError(f"{kind}: {reason}")
+    seconds, compiled = json.loads(out.stdout.splitlines()[-1])
+    return seconds, compiled
 
 
-def show(report: Report, found: dict[str, dict[str, list[float]]]) -> None:
+def seconds_of(statement: str, collector: str, limit: float | None = None) -> float:
+    """Seconds of an import whose modules are compiled already."""
+    seconds, compiled = imported(statement, collector, limit)
+    if compiled:
+        raise RuntimeError(
+            f"{statement} has compiled {len(compiled)} modules to bytecode again, {compiled[0]} first. Set "
+            "PYTHONPYCACHEPREFIX to a folder that can be written."
+        )
+    return seconds
+
+
+def prepared(statement: str, limit: float | None) -> Times:
+    """Times so far, once all modules of an import are compiled: that of the first import, if it compiled nothing."""
+    seconds, compiled = imported(statement, "on", limit)
+    return {"on": [] if compiled else [seconds], "off": []}
+
+
+def prepare(report: Report, names: list[str]) -> dict[str, Times]:
+    found: dict[str, Times] = {}
+    for name in tqdm(names, desc="imports, compiling", disable=None):
+        with report.attempt(name):
+            found[name] = prepared(STATEMENTS[name], None if name == FIRST else max(1.0, left(report) / 2))
+    return found
+
+
+def left(report: Report) -> float:
+    return report.end - time.perf_counter()
+
+
+def one_round(report: Report, found: dict[str, Times]) -> None:
+    turns = [(name, collector) for name in found for collector in ("on", "off")]
+    for name, collector in random.sample(turns, len(turns)):
+        times = found.get(name, {}).get(collector)
+        if times is None or (times and times[-1] >= 1.0):  # failed before; or slow, which is measured once
+            continue
+        with report.attempt(name):
+            limit = None if name == FIRST else max(1.0, left(report))
+            try:
+                times.append(seconds_of(STATEMENTS[name], collector, limit))
+            except Exception:
+                del found[name]
+                raise
+
+
+def show(report: Report, found: dict[str, Times]) -> None:
     for name, times in found.items():
         cells = {
             "beyond import torch": Seconds(statistics.median(times["on"])),
@@ -59,27 +120,19 @@ def show(report: Report, found: dict[str, dict[str, list[float]]]) -> None:
 
 def main(options: argparse.Namespace) -> int:
     report = Report("imports", options, "modules already compiled to bytecode")
-    found: dict[str, dict[str, list[float]]] = {}
-    for name, statement in STATEMENTS.items():
-        with report.attempt(name):
-            if importlib.util.find_spec(name) is None:
-                raise ImportError(f"No module named {name!r}")
-            if name == "looplib":
-                seconds_of(statement, "on")  # writes the bytecode, which others had when they were installed
-            found[name] = {"on": [], "off": []}
-    turns = [(name, collector) for name in found for collector in ("on", "off")]
-    rounds = tqdm(desc="imports, rounds", disable=None)
-    while rounds.n == 0 or time.perf_counter() < report.end:
-        for name, collector in random.sample(turns, len(turns)):
-            times = found[name][collector]
-            if not times or times[-1] < 1.0:  # the slow ones once
-                times.append(seconds_of(STATEMENTS[name], collector))
-        rounds.update()
+    found, done = prepare(report, options.only), 0
+    bar = tqdm(desc="imports, rounds", disable=None)
+    while found and (done == 0 or left(report) > 0) and not (done and options.dry_run):
+        one_round(report, found)
+        bar.update()
         show(report, found)
-        if options.dry_run:
-            break
+        done += 1
     return report.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main(options_of(parser(__doc__, 60.0))))
+    made = parser(__doc__, 60.0)
+    made.add_argument(
+        "--only", nargs="+", choices=STATEMENTS, default=list(STATEMENTS), help="libraries; all unless given"
+    )
+    sys.exit(main(options_of(made)))

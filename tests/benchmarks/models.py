@@ -1,8 +1,8 @@
-"""Models of the benchmarks: a tiny MLP and a transformer, each with its loss and a batch."""
+"""Models of the benchmarks: a tiny MLP, a transformer and many small tensors, each with its loss and a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -63,3 +63,18 @@ def transformer() -> tuple[nn.Module, Callable[..., Tensor], Any]:
 def small_transformer() -> tuple[nn.Module, Callable[..., Tensor], Any]:
     """The same model on a batch that is small for its size, so that the update takes a good part of the step."""
     return Transformer(), next_token, torch.randint(0, 512, (2, 65))
+
+
+class Many(nn.Module):
+    """Tensors whose forward pass is one concatenation, so that the update is most of the step."""
+
+    def __init__(self, shapes: Iterable[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(list(self.weights)).square().mean() * x.mean()
+
+
+def many(shapes: Iterable[tuple[int, ...]]) -> tuple[nn.Module, Callable[..., Tensor], Any]:
+    return Many(shapes), lambda model, x: model(x), torch.ones(1)
