@@ -50,7 +50,7 @@ SHARES = {
     "optimizers": 205.0,
     "growth": 220.0,
     "specialists": 235.0,
-    "step_overhead": 215.0,
+    "step_overhead": 245.0,
 }
 START = 8.0  # seconds until the imports of a script are done
 GRACE = 60.0  # seconds that the last script may take beyond the whole

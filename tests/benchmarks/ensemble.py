@@ -4,8 +4,8 @@
 
 For 32 and 256 copies of the tiny MLP with AdamW: as many raw loops (fused AdamW), and looplib's step of a stack, eager
 (its graph interpreted) and compiled, pure and donated. Blocks of steps of all contenders take turns in shuffled order;
-the ratio is that of the medians over the rounds. The first step, which traces and compiles, has a table of its own.
-`growth.py` has the curve from 1 to 1,024 members.
+the ratio is that of the medians over the rounds. `growth.py` has the curve from 1 to 1,024 members, and `compiled.py` the
+time of a first compiled step.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ def main(options: argparse.Namespace) -> int:
                 continue
             with report.attempt(f"{name}, {row}"):
                 step = stacked(members, donate, compile)
-                begin = time.perf_counter()
-                step()
-                report.add(row, {name: Seconds(time.perf_counter() - begin)}, "first step")
+                step()  # which compiles
                 steps[name] = step
         with report.attempt(row):
             times = in_turns(steps, max(0.0, seconds - (time.perf_counter() - began)))

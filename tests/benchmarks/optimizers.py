@@ -5,9 +5,10 @@
     python tests/benchmarks/optimizers.py --only SGD AdamW --seconds 60         # 30 s for each of two classes
 
 The raw loops are those with `fused=True`, `foreach=True` and `foreach=False`, as far as the class has them, and the best
-is the one with the lowest median. looplib's steps are donated and pure, with the default kernel, and donated with each
-kernel passed by the user. In each round all contenders run one block of steps, in shuffled order. A ratio is that of
-two medians over the rounds, with a 95% interval from resampled rounds.
+is the one with the lowest median. looplib's steps are donated and pure with the default kernel, over the best raw loop;
+and donated with each of the arguments, over the raw loop with the same argument: the numbers of that kernel are what such
+an argument asks for. In each round all contenders run one block of steps, in shuffled order. A ratio is that of two
+medians over the rounds, with a 95% interval from resampled rounds.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import sys
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from harness import Report, Seconds, Step, in_turns, options_of, parser, ratio
-from torch import Tensor, nn
+from models import classify, many
+from torch import nn
 
 import looplib as ll
 
@@ -41,69 +42,54 @@ CLASSES: dict[str, dict[str, Any]] = {
     "Muon": {},
 }
 KERNELS: dict[str, dict[str, Any]] = {
-    "fused": {"fused": True},
-    "foreach": {"foreach": True},
-    "loop": {"foreach": False},
+    "fused=True": {"fused": True},
+    "foreach=True": {"foreach": True},
+    "foreach=False": {"foreach": False},
 }
+RAW, DONATED, PURE = "raw", "donated", "pure"
+Contender = tuple[str, str]  # RAW, DONATED or PURE, and the argument, which is empty for the default
 
 
-class Wide(nn.Module):
-    """A model of many small tensors."""
-
-    def __init__(self, tensors: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(2, 5)) for _ in range(tensors)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack(list(self.weights)).sum(0).flatten().expand(len(x), 10) * x.mean()
-
-
-def model_of(tensors: int, biases: bool) -> nn.Module:
+def model_of(tensors: int, biases: bool) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(0)
     if tensors:
-        return Wide(tensors)
-    return nn.Sequential(nn.Linear(32, 64, bias=biases), nn.Tanh(), nn.Linear(64, 10, bias=biases))
+        return many([(2, 5)] * tensors)
+    model = nn.Sequential(nn.Linear(32, 64, bias=biases), nn.Tanh(), nn.Linear(64, 10, bias=biases))
+    return model, classify, (torch.randn(16, 32), torch.randint(0, 10, (16,)))
 
 
-def loss_fn(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def contenders(name: str, tensors: int) -> dict[str, Step]:
-    """Steps by name: "raw, kernel" and "looplib, ...". A kernel that the class lacks is left out."""
+def contenders(name: str, tensors: int) -> dict[Contender, Step]:
+    """Steps of a class. A kernel that the class lacks is left out."""
     cls, options = getattr(torch.optim, name.split()[0]), {"lr": 1e-3, **CLASSES[name]}
-    batch = torch.randn(16, 32), torch.randint(0, 10, (16,))
     biases = cls is not getattr(torch.optim, "Muon", None)  # which takes matrices alone
-    steps: dict[str, Step] = {}
-    for kernel, chosen in KERNELS.items():
+    steps: dict[Contender, Step] = {}
+    for argument, chosen in KERNELS.items():
         try:
-            made = raw(cls, {**options, **chosen}, model_of(tensors, biases), batch)
+            made = raw(cls, {**options, **chosen}, *model_of(tensors, biases))
             made()
         except (TypeError, RuntimeError):
             continue
-        steps[f"raw, {kernel}"] = made
-        steps[f"looplib, donated, {kernel}"] = looplib(
-            cls, {**options, **chosen}, model_of(tensors, biases), batch, True
-        )
+        steps[RAW, argument] = made
+        steps[DONATED, argument] = looplib(cls, {**options, **chosen}, *model_of(tensors, biases), True)
     if not steps:
-        steps["raw, loop"] = raw(cls, options, model_of(tensors, biases), batch)
-    for kind, donate in (("donated", True), ("pure", False)):
-        steps[f"looplib, {kind}"] = looplib(cls, options, model_of(tensors, biases), batch, donate)
+        steps[RAW, ""] = raw(cls, options, *model_of(tensors, biases))
+    for kind in (DONATED, PURE):
+        steps[kind, ""] = looplib(cls, options, *model_of(tensors, biases), kind == DONATED)
     return steps
 
 
-def raw(cls: Any, options: dict[str, Any], model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
+def raw(cls: Any, options: dict[str, Any], model: nn.Module, loss_fn: Any, batch: Any) -> Step:
     optimizer = cls(model.parameters(), **options)
 
     def step() -> None:
         optimizer.zero_grad()
-        loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
+        loss_fn(model, batch).backward()
         optimizer.step()
 
     return step
 
 
-def looplib(cls: Any, options: dict[str, Any], model: nn.Module, batch: Any, donate: bool) -> Step:
+def looplib(cls: Any, options: dict[str, Any], model: nn.Module, loss_fn: Any, batch: Any, donate: bool) -> Step:
     optimizer = ll.optimizer(cls, **options)
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
     state = ll.init_state(model, optimizer)
@@ -115,21 +101,27 @@ def looplib(cls: Any, options: dict[str, Any], model: nn.Module, batch: Any, don
     return step
 
 
+def cells_of(times: dict[Contender, list[float]]) -> dict[str, Any]:
+    """The fastest raw loop, the default over it, and each argument over the raw loop with the same."""
+    medians = {argument: statistics.median(values) for (kind, argument), values in times.items() if kind == RAW}
+    best = min(medians, key=medians.__getitem__)
+    return {
+        "fastest raw loop": ", ".join(filter(None, [best, str(Seconds(medians[best]))])),
+        **{kind: ratio(times[kind, ""], times[RAW, best]) for kind in (DONATED, PURE)},
+        **{
+            f"{argument}, donated": ratio(times[DONATED, argument], times[RAW, argument])
+            for argument in KERNELS
+            if argument in medians
+        },
+    }
+
+
 def main(options: argparse.Namespace) -> int:
     model = f"{options.tensors} tensors" if options.tensors else "MLP"
     report = Report("optimizers", options, model)
     for name, seconds in report.rows(options.only):
         with report.attempt(name):
-            times = in_turns(contenders(name, options.tensors), seconds, block=0.04, least=5)
-            medians = {kind: statistics.median(values) for kind, values in times.items()}
-            best = min((kind for kind in medians if kind.startswith("raw")), key=medians.__getitem__)
-            cells: dict[str, Any] = {"fastest raw loop": f"{best.removeprefix('raw, ')}, {Seconds(medians[best])}"}
-            cells |= {
-                kind.removeprefix("looplib, "): ratio(values, times[best])
-                for kind, values in sorted(times.items(), key=lambda item: item[0].count(","))  # the default first
-                if kind.startswith("looplib")
-            }
-            report.add(name, cells)
+            report.add(name, cells_of(in_turns(contenders(name, options.tensors), seconds, block=0.04, least=5)))
     return report.close()
 
 
