@@ -6,12 +6,13 @@ epoch, a sample), and the position is hashed into a seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 _MASK = (1 << 64) - 1
+_FACTOR = 0xD1342543DE82EF95
 
 
 def mix(*values: int) -> int:
@@ -26,10 +27,25 @@ def mix(*values: int) -> int:
     """
     seed = len(values)
     for value in values:
-        seed = (seed * 0xD1342543DE82EF95 + value + 1) & _MASK
+        seed = (seed * _FACTOR + value + 1) & _MASK
     seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & _MASK
     return (seed ^ (seed >> 31)) >> 1
+
+
+def mix_each(first: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """`mix(first, *pair)` for each pair, in about half the time.
+
+    >>> mix_each(3, [(7, 0), (8, 1)]) == [mix(3, 7, 0), mix(3, 8, 1)]
+    True
+    """
+    start, seeds = (3 * _FACTOR + first + 1) * _FACTOR + 1, []
+    for one, other in pairs:
+        seed = ((start + one) * _FACTOR + other + 1) & _MASK
+        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & _MASK
+        seeds.append((seed ^ (seed >> 31)) >> 1)
+    return seeds
 
 
 @contextmanager

@@ -6,7 +6,7 @@ sample, so nothing depends on which process reads it or on what it read before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -24,11 +24,11 @@ from torch.utils.data import (
     default_convert,
 )
 
-from looplib._core.random import mix
+from looplib._core.random import mix, mix_each
 from looplib.data._divide import own_part, unchanged
 from looplib.data._plan import Plan, listed, number_of
 from looplib.data._position import check_position, read_of_next
-from looplib.data._random_streams import COLLATE, ITEM, kept_streams, seed_streams
+from looplib.data._random_streams import COLLATE, ITEM, kept_streams, moves, seed_streams, seed_torch
 from looplib.data._workers import Engines, ended_early
 from looplib.types import TrainState
 
@@ -112,12 +112,19 @@ class Jobs:
 
 
 class Items(Dataset[Any]):
-    """Read the batch of a job item by item, each with freshly seeded streams. Also runs in workers."""
+    """Read the batch of a job item by item, each with freshly seeded streams. Also runs in workers.
+
+    Most datasets never draw from `random` or numpy, and to seed these two takes longer than to read a short item. So
+    they are seeded for each item only once an item has drawn from them. Until then, each batch seeds them for its first
+    item, and `moves` tells after every item whether it has drawn. torch's stream is seeded for each item, since a
+    dataset may read `torch.initial_seed()` without drawing.
+    """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
         self.dataset, self.collate, self.seed, self.batched = dataset, collate, seed, batched
         self.in_lists = batched and _reads_lists(dataset)
         self.in_worker = False  # set by the worker, whose streams nobody else reads
+        self.has_drawn = False  # from `random` or numpy, in this process
         self.draws = not (_draws_nothing(dataset) and collate in (default_collate, default_convert))
 
     def __getitem__(self, job: Job) -> Any:
@@ -139,20 +146,58 @@ class Items(Dataset[Any]):
 
     def _items(self, job: Job) -> Any:
         epoch, _, keys, visits, *_ = job
-        keys, visits = listed(keys), repeat(0) if visits is None else listed(visits)
+        keys = listed(keys)
         if not self.draws:
             return [self.dataset[key] for key in keys]
-        seed, items = mix(ITEM, self.seed, epoch), []
-        for key, visit in zip(keys, visits, strict=False):
-            seed_streams(mix(seed, number_of(key), visit))
+        visits = repeat(0) if visits is None else listed(visits)
+        if self.in_lists:
+            return self._list(keys, self._seeds(epoch, keys[:1], visits))
+        seeds = self._seeds(epoch, keys, visits)
+        # To watch the streams takes as long as to seed them for two samples.
+        items = [] if self.has_drawn or len(keys) < 3 else self._without_draws(keys, seeds)
+        for key, seed in zip(keys[len(items) :], seeds[len(items) :], strict=True):
+            seed_streams(seed)
             try:
-                if self.in_lists:
-                    return self.dataset.__getitems__(keys)
                 items.append(self.dataset[key])
             except StopIteration as error:
-                raise ended_early(
-                    f"dataset.__getitems__({keys})" if self.in_lists else f"dataset[{key!r}]"
-                ) from error
+                raise ended_early(f"dataset[{key!r}]") from error
+        return items
+
+    def _seeds(self, epoch: int, keys: list[Any], visits: Iterable[int]) -> list[int]:
+        numbers = keys if {*map(type, keys)} == {int} else map(number_of, keys)
+        return mix_each(mix(ITEM, self.seed, epoch), zip(numbers, visits, strict=False))
+
+    def _list(self, keys: list[Any], seeds: list[int]) -> Any:
+        if not seeds:
+            return []  # of an empty batch
+        seed_streams(seeds[0])
+        try:
+            return self.dataset.__getitems__(keys)
+        except StopIteration as error:
+            raise ended_early(f"dataset.__getitems__({keys})") from error
+
+    def _without_draws(self, keys: list[Any], seeds: list[int]) -> list[Any]:
+        """Items up to the first one that draws from `random` or numpy, which are not seeded again until then.
+
+        An item that has drawn is read once more by the caller, with its own seed. The first one has its seed already.
+        """
+        items: list[Any] = []
+        moved = moves(seeds[0], len(keys))
+        try:
+            for key, seed in zip(keys, seeds, strict=True):
+                seed_torch(seed)
+                item = self.dataset[key]
+                if next(moved):
+                    self.has_drawn = True
+                    return items or [item]
+                items.append(item)
+        except Exception as error:
+            drew = next(moved, False)
+            self.has_drawn = self.has_drawn or drew
+            if not (drew and items):
+                if isinstance(error, StopIteration):
+                    raise ended_early(f"dataset[{key!r}]") from error
+                raise
         return items
 
 
