@@ -203,7 +203,7 @@ def _microbatch_of(
         metrics = records(loss, aux, samples, apart=not leaves.traced, counts=counts)
         grads, after = {}, {}
         if final:
-            for left in reversed(range(passes.spare)):
+            for left in reversed(range(passes.spare)) if shared else ():
                 passes.before_spare(left)
                 again = split_loss(loss_fn(model, batch))[0]
                 _backward(objective_of(again, 0, True, 1.0).value, 0.0, part.scale)
@@ -341,8 +341,10 @@ def _kept(before: Tensor, lent: Tensor, after: Tensor) -> Tensor:
 def _seeds(state: TrainState, part: Part, count: int, traced: bool) -> list[int]:
     if traced:
         return [*indices(part, count)]
-    (step, seed), of_rank = step_and_seed_of(state), rank()
-    return [mix(seed, step, of_rank, index) for index in indices(part, count)]
+    step, seed = step_and_seed_of(state)
+    if count == 1:
+        return [mix(seed, step, rank(), part.index)]
+    return [mix(seed, step, rank(), index) for index in indices(part, count)]
 
 
 def _objective_of_all(
@@ -359,13 +361,9 @@ def _objective_of_all(
 
 def indices(part: Part, count: int) -> Iterable[int]:
     """Indices of the microbatches of a part, distinct even if the part is itself a microbatch of another."""
-    return (
-        range(count)
-        if not part.index
-        else [part.index]
-        if count == 1
-        else [mix(part.index, index) for index in range(count)]
-    )
+    if count == 1:
+        return [part.index]
+    return range(count) if not part.index else [mix(part.index, index) for index in range(count)]
 
 
 def of_this_model(host: _modules.Host, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

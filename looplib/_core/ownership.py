@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import fields
 from functools import partial
-from itertools import repeat
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -329,7 +328,7 @@ class Guarded(Generic[S]):
 
     Each tree of the class becomes a property over its slot, which checks the mark first. A count stays a slot, since
     predicates read counts at every step, until an interrupt takes a successor away: from then on it is a property that
-    looks for one. Records made here are known to be valid and are written through the slots.
+    looks for one. The slot of a field named `step` is `_step`. Records made here are known to be valid.
 
     Args:
         cls: a dataclass with slots that is a `Marked`.
@@ -349,12 +348,9 @@ class Guarded(Generic[S]):
                 setattr(cls, name, property(self._tree(name), slot.__set__, doc=slot.__doc__))
         _when_rescued.append(self._watch_counts)
         self._read = {name: attrgetter(f"_{name}") for name in self.fields}
-        self._read_all, self._read_trees = (
-            attrgetter(*[f"_{name}" for name in names]) for names in (self.fields, self.trees)
-        )
         self._write = {name: slot.__set__ for name, slot in slots.items()}
-        # A class with the same slots, whose attributes can be assigned.
-        self._draft = type("Draft", (Marked,), {"__slots__": self.fields})
+        # A class with the same slots, whose attributes can be assigned: an instance is made into a state below.
+        self.draft = type("Draft", (Marked,), {"__slots__": self.fields})
         self._trees_of_draft = attrgetter(*self.trees)
 
     def _tree(self, name: str) -> Any:
@@ -367,11 +363,10 @@ class Guarded(Generic[S]):
 
         return guarded
 
-    def trees_of(self, state: Any) -> Any:
-        """All trees of a state, checking its mark once."""
+    def check(self, state: Any) -> None:
+        """Raise if one of its trees cannot be read."""
         if state._mark.at != _process.clock:
             self._check(state, self.trees)
-        return self._read_trees(state)
 
     def _watch_counts(self) -> None:
         """Let counts look for a successor from now on."""
@@ -425,15 +420,6 @@ class Guarded(Generic[S]):
         """Attach a mark to a state whose fields are all set."""
         self._set_mark(state, Mark(generations([self._read[name](state) for name in self.trees])))
 
-    def draft(self, state: S) -> Any:
-        """A record with the fields of a valid state, to assign to and then pass to one of the functions below."""
-        return self._filled(self._read_all(state))
-
-    def _filled(self, values: Iterable[Any]) -> Any:
-        draft = self._draft()
-        any(map(setattr, repeat(draft), self.fields, values))  # `any` runs through the calls, which return None
-        return draft
-
     def _made(self, draft: Any, mark: Mark) -> S:
         """The draft as a state, which can no longer be assigned to, without walking over its tensors."""
         draft._mark = mark
@@ -442,7 +428,9 @@ class Guarded(Generic[S]):
 
     def replaced(self, state: Any, changes: dict[str, Any]) -> S:
         """A copy with these fields changed."""
-        draft = self._filled([changes[name] if name in changes else getattr(state, name) for name in self.fields])
+        draft = self.draft()
+        for name in self.fields:
+            setattr(draft, name, changes[name] if name in changes else getattr(state, name))
         mark: Mark = state._mark
         new_trees = [name for name in self.trees if name in changes]
         # Kept trees were just read, so their marks are valid; only new trees must be searched. A chain that owns

@@ -68,8 +68,11 @@ def update_columns(
     params: Params,
     states: Mapping[str, dict[str, Any]],
     donate: bool,
-) -> tuple[Params, dict[str, dict[str, Any]]] | None:
-    """The next parameters and their states, or None, with nothing written, if the class's `step` is needed."""
+) -> tuple[Params, Mapping[str, dict[str, Any]]] | None:
+    """The next parameters and their states, or None, with nothing written, if the class's `step` is needed.
+
+    Donated ones are those that were given, with other numbers in their tensors.
+    """
     groups: list[Columns] = []
     whole = len(grads) == len(plan.key[0])
     for number, names in enumerate(plan.members):
@@ -96,7 +99,7 @@ def update_columns(
         torch_private.set_grad_enabled(grad_mode)
     if donate:
         ownership.writes.count += 1
-        return dict(params), dict(states)
+        return params, states
     return _next(params, states, groups, working)
 
 

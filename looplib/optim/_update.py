@@ -169,7 +169,8 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[
     # Group predicates may depend on shapes; without groups nothing does.
     shapes = [tensor.shape for tensor in tensors] if recipe.groups else None
     # Models with the same names may be sharded or not, and their kernels differ.
-    key = names, [*map(_dtype, tensors)], tensors[0].device, shapes, {*map(type, tensors)} - PLAIN
+    foreign = None if PLAIN.issuperset(map(type, tensors)) else {*map(type, tensors)} - PLAIN
+    key = names, [*map(_dtype, tensors)], tensors[0].device, shapes, foreign
     for plan in plans:
         if plan.key == key:
             return plan
@@ -239,7 +240,7 @@ def eager_update(
         _check_dtypes(grads, params)
     values = plan.values_at(opt_state, step) if plan.moves or "groups" in opt_state else plan.values
     if plan.by_columns and (made := update_columns(plan, values, grads, params, states, donate)):
-        return made[0], {**opt_state, "state": made[1]}
+        return (params, opt_state) if donate else (made[0], {**opt_state, "state": made[1]})
     if donate:
         tensors = {name: params[name] for name in grads}
         working: States = {name: states[name] for name in grads}
