@@ -207,3 +207,22 @@ def test_the_garbage_of_a_loop_takes_no_guard_from_a_compiled_update():
         gc.enable()
     assert state.step == 2  # the interrupt waited for the update, and the state became its successor
     close(state.params, expected.params)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_of_cycles_pauses_while_a_step_compiles(enabled):
+    seen = []
+
+    def loss(model, batch):
+        seen.append(gc.isenabled())
+        return loss_fn(model, batch)
+
+    model, optimizer, before = plain_net(), adamw(), gc.isenabled()
+    step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, loss), optimizer), **QUICK)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        step(ll.init_state(model, optimizer), data()[0])
+        assert seen == [False]
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
