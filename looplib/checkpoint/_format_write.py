@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -40,7 +41,8 @@ from looplib.checkpoint._format import (
 _ALIGNMENT = 64
 
 
-_CHUNK = 8 << 20
+_CHUNK = 8 << 20  # bytes in one call, in about as many pieces as a system allows
+_MOST = 1000
 
 
 # safetensors' names of dtypes. Tensors of other dtypes are stored as bytes, and only the manifest has their dtype.
@@ -262,28 +264,43 @@ def write_data(
 ) -> tuple[dict[str, dict[str, int]], int]:
     """Write the runs of bytes, and return each run's offset and checksum and the file's size."""
     head, offsets = _header(runs)
-    data, position, start = {}, 8 + len(head), 8 + len(head)
+    data: dict[str, dict[str, int]] = {}
+    start = end = 8 + len(head)
+    position, pieces = 0, [memoryview(len(head).to_bytes(8, "little") + head)]
     for event in ready.values():
         event.synchronize()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        _write_all(descriptor, memoryview(len(head).to_bytes(8, "little") + head))
         with ThreadPoolExecutor(1) as pool, _streams_of_their_own(ready):
-            for run, offset in zip(runs, offsets, strict=True):
-                _write_all(descriptor, memoryview(bytes(start + offset - position)))
-                position = start + offset
-                source = run.source().cpu()
-                view = bytes_of(source)
-                checksum = _checksum_beside(pool, view) if in_thread else partial(zlib.crc32, view)
-                for low in range(0, len(view), _CHUNK):
-                    _write_all(descriptor, view[low : low + _CHUNK])
-                    _start_writeback(descriptor, position + low, _CHUNK)
-                data[run.name] = {"begin": position, "bytes": len(view), "crc32": checksum()}
-                position += len(view)
+            for group in _groups(zip(runs, offsets, strict=True)):
+                sources = [run.source().cpu() for run, _ in group]
+                views = [*map(bytes_of, sources)]
+                checksums = _checksums_beside(pool, views) if in_thread else partial(_checksums, views)
+                for (run, offset), view in zip(group, views, strict=True):
+                    data[run.name] = {"begin": start + offset, "bytes": len(view)}
+                    pieces += [memoryview(bytes(start + offset - end)), view]
+                    end = start + offset + len(view)
+                _write_all(descriptor, position, pieces)
+                position, pieces = end, []
+                for (run, _), checksum in zip(group, checksums(), strict=True):
+                    data[run.name]["crc32"] = checksum
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return data, position
+    return data, end
+
+
+def _groups(runs: Iterable[tuple[_Run, int]]) -> Iterator[list[tuple[_Run, int]]]:
+    """Runs, with their offsets, in groups of about `_CHUNK` bytes, or more if a run is larger. The last may be empty."""
+    group: list[tuple[_Run, int]] = []
+    size = 0
+    for run, offset in runs:
+        group.append((run, offset))
+        size += run.high - run.low
+        if size >= _CHUNK:
+            yield group
+            group, size = [], 0
+    yield group
 
 
 @contextmanager
@@ -312,23 +329,43 @@ def _header(runs: Sequence[_Run]) -> tuple[bytes, list[int]]:
     return head + b" " * (-(8 + len(head)) % _ALIGNMENT), offsets
 
 
-def _checksum_beside(pool: ThreadPoolExecutor, view: memoryview) -> Callable[[], int]:
-    """Compute a checksum while the bytes are written: both release the interpreter lock."""
+def _checksums(views: Sequence[memoryview]) -> list[int]:
+    return [*map(zlib.crc32, views)]
+
+
+def _checksums_beside(pool: ThreadPoolExecutor, views: Sequence[memoryview]) -> Callable[[], list[int]]:
+    """Compute checksums while the bytes are written: both release the interpreter lock."""
     try:
-        return pool.submit(zlib.crc32, view).result
+        return pool.submit(_checksums, views).result
     except RuntimeError:  # the interpreter is exiting: it accepts no new work and finishes what was started
-        return lambda: zlib.crc32(view)
+        return partial(_checksums, views)
 
 
-def _write_all(descriptor: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(descriptor, view) :]
+def _write_all(descriptor: int, position: int, views: Iterable[memoryview]) -> None:
+    """Write bytes at the end of a file, in few calls of many bytes each.
+
+    The file system then keeps them in memory in large pages, which are faster to write and to map. After each call,
+    writing to disk is started, so that the sync at the end has little left to wait for.
+    """
+    pieces = deque(view[low : low + _CHUNK] for view in views for low in range(0, len(view), _CHUNK))
+    while pieces:
+        batch: list[memoryview] = []
+        size = 0
+        while pieces and size < _CHUNK and len(batch) < _MOST:
+            batch.append(pieces.popleft())
+            size += len(batch[-1])
+        written = os.writev(descriptor, batch)
+        if written < size:  # the disk is nearly full
+            rest = memoryview(b"".join(batch))[written:]
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        _start_writeback(descriptor, position, size)
+        position += size
 
 
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if os.name == "posix" else None
 
 
 def _start_writeback(descriptor: int, offset: int, size: int) -> None:
-    """Start writing to disk, so that the sync at the end has little left to wait for."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE

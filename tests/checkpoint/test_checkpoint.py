@@ -1,6 +1,7 @@
 """Saves that are whole or not there, policies against brute force, and restores that fit or say why not."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -699,6 +700,21 @@ def test_an_interrupt_amid_a_bound_restore_waits(tmp_path, monkeypatch):
     assert torch.equal(model[0].weight, net(1)[0].weight)
 
 
+def test_a_file_written_in_any_pieces_is_the_same(tmp_path, monkeypatch):
+    """A system call may write a part of what it is given."""
+    state = unbound().replace(extra=[torch.randn(n) for n in (0, 1, 7, 300, 0, 2, 1000)])
+    whole = ll.checkpoint_io(tmp_path / "whole").save(state)
+    writev = os.writev
+    monkeypatch.setattr(ll.checkpoint._format_write, "_CHUNK", 100)
+    monkeypatch.setattr(ll.checkpoint._format_write, "_MOST", 3)
+    monkeypatch.setattr(os, "writev", lambda file, views: writev(file, [b"".join(views)[:70]]))
+    path = ll.checkpoint_io(tmp_path / "pieces").save(state)
+    assert (path / DATA).read_bytes() == (whole / DATA).read_bytes()
+    manifests = [json.loads((each / MANIFEST).read_bytes())["manifest"] for each in (path, whole)]
+    assert manifests[0]["data"] == manifests[1]["data"]
+    assert same(ll.checkpoint_io(tmp_path / "pieces").restore(state), state)
+
+
 # In the background
 
 
@@ -707,9 +723,9 @@ class Gate:
 
     def __init__(self, monkeypatch):
         self.open, self.began, self.files, self.addresses = threading.Event(), threading.Event(), [], set()
-        self.os_open, self.os_write = os.open, os.write
+        self.os_open, self.os_writev = os.open, os.writev
         monkeypatch.setattr(os, "open", self.open_file)
-        monkeypatch.setattr(os, "write", self.write)
+        monkeypatch.setattr(os, "writev", self.write)
 
     def open_file(self, path, *args):
         if Path(path).name == DATA:
@@ -718,10 +734,11 @@ class Gate:
             assert self.open.wait(300)
         return self.os_open(path, *args)
 
-    def write(self, file, view):
-        if not view.readonly:  # as a header is
-            self.addresses.add(torch.frombuffer(view, dtype=torch.uint8).data_ptr())
-        return self.os_write(file, view)
+    def write(self, file, views):
+        for view in views:
+            if not view.readonly:  # as a header is
+                self.addresses.add(torch.frombuffer(view, dtype=torch.uint8).data_ptr())
+        return self.os_writev(file, views)
 
 
 def storages(tree):
