@@ -30,7 +30,7 @@ def compile_step(
     >>> optimizer = ll.optimizer(torch.optim.AdamW, lr=ll.warmup_cosine(1e-3, warmup=10, total=100))
     >>> grad_fn = ll.clip_by_global_norm(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), 1.0)
     >>> train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
-    >>> compiled_step = ll.compile_step(train_step, backend="eager")  # a graph without machine code, for a quick test
+    >>> compiled_step = ll.compile_step(train_step, backend="eager")  # a graph without machine code
     >>> state, metrics = compiled_step(ll.init_state(model, optimizer), torch.ones(4, 2))
     >>> state.step
     1
@@ -51,6 +51,10 @@ def compile_step(
       `donate=True` only the batch is copied into it; a pure step copies the state in and out.
     - Inductor draws different random numbers than eager torch, though still as a function of the state's seed and
       step. `options={"fallback_random": True}` draws the same ones, except for microbatches after the first.
+
+    `backend="eager"` generates no machine code: it runs the graph's operations one after the other, without autograd and
+    `torch.func`. Tracing takes about a second, so it suits tests, and small models whose steps these slow down, such as
+    those with per-sample gradients.
 
     Args:
         step: a step from `make_train_step`, `make_eval_step`, `make_predict_step` or `vmap_step`.

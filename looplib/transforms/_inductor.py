@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from looplib._core.checks import check
+from looplib.transforms._eager import eager
 from looplib.transforms._kernels import compiled_together
 from looplib.transforms._passes import powers_once, stacked_where_it_goes, without_alpha
 from looplib.transforms._program import Program, fakes
@@ -35,6 +36,8 @@ def backend(
         f"compile_step got mode= or options=, which are Inductor's, and the backend {backend!r}",
         TypeError,
     )
+    if backend == "eager":
+        return lambda program: eager(program.graph)
     return partial(_built, _inductor(mode, options) if backend == "inductor" else _by_name(backend))
 
 

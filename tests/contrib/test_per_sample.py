@@ -561,3 +561,18 @@ def test_another_max_norm_is_found_through_accumulate_too():
     for grad_fn in (clipped, ll.accumulate(clipped, size=4)):
         with pytest.raises(ValueError, match=r"max_norm=1.0 and add_noise max_norm=2.0"):
             ll.contrib.add_noise(grad_fn, max_norm=2.0, noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+def test_dp_sgd_that_is_traced_once_has_the_same_bits(donate):
+    model, loss_fn, batch = a_model_and_batch("perceptron")
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    grad_fn = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 0.1)
+    train_step = ll.make_train_step(ll.contrib.add_noise(grad_fn, 0.1, 0.0), optimizer, donate=donate)
+    ends = []
+    for step in (train_step, ll.compile_step(train_step, backend="eager")):
+        state = ll.copy_state(ll.init_state(model, optimizer))
+        for _ in range(3):
+            state, metrics = step(state, batch)
+        ends.append((state.params, ll.compute(metrics)))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)

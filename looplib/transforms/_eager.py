@@ -1,0 +1,211 @@
+"""Graphs that run operation by operation, without machine code.
+
+In a traced graph each operation writes memory of its own, and a donated step copies its results into the state at the
+end. Inductor turns that into few loops. Here each operation is a call, so the graph is rewritten to have fewer of them,
+to write in place where the old value is not read again, and to call torch the shortest way. Every operation that is
+left computes the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from looplib.transforms._expression import kind_of
+from looplib.transforms._program import draws, storage
+
+_COPY = torch.ops.aten.copy_.default
+_METHODS = {"_to_copy": "to"}  # methods that are not named like their operation
+
+
+def eager(graph: GraphModule) -> Callable[[list[Tensor]], Any]:
+    """Function that runs a graph operation by operation, on a list of its inputs."""
+    nodes = Graph()
+    nodes.output(nodes.graph_copy(graph.graph, {}))
+    _without_views(nodes)
+    _without_conversions(nodes)
+    numbers = _numbers(nodes)
+    _in_place(nodes)
+    _call_directly(nodes)
+    forward = GraphModule(graph, nodes).forward
+    return lambda values: forward(*numbers, *values)
+
+
+def _operations(nodes: Graph) -> list[Node]:
+    return [node for node in nodes.nodes if _only_computes(node)]
+
+
+def _only_computes(node: Node) -> bool:
+    """True for an operation that returns one tensor, writes nothing and draws no random numbers."""
+    plain = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
+    return plain and not draws(node) and _is_tensor(node)
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
+
+
+def _memory(some: Iterable[Node]) -> set[int]:
+    return {storage(node) for node in some if _is_tensor(node)}
+
+
+def _replace(node: Node, by: Node) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def _without_views(nodes: Graph) -> None:
+    """Remove views that are like the tensor that they view."""
+    for node in _operations(nodes):
+        if len(node.all_input_nodes) == 1 and _is_same(node, viewed := node.all_input_nodes[0]):
+            _replace(node, viewed)
+
+
+def _is_same(node: Node, viewed: Node) -> bool:
+    if not _is_tensor(viewed) or storage(node) != storage(viewed):
+        return False
+    one, two = node.meta["val"], viewed.meta["val"]
+    return kind_of(one) == kind_of(two) and one.storage_offset() == two.storage_offset()
+
+
+def _without_conversions(nodes: Graph) -> None:
+    """Leave it to a copy into the state to convert its values, such as float64 counts of steps."""
+    inputs = _memory(nodes.find_nodes(op="placeholder"))
+    for copy in nodes.find_nodes(op="call_function", target=_COPY):
+        converted = cast(Node, copy.args[1])
+        if converted.target is torch.ops.aten._to_copy.default:
+            value = converted.all_input_nodes[0]
+            if storage(value) not in inputs:  # another copy might overwrite it first
+                copy.replace_input_with(converted, value)
+        if not converted.users:
+            nodes.erase_node(converted)
+
+
+def _numbers(nodes: Graph) -> list[Tensor]:
+    """Make numbers that depend on nothing the first inputs, and return them. Results are always new."""
+    first = next(iter(nodes.nodes))
+    results = _memory(nodes.find_nodes(op="output")[0].all_input_nodes)
+    numbers: list[Tensor] = []
+    for node in _operations(nodes):
+        if not node.all_input_nodes and not node.meta["val"].dim() and storage(node) not in results:
+            numbers.append(cast(Any, node.target)(*node.args, **node.kwargs))
+            with nodes.inserting_before(first):
+                number = nodes.placeholder(f"number_{len(numbers)}")
+            number.meta["val"] = node.meta["val"]
+            _replace(node, number)
+    return numbers
+
+
+def _in_place(nodes: Graph) -> None:
+    """Write results over values that are not read again: intermediate ones, and tensors of a donated state."""
+    order = {node: index for index, node in enumerate(nodes.nodes)}
+    last_read = {
+        storage(read): index
+        for node, index in order.items()
+        for read in node.all_input_nodes
+        if _is_tensor(read) and not (node.target is _COPY and read is node.args[0])
+    }
+
+    def writable(node: Node) -> bool:
+        """True if an operation can write its result over its first argument."""
+        return _in_place_form(node) is not None and last_read[storage(cast(Node, node.args[0]))] == order[node]
+
+    for copy in nodes.find_nodes(op="call_function", target=_COPY):
+        old, new = copy.args
+        for node in _path(old, new, writable):
+            node.target = _in_place_form(node)
+            if node is new:
+                _replace(copy, new)
+    inputs = _memory(nodes.find_nodes(op="placeholder"))
+    for node in _operations(nodes):
+        if writable(node) and storage(cast(Node, node.args[0])) not in inputs:
+            node.target = _in_place_form(node)
+
+
+def _path(old: Node, new: Node, writable: Callable[[Node], bool]) -> list[Node]:
+    """Operations that lead from a tensor of the state to the one that replaces it, if all can write in place."""
+    path: list[Node] = []
+    while new is not old:
+        if not writable(new):
+            return []
+        path.append(new)
+        new = cast(Node, new.args[0])
+    return path
+
+
+def _in_place_form(node: Node) -> Any:
+    """The operation that writes an elementwise operation's result over its first argument, or None."""
+    if not _only_computes(node) or torch.Tag.pointwise not in cast(Any, node.target).tags:
+        return None
+    into = node.args[0] if node.args else None
+    if not isinstance(into, Node) or not _is_tensor(into):
+        return None
+    value, shared = into.meta["val"], [other for other in node.all_input_nodes if storage(other) == storage(into)]
+    if shared != [into] or kind_of(value) != kind_of(node.meta["val"]):
+        return None
+    _, name, overload = str(node.target).replace("::", ".").split(".")
+    return getattr(getattr(torch.ops.aten, f"{name}_", None), overload, None)
+
+
+def _call_directly(nodes: Graph) -> None:
+    """Call operations by torch's own methods and functions where these call that operation and nothing else.
+
+    `torch.ops` converts arguments by the operation's schema, which takes about as long as a small operation does.
+    """
+    for node in nodes.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.all_input_nodes:
+            name = str(node.target).split(".")[1]
+            args, kwargs = _values(node.args), _values(node.kwargs)
+            method = getattr(Tensor, _METHODS.get(name, name), None)
+            if _is_tensor(node.args[0]) and _calls(method, node.target, args, kwargs):
+                node.op, node.target = "call_method", cast(Any, method).__name__
+            elif _calls(getattr(torch, name, None), node.target, args, kwargs):
+                node.target = getattr(torch, name)
+
+
+def _values(arguments: Any) -> Any:
+    """Arguments of a node, with tensors without values."""
+    if isinstance(arguments, Node):
+        return arguments.meta["val"]
+    if isinstance(arguments, (tuple, list)):
+        return (tuple if isinstance(arguments, tuple) else list)(map(_values, arguments))
+    return {key: _values(value) for key, value in arguments.items()} if isinstance(arguments, dict) else arguments
+
+
+def _calls(function: Any, operation: Any, args: Any, kwargs: Any) -> bool:
+    """True if a function of torch calls an operation with these arguments, and nothing else."""
+    try:
+        with torch.no_grad(), _Expecting((operation, args, kwargs)) as mode:
+            function(*args, **kwargs)
+    except Exception:  # of any kind: the function takes different arguments or calls something else
+        return False
+    return bool(mode.calls == 1)
+
+
+class _Expecting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raise at any call of an operation but one."""
+
+    def __init__(self, expected: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.expected, self.calls = expected, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace != "prim":  # such as a question for the device
+            self.calls += 1
+            if self.calls > 1 or not _is_equal((func, args, kwargs), self.expected):
+                raise LookupError(func)
+        return func(*args, **kwargs)
+
+
+def _is_equal(one: Any, two: Any) -> bool:
+    if isinstance(one, (list, tuple)):
+        return isinstance(two, (list, tuple)) and len(one) == len(two) and all(map(_is_equal, one, two))
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_is_equal(one[key], two[key]) for key in one)
+    return one is two or (not isinstance(one, Tensor) and type(one) is type(two) and bool(one == two))

@@ -1,0 +1,142 @@
+"""Graphs that run operation by operation: they write in place and call torch directly, with the bits of the graph."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import looplib as ll
+from looplib.transforms import _inductor
+from looplib.transforms._eager import eager
+
+OPERATIONS = [
+    lambda x, y, z: x + y,
+    lambda x, y, z: x * 0.9,
+    lambda x, y, z: torch.add(x, y, alpha=0.3),
+    lambda x, y, z: torch.lerp(x, y, 0.1),
+    lambda x, y, z: torch.addcmul(x, y, z, value=0.5),
+    lambda x, y, z: x * y[0],
+    lambda x, y, z: x[1:2] + y,
+    lambda x, y, z: x.t(),
+    lambda x, y, z: x.expand(3, 3),
+    lambda x, y, z: x.reshape(9).view(3, 3),
+    lambda x, y, z: torch.where(x > 0, y, z),
+    lambda x, y, z: x.double().sin().float(),
+    lambda x, y, z: x * torch.full((), 2.0),
+    lambda x, y, z: x @ y / 3,
+    lambda x, y, z: torch.cat([x, y])[2:5],
+    lambda x, y, z: torch.cat([x, y])[:3].as_strided((3, 3), (3, 1), 9),
+    lambda x, y, z: torch.where(x > 0, y > 0, z > 0).float(),
+    lambda x, y, z: x.sum(0, keepdim=True).expand(3, 3),
+    lambda x, y, z: torch.stack(x.unbind()),
+]
+
+
+def program(seed):
+    """A function that computes from its inputs, and overwrites some of them at the end as a donated step does."""
+
+    def run(wide, *inputs):
+        draws, values = random.Random(seed), [wide.float(), *inputs]
+        for _ in range(14):
+            values.append(draws.choice(OPERATIONS)(*draws.choices(values[-6:], k=3)))
+        results = [value.clone() if draws.random() < 0.5 else value * 1 for value in draws.choices(values, k=2)]
+        news = draws.sample([values[0], *values[5:]], 3)
+        addresses = {old.untyped_storage()._cdata for old in inputs}
+        news = [new.clone() if new.untyped_storage()._cdata in addresses else new for new in news]
+        for old, new in zip((wide, *inputs), (wide * 0.5, *news), strict=False):
+            old.copy_(new)
+        return [*results, torch.full((), 2.0)]
+
+    return run
+
+
+def equal(one, other):
+    return all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.slow
+def test_random_programs_have_the_same_bits():
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 3, dtype=torch.float32 if number else torch.float64) for number in range(5)]
+    for seed in range(40):
+        graph = make_fx(program(seed), tracing_mode="fake")(*inputs)
+        expected, found = ([value.clone() for value in inputs] for _ in range(2))
+        with torch.no_grad():
+            run = eager(graph)
+            for _ in range(2):
+                results = run(found)
+                assert equal(results, graph(*expected)), seed
+                assert equal(found, expected), seed
+                results[-1].zero_()  # results are the caller's
+
+
+def classify(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def adamw():
+    return ll.optimizer(torch.optim.AdamW, lr=1e-2)
+
+
+STEPS = {
+    "AdamW": (adamw, lambda grad_fn: grad_fn),
+    "SGD": (
+        lambda: ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda grad_fn: ll.clip_by_global_norm(grad_fn, 0.1),
+    ),
+    "EMA of finite": (lambda: ll.ema(ll.optim.apply_if_finite(adamw(), 3), 0.9), lambda grad_fn: grad_fn),
+    "RMSprop": (
+        lambda: ll.optimizer(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
+        lambda grad_fn: ll.accumulate(grad_fn, 2),
+    ),
+}
+
+
+def stacked(optimizer, wrap, donate):
+    train_step = ll.make_train_step(wrap(ll.make_grad_fn(net(), classify)), optimizer, donate=donate)
+    states = [ll.init_state(net(seed), optimizer, seed=seed) for seed in range(3)]
+    return ll.vmap_step(train_step), ll.transforms.stack_states(states)
+
+
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_stack_has_the_bits_of_its_graph(name, donate, monkeypatch):
+    def states(run):
+        monkeypatch.setattr(_inductor, "eager", run)
+        step, state = stacked(STEPS[name][0](), STEPS[name][1], donate)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(4):
+            batch = torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+            state, metrics = step(state, batch)
+        return torch.utils._pytree.tree_leaves((state.params, state.opt_state, metrics["loss"].total))
+
+    expected = states(lambda graph: lambda values: graph(*values))
+    assert equal(states(eager), expected)
+
+
+class Counting(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_donated_step_copies_nothing_that_a_pure_one_does_not():
+    batch, calls = (torch.randn(8, 6), torch.randint(0, 3, (8,))), []
+    for donate in (True, False):
+        step, state = stacked(adamw(), lambda grad_fn: grad_fn, donate)
+        state, _ = step(state, batch)
+        with Counting() as mode:
+            step(state, batch)
+        calls.append(mode.calls)
+    assert calls[0] <= calls[1]
