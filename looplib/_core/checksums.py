@@ -11,6 +11,7 @@ from looplib._core.checks import is_plain
 from looplib._core.torch_private import functorch_level_of
 
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+_CHUNK = 1 << 16  # words, on CPUs
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -23,18 +24,29 @@ def checksum(tensor: Tensor) -> Tensor:
     whole = data.numel() // 8 * 8
     words = data[:whole].clone() if data.storage_offset() % 8 else data[:whole]
     words = words.view(torch.int64)
-    total = _hash(_word_of(data[whole:]), 0)
-    # Words at a time: as many as fit a cache, or few large kernels.
-    chunk = 1 << (16 if words.device.type == "cpu" else 22)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    if whole < data.numel():
+        last = _word_of(data[whole:])  # at place 0
+        total += _mix(last, torch.empty_like(last)).sum()
+    # Words at a time: as many as fit a cache, or few large kernels. They are mixed in memory that is taken once.
+    chunk = min(max(1, words.numel()), _CHUNK if words.device.type == "cpu" else 1 << 22)
+    places = torch.arange(1, chunk + 1, device=words.device).mul_(_PLACE)
+    mixed, scratch = torch.empty_like(places), torch.empty_like(places)
     for begin in range(0, words.numel(), chunk):
-        total = total + _hash(words[begin : begin + chunk], begin + 1)
+        part = words[begin : begin + chunk]
+        if begin:
+            places.add_(_signed(chunk * _PLACE))
+        n = part.numel()
+        total += _mix(torch.add(part, places[:n], out=mixed[:n]), scratch[:n]).sum()
     return total
 
 
 def bits_of(tensor: Tensor) -> Tensor:
     """Bytes of a tensor as uint8, in the order of its numbers."""
     tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    # Not reshape(-1): a dimension of one element counts as contiguous with any stride, and view() would refuse it.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
@@ -59,14 +71,18 @@ def _word_of(rest: Tensor) -> Tensor:
     return (rest.to(torch.int64) << shifts).sum().reshape(1)
 
 
-def _hash(words: Tensor, place: int) -> Tensor:
-    """Mix each word with its position, as in splitmix64, and add up modulo 2**64."""
-    words = words + torch.arange(place, place + words.numel(), device=words.device) * _PLACE
-    words = (words ^ _shifted(words, 30)) * _FIRST
-    words = (words ^ _shifted(words, 27)) * _SECOND
-    return (words ^ _shifted(words, 31)).sum()
+def _mix(words: Tensor, scratch: Tensor) -> Tensor:
+    """Mix each word in place, as in splitmix64, modulo 2**64."""
+    for by, factor in ((30, _FIRST), (27, _SECOND)):
+        words.bitwise_xor_(_shifted(words, by, scratch)).mul_(factor)
+    return words.bitwise_xor_(_shifted(words, 31, scratch))
 
 
-def _shifted(words: Tensor, by: int) -> Tensor:
+def _shifted(words: Tensor, by: int, scratch: Tensor) -> Tensor:
     """Logical right shift."""
-    return (words >> by) & ((1 << (64 - by)) - 1)
+    return torch.bitwise_right_shift(words, by, out=scratch).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The int64 with the bits of a number modulo 2**64."""
+    return (number + 2**63) % 2**64 - 2**63

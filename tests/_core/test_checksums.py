@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from looplib._core import checksums
 from looplib._core.checksums import checksum
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128, torch.int8, torch.bool]
@@ -31,3 +34,37 @@ def test_tensors_of_several_chunks():
         other = tensor.clone()
         other[place] = 1e-45
         assert checksum(other) != checksum(tensor)
+
+
+def by_hand(content):
+    """The same number by Python's integers: splitmix64 of each word plus its place times a constant, added up."""
+    rest = len(content) % 8
+    words = [content[begin : begin + 8] for begin in range(0, len(content) - rest, 8)]
+    total = 0
+    for place, word in enumerate([content[len(content) - rest :], *words]):
+        mixed = int.from_bytes(word, "little") + place * 0x1E3779B97F4A7C15
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            mixed %= 2**64
+            mixed = (mixed ^ (mixed >> shift)) * factor
+        total += mixed
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=300), st.integers(0, 20), st.sampled_from([1, 2, 5, 1 << 16]))
+def test_the_value_is_that_of_integers_in_chunks_of_any_size(content, offset, chunk):
+    """It is written to files, so it must not change."""
+    content = bytes(range(offset)) + content
+    tensor = torch.frombuffer(bytearray(content + b"x"), dtype=torch.uint8)[offset:-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "_CHUNK", chunk)
+        assert checksum(tensor).item() == by_hand(content[offset:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_value_is_that_of_integers_for_all_strides(dtype):
+    for shape in ((), (0,), (3,), (5, 7), (2, 3, 5)):
+        tensor = (torch.randn(shape) * 3).to(dtype)
+        for view in (tensor, tensor.t() if tensor.dim() == 2 else tensor, tensor[..., ::2] if shape else tensor):
+            content = bytes(view.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).tolist())
+            assert checksum(view).item() == by_hand(content)
