@@ -199,7 +199,8 @@ def _microbatch_of(
             if normalizer is None and not isinstance(loss, Mean):
                 normalizer = part.context.samples  # the total is known in advance, so no division is left for the end
             objective = objective_of(loss, samples, summed, normalizer)
-        _backward(objective.value, objective.factor, part.scale, leaves.inputs, leaves.again)
+        value, factor, weight, normalizer = objective
+        _backward(value, factor, part.scale, leaves.inputs, leaves.again)
         metrics = records(loss, aux, samples, apart=not leaves.traced, counts=counts)
         grads, after = {}, {}
         if final:
@@ -209,7 +210,7 @@ def _microbatch_of(
                 _backward(objective_of(again, 0, True, 1.0).value, 0.0, part.scale)
             grads, after = leaves.grads(), host.buffers() if host.slots.buffers else {}
         counted = passes.samples(samples, first) if shared else samples
-        weight, normalizer, ranks = objective.weight, objective.normalizer, passes.ranks
+        ranks = passes.ranks
         added_up = _writes(grads) if summed and ranks > 1 else None
         params = finish = None
         left_open = weight, normalizer, ranks, params, finish, part.scale, added_up

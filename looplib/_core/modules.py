@@ -227,6 +227,7 @@ class Host:
         if lent := engine.lend(params, self.params) if engine else None:
             kept = [id(value) not in lent.owners for value in swaps.own]
             swaps = Swaps(*[[*compress(column, kept)] for column in swaps])
+        owners, keys, own, theirs = swaps
         modes = [*map(_mode, self.flags)]
         # The first and the last parameter tell if the model has moved: looking at all of them takes too long.
         values = params.values()
@@ -237,7 +238,7 @@ class Host:
         streams = [generator.get_state() for generator in generators]
         thread = threading.get_ident()
         try:
-            any(map(operator.setitem, swaps.owners, swaps.keys, swaps.lent))  # each call returns None
+            any(map(operator.setitem, owners, keys, theirs))  # each call returns None
             if modes != self.modes:
                 self._set_modes(self.modes)
             self._seed(seed)
@@ -248,7 +249,7 @@ class Host:
         finally:
             _interrupts.begin_hold(thread)
             try:
-                any(map(operator.setitem, swaps.owners, swaps.keys, swaps.own))
+                any(map(operator.setitem, owners, keys, own))
                 if engine:
                     engine.take_back(lent)
                 self._set_modes(modes)

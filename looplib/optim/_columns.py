@@ -288,7 +288,7 @@ def kernels_of(plan: Plan) -> list[Kernel | None]:
 
 def _launch(plan: Plan, values: Mapping[str, Any], columns: Columns, donate: bool) -> None:
     """Count the update and call the kernel, on this rank's shards of sharded tensors: it is elementwise."""
-    params, grads, entries, kernel = columns.params, columns.grads, columns.entries, columns.kernel
+    _, _, params, grads, entries, kernel = columns
     assert kernel is not None
     if "step" in entries:
         add = torch_private.foreach_add_ if donate else torch_private.foreach_add
