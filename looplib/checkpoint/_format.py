@@ -59,8 +59,14 @@ def sound(path: Path) -> Iterator[None]:
 
 def pointer(path: Any) -> str:
     """Path of a leaf as a JSON pointer (RFC 6901), such as /params/0.weight."""
-    keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path]
-    return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
+    return "".join(["/" + _name(key).replace("~", "~0").replace("/", "~1") for key in path])
+
+
+def _name(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return "None"
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:
@@ -87,6 +93,14 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Number of elements from a tensor's first to its last in memory, inclusive."""
     steps = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
     return 0 if 0 in shape else 1 + sum(steps)
+
+
+def occupied(tensor: Tensor) -> tuple[int, int]:
+    """First byte of a tensor in its storage, and one past the last."""
+    size = tensor.element_size()
+    low = int(tensor.storage_offset()) * size
+    numbers = tensor.numel() if tensor.is_contiguous() else extent(tensor.shape, tensor.stride())
+    return low, low + numbers * size
 
 
 # Plain types, each with a test for the values that JSON can represent.

@@ -245,15 +245,18 @@ class Reader:
 
     def _run(self, name: str) -> Tensor:
         if name not in self.runs:
-            begin, size, memory = self.data[name]["begin"], self.data[name]["bytes"], self._map(self._file(name))
-            check(
-                zlib.crc32(memoryview(memory)[begin : begin + size]) == self.data[name]["crc32"],
-                f"{self.directory / self._file(name)}: the bytes of {name} have been changed since they were "
-                "written: wrong checksum",
-                DamagedCheckpointError,
+            run, file = self.data[name], self._file(name)
+            begin, size, memory = run["begin"], run["bytes"], self._map(file)
+            if zlib.crc32(memoryview(memory)[begin : begin + size]) != run["crc32"]:
+                raise DamagedCheckpointError(
+                    f"{self.directory / file}: the bytes of {name} have been changed since they were written: wrong "
+                    "checksum"
+                )
+            self.runs[name] = (
+                torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=size)
+                if size
+                else torch.empty(0, dtype=torch.uint8)
             )
-            empty = torch.empty(0, dtype=torch.uint8)
-            self.runs[name] = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=size) if size else empty
         return self.runs[name]
 
     def tensor(self, leaf_path: str, copies: dict[Any, Tensor] | None = None, device: Any = "cpu") -> Tensor:

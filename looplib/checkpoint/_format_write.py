@@ -32,9 +32,9 @@ from looplib.checkpoint._format import (
     bytes_of,
     encoded,
     envelope,
-    extent,
     leaves_of,
     local,
+    occupied,
     sync_directory,
 )
 
@@ -227,10 +227,7 @@ def _span(leaf_path: str, tensor: Tensor) -> _Span:
         )
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()
-    size = tensor.element_size()
-    low = int(tensor.storage_offset()) * size
-    high = low + extent(tensor.shape, tensor.stride()) * size
-    return _Span(leaf_path, tensor, str(tensor.dtype).removeprefix("torch."), low, high)
+    return _Span(leaf_path, tensor, str(tensor.dtype).removeprefix("torch."), *occupied(tensor))
 
 
 def write(directory: Path, parts: Parts, about: Mapping[str, Any], in_thread: bool = True) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from looplib._core.checks import check
 from looplib._core.mappings import without
-from looplib.checkpoint._format import extent, local
+from looplib.checkpoint._format import local, occupied
 
 
 class _Block(NamedTuple):
@@ -34,9 +34,7 @@ class _Block(NamedTuple):
 def _block(leaf_path: str, leaf: Any) -> _Block:
     tensor = local(leaf)
     storage = tensor.device, tensor.untyped_storage().data_ptr()
-    size = tensor.element_size()
-    low = int(tensor.storage_offset()) * size
-    return _Block(leaf_path, tensor, storage, low, low + extent(tensor.shape, tensor.stride()) * size)
+    return _Block(leaf_path, tensor, storage, *occupied(tensor))
 
 
 class Sharing:
