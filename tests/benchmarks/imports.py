@@ -91,7 +91,7 @@ def prepare(report: Report, names: list[str]) -> dict[str, Times]:
 
 
 def left(report: Report) -> float:
-    return report.end - time.perf_counter()
+    return float(report.end - time.perf_counter())
 
 
 def one_round(report: Report, found: dict[str, Times]) -> None:
