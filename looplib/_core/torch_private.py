@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils.data._utils import collate as _collate
 
 __all__ = ["disable_current_modes", "pytree"]
 
@@ -42,6 +43,11 @@ sync_buffers: Callable[[Any], None] = operator.methodcaller("_sync_buffers")
 rebuild_buckets: Callable[[Any], None] = operator.methodcaller("_rebuild_buckets")
 shutdown_workers: Callable[[Any], None] = operator.methodcaller("_shutdown_workers")
 init_group: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_init_group")
+
+# `default_collate` with other functions for some types; its functions; and that for tensors.
+collate: Callable[..., Any] = _collate.collate
+collate_functions: dict[Any, Callable[..., Any]] = _collate.default_collate_fn_map
+collate_tensors: Callable[..., Any] = _collate.collate_tensor_fn
 
 
 def stand_in(cls: Any, attributes: dict[str, Any], groups: list[dict[str, Any]], fill: Callable[..., Any]) -> Any:

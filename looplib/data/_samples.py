@@ -29,6 +29,7 @@ from looplib.data._divide import own_part, unchanged
 from looplib.data._plan import Plan, listed, number_of
 from looplib.data._position import check_position, read_of_next
 from looplib.data._random_streams import COLLATE, ITEM, kept_streams, moves, seed_streams, seed_torch
+from looplib.data._sending import Sent
 from looplib.data._workers import Engines, ended_early
 from looplib.types import TrainState
 
@@ -98,8 +99,10 @@ class Samples:
 
 def samples_engine(reader: Items | Rows, options: dict[str, Any]) -> DataLoader[Any]:
     """A DataLoader that runs jobs."""
-    generator = torch.Generator()
-    return DataLoader(reader, batch_size=None, sampler=Jobs(), collate_fn=unchanged, generator=generator, **options)
+    send = Sent if options.get("num_workers") else unchanged
+    return DataLoader(
+        reader, batch_size=None, sampler=Jobs(), collate_fn=send, generator=torch.Generator(), **options
+    )
 
 
 class Jobs:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,7 @@ from looplib.data._random_streams import (
     save_streams,
     seed_streams,
 )
+from looplib.data._sending import Sent
 from looplib.data._workers import Engines, ended_early
 from looplib.types import TrainState
 
@@ -143,10 +145,14 @@ def stream_engine(
         source,
         batch_size=batch_size,
         drop_last=drop_last,
-        collate_fn=source.batch,
+        collate_fn=partial(_sent, source.batch) if options.get("num_workers") else source.batch,
         generator=torch.Generator(),
         **options,
     )
+
+
+def _sent(collate: Callable[[Any], Any], items: Any) -> Sent:
+    return Sent(collate(items))
 
 
 class Stream(IterableDataset[Any]):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from looplib._core import torch_private
 from looplib._core.random import mix
 from looplib.data._random_streams import STREAM
+from looplib.data._sending import collate_of_worker
 
 Start = Callable[[DataLoader[Any]], Iterator[Any]]
 
@@ -59,6 +60,8 @@ def start_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -
         threading.Thread(target=_end_when_told, daemon=True).start()
     info: Any = get_worker_info()
     info.dataset.in_worker = True
+    if hasattr(info.dataset, "collate"):
+        info.dataset.collate = collate_of_worker(info.dataset.collate)
     object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's dataset, as with a plain DataLoader
     if worker_init_fn is not None:
         worker_init_fn(worker_id)

@@ -672,7 +672,8 @@ ROWS = {
     ),
     "the same with 2 workers": Row(
         lambda tiny: epochs(lambda: Items(256 if tiny else 6400), workers=2),
-        "the workers seed the streams for each sample there as well, which takes its share of two busy cores",
+        "looplib's workers copy small batches through a pipe; the others share memory for each tensor, which takes "
+        "longer than making the batch",
         None,
     ),
     "exact AUC of a million scores": Row(
