@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -1172,3 +1173,13 @@ def test_a_step_gives_back_what_it_borrows_at_whatever_moment_it_is_interrupted(
 
 if __name__ == "__main__":
     main(*json.loads(sys.argv[1]))
+
+
+@pytest.mark.slow
+def test_the_suite_hears_ctrl_c_as_a_background_job_of_a_shell():
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import conftest; "
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    )
+    tests = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], cwd=tests, check=True)
