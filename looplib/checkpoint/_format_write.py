@@ -41,7 +41,7 @@ from looplib.checkpoint._format import (
 _ALIGNMENT = 64
 
 
-_CHUNK = 8 << 20  # bytes in one call, in about as many pieces as a system allows
+_CHUNK = 8 << 20  # bytes in one call, in at most about as many buffers as a system allows
 _MOST = 1000
 
 
