@@ -86,8 +86,9 @@ def _detached(value: Any) -> Any:
 
 def mean_of(loss: Any) -> Tensor:
     """Mean loss of one sample inside a `torch.func` transform, where values cannot be read."""
-    mean = loss if isinstance(loss, Mean) else Mean(loss, 1.0)
-    value, weight = _scalar(mean.total), _detached(mean.weight)
+    if not isinstance(loss, Mean):
+        return _scalar(loss).reshape(())
+    value, weight = _scalar(loss.total), _detached(loss.weight)
     return (value * _over(value, weight + (weight == 0))).reshape(())
 
 

@@ -226,7 +226,8 @@ def _total_and_weight(name: str, value: Any) -> tuple[Tensor, Tensor]:
     message = f"{name!r} is a {kind}; with per-sample gradients give a scalar or a Mean(total, weight)"
     check(isinstance(mean, Mean), message, TypeError)
     total = torch.as_tensor(mean.total).reshape(())
-    return total * mean.times, torch.as_tensor(mean.weight, device=total.device).reshape(()) * mean.times
+    weight = torch.as_tensor(mean.weight, device=total.device).reshape(())
+    return (total, weight) if mean.times == 1 else (total * mean.times, weight * mean.times)
 
 
 def _sum(values: Tensor) -> Tensor:
