@@ -128,7 +128,8 @@ class Items(Dataset[Any]):
         self.in_lists = batched and _reads_lists(dataset)
         self.in_worker = False  # set by the worker, whose streams nobody else reads
         self.has_drawn = False  # from `random` or numpy, in this process
-        self.draws = not (_draws_nothing(dataset) and collate in (default_collate, default_convert))
+        self.items_draw = not _draws_nothing(dataset)
+        self.draws = self.items_draw or collate not in (default_collate, default_convert)
 
     def __getitem__(self, job: Job) -> Any:
         epoch, k, _, _, rank, ranks = job
@@ -150,7 +151,7 @@ class Items(Dataset[Any]):
     def _items(self, job: Job) -> Any:
         epoch, _, keys, visits, *_ = job
         keys = listed(keys)
-        if not self.draws:
+        if not self.items_draw:
             return [self.dataset[key] for key in keys]
         visits = repeat(0) if visits is None else listed(visits)
         if self.in_lists:

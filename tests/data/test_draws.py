@@ -172,6 +172,9 @@ def test_streams_that_nobody_uses_are_seeded_for_each_batch_only(monkeypatch):
     read(loader)
     assert len(calls) <= 3 * len(loader) + 2  # twice for the samples, once for collate_fn; twice for the order
     assert read(loader) == expected(loader)
+    calls.clear()
+    read(make_loader([0.0] * COUNT, batch_size=12, collate_fn=list))
+    assert len(calls) == 2 + 2  # a list draws nothing: for collate_fn, and for the order
 
 
 class Failing(Drawing):
