@@ -215,13 +215,7 @@ def _copied_to_host(source: Tensor) -> Tensor:
 
 
 def _span(leaf_path: str, tensor: Tensor) -> _Span:
-    unfit = {
-        f"tensor of layout {tensor.layout}": tensor.layout is not torch.strided,
-        "quantized tensor": tensor.dtype in QUANTIZED,
-        type(tensor).__name__: type(tensor) not in (Tensor, torch.nn.Parameter),
-        "tensor on the meta device, without values": tensor.is_meta,
-    }
-    for kind in filter(unfit.get, unfit):
+    if kind := _unfit(tensor):
         raise TypeError(
             f"{leaf_path} is a {kind}, which a checkpoint cannot hold: convert it to a dense plain tensor"
         )
@@ -230,10 +224,21 @@ def _span(leaf_path: str, tensor: Tensor) -> _Span:
     return _Span(leaf_path, tensor, str(tensor.dtype).removeprefix("torch."), *occupied(tensor))
 
 
+def _unfit(tensor: Tensor) -> str:
+    """What is wrong with a tensor that cannot be stored, or an empty string."""
+    if tensor.layout is not torch.strided:
+        return f"tensor of layout {tensor.layout}"
+    if tensor.dtype in QUANTIZED:
+        return "quantized tensor"
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return type(tensor).__name__
+    return "tensor on the meta device, without values" if tensor.is_meta else ""
+
+
 def write(directory: Path, parts: Parts, about: Mapping[str, Any], in_thread: bool = True) -> None:
-    """Write and sync both files into an empty directory. If `in_thread`, another thread computes the checksums."""
-    data, size = write_data(directory / DATA, parts.runs, parts.ready, in_thread)
-    write_manifest(directory, parts, {"format": WHOLE, **about, "bytes": size, "data": data})
+    """Write and sync both files into an empty directory. If `in_thread`, another thread computes checksums and syncs."""
+    with written_data(directory / DATA, parts.runs, parts.ready, in_thread) as (data, size):
+        write_manifest(directory, parts, {"format": WHOLE, **about, "bytes": size, "data": data})
 
 
 def write_manifest(directory: Path, parts: Parts, about: Mapping[str, Any]) -> None:
@@ -259,7 +264,20 @@ def write_file(path: Path, content: bytes) -> None:
 def write_data(
     path: Path, runs: Sequence[_Run], ready: Mapping[torch.device, torch.Event], in_thread: bool
 ) -> tuple[dict[str, dict[str, int]], int]:
-    """Write the runs of bytes, and return each run's offset and checksum and the file's size."""
+    """Write and sync the runs of bytes, and return each run's offset and checksum and the file's size."""
+    with written_data(path, runs, ready, in_thread) as result:
+        return result
+
+
+@contextmanager
+def written_data(
+    path: Path, runs: Sequence[_Run], ready: Mapping[torch.device, torch.Event], in_thread: bool
+) -> Iterator[tuple[dict[str, dict[str, int]], int]]:
+    """The result of `write_data`, before the file has been synced. It has been when the context ends.
+
+    If `in_thread`, it is synced meanwhile: the file system then writes its records of this file together with those
+    of what is written in the context.
+    """
     head, offsets = _header(runs)
     data: dict[str, dict[str, int]] = {}
     start = end = 8 + len(head)
@@ -268,23 +286,26 @@ def write_data(
         event.synchronize()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        with ThreadPoolExecutor(1) as pool, _streams_of_their_own(ready):
-            for group in _groups(zip(runs, offsets, strict=True)):
-                sources = [run.source().cpu() for run, _ in group]
-                views = [*map(bytes_of, sources)]
-                checksums = _checksums_beside(pool, views) if in_thread else partial(_checksums, views)
-                for (run, offset), view in zip(group, views, strict=True):
-                    data[run.name] = {"begin": start + offset, "bytes": len(view)}
-                    pieces += [memoryview(bytes(start + offset - end)), view]
-                    end = start + offset + len(view)
-                _write_all(descriptor, position, pieces)
-                position, pieces = end, []
-                for (run, _), checksum in zip(group, checksums(), strict=True):
-                    data[run.name]["crc32"] = checksum
-        os.fsync(descriptor)
+        with ThreadPoolExecutor(1) as pool:
+            beside = partial(_beside, pool) if in_thread else partial
+            with _streams_of_their_own(ready):
+                for group in _groups(zip(runs, offsets, strict=True)):
+                    sources = [run.source().cpu() for run, _ in group]
+                    views = [*map(bytes_of, sources)]
+                    checksums = beside(_checksums, views)
+                    for (run, offset), view in zip(group, views, strict=True):
+                        data[run.name] = {"begin": start + offset, "bytes": len(view)}
+                        pieces += [memoryview(bytes(start + offset - end)), view]
+                        end = start + offset + len(view)
+                    _write_all(descriptor, position, pieces)
+                    position, pieces = end, []
+                    for (run, _), checksum in zip(group, checksums(), strict=True):
+                        data[run.name]["crc32"] = checksum
+            synced = beside(os.fsync, descriptor)
+            yield data, end
+            synced()
     finally:
         os.close(descriptor)
-    return data, end
 
 
 def _groups(runs: Iterable[tuple[_Run, int]]) -> Iterator[list[tuple[_Run, int]]]:
@@ -330,12 +351,15 @@ def _checksums(views: Sequence[memoryview]) -> list[int]:
     return [*map(zlib.crc32, views)]
 
 
-def _checksums_beside(pool: ThreadPoolExecutor, views: Sequence[memoryview]) -> Callable[[], list[int]]:
-    """Compute checksums while the bytes are written: both release the interpreter lock."""
+def _beside(pool: ThreadPoolExecutor, function: Callable[[Any], Any], argument: Any) -> Callable[[], Any]:
+    """Call a function in another thread, and return what waits for its result.
+
+    Checksums, writes and syncs release the interpreter lock.
+    """
     try:
-        return pool.submit(_checksums, views).result
+        return pool.submit(function, argument).result
     except RuntimeError:  # the interpreter is exiting: it accepts no new work and finishes what was started
-        return partial(_checksums, views)
+        return partial(function, argument)
 
 
 def _write_all(descriptor: int, position: int, views: Iterable[memoryview]) -> None:

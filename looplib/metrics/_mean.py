@@ -84,10 +84,16 @@ for _name in ("add", "radd", "mul", "rmul", "sub", "rsub", "truediv", "rtruediv"
 
 def _sum(values: list[Tensor | float], times: list[int]) -> Tensor | float:
     """Sum of the values, each multiplied by its entry of `times`, in few operations."""
-    if len(values) == 2 and times == [1, 1]:
-        one, other = values
-        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.dim() == other.dim() == 0:
-            return _wide(one) + other  # torch adds the two in the wider of their dtypes
+    if times == [1, 1] and all(map(_is_scalar, values)):
+        return _wide(values[0]) + values[1]  # type: ignore[arg-type]  # torch adds them in the wider of their dtypes
+    return _sum_of_many(values, times)
+
+
+def _is_scalar(value: Tensor | float) -> bool:
+    return isinstance(value, Tensor) and not value.dim()
+
+
+def _sum_of_many(values: list[Tensor | float], times: list[int]) -> Tensor | float:
     pairs = list(zip(values, times, strict=True))
     number = sum([value * n for value, n in pairs if not isinstance(value, Tensor)])
     tensors = [value for value in values if isinstance(value, Tensor)]

@@ -715,6 +715,29 @@ def test_a_file_written_in_any_pieces_is_the_same(tmp_path, monkeypatch):
     assert same(ll.checkpoint_io(tmp_path / "pieces").restore(state), state)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_of_a_checkpoint_is_synced_before_it_has_its_name(tmp_path, monkeypatch, asynchronous):
+    synced, unsynced = set(), []
+    fsync, rename = os.fsync, Path.rename
+
+    def slow(file):
+        time.sleep(0.05 if os.fstat(file).st_size > 100_000 else 0)
+        fsync(file)
+        synced.add(os.fstat(file).st_ino)
+
+    def checked(path, target):
+        if path.name.startswith(".writing"):
+            unsynced.append([each for each in (path, *path.iterdir()) if each.stat().st_ino not in synced])
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr(Path, "rename", checked)
+    ckpt = ll.checkpoint_io(tmp_path, asynchronous=asynchronous)
+    ckpt.save(unbound().replace(extra=torch.zeros(100_000)))
+    ckpt.wait()
+    assert unsynced == [[]]
+
+
 # In the background
 
 
