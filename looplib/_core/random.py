@@ -39,7 +39,7 @@ def mix_each(first: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
     >>> mix_each(3, [(7, 0), (8, 1)]) == [mix(3, 7, 0), mix(3, 8, 1)]
     True
     """
-    start, seeds = (3 * _FACTOR + first + 1) * _FACTOR + 1, []
+    start, seeds = ((3 * _FACTOR + first + 1) * _FACTOR + 1) & _MASK, []
     for one, other in pairs:
         seed = ((start + one) * _FACTOR + other + 1) & _MASK
         seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -662,7 +662,7 @@ ROWS = {
         lambda tiny: epochs(lambda: Items(256 if tiny else 6400)),
         SEEDED
         + ". A bare loop that seeds only torch for each sample, and saves and restores the streams for each batch, took "
-        "1.24 of DataLoader's time, so that is the least",
+        "1.24 to 1.31 of DataLoader's time, so that is the least",
         None,
     ),
     "the same with `__getitems__`": Row(
@@ -699,7 +699,7 @@ ROWS = {
     "batches by length, 6,400 texts": Row(
         lambda tiny: by_length(640 if tiny else 6400),
         SEEDED
-        + ". A sample here is one look-up in a list, so this outweighs the reading: a bare loop with it took 1.57 of "
+        + ". A sample here is one look-up in a list, so this outweighs the reading: a bare loop with it took 1.5 to 2.0 of "
         "transformers' time",
         None,
     ),
