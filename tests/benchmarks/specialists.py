@@ -705,12 +705,15 @@ ROWS = {
     ),
     "save of 60 MB, synced": Row(
         lambda tiny: checkpoints(1e4 if tiny else 5e6, False),
-        "looplib also computes a checksum of each tensor; `torch.save` packs a zip archive, DCP plans the save first",
+        "looplib computes a checksum of each tensor in a second thread, and writes and syncs a manifest, but starts writing "
+        "to disk while it still copies to the file; `torch.save` packs a zip archive, DCP plans the save first",
         None,
     ),
     "load of 60 MB": Row(
         lambda tiny: checkpoints(1e4 if tiny else 5e6, True),
-        "looplib verifies the checksum of each tensor; safetensors maps the file and copies it",
+        "safetensors maps the file and copies it. looplib makes the same copy (a fifth of its processor time), but before it "
+        "writes to the first tensor it verifies the checksums of all (two fifths, in several threads) and that the paths, "
+        "dtypes, shapes and shared memory of all 384 leaves fit the state (two fifths, in Python)",
         None,
     ),
 }
