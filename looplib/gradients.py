@@ -204,7 +204,7 @@ def _microbatch_of(
         metrics = records(loss, aux, samples, apart=not leaves.traced, counts=counts)
         grads, after = {}, {}
         if final:
-            for left in reversed(range(passes.spare)) if shared else ():
+            for left in passes.spare:
                 passes.before_spare(left)
                 again = split_loss(loss_fn(model, batch))[0]
                 _backward(objective_of(again, 0, True, 1.0).value, 0.0, part.scale)

@@ -77,7 +77,7 @@ class Alone:
     """Passes of a single process: does nothing."""
 
     ranks = 1
-    spare = 0
+    spare: Sequence[int] = ()  # passes that all ranks make and this one does not need: how many are left after each
     deferred = False
 
     def begin(self) -> None: ...
@@ -143,7 +143,7 @@ class Together(Alone):
                 self.counted = Sums(self.own)
         # If a pass involves all ranks, those with fewer microbatches repeat their last one and discard the result.
         if self.summed and engine.passes_together():
-            self.spare = round(largest_over_ranks([len(batches)])[0]) - len(batches)
+            self.spare = range(round(largest_over_ranks([len(batches)])[0]) - len(batches))[::-1]
 
     def before(self, final: bool, batch: Any, samples: int) -> tuple[Any, bool]:
         self.engine.sync(self.last and final and not self.spare)

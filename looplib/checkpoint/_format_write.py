@@ -225,7 +225,7 @@ def _span(leaf_path: str, tensor: Tensor) -> _Span:
 
 
 def _unfit(tensor: Tensor) -> str:
-    """What is wrong with a tensor that cannot be stored, or an empty string."""
+    """The reason why a tensor cannot be stored, or an empty string."""
     if tensor.layout is not torch.strided:
         return f"tensor of layout {tensor.layout}"
     if tensor.dtype in QUANTIZED:

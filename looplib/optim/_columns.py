@@ -66,14 +66,15 @@ def update_columns(
     values: Sequence[dict[str, Any]],
     grads: Grads,
     params: Params,
-    states: Mapping[str, dict[str, Any]],
+    opt_state: dict[str, Any],
     donate: bool,
-) -> tuple[Params, Mapping[str, dict[str, Any]]] | None:
-    """The next parameters and their states, or None, with nothing written, if the class's `step` is needed.
+) -> tuple[Params, dict[str, Any]] | None:
+    """The next parameters and the optimizer's next state, or None, with nothing written, if the class's `step` is needed.
 
     Donated ones are those that were given, with other numbers in their tensors.
     """
     groups: list[Columns] = []
+    states = opt_state["state"]
     whole = len(grads) == len(plan.key[0])
     for number, names in enumerate(plan.members):
         if not whole:
@@ -99,8 +100,9 @@ def update_columns(
         torch_private.set_grad_enabled(grad_mode)
     if donate:
         ownership.writes.count += 1
-        return params, states
-    return _next(params, states, groups, working)
+        return params, opt_state
+    new_params, new_states = _next(params, states, groups, working)
+    return new_params, {**opt_state, "state": new_states}
 
 
 def _columns(

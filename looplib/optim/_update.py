@@ -239,8 +239,8 @@ def eager_update(
     if [*map(_dtype, grads.values())] != plan.key[1]:
         _check_dtypes(grads, params)
     values = plan.values_at(opt_state, step) if plan.moves or "groups" in opt_state else plan.values
-    if plan.by_columns and (made := update_columns(plan, values, grads, params, states, donate)):
-        return (params, opt_state) if donate else (made[0], {**opt_state, "state": made[1]})
+    if plan.by_columns and (made := update_columns(plan, values, grads, params, opt_state, donate)):
+        return made
     if donate:
         tensors = {name: params[name] for name in grads}
         working: States = {name: states[name] for name in grads}
