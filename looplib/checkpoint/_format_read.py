@@ -226,11 +226,12 @@ class Reader:
         for file in set(map(self._file, names)):
             self._map(file)
         # The threads share one iterator, so that each takes the next run, largest first, when it has time. A task for
-        # each run would cost more than most checksums.
-        runs = iter(sorted(names, key=lambda name: -self.data[name]["bytes"]))
-        cores = os.cpu_count() or 1
-        with ThreadPoolExecutor(cores) as pool:
-            list(pool.map(lambda _: [*map(self._run, runs)], range(cores)))
+        # each run would cost more than most checksums, and a thread more than those of a few megabytes.
+        sizes = {name: self.data[name]["bytes"] for name in names}
+        runs = iter(sorted(sizes, key=sizes.__getitem__, reverse=True))
+        threads = min(os.cpu_count() or 1, 32, 1 + sum(sizes.values()) // (4 << 20))
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda _: [*map(self._run, runs)], range(threads)))
 
     def _map(self, file: str) -> mmap.mmap:
         if file not in self.maps:

@@ -387,6 +387,21 @@ def test_a_damaged_latest_is_named_and_the_one_before_it_taken(tmp_path, name, h
     assert re.fullmatch(r"damaged-\w{6}-step-00000002", aside[0])
 
 
+def test_a_large_checkpoint_is_verified_completely_by_several_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    state = unbound().replace(extra={str(n): torch.full((n + 1_100_000,), 0.1) for n in range(2)})
+    ckpt = ll.checkpoint_io(tmp_path)
+    path = ckpt.save(state)
+    assert same(ckpt.restore(state), state)
+    sound = (path / DATA).read_bytes()
+    for name, run in json.loads((path / MANIFEST).read_bytes())["manifest"]["data"].items():
+        content = bytearray(sound)
+        content[run["begin"]] ^= 1
+        (path / DATA).write_bytes(content)
+        with pytest.raises(ll.checkpoint.DamagedCheckpointError, match=f"the bytes of {name} have been"):
+            ll.checkpoint_io(tmp_path).restore(state, state.step)
+
+
 def test_the_damaged_one_that_was_asked_for_is_an_error(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path, monitor="x")
     for step in range(3):
