@@ -375,7 +375,8 @@ def _write_all(descriptor: int, position: int, views: Iterable[memoryview]) -> N
         while pieces and size < _CHUNK and len(batch) < _MOST:
             batch.append(pieces.popleft())
             size += len(batch[-1])
-        written = os.writev(descriptor, batch)
+        # Windows has no writev.
+        written = os.writev(descriptor, batch) if hasattr(os, "writev") else os.write(descriptor, b"".join(batch))
         if written < size:  # the disk is nearly full
             rest = memoryview(b"".join(batch))[written:]
             while rest:
