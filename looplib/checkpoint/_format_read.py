@@ -127,6 +127,8 @@ class Reader:
             self.described = {
                 _shard_name(name): sums["crc32"] for name, sums in manifest.get("described", {}).items()
             }
+            if unsized := self.described.keys() - self.files.keys():
+                raise ValueError(f"there is no size of {', '.join(sorted(unsized))}")
             for name in self.data:
                 self._check_run(name)
             for leaf_path in self.tensors:

@@ -601,6 +601,12 @@ def test_junk_in_a_manifest_of_shards_never_crashes(copy, data):
             path.write_bytes(content)
 
 
+def test_a_manifest_without_the_sizes_of_its_files_is_damaged(copy):
+    forged(copy / "step-00000003", lambda manifest: manifest.update(files={}))
+    with pytest.raises(ll.checkpoint.DamagedCheckpointError, match="no size of chunks"):
+        ll.checkpoint_io(copy).restore(state_of(net(5)), 3)
+
+
 class Bomb:
     def __reduce__(self):
         return exec, ("import builtins; builtins.exploded = True",)

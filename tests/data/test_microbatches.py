@@ -85,6 +85,7 @@ def test_the_gradient_is_that_of_the_batch_padded_as_a_whole(collate_fn, attenti
         assert computed == sum(LENGTHS)
 
 
+@pytest.mark.slow
 def test_it_works_in_workers_and_reads_as_code():
     in_process, in_worker = (
         of_loader(collate_microbatches(padded, 3)),

@@ -96,6 +96,7 @@ def in_different_calls():
         raise SystemExit
 
 
+@pytest.mark.slow
 def test_when_torchs_timeout_ends_the_wait_the_errors_of_all_ranks_name_the_missing_one():
     launch(2, in_different_calls)
 

@@ -129,6 +129,7 @@ def test_a_rank_that_is_killed_or_exits_or_returns_what_cannot_be_sent_is_named(
         ll.distributed.launch(lambda: threading.Lock(), nproc=1)
 
 
+@pytest.mark.slow
 def test_processes_are_started_again_as_often_as_allowed(tmp_path):
     def main(failures):
         with ll.distributed.setup():

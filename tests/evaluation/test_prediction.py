@@ -214,6 +214,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 def test_killed_processes_lose_nothing(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "out")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -28,6 +28,7 @@ def names(found, row):
     return {entry["name"] for entry in found["rows"] if entry["row"].startswith(row)}
 
 
+@pytest.mark.slow
 def test_saves_and_traces_are_measured_without_a_gpu(tmp_path):
     found, printed = measured(tmp_path, "--rows", "saves", "traces")
     assert names(found, "saves") == {"synchronous", "asynchronous, donated", "asynchronous, pure"}

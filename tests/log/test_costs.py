@@ -403,6 +403,7 @@ def test_a_window_that_is_open_when_the_step_is_let_go_is_written(tmp_path):
     assert steps_in(tmp_path / "trace-step1-rank0.json") == [f"train_step {n}" for n in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_a_window_that_is_open_when_the_program_ends_is_written(tmp_path):
     code = f"""
         import torch

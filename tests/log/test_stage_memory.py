@@ -118,6 +118,7 @@ def test_the_names_are_those_that_the_trainer_reports(tmp_path):
     assert names == {name for name in memory.read() if not name.startswith("before_") or "init" in name}
 
 
+@pytest.mark.slow
 def test_without_proc_a_peak_is_given_only_if_it_is_new(monkeypatch):
     real, peak = builtins.open, [1000]
 

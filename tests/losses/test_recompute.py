@@ -203,6 +203,7 @@ def peak(loss, depth):
     return live.peak
 
 
+@pytest.mark.slow
 def test_a_transformer_more_needs_a_tenth_of_the_memory():
     lean = recompute(loss_fn, nn.TransformerEncoderLayer)
     few, many = ([peak(loss, depth) for loss in (loss_fn, lean)] for depth in (4, 8))

@@ -162,6 +162,7 @@ def on_two_ranks():
         print("bleu", ll.evaluate(ll.make_eval_step(model, metric_fn), ll.init_state(model), loader)["bleu"])
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_value_of_one_process():
     model = t5()
     loader = ll.make_loader(rows(7), batch_size=4, order=ll.data.in_order())

@@ -110,6 +110,7 @@ def test_what_collects_is_copied_n_log_n_times(n, how):
     assert Collected.copied[0] <= n * (math.log2(n) + 2)
 
 
+@pytest.mark.slow
 def test_of_n_batches_that_collect_log_n_are_held():
     held = []
 

@@ -62,6 +62,7 @@ def test_a_shorthand_lacks_vowels_and_held_out_phrases_are_new():
         assert all(a[0] == b[0] and not set("aeiou") & set(a[1:]) for a, b in words)
 
 
+@pytest.mark.slow
 def test_it_ends_the_same_when_it_was_interrupted_in_a_step_and_in_the_search(tmp_path, monkeypatch, interruptible):  # noqa: F811
     expected = small(tmp_path / "whole", held_out=70)
     make_train_step, answer, calls = ll.make_train_step, recipe.answer, []
