@@ -361,7 +361,7 @@ def peak_memory(script: str, call: str, *arguments: str, needs: Sequence[str] = 
         "torch.optim.AdamW([torch.ones(1, requires_grad=True)]).step(); "  # imports what torch imports late
         "before = harness.status('VmRSS'); open('/proc/self/clear_refs', 'w').write('5'); "
         "step = getattr(module, sys.argv[3])(*sys.argv[4:-1]); "
-        "[step() for _ in range(int(sys.argv[-1]))]; print('grew', harness.status('VmHWM') - before); "
+        "harness.repeat(step, int(sys.argv[-1])); print('grew', harness.status('VmHWM') - before); "
         "sys.stdout.flush(); os._exit(0)"  # threads that wait for a turn are not joined
     )
     here = str(Path(__file__).parent)
@@ -373,6 +373,12 @@ def peak_memory(script: str, call: str, *arguments: str, needs: Sequence[str] = 
     found = re.search(r"grew (\S+)", out.stdout)
     assert found
     return float(found[1])
+
+
+def repeat(step: Callable[[], Any], steps: int) -> None:
+    """Make steps without keeping what they return, which may be a state."""
+    for _ in range(steps):
+        step()
 
 
 def status(name: str) -> float:
