@@ -142,13 +142,13 @@ made, written, unwritten = _record.made, _record.written, _record.unwritten
 
 
 def trees_of(state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], Any, Any]:
-    """`params`, `buffers`, `opt_state` and `extra`, checked once."""
+    """The `params`, `buffers`, `opt_state` and `extra` of a state, checked once for all four."""
     _record.check(state)
     return state._params, state._buffers, state._opt_state, state._extra
 
 
 def step_and_seed_of(state: Any) -> tuple[int, int]:
-    """Two counts of a state whose trees have just been read, which checks it."""
+    """The step and the seed of a state whose trees have just been read, which checks it."""
     return state._step, state._seed
 
 

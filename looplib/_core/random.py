@@ -28,6 +28,10 @@ def mix(*values: int) -> int:
     seed = len(values)
     for value in values:
         seed = (seed * _FACTOR + value + 1) & _MASK
+    return _finished(seed)
+
+
+def _finished(seed: int) -> int:
     seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & _MASK
     return (seed ^ (seed >> 31)) >> 1
@@ -39,13 +43,8 @@ def mix_each(first: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
     >>> mix_each(3, [(7, 0), (8, 1)]) == [mix(3, 7, 0), mix(3, 8, 1)]
     True
     """
-    start, seeds = ((3 * _FACTOR + first + 1) * _FACTOR + 1) & _MASK, []
-    for one, other in pairs:
-        seed = ((start + one) * _FACTOR + other + 1) & _MASK
-        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & _MASK
-        seeds.append((seed ^ (seed >> 31)) >> 1)
-    return seeds
+    start = ((3 * _FACTOR + first + 1) * _FACTOR + 1) & _MASK
+    return [_finished(((start + one) * _FACTOR + other + 1) & _MASK) for one, other in pairs]
 
 
 @contextmanager

@@ -301,7 +301,7 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
     To save time, `random` and numpy are seeded for each item only once an item is found to have drawn from them. That
     item is read a second time, with its own seed, so in each process (each worker) one item may be read twice. An item
     that reads the state of one of these two streams without drawing, or draws and then restores it, cannot be noticed:
-    what it gets also depends on the rest of its batch.
+    what it gets also depends on the rest of its batch and, if other items draw, on what its process has read before.
 
     **Several processes.** Under torchrun, nothing needs to change. `batch_size` is the size of the global batch,
     which all ranks share. Each rank reads only its own consecutive samples; if the batch does not divide evenly, the
