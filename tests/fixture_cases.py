@@ -229,10 +229,10 @@ def run(which, steps=20):
     """State after a number of batches, the state to evaluate, and the losses on the way."""
     model, optimizer, train_step = which.make()
     state = ll.init_state(model, optimizer, seed=3, epoch_length=7)
-    return optimizer, *go_on(which, model, train_step, state, range(steps))
+    return optimizer, *continued(which, model, train_step, state, range(steps))
 
 
-def go_on(which, model, train_step, state, places):
+def continued(which, model, train_step, state, places):
     losses = []
     for number in places:
         state, metrics = train_step(state, which.batch(model, number))

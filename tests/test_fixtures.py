@@ -121,13 +121,13 @@ def test_a_sharded_checkpoint_is_restored_into_one_process(tmp_path):
     check(cases.values_of(ckpt.restore(cases.one_start())), kept("ranks/sharded.pt"))
 
 
-def test_a_run_goes_on_from_a_checkpoint_as_it_would_have(tmp_path):
+def test_a_run_continues_from_a_checkpoint_as_it_would_have(tmp_path):
     ckpt = opened(tmp_path, "checkpoints", "midway")
     which = cases.STEPS["dropout"]
     model, optimizer, train_step = which.make()
     state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=7))
     assert state.step == 11
-    state, _ = cases.go_on(which, model, train_step, state, range(11, 20))
+    state, _ = cases.continued(which, model, train_step, state, range(11, 20))
     compare("dropout", {"params/" + name: tensor for name, tensor in state.params.items()}, which)
 
 
@@ -347,7 +347,7 @@ def test_the_bytes_of_predictions(tmp_path):
     assert then(files_of(tmp_path), expected) == expected
 
 
-def test_predictions_are_read_and_gone_on_with(tmp_path):
+def test_predictions_are_read_and_continued(tmp_path):
     x = torch.arange(14.0).reshape(7, 2)
     logits = x @ torch.arange(6.0).reshape(3, 2).T + 0.25
     expected = {

@@ -570,7 +570,7 @@ def test_signals_that_come_together_within_an_update_all_get_to_their_handlers()
     assert calls == ["USR1", "USR2"]
 
 
-def test_a_handler_that_only_notes_the_signal_is_called_once_and_the_run_goes_on(capfd):
+def test_a_handler_that_only_notes_the_signal_is_called_once_and_the_run_continues(capfd):
     parts, expected = Parts(donate=True, cls=Halfway), trajectory(Parts(donate=True, cls=Halfway))
     noted, states = [], [parts.state]
     signal.signal(signal.SIGINT, lambda signum, frame: noted.append(states[-1].step))
@@ -640,7 +640,7 @@ def test_it_says_so_too_when_the_update_was_struck(capfd):
     assert capfd.readouterr() == ("body\n", NOTICE)
 
 
-def test_a_second_ctrl_c_is_taken_at_once_and_the_next_run_begins_anew(capfd):
+def test_a_second_ctrl_c_is_taken_at_once_and_the_next_run_begins_again(capfd):
     parts, done = Parts(donate=True), []
 
     def after(state):

@@ -53,7 +53,7 @@ def test_states_that_are_changed_and_stepped_in_turn_keep_their_marks_short():
 
 
 def test_a_chain_that_is_dropped_is_one_that_can_write_no_more():
-    """The dropped marks are of no use: who still reads what was taken over finds out by the table of owners."""
+    """The dropped marks are of no use: a later read of what was taken over is refused by the table of owners."""
     (model, other), optimizer, step = made(donate=True)
     x = torch.randn(4, 3)
     state, _ = step(ll.init_state(model, optimizer), x)

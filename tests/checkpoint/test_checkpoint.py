@@ -715,21 +715,6 @@ def test_an_interrupt_amid_a_bound_restore_waits(tmp_path, monkeypatch):
     assert torch.equal(model[0].weight, net(1)[0].weight)
 
 
-def test_a_file_written_in_any_pieces_is_the_same(tmp_path, monkeypatch):
-    """A system call may write a part of what it is given."""
-    state = unbound().replace(extra=[torch.randn(n) for n in (0, 1, 7, 300, 0, 2, 1000)])
-    whole = ll.checkpoint_io(tmp_path / "whole").save(state)
-    writev = os.writev
-    monkeypatch.setattr(ll.checkpoint._format_write, "_CHUNK", 100)
-    monkeypatch.setattr(ll.checkpoint._format_write, "_MOST", 3)
-    monkeypatch.setattr(os, "writev", lambda file, views: writev(file, [b"".join(views)[:70]]))
-    path = ll.checkpoint_io(tmp_path / "pieces").save(state)
-    assert (path / DATA).read_bytes() == (whole / DATA).read_bytes()
-    manifests = [json.loads((each / MANIFEST).read_bytes())["manifest"] for each in (path, whole)]
-    assert manifests[0]["data"] == manifests[1]["data"]
-    assert same(ll.checkpoint_io(tmp_path / "pieces").restore(state), state)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_all_of_a_checkpoint_is_synced_before_it_has_its_name(tmp_path, monkeypatch, asynchronous):
     synced, unsynced = set(), []

@@ -100,7 +100,7 @@ def test_a_folder_pulled_in_part_is_named_damaged(server, tmp_path):
         pulled.restore(state)
 
 
-def test_the_loop_goes_through_an_upload_and_what_is_pushed_is_whole(server, tmp_path):
+def test_the_loop_continues_during_an_upload_and_what_is_pushed_is_whole(server, tmp_path):
     uploading, proceed = threading.Event(), threading.Event()
 
     def before(method, path):

@@ -217,7 +217,7 @@ class Writes(nn.Module):
     ("model", "name"),
     [
         (Writes("in place"), "count"),
-        (Writes("anew"), "count"),
+        (Writes("new"), "count"),
         (nn.InstanceNorm1d(2, affine=True, track_running_stats=True), "running_mean"),
         (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), "parametrizations.weight.0._u"),
     ],

@@ -266,7 +266,7 @@ def test_the_outermost_draws_still_fall_on_samples_with_weight(weights, drawn):
         assert weights[loader.indices(at()).item()] > 0
 
 
-def test_a_sample_drawn_again_in_an_epoch_is_augmented_anew():
+def test_a_sample_drawn_again_in_an_epoch_is_augmented_again():
     loader = make_loader(Augmented(3), batch_size=5, order=ll.data.weighted([1, 1, 1], num_samples=60))
     rows = torch.cat(list(loader(at())))
     assert len(rows) == len({tuple(row) for row in rows.tolist()}) == 60

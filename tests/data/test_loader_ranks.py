@@ -261,7 +261,7 @@ def test_the_first_ranks_collate_fn_draws_what_one_process_does():
         assert part[0, 4].item() == drawn.item()
 
 
-def test_a_sample_that_comes_again_is_augmented_anew_on_whichever_rank():
+def test_a_sample_that_comes_again_is_augmented_again_on_any_rank():
     loader = make_loader(Augmented(3), batch_size=12, order=ll.data.weighted([1, 1, 1], num_samples=60))
     found = read(loader, 4)
     whole = torch.cat([part for parts in zip(*found, strict=True) for part in parts])
@@ -269,7 +269,7 @@ def test_a_sample_that_comes_again_is_augmented_anew_on_whichever_rank():
     assert len(whole[:, 1].unique()) == 60
 
 
-def test_a_batch_that_an_item_is_is_the_same_whoever_has_its_rows():
+def test_a_batch_that_is_one_item_is_the_same_on_every_rank():
     data = [torch.zeros(4, 2, dtype=torch.float64) for _ in range(3)]
     for items in (data, dict(enumerate(data)).values()):
         loader = make_loader(items, batch_size=None, collate_fn=with_draws)

@@ -132,7 +132,7 @@ def test_the_gradients_are_those_that_made_the_update(donate):
     assert replay(case.step, case.state, case.loader, 8).grads is None
 
 
-def test_a_bound_state_and_its_module_stay_as_they_are_and_the_run_goes_on():
+def test_a_bound_state_and_its_module_stay_as_they_are_and_the_run_continues():
     case = Case(donate=True, bound=True)
     end = bits(Case(donate=True, bound=True).train(9))
     state = case.state
@@ -762,14 +762,14 @@ def test_the_row_that_made_a_spike_is_found_from_a_kept_state():
     assert torch.equal(found.indices, found.batch[2])
     # Rolled back before it, the run continues without the sample, as one that never had it.
     rest = without_samples(loader, [worst[0].index])
-    goes_on, batches = ll.copy_state(kept[spike - 1]), []
-    for batch in itertools.islice(rest(goes_on), LENGTH):
-        goes_on, metrics = step(goes_on, batch)
+    resumed, batches = ll.copy_state(kept[spike - 1]), []
+    for batch in itertools.islice(rest(resumed), LENGTH):
+        resumed, metrics = step(resumed, batch)
         batches.append(batch[2].tolist())
         assert ll.compute(metrics)["loss"] < max(losses) / 3
     never = ll.copy_state(kept[0])
     for batch in rest(never):
         never, _ = step(never, batch)
-    assert bits(goes_on) == bits(never)
-    assert (goes_on.epoch, goes_on.batch, goes_on.samples) == (1, 0, ROWS - 1)
+    assert bits(resumed) == bits(never)
+    assert (resumed.epoch, resumed.batch, resumed.samples) == (1, 0, ROWS - 1)
     assert 41 not in itertools.chain(*batches)

@@ -28,10 +28,8 @@ def fails(call):
     """The warning and the error of a call for which no other rank comes."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        began = time.monotonic()
         with pytest.raises(RuntimeError) as error:
             call()
-    assert time.monotonic() - began < 20
     return [str(one.message) for one in said if one.category is RuntimeWarning], str(error.value), said
 
 

@@ -82,7 +82,7 @@ def same_bits_whatever_ran_before():  # a weight goes with the count of the exam
     part = ll.types.Part(donate=True, scale=torch.tensor(3.0))
     used, state = ll.make_grad_fn(model, token_loss), ll.init_state(model)
     batch = torch.randint(0, 11, (rank + 2, 5)), torch.randint(0, 3, (rank + 2, 5)).float()
-    used(state, batch, part)  # after which DDP builds its buckets anew, and so adds in another order
+    used(state, batch, part)  # after which DDP builds its buckets again, and so adds in another order
     for _ in range(10):
         found, expected = [f(state, batch, part).grads for f in (used, ll.make_grad_fn(model, token_loss))]
         assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -141,7 +141,7 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(self.x)
 
 
-def test_outputs_of_any_number_of_rows_go_on(tmp_path):
+def test_outputs_of_any_number_of_rows_are_continued(tmp_path):
     """The number of samples in a batch is compared, not the rows of its output."""
     _, _, state = parts()
     batches = torch.arange(9.0).split(3)
@@ -520,7 +520,7 @@ NUMBERS = [2, 0, 1, 4, 0, 0, 3, 3, 1, 6]
 
 
 def generate_on_ranks(folder):
-    """Go on with what one process began, in shares of a batch and in whole batches, after refusing another cut."""
+    """Continue what one process began, in shares of a batch and in whole batches, after refusing another cut."""
     with ll.distributed.setup():
         state, x = ll.TrainState(), torch.tensor(NUMBERS, dtype=torch.float32)
         for name in ("arrays", "lines.jsonl"):

@@ -233,7 +233,9 @@ def leaves(state):
 
 @both_steps
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_resumed_run_has_the_bits_of_one_that_went_through(device, deterministic, tmp_path, donate, asynchronous):
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
+    device, deterministic, tmp_path, donate, asynchronous
+):
     case = Case(device, donate)
     ckpt = ll.checkpoint_io(tmp_path, asynchronous=asynchronous)
     state = case.train(case.start, 6)

@@ -68,7 +68,7 @@ def pixels(encoded):
     return np.asarray(Image.open(io.BytesIO(encoded)))
 
 
-def test_tensorboard_leaves_out_what_a_resumed_run_logs_anew(tmp_path):
+def test_tensorboard_leaves_out_what_a_resumed_run_logs_again(tmp_path):
     pytest.importorskip("tensorboard")
     first = tensorboard(tmp_path)
     for step in range(1, 9):

@@ -421,7 +421,7 @@ def test_arguments_out_of_range_are_named():
 @both_states
 @both_steps
 @pytest.mark.parametrize("cls", [schedulefree.AdamWScheduleFree, schedulefree.SGDScheduleFree])
-def test_schedule_free_evaluates_where_its_own_eval_does_and_goes_on(cls, donate, bound):
+def test_schedule_free_evaluates_where_its_own_eval_does_and_continues(cls, donate, bound):
     arguments = {"lr": 0.02, "weight_decay": 0.1, "warmup_steps": 5}
     model, pure = net(), net()
     raw = cls(model.parameters(), **arguments)

@@ -182,14 +182,15 @@ CLASSES = [
 KERNELS = {"default": {}, "fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("number", range(len(CLASSES)))
+WITH_KERNELS = [
+    (cls, options, kernel) for cls, options in CLASSES for kernel in KERNELS if kernel != "fused" or cls in FUSED
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "kernel"), WITH_KERNELS)
 @pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-def test_each_class_with_each_kernel_equals_its_raw_loop(number, kernel, donate):
+def test_each_class_with_each_kernel_equals_its_raw_loop(cls, options, kernel, donate):
     """With a parameter that gets no gradient in some steps, and two groups."""
-    cls, options = CLASSES[number]
-    if kernel == "fused" and cls not in FUSED:
-        pytest.skip("torch has no fused kernel for it")
     options = {"lr": 0.1, **options, **KERNELS[kernel]}
     model = net()
     taken = {"fused": True} if kernel == "default" and cls in FUSED else {}

@@ -26,7 +26,7 @@ def test_every_name_has_a_row_and_every_row_a_name():
 
 def test_the_document_is_that_of_the_rows():
     assert (ROOT / TABLE.path).read_text() == TABLE.document(), (
-        "write it anew: python tests/other_trainers/trainer_rows.py"
+        "write it again: python tests/other_trainers/trainer_rows.py"
     )
 
 

@@ -224,7 +224,7 @@ def test_a_checkpoint_holds_what_was_counted_and_the_settings_are_the_new_ones(t
             ckpt.restore(fresh(other))
 
 
-def test_a_larger_patience_lets_a_stopped_run_go_on():
+def test_a_larger_patience_lets_a_stopped_run_continue():
     state = run(begin(BestSoFar("eval_loss")), [1, 2, 3, 4])
     assert early_stopping(3)(state)
     assert not early_stopping(4)(state)

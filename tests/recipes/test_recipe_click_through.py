@@ -215,7 +215,7 @@ def test_predictions_go_on_where_they_were_stopped(whole, tmp_path, monkeypatch)
     assert len(forwards) == complete + 9
 
 
-def test_ctrl_c_stops_and_the_same_command_goes_on(whole, tmp_path, monkeypatch):
+def test_ctrl_c_stops_and_the_same_command_continues(whole, tmp_path, monkeypatch):
     recipe, folder, scores = whole
     steps, loss_fn = [], recipe.loss_fn
 

@@ -1,6 +1,7 @@
 """The contrastive recipe, small: both forms learn, and the cached one holds less."""
 
 import pytest
+from sklearn.neighbors import KNeighborsClassifier
 from test_recipes import load
 
 
@@ -12,15 +13,11 @@ def test_both_forms_learn_and_gradient_caching_holds_less(tmp_path, capsys):
     name = "held for the backward pass, MB"
     assert cached[name] < plain[name] / 8
     assert cached["by embeddings"] > 0.5
-    assert (
-        cached["by pixels"] == plain["by pixels"] == pytest.approx(0.8963, abs=1e-3)
-    )  # as scikit-learn's classifier
+    assert cached["by pixels"] == plain["by pixels"]
     assert "matched" in capsys.readouterr().out
 
 
 def test_the_score_is_that_of_scikit_learns_nearest_neighbour():
-    from sklearn.neighbors import KNeighborsClassifier
-
     recipe = load("contrastive_digits")
     (train_x, train_y), (test_x, test_y) = recipe.load_data()
     known, unknown = train_x[:100].flatten(1), test_x.flatten(1)

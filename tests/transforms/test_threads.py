@@ -31,12 +31,12 @@ class Waiting:
     """A loss function that waits, at its first call, until it is told to continue."""
 
     def __init__(self):
-        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.entered, self.proceed = threading.Event(), threading.Event()
 
     def __call__(self, model, x):
         if not self.entered.is_set():
             self.entered.set()
-            assert self.go_on.wait(120)
+            assert self.proceed.wait(120)
         return model(x).square().mean()
 
 
@@ -89,7 +89,7 @@ def test_a_plain_step_while_another_thread_traces(batches, expected, donate):
         plain, start = made(donate=donate)
         taken = steps_of(plain, start, batches)
     finally:
-        waiting.go_on.set()
+        waiting.proceed.set()
     assert_same(taken, expected)
     assert_same(result_of(*running), expected)
 
@@ -101,7 +101,7 @@ def test_two_traces_at_once(batches, expected):
     assert waiting.entered.wait(120)
     meanwhile = in_thread(lambda: steps_of(other, start, batches))
     time.sleep(0.5)  # in which it comes as far as it can; the result is to be the same however far that is
-    waiting.go_on.set()
+    waiting.proceed.set()
     assert_same(result_of(*running), expected)
     assert_same(result_of(*meanwhile), expected)
 

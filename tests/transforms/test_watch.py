@@ -94,15 +94,3 @@ def test_a_number_is_watched_wherever_it_stands(loss_fn, owner, monkeypatch):
     plain, _ = ll.make_train_step(grad_fn, optimizer)(state, x)
     for name, tensor in plain.params.items():
         torch.testing.assert_close(compiled.params[name], tensor)
-
-
-def test_a_warning_points_at_the_line_that_called_the_step(monkeypatch):
-    model = Scaled(2, 1)
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    train_step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, of_a_class), optimizer), backend="eager")
-    state, x = ll.init_state(model, optimizer), torch.ones(3, 2)
-    train_step(state, x)
-    monkeypatch.setattr(Constants, "scale", 3.0)
-    with pytest.warns(UserWarning, match="scale changed") as warned:
-        train_step(state, x)
-    assert warned[0].filename == __file__

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import operator
+import os
 import pickle
 import warnings
 
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import looplib as ll
+from looplib.checkpoint import _format_write
 from looplib.checkpoint._format import leaves_of
 from looplib.checkpoint._format_read import Reader, read_manifest
 from looplib.checkpoint._format_write import Parts, write
@@ -68,6 +70,19 @@ def test_every_dtype_comes_back_to_the_bit(tmp_path, dtype):
         for name, tensor in tree.items():
             for found in (reader.tensor("/" + name), reader.tensor("/" + name, {})):
                 assert same(found, tensor), name
+
+
+def test_a_file_written_in_any_pieces_is_the_same(tmp_path, monkeypatch):
+    """A system call may write a part of what it is given."""
+    tree = [torch.randn(n) for n in (0, 1, 7, 300, 0, 2, 1000)]
+    stored(tree, tmp_path / "whole")
+    writev = os.writev
+    monkeypatch.setattr(_format_write, "_CHUNK", 100)
+    monkeypatch.setattr(_format_write, "_MOST", 3)
+    monkeypatch.setattr(os, "writev", lambda file, views: writev(file, [b"".join(views)[:70]]))
+    reader = stored(tree, tmp_path / "pieces")
+    assert (tmp_path / "pieces" / DATA).read_bytes() == (tmp_path / "whole" / DATA).read_bytes()
+    assert all(same(reader.tensor(f"/{number}"), tensor) for number, tensor in enumerate(tree))
 
 
 def test_what_cannot_be_kept_is_refused_with_its_place():
