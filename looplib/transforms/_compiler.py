@@ -28,7 +28,7 @@ from looplib._core.ranks import rank, several
 from looplib._core.tracing import UntraceableError
 from looplib.steps import Outcome
 from looplib.transforms._compile_clock import compile_clock
-from looplib.transforms._donation import donated
+from looplib.transforms._donation import donated, with_results_apart
 from looplib.transforms._expression import as_answer, expression, reader
 from looplib.transforms._inductor import Compiled, backend
 from looplib.transforms._program import COUNTS, Core, Inputs, Program, Question
@@ -199,6 +199,7 @@ class Compiler:
             return question.function(*question.arguments(inputs.flat, inputs.counts))
 
         program, answers, key = trace(self.core, inputs, evaluate)
+        program = with_results_apart(program)
         program = donated(program) if self.donate else program
         return answers, key, Machine(program, self.build(program))
 

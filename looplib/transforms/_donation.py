@@ -33,6 +33,27 @@ def donated(program: Program) -> Program:
     )
 
 
+def with_results_apart(program: Program) -> Program:
+    """A program whose results, such as metrics, share no memory with the states, which a later step may overwrite."""
+    editing = _Editing(program)
+    tensors = expression(program.outcome).tensors
+    count = len(expression(program.outcome[0][:3]).tensors)  # the new state comes first
+    given = {(GIVEN, old) for _, old in program.successors} | {*program.outputs[:count]}
+    state = {storage(editing.placeholders[source]) for source in given & editing.placeholders.keys()}
+    state |= {storage(editing.returned[source]) for kind, source in program.outputs[:count] if kind == RESULT}
+    for index, output in list(enumerate(program.outputs))[count:]:
+        kind, source = output
+        if output in given or (kind == RESULT and storage(editing.returned[source]) in state):
+            node = editing.output(index, tensors[index])
+            editing.outputs[index] = RESULT, len(editing.returned)
+            editing.returned.append(editing.clone(node))
+    if editing.outputs == program.outputs:
+        return program
+    editing.graph.output(editing.returned)
+    graph = GraphModule(program.graph, editing.graph)
+    return replace(program, graph=graph, inputs=editing.inputs, outputs=editing.outputs)
+
+
 class _Editing:
     """A copy of a program's graph to which operations are added."""
 

@@ -115,9 +115,11 @@ def _in_place(nodes: Graph) -> None:
         """True if an operation can write its result over its first argument."""
         return _in_place_form(node) is not None and last_read[storage(cast(Node, node.args[0]))] == order[node]
 
+    results = _memory(nodes.find_nodes(op="output")[0].all_input_nodes)
     for copy in nodes.find_nodes(op="call_function", target=_COPY):
         old, new = copy.args
-        for node in _path(old, new, writable):
+        # A result that is also the new value, such as a metric of a buffer, must not change with the state.
+        for node in [] if storage(new) in results else _path(old, new, writable):
             node.target = _in_place_form(node)
             if node is new:
                 _replace(copy, new)

@@ -31,7 +31,7 @@ from looplib.steps import Outcome, parts_of
 from looplib.transforms._compile_step import GraphParts, step_of_graphs
 from looplib.transforms._compiler import Compiler, Machine, Ready
 from looplib.transforms._decompositions import mappable
-from looplib.transforms._donation import donated
+from looplib.transforms._donation import donated, with_results_apart
 from looplib.transforms._draws import Drawing, draw_members, drawn_beforehand
 from looplib.transforms._expression import Expression, as_answer, expression
 from looplib.transforms._per_member import LEAST, asking
@@ -149,6 +149,7 @@ class _Stacked(Compiler):
         member = inputs._replace(state=_member(inputs.state, 0), batch=batch, flat=flat)
         program, answers, key = trace(partial(_mappable, self.core), member, evaluate, varied.clear)
         mapped, drawings = _mapped(program, self.count, stacked, varied)
+        mapped = with_results_apart(mapped)
         mapped = donated(mapped) if self.donate else mapped
         draw = partial(draw_members, list(zip(drawings, program.streams, strict=True)))
         machine = Machine(mapped, self.build(mapped), draw, partial(_of_all, self.count))

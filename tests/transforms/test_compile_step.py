@@ -4,6 +4,7 @@ import gc
 import inspect
 import signal
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -226,3 +227,46 @@ def test_the_collector_of_cycles_pauses_while_a_step_compiles(enabled):
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+class Counting(nn.Linear):
+    """A layer that counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("transform", ["compile_step", "vmap_step"])
+@pytest.mark.parametrize("donate", [True, False])
+def test_results_of_a_graph_stay_when_a_donated_step_overwrites_the_state(transform, donate):
+    model, optimizer = Counting(), ll.optimizer(torch.optim.SGD, lr=0.1)
+
+    def metrics_of(model, x):
+        calls, corner = model.calls, model.weight[0, 0]
+        return {"calls": calls, "view": calls.view(1)[0], "mean": ll.Mean(calls, 1), "corner": corner}
+
+    grad_fn = ll.make_grad_fn(model, lambda model, x: (model(x).mean(), metrics_of(model, x)))
+    first, later = (ll.make_train_step(grad_fn, optimizer, donate=chosen) for chosen in (donate, True))
+    others = (
+        ll.make_eval_step(model, metrics_of),
+        ll.make_predict_step(model, lambda model, x: [model.calls.view(1), model.weight.t(), model.bias]),
+    )
+    state, x = ll.copy_state(ll.init_state(model, optimizer)), torch.ones(2, 3)
+    if transform == "vmap_step":
+        state = ll.transforms.stack_states([state, state])
+        made, values_of = ll.vmap_step, ll.transforms.compute_members
+    else:
+        made, values_of = partial(ll.compile_step, **QUICK), ll.compute
+    first, later, eval_step, predict_step = map(made, (first, later, *others))
+    state, metrics = first(state, x)
+    results = metrics, eval_step(state, x), predict_step(state, x)
+    before = [*map(values_of, results[:2])], [output.tolist() for output in results[2]]
+    for _ in range(2):
+        state, _ = later(state, x)
+    assert ([*map(values_of, results[:2])], [output.tolist() for output in results[2]]) == before
