@@ -5,10 +5,11 @@
     python tests/benchmarks/optimizers.py --only SGD AdamW --seconds 60         # 30 s for each of two classes
 
 The raw loops are those with `fused=True`, `foreach=True` and `foreach=False`, as far as the class has them, and the best
-is the one with the lowest median. looplib's steps are donated and pure with the default kernel, over the best raw loop;
-and donated with each of the arguments, over the raw loop with the same argument: the numbers of that kernel are what such
-an argument asks for. In each round all contenders run one block of steps, in shuffled order. A ratio is that of two
-medians over the rounds, with a 95% interval from resampled rounds.
+is the one with the lowest median. Over it stand looplib's steps with the default kernel: donated, pure, and donated and
+traced once (`ll.compile_step(step, backend="eager")`). Donated steps with one of the arguments stand over the raw loop
+with the same argument: the numbers of that kernel are what such an argument asks for. In each round all contenders run
+one block of steps, in shuffled order. A ratio is that of two medians over the rounds, with a 95% interval from resampled
+rounds.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ KERNELS: dict[str, dict[str, Any]] = {
     "foreach=True": {"foreach": True},
     "foreach=False": {"foreach": False},
 }
-RAW, DONATED, PURE = "raw", "donated", "pure"
-Contender = tuple[str, str]  # RAW, DONATED or PURE, and the argument, which is empty for the default
+RAW, DONATED, PURE, TRACED = "raw", "donated", "pure", "donated, traced"
+Contender = tuple[str, str]  # one of these, and the argument, which is empty for the default
 
 
 def model_of(tensors: int, biases: bool) -> tuple[nn.Module, Any, Any]:
@@ -73,8 +74,8 @@ def contenders(name: str, tensors: int) -> dict[Contender, Step]:
         steps[DONATED, argument] = looplib(cls, {**options, **chosen}, *model_of(tensors, biases), True)
     if not steps:
         steps[RAW, ""] = raw(cls, options, *model_of(tensors, biases))
-    for kind in (DONATED, PURE):
-        steps[kind, ""] = looplib(cls, options, *model_of(tensors, biases), kind == DONATED)
+    for kind in (DONATED, PURE, TRACED):
+        steps[kind, ""] = looplib(cls, options, *model_of(tensors, biases), kind != PURE, kind == TRACED)
     return steps
 
 
@@ -89,9 +90,12 @@ def raw(cls: Any, options: dict[str, Any], model: nn.Module, loss_fn: Any, batch
     return step
 
 
-def looplib(cls: Any, options: dict[str, Any], model: nn.Module, loss_fn: Any, batch: Any, donate: bool) -> Step:
+def looplib(
+    cls: Any, options: dict[str, Any], model: nn.Module, loss_fn: Any, batch: Any, donate: bool, traced: bool = False
+) -> Step:
     optimizer = ll.optimizer(cls, **options)
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    train_step = ll.compile_step(train_step, backend="eager") if traced else train_step
     state = ll.init_state(model, optimizer)
 
     def step() -> None:
@@ -107,7 +111,7 @@ def cells_of(times: dict[Contender, list[float]]) -> dict[str, Any]:
     best = min(medians, key=medians.__getitem__)
     return {
         "fastest raw loop": ", ".join(filter(None, [best, str(Seconds(medians[best]))])),
-        **{kind: ratio(times[kind, ""], times[RAW, best]) for kind in (DONATED, PURE)},
+        **{kind: ratio(times[kind, ""], times[RAW, best]) for kind in (DONATED, PURE, TRACED)},
         **{
             f"{argument}, donated": ratio(times[DONATED, argument], times[RAW, argument])
             for argument in KERNELS
