@@ -44,11 +44,14 @@ class Predicate:
         try:
             return self.fires(state)
         except AttributeError:
-            check_state(state, f"{self!r}(state)")
+            self._check_state(state)
             raise
 
     def fires(self, state: TrainState) -> bool:
         raise NotImplementedError
+
+    def _check_state(self, state: object) -> None:
+        check_state(state, f"{self!r}(state)")
 
     def between(self, first: Number, last: Number = math.inf) -> Predicate:
         """Restrict the predicate to a window of steps, epochs or samples, both ends included.
@@ -115,6 +118,13 @@ class _And(Predicate):
     left: Predicate
     right: Predicate
 
+    def __call__(self, state: TrainState) -> bool:
+        try:
+            return self.left.fires(state) and self.right.fires(state)
+        except AttributeError:
+            self._check_state(state)
+            raise
+
     def fires(self, state: TrainState) -> bool:
         return self.left.fires(state) and self.right.fires(state)
 
@@ -129,6 +139,13 @@ class _Or(Predicate):
     left: Predicate
     right: Predicate
 
+    def __call__(self, state: TrainState) -> bool:
+        try:
+            return self.left.fires(state) or self.right.fires(state)
+        except AttributeError:
+            self._check_state(state)
+            raise
+
     def fires(self, state: TrainState) -> bool:
         return self.left.fires(state) or self.right.fires(state)
 
@@ -141,6 +158,13 @@ class _Not(Predicate):
     """True if the inner one is not."""
 
     inner: Predicate
+
+    def __call__(self, state: TrainState) -> bool:
+        try:
+            return not self.inner.fires(state)
+        except AttributeError:
+            self._check_state(state)
+            raise
 
     def fires(self, state: TrainState) -> bool:
         return not self.inner.fires(state)
