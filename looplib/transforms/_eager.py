@@ -70,7 +70,9 @@ def _is_same(node: Node, viewed: Node) -> bool:
     if not _is_tensor(viewed) or storage(node) != storage(viewed):
         return False
     one, two = node.meta["val"], viewed.meta["val"]
-    return kind_of(one) == kind_of(two) and one.storage_offset() == two.storage_offset()
+    # A conjugate is a view of the same memory that is read differently, and so is its imaginary part.
+    read_alike = one.is_conj() == two.is_conj() and one.is_neg() == two.is_neg()
+    return read_alike and kind_of(one) == kind_of(two) and one.storage_offset() == two.storage_offset()
 
 
 def _without_conversions(nodes: Graph) -> None:
@@ -148,8 +150,8 @@ def _in_place_form(node: Node) -> Any:
     if not isinstance(into, Node) or not _is_tensor(into):
         return None
     value, shared = into.meta["val"], [other for other in node.all_input_nodes if storage(other) == storage(into)]
-    if shared != [into] or kind_of(value) != kind_of(node.meta["val"]):
-        return None
+    if shared != [into] or kind_of(value) != kind_of(node.meta["val"]) or value.is_complex() or value.is_neg():
+        return None  # torch rounds some products of complex numbers differently in place
     _, name, overload = str(node.target).replace("::", ".").split(".")
     return getattr(getattr(torch.ops.aten, f"{name}_", None), overload, None)
 
