@@ -154,11 +154,15 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
         state: a state with the module's parameter names and shapes, in any dtype and on any device.
 
     Raises:
-        ValueError: names or shapes differ from the module's. Nothing is copied then.
+        ValueError: names or shapes differ from the module's, or the state is a stack. Nothing is copied then.
         DonatedStateError: the state was donated to a step.
     """
     check(not isinstance(model, TrainState), "bind takes the model first: write ll.bind(model, state)", TypeError)
     check_state(state, "ll.bind(model, state)")
+    check(
+        not isinstance(state.seed, tuple),
+        "the state is a stack, and a module has room for one member: ll.bind(model, ll.transforms.unstack_states(state)[0])",
+    )
     slots = _modules.members(model)
     _modules.check_names("parameters", state.params, slots.params, model)
     _modules.check_names("buffers", state.buffers, slots.buffers, model)

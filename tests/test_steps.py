@@ -495,7 +495,7 @@ def test_two_runs_that_are_donated_side_by_side_do_not_disturb_each_other():
     assert b.extra == a.extra
 
 
-def test_a_copy_goes_on_to_the_same_bits_and_bind_rolls_back():
+def test_a_copy_continues_to_the_same_bits_and_bind_rolls_back():
     model, step, start = donated()
     torch.manual_seed(5)
     batches = [vectors() for _ in range(6)]

@@ -309,11 +309,11 @@ class Engine(NoEngine):
         if self.shards:
             return (
                 f"{self.name} gathers its shards in each forward pass, on all ranks together. Give it batches that "
-                "fit, in pieces by ll.accumulate; if the model fits one device, DistributedDataParallel will do"
+                "fit, in microbatches by ll.accumulate; if the model fits one device, DistributedDataParallel will do"
             )
         if self.waits:  # for statistics over all ranks, or results of ranks that hold the rest of a layer
             return (
-                f"{self.waits[0]} waits for other ranks in each forward pass. Give it batches that fit, in pieces by "
+                f"{self.waits[0]} waits for other ranks in each forward pass. Give it batches that fit, in microbatches by "
                 "ll.accumulate"
             )
         if any(replica.static_graph for replica in self.replicas):

@@ -24,7 +24,7 @@ def half(pieces: int, count: int) -> int:
     if torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()
     smaller = -(-pieces // 2)
-    warn(f"out of memory on a batch of {count}: from now on in pieces of {smaller}")
+    warn(f"out of memory on a batch of {count}: from now on in microbatches of {smaller}")
     return smaller
 
 

@@ -23,7 +23,7 @@ def own_part(batch: Any, rank: int, ranks: int) -> tuple[Any, int]:
     except TypeError:
         raise TypeError(
             f"the dataset's items are taken for batches, as batch_size is None, but a {type(batch).__name__} has no "
-            f"rows to divide among {ranks} ranks; give a batch_size, or divide=False to give each rank the whole"
+            f"samples to divide among {ranks} ranks; give a batch_size, or divide=False to give each rank the whole"
         ) from None
     low, high = own_rows(count, rank, ranks)
     return split(batch, count, [low, high - low, count - high])[1], count

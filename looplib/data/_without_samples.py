@@ -43,20 +43,20 @@ def without_samples(loader: Loader, rows: Iterable[Any] | Tensor) -> Loader:
     source = loader.source
     if not isinstance(source, Samples):
         raise TypeError(
-            f"a stream ({type(loader.dataset).__name__}) has no numbered rows; leave them out where it yields them"
+            f"a stream ({type(loader.dataset).__name__}) has no numbered samples; leave them out where it yields them"
         )
     gone = set(listed(rows))
     count = len(loader.dataset) if hasattr(loader.dataset, "__len__") else float("inf")
     beyond = [row for row in gone if isinstance(row, int) and not 0 <= row < count]
     rows_beyond = ", ".join(map(str, sorted(beyond)))
-    check(not beyond, f"rows {rows_beyond} are not in the dataset, whose {count} rows are numbered from 0")
+    check(not beyond, f"samples {rows_beyond} are not in the dataset, whose {count} samples are numbered from 0")
     planned = source.plan
 
     def plan_of(epoch: int) -> Plan:
         plan = planned(epoch).without(gone)
         check(
             plan.ends[0] > 0,
-            f"epoch {epoch} has {len(plan)} batches and only {plan.ends[-1]} samples without the {len(gone)} rows left "
+            f"epoch {epoch} has {len(plan)} batches and only {plan.ends[-1]} samples without the {len(gone)} samples left "
             "out, so some batches would have none; leave out fewer, or make a loader of the samples that are left "
             "(torch.utils.data.Subset), which is another order and length",
         )

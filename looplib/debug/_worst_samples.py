@@ -69,7 +69,7 @@ def worst_samples(
     grad_fn = checked(grad_fn, "worst_samples", "grad_fn")
     count = batch_size(batch)
     positions = [None] * count if indices is None else listed(indices)
-    check(len(positions) == count, f"{len(positions)} indices for a batch of {count} rows; give one for each")
+    check(len(positions) == count, f"{len(positions)} indices for a batch of {count} samples; give one for each")
     scores = []
     for row, sample in enumerate(split(batch, count, [1] * count, batch_size)):
         out = grad_fn(state, sample)

@@ -74,11 +74,11 @@ def profiled(train_step: TrainStep, when: Predicate, directory: str | os.PathLik
         try:
             with torch.profiler.record_function(f"train_step {state.step}"):
                 out = train_step(state, batch)
-            goes_on = when(_state_after(out, state))
+            continues = when(_state_after(out, state))
         except BaseException:
             close()
             raise
-        if not goes_on:
+        if not continues:
             close()
         return out
 

@@ -59,7 +59,13 @@ class Mean(NamedTuple):
         return float(self)
 
     def __float__(self) -> float:
-        return float(self.compute())
+        value = self.compute()
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"this Mean has the shape {tuple(value.shape)}, and not one value: for the step of a stack "
+                "(ll.vmap_step), ll.transforms.compute_members(metrics) gives the values of each member"
+            )
+        return float(value)
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec) if spec else str(self)

@@ -207,6 +207,9 @@ class early_stopping(Predicate):
     >>> done(state), done(ll.update_best(state, {"eval/loss": 0.4}))
     (False, True)
 
+    Make the first state by `ll.init_state(..., extra={"best": ll.predicates.BestSoFar("eval/loss")})`, and call
+    `state = ll.update_best(state, scores)` after each evaluation.
+
     Everything it needs is in the state, so a resumed run stops where an uninterrupted one would, and a larger
     patience lets a stopped run continue. To leave the epoch immediately, ask it after `update_best` and break. To
     return to the best checkpoint, call `ckpt.restore(state, which="best")` after the loop.

@@ -57,10 +57,12 @@ def assert_pieces_equal_whole(
     count = batch_size(batch)
     check(
         2 <= microbatches <= count,
-        f"microbatches is {microbatches}, and the batch has {count} rows: give 2 or more, up to that",
+        f"microbatches is {microbatches}, and the batch has {count} samples: give 2 or more, up to that",
     )
     with _comparable(grad_fn, state, batch, tolerance) as (wide, rows, whole):
-        _compare(whole, accumulated(wide, rows).grads, wide, tolerance, f"{microbatches} pieces of {count} rows")
+        _compare(
+            whole, accumulated(wide, rows).grads, wide, tolerance, f"{microbatches} microbatches of {count} samples"
+        )
 
 
 def assert_reduces_alike(
@@ -92,7 +94,7 @@ def assert_reduces_alike(
     __tracebackhide__ = True
     _of_parts(grad_fn)
     count = batch_size(batch)
-    check(2 <= ranks <= count, f"ranks is {ranks}, and the batch has {count} rows: give 2 or more, up to that")
+    check(2 <= ranks <= count, f"ranks is {ranks}, and the batch has {count} samples: give 2 or more, up to that")
     with _comparable(grad_fn, state, batch, tolerance) as (wide, rows, whole):
         parts = split(rows, count, [len(part) for part in torch.arange(count).tensor_split(ranks)])
         outs = [grad_fn(wide, part, Part(reduction="sum", context=Context(local=True))) for part in parts]
@@ -102,7 +104,7 @@ def assert_reduces_alike(
             "A GradFn that wraps another hands its third argument on to it, grad_fn(state, batch, part), and the "
             "weight and normalizer of what that returns: out._replace(grads=...). See ll.types.Part.",
         )
-        _compare(whole, _added_up(outs), wide, tolerance, f"the parts of {ranks} ranks, of {count} rows together")
+        _compare(whole, _added_up(outs), wide, tolerance, f"the parts of {ranks} ranks, of {count} samples together")
 
 
 def _added_up(outs: list[Gradients]) -> dict[str, Tensor]:

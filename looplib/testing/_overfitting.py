@@ -116,7 +116,7 @@ def _usual_cause(curve: list[float], moved: bool) -> str:
             "such as an accuracy or a log-likelihood to be maximized."
         )
     return (
-        "Usually labels or masks that changed from step to step or stand beside other rows' inputs, a softmax "
+        "Usually labels or masks that changed from step to step or stand beside other samples' inputs, a softmax "
         "before cross_entropy (which does it itself), predictions and targets of shapes (n,) and (n, 1) that "
         "broadcast, a branch that is detached or frozen (see assert_all_gradients), strong dropout or weight "
         "decay, inputs that are not normalized, or simply a learning rate that is too small or too few steps."

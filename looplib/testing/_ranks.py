@@ -115,7 +115,7 @@ def _check_that_ranks_train_like_one(
         f"after {steps} steps {ranks} ranks have other weights than one process",
         [f"{name}: apart by {gap:.3g}, of changes of {largest:.3g} at most" for name, gap in apart.items()],
         "Usually a loss or gradient that is divided by the number of ranks once more or once less, a loss that is a "
-        "mean over something else than the rows (return ll.Mean(total, weight); see assert_reduces_alike), BatchNorm, "
+        "mean over something else than the samples (return ll.Mean(total, weight); see assert_reduces_alike), BatchNorm, "
         "batches that are not divided or not the same (a loader of another kind), dropout or another draw, weights "
         "that depend on the rank or the time, or float32 with Adam: use float64 here.",
     )

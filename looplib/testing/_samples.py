@@ -52,18 +52,18 @@ def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any
         whole = _outputs_of(out, count)
         half = count // 2
         ways = {
-            "among copies of row 0": [*range(half), *[0] * (count - half)],
-            f"among copies of row {count - 1}": [*[count - 1] * half, *range(half, count)],
+            "among copies of sample 0": [*range(half), *[0] * (count - half)],
+            f"among copies of sample {count - 1}": [*[count - 1] * half, *range(half, count)],
             "alone": [0],
         }
         for way, index in ways.items():
             outputs = dict(leaves(function(wide, _taken(rows, count, index)), "output"))
             changed = (_rows_apart(name, t[index], outputs.get(name), index, tolerance) for name, t in whole.items())
             fail(
-                f"rows of a batch see each other: their outputs change when they stand {way}",
+                f"samples of a batch see each other: their outputs change when they stand {way}",
                 [*filter(None, changed)],
                 "Usually BatchNorm in training mode, a mean, softmax or normalization over dimension 0, attention with "
-                "batch and length the wrong way round (batch_first), a reshape or view that mixes rows where a "
+                "batch and length the wrong way round (batch_first), a reshape or view that mixes samples where a "
                 "transpose is meant, a squeeze() that drops a batch of one, or random draws. Name the dimension that "
                 "is meant, reshape with einops, and predict in eval mode, as ll.make_predict_step does.",
             )
@@ -140,7 +140,7 @@ def _outputs_of(out: Any, count: int) -> dict[str, Tensor]:
     for name, leaf in outputs.items():
         check(
             isinstance(leaf, Tensor) and leaf.shape[:1] == (count,),
-            f"{name} is {kind_of(leaf)}, of a batch of {count} rows; return tensors with one row for each sample",
+            f"{name} is {kind_of(leaf)}, of a batch of {count} samples; return tensors with one row for each sample",
         )
     return outputs
 
@@ -151,7 +151,7 @@ def _taken(batch: Any, count: int, index: list[int]) -> Any:
         return trees.take(batch, count, index)
     except trees.UnevenBatchError as error:
         raise ValueError(
-            f"the batch has {count} rows, and in it is {kind_of(error.leaf)}: its rows cannot be taken; give tensors "
+            f"the batch has {count} samples, and in it is {kind_of(error.leaf)}: its samples cannot be taken; give tensors "
             "with one row for each sample"
         ) from error
 

@@ -794,7 +794,7 @@ def test_a_pure_state_is_written_from_where_it_lies_and_a_donated_one_from_a_cop
         assert same(ckpt.restore(unbound()), kept)
 
 
-def test_an_error_in_the_background_surfaces_once_and_saving_goes_on(tmp_path, monkeypatch):
+def test_an_error_in_the_background_surfaces_once_and_saving_continues(tmp_path, monkeypatch):
     def failing(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1132,7 +1132,7 @@ def test_indices_of_keys_of_batches_and_of_streams():
     assert make_loader(batches, batch_size=None, order=ll.data.in_order()).indices(at(0, 1)).tolist() == [1]
     stream = make_loader(AugmentedStream(5), batch_size=2)
     assert stream.indices(at()) is None
-    with pytest.raises(TypeError, match=r"a stream \(AugmentedStream\) has no numbered rows"):
+    with pytest.raises(TypeError, match=r"a stream \(AugmentedStream\) has no numbered samples"):
         without_samples(stream, [1])
 
 
@@ -1194,5 +1194,7 @@ def test_no_batch_is_left_empty_while_there_are_samples_for_all(count, batch_siz
 
 
 def test_rows_that_are_not_there_are_refused():
-    with pytest.raises(ValueError, match="rows -1, 14 are not in the dataset, whose 14 rows are numbered from 0"):
+    with pytest.raises(
+        ValueError, match="samples -1, 14 are not in the dataset, whose 14 samples are numbered from 0"
+    ):
         without_samples(make_loader(Augmented(14), batch_size=4), [3, 14, -1])

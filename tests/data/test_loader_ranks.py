@@ -192,7 +192,7 @@ def test_an_item_without_rows_is_not_divided():
         assert len(list(loader(at()))) == len(data)
         with (
             as_rank(1, 2),
-            pytest.raises(TypeError, match=r"a int has no rows to divide among 2 ranks; .*divide=False"),
+            pytest.raises(TypeError, match=r"a int has no samples to divide among 2 ranks; .*divide=False"),
         ):
             list(loader(at()))
 

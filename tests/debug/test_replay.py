@@ -733,7 +733,7 @@ def test_rows_that_are_not_finite_come_first_and_indices_must_fit():
     batch = torch.tensor([[1.0], [math.nan], [3.0], [math.inf]])
     found = worst_samples(grad_fn, ll.init_state(model), batch, [10, 11, 12, 13])
     assert [row.index for row in found] == [11, 13, 12, 10]
-    with pytest.raises(ValueError, match="3 indices for a batch of 4 rows"):
+    with pytest.raises(ValueError, match="3 indices for a batch of 4 samples"):
         worst_samples(grad_fn, ll.init_state(model), batch, [10, 11, 12])
 
 

@@ -797,7 +797,7 @@ def test_ranks_in_ddp_cut_alike_when_memory_runs_out_on_one(tmp_path):
     assert first.pop("seen") == [6, 3, 3, 2, 2, 2, 2, 2, 2]  # it had room for more, and continues with what both have
     assert second.pop("seen") == [5, 3, 2, 2, 1, 2, 2, 1]
     for rows, found in ((6, first), (5, second)):
-        cut = f"out of memory on a batch of {rows}: from now on in pieces of "
+        cut = f"out of memory on a batch of {rows}: from now on in microbatches of "
         assert found.pop("warnings") == [cut + "3", cut + "2"]
     assert first == second
     expected = {
@@ -890,7 +890,7 @@ def same_run(found, expected):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_a_run_of_four_ranks_goes_on_with_two_and_then_one(tmp_path, engine):
+def test_a_run_of_four_ranks_continues_with_two_and_then_one(tmp_path, engine):
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     launch(tmp_path, 0, ELASTIC, tmp_path / "whole", engine, 30, 0)

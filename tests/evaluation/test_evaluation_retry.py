@@ -127,8 +127,8 @@ def test_what_fits_is_remembered_and_nothing_is_done_twice():
     assert [len(out) for out in outs] == [14, 14, 3]
     assert tight.calls == [14, 7, 4, 3, 4, 3, 4, 4, 4, 2, 3]
     assert [str(w.message) for w in warned] == [
-        "out of memory on a batch of 14: from now on in pieces of 7",
-        "out of memory on a batch of 7: from now on in pieces of 4",
+        "out of memory on a batch of 14: from now on in microbatches of 7",
+        "out of memory on a batch of 7: from now on in microbatches of 4",
     ]
 
 

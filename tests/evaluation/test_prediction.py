@@ -69,7 +69,7 @@ def test_outputs_on_disk_are_those_in_memory(tmp_path):
 
 @given(stop=st.integers(0, 5), torn=st.integers(0, 30))
 @settings(max_examples=30, deadline=None)
-def test_stopped_and_torn_it_goes_on_to_the_same_bytes(stop, torn, tmp_path_factory):
+def test_stopped_and_torn_it_continues_to_the_same_bytes(stop, torn, tmp_path_factory):
     model, _, state = parts()
     batches = torch.randn(11, 3, generator=torch.Generator().manual_seed(0)).split(2)
     step, calls = ll.make_predict_step(model, predict_fn), []

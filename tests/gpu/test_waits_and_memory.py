@@ -154,7 +154,7 @@ def test_a_real_out_of_memory_is_retried_with_less_and_leaves_nothing_behind(dev
     expected, _ = plain(ll.copy_state(state), batch)
     seen.clear()
     before = allocated(device)
-    with pytest.warns(UserWarning, match="out of memory on a batch of 16: from now on in pieces of 4"):
+    with pytest.warns(UserWarning, match="out of memory on a batch of 16: from now on in microbatches of 4"):
         state, metrics = step(state, batch)
     assert ll.compute(metrics)["microbatch_size"] == 4
     assert [size for size, _ in seen] == [16, 8, 4, 4, 4, 4]

@@ -367,7 +367,7 @@ def test_running_out_of_memory_halves_the_pieces_and_loses_nothing(where, donate
             state, found = step(state, batch)
             metrics.append(ll.compute(found))
     assert [str(w.message) for w in warned] == [
-        f"out of memory on a batch of 14: from now on in pieces of {size}" for size in (7, 4)
+        f"out of memory on a batch of 14: from now on in microbatches of {size}" for size in (7, 4)
     ]
     assert model.calls == [14, 7, 4, 4, 4, 2, 4, 4, 4, 2, 3]  # what fits is remembered
 
@@ -389,7 +389,7 @@ def test_one_example_that_does_not_fit_and_other_errors_are_raised():
     batch = torch.randn(4, 5), torch.randint(0, 3, (4,))
     with (
         pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"),
-        pytest.warns(UserWarning, match="pieces of [21]"),
+        pytest.warns(UserWarning, match="microbatches of [21]"),
     ):
         ll.grads.retry_on_oom(ll.make_grad_fn(model, mean_loss))(ll.init_state(model), batch)
     assert model.calls == [4, 2, 1]
@@ -402,7 +402,7 @@ def test_retry_goes_around_accumulate_and_not_into_it():
     model = Refusing(2, "forward")
     batch = torch.randn(8, 5), torch.randint(0, 3, (8,))
     grad_fn = ll.make_grad_fn(model, mean_loss)
-    with pytest.warns(UserWarning, match="in pieces of 4"):
+    with pytest.warns(UserWarning, match="in microbatches of 4"):
         found = ll.grads.retry_on_oom(ll.accumulate(grad_fn, microbatches=2))(ll.init_state(model), batch)
     assert found.samples == 8
     with pytest.raises(ValueError, match=r"put it around, retry_on_oom\(accumulate"):

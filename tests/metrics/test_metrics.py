@@ -149,3 +149,9 @@ def test_two_means_are_added_in_float64_and_whole_members_apart(dtype):
         assert float(merged.weight) == 3
     members = ll.Mean(torch.ones(3), 1).merge(ll.Mean(torch.tensor([1.0, 2.0, 3.0]), 1))
     assert torch.equal(members.compute(), torch.tensor([1.0, 1.5, 2.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("use", [float, lambda mean: mean.item(), lambda mean: f"{mean:.3f}"])
+def test_a_mean_of_a_stack_is_not_read_as_one_number(use):
+    with pytest.raises(ValueError, match=r"shape \(3,\), and not one value: .*compute_members\(metrics\)"):
+        use(ll.Mean(torch.ones(3), 2))

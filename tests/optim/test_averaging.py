@@ -240,7 +240,7 @@ def wrapped(name):
 
 @both_steps
 @pytest.mark.parametrize("name", ["ema", "swa", "lookahead", "skipping", "partition"])
-def test_a_saved_state_goes_on_to_the_bit(name, donate, tmp_path):
+def test_a_saved_state_continues_to_the_bit(name, donate, tmp_path):
     data = batches(24)
     whole = run(net(), wrapped(name), data, donate)
     ckpt = ll.checkpoint_io(tmp_path)

@@ -248,7 +248,7 @@ def test_scale_loss_in_a_wrong_place_is_refused():
 
 
 @WAYS
-def test_a_run_restored_from_a_checkpoint_goes_on_to_the_bit(tmp_path, donate):
+def test_a_run_restored_from_a_checkpoint_continues_to_the_bit(tmp_path, donate):
     data = batches(60)
     train_step, state = scaled_step("AdamW", donate)
     io = ll.checkpoint_io(tmp_path)

@@ -981,7 +981,7 @@ def _(model, loss_fn, state, batch):
 
     whole = ll.make_grad_fn(model, loss_fn)(state, batch)
     model.register_forward_pre_hook(holds_four)
-    with pytest.warns(UserWarning, match="pieces"):
+    with pytest.warns(UserWarning, match="microbatches of"):
         found = grad_fn(state, batch)
     assert ll.compute(found.metrics)["microbatch_size"] == 3
     assert close(found.grads, whole.grads)

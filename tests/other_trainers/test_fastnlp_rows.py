@@ -66,7 +66,7 @@ def test_the_recipe_ends_with_the_best_of_its_evaluations(tmp_path, fp16, capsys
 
 
 @pytest.mark.parametrize("stopped_after", [1, 7, 12])
-def test_the_recipe_goes_on_with_the_next_sample(tmp_path, stopped_after, capsys):
+def test_the_recipe_continues_with_the_next_sample(tmp_path, stopped_after, capsys):
     expected = load().main(**SMALL, folder=str(tmp_path / "whole"))
     recipe, passes = load(), []
     loss_fn = recipe.loss_fn

@@ -144,7 +144,7 @@ def test_it_is_short_and_ends_with_the_best_of_its_evaluations(name, tmp_path, c
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_stopped_by_a_signal_the_same_command_goes_on_to_the_same_bits(name, tmp_path, capsys):
+def test_stopped_by_a_signal_the_same_command_continues_to_the_same_bits(name, tmp_path, capsys):
     expected = run(name, tmp_path / "whole")
     recipe, calls = load(name), 0
     metric_fn = recipe.metric_fn if name == "from_transformers" else recipe.loss_fn

@@ -189,7 +189,7 @@ def test_one_signal_sent_twice_is_one_and_a_later_one_raises_what_it_did_before(
 @pytest.mark.parametrize(
     ("number", "previous"), [(signal.SIGUSR2, signal.SIG_IGN), (signal.SIGWINCH, signal.SIG_DFL)], ids=str
 )
-def test_it_goes_on_listening_after_a_second_signal_that_does_nothing(clock, number, previous):
+def test_it_continues_listening_after_a_second_signal_that_does_nothing(clock, number, previous):
     before = signal.signal(number, previous)
     with after_signal(number):
         ours = signal.getsignal(number)
@@ -502,7 +502,7 @@ def told_to_end(folder, place, number):
     return out
 
 
-def test_a_process_told_to_end_saves_and_goes_on_to_the_same_bits(tmp_path):
+def test_a_process_told_to_end_saves_and_continues_to_the_same_bits(tmp_path):
     out = told_to_end(tmp_path / "told", "training 3", signal.SIGTERM)
     assert out.startswith("left at 4 ")  # the batch at hand was finished, and no other begun
 

@@ -188,7 +188,7 @@ def through_leaves(state):
 
 @quick
 @given(some_values, st.sets(st.integers(0, 40)), modes, some_deltas, st.integers(1, 5))
-def test_a_resumed_run_goes_on_as_the_uninterrupted(values, cuts, mode, delta, patience):
+def test_a_resumed_run_continues_as_the_uninterrupted(values, cuts, mode, delta, patience):
     start = begin(BestSoFar("eval_loss", mode=mode, min_delta=delta))
     expected = run(start, values, patience)
     for resume in (stored, through_leaves, ll.copy_state):

@@ -78,7 +78,7 @@ def test_two_updates_a_batch_are_counted_and_logged(recipe, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("loss", ["discriminator_loss", "generator_loss"])
-def test_an_interrupted_run_goes_on_to_the_same_bits(recipe, tmp_path, monkeypatch, interruptible, capsys, loss):
+def test_an_interrupted_run_continues_to_the_same_bits(recipe, tmp_path, monkeypatch, interruptible, capsys, loss):
     expected = run(recipe, tmp_path / "whole")
     inner, calls = getattr(recipe, loss), itertools.count(1)
 

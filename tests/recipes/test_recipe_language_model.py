@@ -67,7 +67,7 @@ def test_its_loss_and_gradient_are_those_of_whole_logits(recipe, precision):
 
 
 @pytest.mark.slow
-def test_interrupted_it_goes_on_to_the_same_bits(recipe, tmp_path, monkeypatch, capsys):
+def test_interrupted_it_continues_to_the_same_bits(recipe, tmp_path, monkeypatch, capsys):
     models = []
 
     class Kept(recipe.Transformer):

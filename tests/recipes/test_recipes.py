@@ -134,7 +134,7 @@ def test_interrupted_digits_go_on_to_the_same_bits(tmp_path, monkeypatch, interr
 
 
 @pytest.mark.slow
-def test_a_process_stopped_by_ctrl_c_goes_on_by_the_same_command(tmp_path, interruptible):
+def test_a_process_stopped_by_ctrl_c_continues_by_the_same_command(tmp_path, interruptible):
     settings = {"epochs": 8, "batch_size": 32, "width": 8, "log_every": 1}
     options = [argument for name, value in settings.items() for argument in (f"--{name}", str(value))]
     command = [sys.executable, str(RECIPES / "classify_digits.py"), *options]

@@ -483,7 +483,10 @@ def test_rows_that_see_each_other_are_found(fault):
     predict_step, state = ll.make_predict_step(model, predict_fn), ll.init_state(model)
     x = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))
     with fails(
-        "rows of a batch see each other", "output['deep'][1]: row", "changed by", "Name the dimension that is meant"
+        "samples of a batch see each other",
+        "output['deep'][1]: row",
+        "changed by",
+        "Name the dimension that is meant",
     ):
         testing.assert_rows_independent(predict_step, state, {"x": x})
 
@@ -492,7 +495,7 @@ def test_pairs_of_rows_that_stay_together_in_each_half_are_found():
     pairs = ll.make_predict_step(
         model := nn.Linear(3, 2), lambda model, x: model(x).view(-1, 2, 2).sum(1).repeat_interleave(2, 0)
     )
-    with fails("see each other", "when they stand among copies of row 0", "output: row 0 changed by"):
+    with fails("see each other", "when they stand among copies of sample 0", "output: row 0 changed by"):
         testing.assert_rows_independent(pairs, ll.init_state(model), rows(8)[0])
 
 
@@ -505,7 +508,7 @@ def test_attention_with_batch_and_length_the_wrong_way_round_is_found():
         if batch_first:
             testing.assert_rows_independent(predict_step, state, x)
             continue
-        with fails("rows of a batch see each other", "when they stand among copies of row 0", "batch_first"):
+        with fails("samples of a batch see each other", "when they stand among copies of sample 0", "batch_first"):
             testing.assert_rows_independent(predict_step, state, x)
 
 
@@ -552,7 +555,7 @@ def test_a_model_that_insists_on_float32_is_judged_in_float32():
     function = ll.make_predict_step(model, lambda model, batch: model(batch[0]) @ weight)
     testing.assert_rows_independent(function, ll.init_state(model), rows(32))
     leaking = ll.make_predict_step(model, lambda model, batch: (model(batch[0]) @ weight).softmax(0))
-    with fails("rows of a batch see each other"):
+    with fails("samples of a batch see each other"):
         testing.assert_rows_independent(leaking, ll.init_state(model), rows(32))
 
 
@@ -560,11 +563,11 @@ def test_rows_need_two_rows_and_an_output_for_each():
     state = ll.init_state(model := mlp())
     with pytest.raises(ValueError, match="the batch has 1 row; give 2 or more"):
         testing.assert_rows_independent(ll.make_predict_step(model, lambda m, b: m(b[0])), state, rows(1))
-    with pytest.raises(ValueError, match=r"output\[1\] is a tensor \(\) of float64 on cpu, of a batch of 7 rows"):
+    with pytest.raises(ValueError, match=r"output\[1\] is a tensor \(\) of float64 on cpu, of a batch of 7 samples"):
         testing.assert_rows_independent(
             ll.make_predict_step(model, lambda m, b: (m(b[0]), m(b[0]).mean())), state, rows()
         )
-    with pytest.raises(ValueError, match=r"the batch has 7 rows, and in it is a tensor \(3,\).*cannot be taken"):
+    with pytest.raises(ValueError, match=r"the batch has 7 samples, and in it is a tensor \(3,\).*cannot be taken"):
         testing.assert_rows_independent(
             ll.make_predict_step(model, lambda m, b: m(b[0])), state, (rows()[0], torch.zeros(3))
         )
@@ -691,8 +694,8 @@ def check_parts(*arguments):
 
 def check_each_part(words, grad_fn, state, batch):
     for check, name in (
-        (testing.assert_pieces_equal_whole, "3 pieces of 7 rows"),
-        (testing.assert_reduces_alike, "the parts of 2 ranks, of 7 rows together"),
+        (testing.assert_pieces_equal_whole, "3 microbatches of 7 samples"),
+        (testing.assert_reduces_alike, "the parts of 2 ranks, of 7 samples together"),
     ):
         with fails(name, "do not give the gradient of the whole batch", "apart by", *words):
             check(grad_fn, state, batch)
@@ -768,7 +771,7 @@ def test_wrappers_of_parts_are_checked_and_those_of_wholes_refused():
             ValueError, match=r"ends in clip_by_global_norm.*give the one that clip_by_global_norm is put"
         ):
             check(clipped, state, rows())
-        with pytest.raises(ValueError, match="has 7 rows: give 2 or more"):
+        with pytest.raises(ValueError, match="has 7 samples: give 2 or more"):
             check(inner, state, rows(), **{"ranks" if check is testing.assert_reduces_alike else "microbatches": 8})
 
     def deaf(state, batch, part=None):

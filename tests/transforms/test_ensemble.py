@@ -640,7 +640,7 @@ def test_the_weak_are_dropped_on_the_way():
         close(trees(found), trees(expected))
 
 
-def test_a_member_taken_out_goes_on_alone():
+def test_a_member_taken_out_continues_alone():
     step, stack = stacked(adamw, mlp, donate=True)
     for batch in batches(3):
         stack, _ = step(stack, batch)
@@ -660,7 +660,7 @@ def test_a_member_taken_out_goes_on_alone():
 # A stack is a state
 
 
-def test_a_stack_is_saved_and_goes_on_to_the_same_bits(tmp_path):
+def test_a_stack_is_saved_and_continues_to_the_same_bits(tmp_path):
     def optimizer(number):
         return ll.ema(adamw(number), 0.9)
 
@@ -679,6 +679,12 @@ def test_a_stack_is_saved_and_goes_on_to_the_same_bits(tmp_path):
         stack, _ = step(stack, batch)
         restored, _ = step(restored, batch)
     same_bits(trees(restored), trees(stack))
+
+
+def test_a_stack_is_not_bound_to_a_module_for_one_member():
+    _, stack = stacked(adamw, plain)
+    with pytest.raises(ValueError, match=r"is a stack, .*unstack_states\(state\)\[0\]"):
+        ll.bind(plain(), stack)
 
 
 def test_a_checkpoint_of_one_state_is_none_of_a_stack(tmp_path):

@@ -13,11 +13,11 @@ def test_the_step_is_pure(run: Run) -> None:
     testing.assert_pure(run.train_step, run.state, run.batch)
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(run: Run) -> None:
+def test_a_stopped_run_continues_to_the_same_bits(run: Run) -> None:
     testing.assert_resumes(run.train_step, run.state, run.loader)
 
 
-def test_rows_do_not_see_each_other(run: Run) -> None:
+def test_samples_do_not_see_each_other(run: Run) -> None:
     testing.assert_rows_independent(run.predict_step, run.state, run.batch)
 
 
@@ -25,7 +25,7 @@ def test_one_batch_is_learned_by_heart(run: Run) -> None:
     testing.assert_overfits(run.train_step, run.state, run.batch)
 
 
-def test_pieces_give_the_gradient_of_the_whole(run: Run) -> None:
+def test_microbatches_give_the_gradient_of_the_whole(run: Run) -> None:
     testing.assert_pieces_equal_whole(run.grad_fn, run.state, run.batch)
 
 
