@@ -119,7 +119,7 @@ class Loader:
         if not isinstance(self.source, Samples):
             return None
         plan = self.source.plan_at(state)
-        return plan.batch(state.batch, *(rank_and_ranks(self.divide) if self.source.batched else (0, 1)))[0]
+        return plan.keys[plan.part(state.batch, *(rank_and_ranks(self.divide) if self.source.batched else (0, 1)))]
 
     def resume(self, state: TrainState) -> TrainState:
         """Continue a run with a different batch size or dataset: convert the state's position to this loader's batches.
@@ -298,10 +298,12 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
     the whole list of a batch, under the seed of its first index, so its draws also depend on the batch size and the
     number of ranks.
 
-    To save time, `random` and numpy are seeded for each item only once an item is found to have drawn from them. That
-    item is read a second time, with its own seed, so in each process (each worker) one item may be read twice. An item
+    To save time, `random` and numpy are seeded for each item only once an item is found to have drawn from them. The
+    loader looks after the first item of each batch and after the last. If an item in between has drawn, all but the
+    first are read again, each with its own seed, so in each process (each worker) one batch may be read twice. An item
     that reads the state of one of these two streams without drawing, or draws and then restores it, cannot be noticed:
-    what it gets also depends on the rest of its batch and, if other items draw, on what its process has read before.
+    it gets what all items of its batch get and, if other items draw, this also depends on what its process has read
+    before.
 
     **Several processes.** Under torchrun, nothing needs to change. `batch_size` is the size of the global batch,
     which all ranks share. Each rank reads only its own consecutive samples; if the batch does not divide evenly, the

@@ -9,6 +9,8 @@ from math import isqrt
 import torch
 from torch import Tensor
 
+from looplib._core.random import finish_each
+
 _ROUNDS = 8
 
 
@@ -51,7 +53,7 @@ def permutation(count: int, generator: torch.Generator) -> Computed:
     def permuted(positions: Tensor) -> Tensor:
         left, right = positions // side, positions % side
         for key in keys:
-            left, right = right, (left + _hashed(right + key)) % side
+            left, right = right, (left + finish_each(right + key)) % side
         return left * side + right
 
     def at(positions: Tensor) -> Tensor:
@@ -61,15 +63,3 @@ def permutation(count: int, generator: torch.Generator) -> Computed:
         return found
 
     return Computed(count, at)
-
-
-def _hashed(values: Tensor) -> Tensor:
-    """The finalizer of splitmix64, halved so that a sum does not overflow. Products wrap around."""
-    values = (values ^ _shifted(values, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9 as a signed number
-    values = (values ^ _shifted(values, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
-    return _shifted(values ^ _shifted(values, 31), 1)
-
-
-def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Shifted to the right, with zeros from the left."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)

@@ -56,12 +56,17 @@ class Plan:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def batch(self, k: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor | list[Any], Tensor | None]:
-        """One rank's part of a batch: its keys, and the number of earlier occurrences of each."""
+    def part(self, k: int, rank: int = 0, ranks: int = 1) -> slice:
+        """Positions of one rank's part of a batch."""
         first = self._start(k)
         low, high = own_rows(self.size(k), rank, ranks)
-        part = slice(first + low, first + high)
-        return self.keys[part], None if self.visits is None else self.visits[part]
+        return slice(first + low, first + high)
+
+    def numbers(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Of the samples at these positions: a number for each key, and the number of its earlier occurrences."""
+        keys = self.keys[part]
+        numbers = keys if isinstance(keys, Tensor) else _numbers_of(keys)
+        return numbers, None if self.visits is None else self.visits[part]
 
     def without(self, keys: Collection[Any]) -> Plan:
         """The same batches without these keys. A batch that would be empty takes a key from its neighbors."""
@@ -152,8 +157,12 @@ def listed(values: Any) -> Any:
     return values.tolist() if isinstance(values, Tensor) else values
 
 
-def number_of(key: Any) -> int:
-    """An int for a key of the dataset, to seed its draws with."""
+def _numbers_of(keys: list[Any]) -> Tensor:
+    """Numbers to seed the draws of these samples with."""
+    return torch.tensor([_number_of(key) for key in keys], dtype=torch.int64)
+
+
+def _number_of(key: Any) -> int:
     try:
         return operator.index(key)
     except TypeError:
@@ -180,7 +189,7 @@ def _as_keys(drawn: Iterable[Any] | Tensor | Computed) -> Tensor | list[Any] | C
 
 def _visits(keys: Tensor | list[Any] | Computed) -> Tensor:
     assert not isinstance(keys, Computed), "its keys are distinct"
-    numbers = keys if isinstance(keys, Tensor) else torch.tensor([number_of(key) for key in keys])
+    numbers = keys if isinstance(keys, Tensor) else _numbers_of(keys)
     ranked, positions = numbers.sort(stable=True)
     visits = torch.empty_like(positions)
     visits[positions] = torch.arange(len(ranked)) - torch.searchsorted(ranked, ranked)

@@ -12,12 +12,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import repeat
 from typing import Any
 
 import torch
 
 from looplib._core import interrupts as _interrupts
+from looplib.data import _numpy_stream
 
 # Words instead of 0 to 3, so that no seed here coincides with one that a step uses for dropout.
 ORDER, ITEM, COLLATE, STREAM = (int.from_bytes(word, "big") for word in (b"order", b"item", b"collate", b"stream"))
@@ -25,18 +25,7 @@ ORDER, ITEM, COLLATE, STREAM = (int.from_bytes(word, "big") for word in (b"order
 
 def save_streams() -> tuple[Any, ...]:
     """Return the states of the three global streams."""
-    return torch.default_generator.get_state(), random.getstate(), _state_of_numpy()
-
-
-def _state_of_numpy() -> dict[str, Any] | None:
-    """The state of numpy's global stream, if numpy is imported."""
-    if not (numpy := sys.modules.get("numpy")):
-        return None
-    state: dict[str, Any] = numpy.random.get_state(legacy=False)
-    if state["bit_generator"] == "MT19937":
-        # numpy reads its own array in 25 us, and a list, which takes 6.5 us to make, in 1.
-        state["state"]["key"] = state["state"]["key"].tolist()
-    return state
+    return torch.default_generator.get_state(), random.getstate(), _numpy_stream.save()
 
 
 def restore_streams(saved: tuple[Any, ...]) -> None:
@@ -44,7 +33,7 @@ def restore_streams(saved: tuple[Any, ...]) -> None:
     torch.default_generator.set_state(saved[0])
     random.setstate(saved[1])
     if saved[2] is not None:
-        sys.modules["numpy"].random.set_state(saved[2])
+        _numpy_stream.restore(saved[2])
 
 
 def seed_streams(seed: int) -> None:
@@ -63,28 +52,25 @@ seed_torch = torch.default_generator.manual_seed
 
 def _seed_python(seed: int) -> None:
     random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        # torch uses the low 32 bits; numpy, also a Mersenne twister, would draw the same words from them.
-        numpy.random.seed(seed >> 31)
+    # torch uses the low 32 bits; numpy, also a Mersenne twister, would draw the same words from them.
+    _numpy_stream.seed(seed >> 31)
 
 
-def moves(seed: int, count: int) -> Iterator[bool]:
+def moves(seed: int) -> Iterator[bool]:
     """Seed `random` and numpy, and return an iterator: its next value is True if either has moved since the last one.
 
-    It draws a number from each, up to `count` times, and compares it with the number due there. It cannot notice
-    code that reads the state of a stream without drawing, or that draws and then restores the state.
+    It draws a number from each, twice at most, and compares it with the number due there. It cannot notice code that
+    reads the state of a stream without drawing, or that draws and then restores the state.
     """
     _seed_python(seed)
-    numpy = sys.modules.get("numpy")
-    due = [random.random() for _ in range(count)]
-    due_of_numpy = numpy.random.random_sample(count).tolist() if numpy else repeat(None)
+    due = [_drawn(), _drawn()]
     _seed_python(seed)
-    draw, draw_of_numpy = random.random, numpy.random.random_sample if numpy else _newly_imported
-    return (draw() != one or draw_of_numpy() != other for one, other in zip(due, due_of_numpy, strict=False))
+    return (_drawn() != drawn for drawn in due)
 
 
-def _newly_imported() -> Any:
-    return sys.modules.get("numpy")
+def _drawn() -> tuple[float, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.random(), numpy and numpy.random.random_sample()
 
 
 @contextmanager

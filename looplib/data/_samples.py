@@ -6,10 +6,9 @@ sample, so nothing depends on which process reads it or on what it read before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -26,14 +25,16 @@ from torch.utils.data import (
 
 from looplib._core.random import mix, mix_each
 from looplib.data._divide import own_part, unchanged
-from looplib.data._plan import Plan, listed, number_of
+from looplib.data._plan import Plan, listed
 from looplib.data._position import check_position, read_of_next
 from looplib.data._random_streams import COLLATE, ITEM, kept_streams, moves, seed_streams, seed_torch
 from looplib.data._sending import Sent
 from looplib.data._workers import Engines, ended_early
 from looplib.types import TrainState
 
-Job = tuple[int, int, Any, Any, int, int]  # epoch, batch, keys to read, earlier occurrences of each, rank, ranks
+Job = tuple[int, int, Any, list[int] | None, int, int]  # epoch, batch, keys to read, a seed for each, rank, ranks
+
+_AHEAD = 2048  # samples whose seeds are computed at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,20 +74,30 @@ class Samples:
         """Remaining batches of the state's epoch, or on several ranks, pairs (this rank's part, samples in the batch)."""
         epoch, first, plan = state.epoch, state.batch, self.plan_at(state)
         divided = ranks > 1 and self.batched
-        cut = (rank, ranks) if self.batched else (0, 1)
         # The iterator holds no state, which a loop would keep alive until the end of the epoch.
-        jobs = ((epoch, k, *plan.batch(k, *cut), rank, ranks) for k in range(first, len(plan)))
+        jobs = self._jobs(epoch, first, plan, rank, ranks)
         read = (
             (self.reader[job] for job in jobs) if self.in_process else self._through_engine(epoch, first, plan, jobs)
         )
         return ((batch, plan.size(k)) for k, batch in enumerate(read, first)) if divided else read
 
+    def _jobs(self, epoch: int, first: int, plan: Plan, rank: int, ranks: int) -> Iterator[Job]:
+        cut = (rank, ranks) if self.batched else (0, 1)
+        seed, begin, seeds = self.reader.seed_of(epoch), 0, list[int]()
+        for k in range(first, len(plan)):
+            part = plan.part(k, *cut)
+            if seed is not None and part.stop > begin + len(seeds):
+                begin = part.start
+                # For few samples it takes as long as for many. On several ranks, the next ones are read by others.
+                end = part.stop if cut[1] > 1 else max(part.stop, begin + _AHEAD)
+                seeds = mix_each(seed, *plan.numbers(slice(begin, end))).tolist()
+            own = None if seed is None else seeds[part.start - begin : part.stop - begin]
+            yield epoch, k, plan.keys[part], own, rank, ranks
+
     def _through_engine(self, epoch: int, first: int, plan: Plan, jobs: Iterator[Job]) -> Iterator[Any]:
         def start(engine: Any) -> Iterator[Any]:
             # Send lists: a tensor would go to the worker as a file descriptor, with its entire storage.
-            engine.sampler.jobs = (
-                (epoch, k, listed(keys), listed(visits), *of_rank) for epoch, k, keys, visits, *of_rank in jobs
-            )
+            engine.sampler.jobs = ((epoch, k, listed(keys), *others) for epoch, k, keys, *others in jobs)
             return iter(engine)
 
         end = object()
@@ -119,8 +130,9 @@ class Items(Dataset[Any]):
 
     Most datasets never draw from `random` or numpy, and to seed these two takes longer than to read a short item. So
     they are seeded for each item only once an item has drawn from them. Until then, each batch seeds them for its first
-    item, and `moves` tells after every item whether it has drawn. torch's stream is seeded for each item, since a
-    dataset may read `torch.initial_seed()` without drawing.
+    item, and `moves` tells after this item and after the last one whether an item has drawn. torch's stream is seeded
+    for each item, since a dataset may read `torch.initial_seed()` without drawing. Nothing is seeded for a dataset or
+    a collate_fn of torch's or Python's own that cannot draw.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, *, batched: bool) -> None:
@@ -128,14 +140,18 @@ class Items(Dataset[Any]):
         self.in_lists = batched and _reads_lists(dataset)
         self.in_worker = False  # set by the worker, whose streams nobody else reads
         self.has_drawn = False  # from `random` or numpy, in this process
-        self.items_draw = not _draws_nothing(dataset)
-        self.draws = self.items_draw or collate not in (default_collate, default_convert)
+        self.collate_draws = collate not in (default_collate, default_convert)
+
+    def seed_of(self, epoch: int) -> int | None:
+        """Seed to mix with each sample's number, or None if the dataset draws nothing."""
+        return None if _draws_nothing(self.dataset) else mix(ITEM, self.seed, epoch)
 
     def __getitem__(self, job: Job) -> Any:
-        epoch, k, _, _, rank, ranks = job
-        with kept_streams() if self.draws and not self.in_worker else nullcontext():
-            items = self._items(job)
-            if self.draws:
+        epoch, k, keys, seeds, rank, ranks = job
+        draws = self.collate_draws or seeds is not None
+        with kept_streams() if draws and not self.in_worker else nullcontext():
+            items = self._items(listed(keys), seeds)
+            if self.collate_draws:
                 # The first rank draws the same as a single process. If items are batches, each rank reads them whole.
                 drawn_by = [rank] if rank and self.batched else []
                 seed_streams(mix(COLLATE, self.seed, epoch, k, *drawn_by))
@@ -148,28 +164,14 @@ class Items(Dataset[Any]):
                 raise
         return batch if self.batched or ranks == 1 else own_part(batch, rank, ranks)
 
-    def _items(self, job: Job) -> Any:
-        epoch, _, keys, visits, *_ = job
-        keys = listed(keys)
-        if not self.items_draw:
+    def _items(self, keys: list[Any], seeds: list[int] | None) -> Any:
+        if seeds is None:
             return [self.dataset[key] for key in keys]
-        visits = repeat(0) if visits is None else listed(visits)
         if self.in_lists:
-            return self._list(keys, self._seeds(epoch, keys[:1], visits))
-        seeds = self._seeds(epoch, keys, visits)
+            return self._list(keys, seeds)
         # To watch the streams takes as long as to seed them for two samples.
-        items = [] if self.has_drawn or len(keys) < 3 else self._without_draws(keys, seeds)
-        for key, seed in zip(keys[len(items) :], seeds[len(items) :], strict=True):
-            seed_streams(seed)
-            try:
-                items.append(self.dataset[key])
-            except StopIteration as error:
-                raise ended_early(f"dataset[{key!r}]") from error
-        return items
-
-    def _seeds(self, epoch: int, keys: list[Any], visits: Iterable[int]) -> list[int]:
-        numbers = keys if {*map(type, keys)} == {int} else map(number_of, keys)
-        return mix_each(mix(ITEM, self.seed, epoch), zip(numbers, visits, strict=False))
+        items = [] if self.has_drawn or len(keys) < 3 else self._unless_drawn(keys, seeds)
+        return items + self._each(keys[len(items) :], seeds[len(items) :], seed_streams)
 
     def _list(self, keys: list[Any], seeds: list[int]) -> Any:
         if not seeds:
@@ -180,29 +182,34 @@ class Items(Dataset[Any]):
         except StopIteration as error:
             raise ended_early(f"dataset.__getitems__({keys})") from error
 
-    def _without_draws(self, keys: list[Any], seeds: list[int]) -> list[Any]:
-        """Items up to the first one that draws from `random` or numpy, which are not seeded again until then.
-
-        An item that has drawn is read once more by the caller, with its own seed. The first one has its seed already.
-        """
-        items: list[Any] = []
-        moved = moves(seeds[0], len(keys))
-        try:
-            for key, seed in zip(keys, seeds, strict=True):
-                seed_torch(seed)
-                item = self.dataset[key]
-                if next(moved):
-                    self.has_drawn = True
-                    return items or [item]
-                items.append(item)
-        except Exception as error:
-            drew = next(moved, False)
-            self.has_drawn = self.has_drawn or drew
-            if not (drew and items):
-                if isinstance(error, StopIteration):
-                    raise ended_early(f"dataset[{key!r}]") from error
-                raise
+    def _each(self, keys: list[Any], seeds: list[int], seed_for: Callable[[int], object]) -> list[Any]:
+        dataset, items = self.dataset, []
+        for key, seed in zip(keys, seeds, strict=True):
+            seed_for(seed)
+            try:
+                items.append(dataset[key])
+            except StopIteration as error:
+                raise ended_early(f"dataset[{key!r}]") from error
         return items
+
+    def _unless_drawn(self, keys: list[Any], seeds: list[int]) -> list[Any]:
+        """All items, or only the first if one has drawn from `random` or numpy, which are seeded for the first alone.
+
+        The caller then reads the others again, each with its own seed: also if one of them has raised an error.
+        """
+        moved = moves(seeds[0])
+        first = self._each(keys[:1], seeds[:1], seed_torch)
+        if not next(moved):
+            try:
+                others = self._each(keys[1:], seeds[1:], seed_torch)
+            except Exception:
+                if not next(moved):
+                    raise
+            else:
+                if not next(moved):
+                    return first + others
+        self.has_drawn = True
+        return first
 
 
 def note_text(error: Exception, items: Any) -> None:
@@ -220,6 +227,9 @@ class Rows(Dataset[Any]):
 
     def __init__(self, dataset: Any, tensors: Sequence[Tensor], rows: Tensor | None) -> None:
         self.dataset, self.tensors, self.rows = dataset, tensors, rows
+
+    def seed_of(self, epoch: int) -> None:
+        """Nothing is drawn."""
 
     def __getitem__(self, job: Job) -> list[Tensor]:
         keys = torch.as_tensor(job[2])

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from shared import mix
-from torch.utils.data import Dataset
+from torch import distributed
+from torch.utils.data import Dataset, IterableDataset
 
 import looplib as ll
 from looplib.data import make_loader
@@ -36,6 +37,27 @@ class Drawing(Dataset):
     def __getitem__(self, index):
         self.reads[index] += 1
         return index, self.draw(index) if index in self.drawing else 0.0
+
+
+class Seeds(Dataset):
+    """Samples with the seed of torch's stream."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return index, torch.initial_seed()
+
+
+def batches(loader, state, rank, ranks):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "is_initialized", lambda: ranks > 1)
+        patch.setattr(distributed, "get_rank", lambda group=None: rank)
+        patch.setattr(distributed, "get_world_size", lambda group=None: ranks)
+        return list(loader(state))
 
 
 def from_torch(index):
@@ -149,19 +171,38 @@ def test_repeated_samples_have_draws_of_their_own():
     assert got == [*want, seeded(reference, 0, 3, 1), seeded(reference, 0, 3, 2), seeded(reference, 0, 11, 1)]
 
 
-def test_one_sample_is_read_twice_at_most():
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_seeds_of_a_long_epoch_are_those_of_its_samples(ranks):
+    count, dataset = 2 * 2100, Seeds(2100)
+    order = ll.data.sampler([*range(2100), *range(2099, -1, -1)])  # each sample twice
+    for size in (500, 3000):  # an epoch has more seeds than are computed at a time; a batch has
+        loader = make_loader(dataset, batch_size=size, order=order, seed=SEED, collate_fn=list)
+        for state in (TrainState(epoch=3), TrainState(epoch=3, batch=1)):
+            read = [
+                sample for rank in range(ranks) for batch in batches(loader, state, rank, ranks) for sample in batch
+            ]
+            first = state.batch * size
+            want = {(i, mix(mix(ITEM, SEED, 3), i, 0)) for i in range(first, 2100)}
+            want |= {
+                (count - 1 - k, mix(mix(ITEM, SEED, 3), count - 1 - k, 1)) for k in range(max(first, 2100), count)
+            }
+            assert len(read) == count - first
+            assert set(read) == want
+
+
+def test_one_batch_is_read_twice_at_most_and_not_its_first_sample():
     for draw, drawing, most in (
-        (from_random, range(COUNT), 0),  # the first sample of a batch has its seed when it is read
+        (from_random, range(COUNT), 0),  # it is seen after the first sample, which has its own seed
         (from_torch, range(COUNT), 0),
         (seed_of_torch, range(COUNT), 0),
         (own_seed_restored, range(COUNT), 0),
-        (from_random, (11, 17), 1),
-        (from_numpy, (0, 3, 11, 17, 20), 1),
+        (from_random, (11, 17), 6),
+        (from_numpy, (0, 3, 11, 17, 20), 6),
     ):
         dataset = Drawing(draw, drawing)
         loader = made(dataset)
         read(loader), read(loader, epoch=1)
-        assert sum(dataset.reads) - 2 * COUNT <= most, draw.__name__
+        assert sum(dataset.reads) - 2 * COUNT in (0, most), draw.__name__
 
 
 def test_streams_that_nobody_uses_are_seeded_for_each_batch_only(monkeypatch):
@@ -245,6 +286,43 @@ def test_numpys_global_stream_may_have_another_bit_generator():
         np.random.set_bit_generator(before)
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from np.random.standard_normal(COUNT)
+
+
+def odd_normals(index):
+    return sum(np.random.standard_normal() for _ in range(index % 2 + 1))
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_a_normal_number_that_numpy_keeps_for_the_next_call_is_still_kept(before):
+    for dataset in (Drawing(odd_normals, ()), Drawing(odd_normals, (11,)), Drawing(odd_normals), Stream()):
+        np.random.seed(3)
+        want = np.random.standard_normal(9).tolist()
+        np.random.seed(3)
+        got = [np.random.standard_normal() for _ in range(before)]
+        state = states_of_streams()
+        for _ in make_loader(dataset, batch_size=7, seed=SEED)(TrainState()):
+            assert states_of_streams() == state
+            got.append(np.random.standard_normal())
+            state = states_of_streams()
+        assert got == want[: before + 4]
+
+
+def test_numpys_stream_is_copied_as_bytes(monkeypatch):
+    calls = []
+    get_state = np.random.get_state
+    monkeypatch.setattr(np.random, "get_state", lambda **options: (calls.append(1), get_state(**options))[1])
+    np.random.seed(3)
+    loader = made(Drawing(from_numpy))
+    read(loader)
+    assert not calls
+    np.random.standard_normal()
+    read(loader)
+    assert len(calls) == 1 + len(loader)  # for the order and each batch, since a normal number is kept
+
+
 def test_draws_that_are_undone_are_not_noticed_but_reproducible():
     def undone(index):
         states = random.getstate(), np.random.get_state()
@@ -256,5 +334,5 @@ def test_draws_that_are_undone_are_not_noticed_but_reproducible():
     got = read(loader, 1)
     assert got[14:] == read(loader, 1, 2)
     assert got == read(made(Drawing(undone), num_workers=2), 1)
-    assert len({drawn for _, drawn in got}) == COUNT
+    assert len({drawn for _, drawn in got}) == 2 * len(loader)  # a batch seeds its first sample, and looks after it
     assert {drawn for _, drawn in got}.isdisjoint(drawn for _, drawn in read(loader, 2))
