@@ -30,7 +30,6 @@ from looplib import (
     metrics,
     optim,
     predicates,
-    schedules,
     state,
     steps,
     types,
@@ -56,13 +55,13 @@ from looplib.predicates import (
     every_n_steps,
     update_best,
 )
-from looplib.schedules import warmup_cosine
 from looplib.state import bind, copy_state, end_epoch, init_state
 from looplib.steps import make_eval_step, make_predict_step, make_train_step
 from looplib.types import DonatedStateError, TrainState
 
 if _TYPE_CHECKING:
-    from looplib import contrib, debug, testing, transforms
+    from looplib import contrib, debug, schedules, testing, transforms
+    from looplib.schedules import warmup_cosine
     from looplib.transforms import compile_step, vmap_step
 
 __all__ = [
@@ -131,8 +130,14 @@ __all__ = [
     "warmup_cosine",
 ]
 
-# Rooms that most loops do not use are imported when they, or one of these names in them, are asked for.
+# Rooms that many loops do not use are imported when they, or one of these names in them, are asked for.
 _explain_names(
     _sys.modules[__name__],
-    late={"contrib": (), "debug": (), "testing": (), "transforms": ("compile_step", "vmap_step")},
+    late={
+        "contrib": (),
+        "debug": (),
+        "schedules": ("warmup_cosine",),
+        "testing": (),
+        "transforms": ("compile_step", "vmap_step"),
+    },
 )

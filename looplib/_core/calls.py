@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _MANY = 8  # number of entries of a container that are shown
 _LONG = 200  # maximum length of a repr, such as a tensor's, in characters
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_ADDRESS = r" at 0x[0-9a-fA-F]+"
 
 
 class Call(NamedTuple):
@@ -90,7 +90,7 @@ def _object(value: Any) -> str:
     text = repr(value)
     if type(value).__module__.startswith("looplib.") and text.startswith(f"{type(value).__name__}("):
         return text.replace(type(value).__name__, _public_name(type(value)), 1)
-    return f"{type(value).__name__}(...)" if _ADDRESS.search(text) or len(text) > _LONG else text
+    return f"{type(value).__name__}(...)" if re.search(_ADDRESS, text) or len(text) > _LONG else text
 
 
 def _function(function: Any) -> str:

@@ -26,7 +26,7 @@ _CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST"}  # names of instru
 
 _MANY = 100  # a longer list is described by a checksum
 
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_ADDRESS = r" at 0x[0-9a-fA-F]+"
 
 
 def described(value: Any) -> Any:
@@ -137,7 +137,7 @@ def _of_many(value: Any, size: Any, members: list[Any]) -> str:
 
 def _text(value: Any) -> str:
     text = str(value) if isinstance(value, (Path, torch.dtype, torch.device)) else repr(value)
-    return type(value).__qualname__ if _ADDRESS.search(text) else text
+    return type(value).__qualname__ if re.search(_ADDRESS, text) else text
 
 
 @functools.singledispatch

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -225,8 +225,7 @@ class NoEngine:
     def share_buffers(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Lent:
+class Lent(NamedTuple):
     """Values written into an engine's own parameters for the duration of a call."""
 
     owners: set[int]  # ids of these parameters

@@ -12,8 +12,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -23,8 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C")
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(NamedTuple):
     """Facts about a function made by looplib, or by a user with `ll.grads.wrapper`.
 
     Attributes:

@@ -21,7 +21,7 @@ from looplib.checkpoint._format import WEIGHTS, sync_directory
 from looplib.checkpoint._format_read import read_manifest
 from looplib.checkpoint._format_write import Parts, write, write_document
 
-_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
+_NAME = r"step-(\d+)(?:\.(\d+))?"
 
 
 _WRITING, _DELETING, PUSHING = ".writing-", ".deleting-", ".pushing-"
@@ -29,7 +29,7 @@ _WRITING, _DELETING, PUSHING = ".writing-", ".deleting-", ".pushing-"
 
 def number_of(path: Path) -> tuple[int, int] | tuple[()]:
     """Step of an entry, and the number of the save of that step; empty for anything that is not a checkpoint."""
-    match = _NAME.fullmatch(path.name)
+    match = re.fullmatch(_NAME, path.name)
     return (int(match[1]), int(match[2] or 0)) if match else ()
 
 

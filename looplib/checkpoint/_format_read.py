@@ -36,7 +36,7 @@ from looplib.checkpoint._format import (
     sound,
 )
 
-_SHARD = re.compile(r"(tensors-\d{5,}\.safetensors|chunks-\d{5,}\.json)")
+_SHARD = r"(tensors-\d{5,}\.safetensors|chunks-\d{5,}\.json)"
 
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a part of a tensor
@@ -84,7 +84,7 @@ def check_files(directory: Path, manifest: Mapping[str, Any]) -> int:
 
 def _shard_name(name: str) -> str:
     """Name of a shard file. Anything else, such as a path outside the directory, is refused."""
-    check(_SHARD.fullmatch(name), f"{name!r} is no name of a file of tensors")
+    check(re.fullmatch(_SHARD, name), f"{name!r} is no name of a file of tensors")
     return name
 
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import torch
@@ -73,8 +73,7 @@ class _Run:
         return empty.set_(self.owner.untyped_storage(), self.low, (self.high - self.low,), (1,))
 
 
-@dataclass(frozen=True)
-class _Span:
+class _Span(NamedTuple):
     """A tensor of a state, and the bytes of its storage that it covers."""
 
     leaf_path: str

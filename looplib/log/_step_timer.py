@@ -113,7 +113,7 @@ class meter:
         many = record.microbatches
         if many is not None:  # accumulate calls this once for all microbatches
             many = functools.partial(self._gradients, many, _several)
-        return mark(metered, replace(record, microbatches=many))
+        return mark(metered, record._replace(microbatches=many))
 
     def _gradients(
         self, function: Any, parts_of: Any, state: TrainState, batch: Any, *part: Any, **named: Any

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -82,8 +81,7 @@ def next_token_loss(
         )
     if shift:  # shift the labels, since shifting the logits would copy them
         labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
-    tokens = rearrange(inputs, "batch length feature -> (batch length) feature")
-    labels = rearrange(labels, "batch length -> (batch length)")
+    tokens, labels = inputs.flatten(0, 1), labels.flatten()
     valid = labels != ignore_index
     if weight is None:
         with torch.autocast(tokens.device.type, enabled=False):
@@ -198,8 +196,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunk_of(logits: Tensor, labels: Tensor, valid: Tensor) -> _Chunk:
-    column = "token -> token 1"
-    return _Chunk(logits, logits.logsumexp(-1, keepdim=True), rearrange(labels, column), rearrange(valid, column))
+    return _Chunk(logits, logits.logsumexp(-1, keepdim=True), labels[:, None], valid[:, None])
 
 
 def _grads(needs: Sequence[bool], tensors: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:

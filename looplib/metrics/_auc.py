@@ -6,7 +6,6 @@ import math
 from typing import Any, Literal, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from looplib._core.checks import check_argument
@@ -277,6 +276,8 @@ class StreamingAUC(NamedTuple):
         Raises:
             ValueError: the shapes do not match, there are no bins, or the range is empty.
         """
+        from einops import rearrange  # takes 1.5 ms
+
         _fit(scores.shape, labels, weights, "scores")
         if bins < 1 or not (low < high and math.isfinite(high - low)):
             raise ValueError(
