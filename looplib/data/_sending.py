@@ -49,7 +49,7 @@ class _Pickler(ForkingPickler):
         if value.is_conj() or value.is_neg():  # torch would send the numbers without this
             return unchanged, (value.resolve_conj().resolve_neg(),)
         storage = value.untyped_storage()
-        if storage.nbytes() > LARGEST or storage.is_shared():
+        if not 0 < storage.nbytes() <= LARGEST or storage.is_shared():  # empty ones are told apart by no address
             return NotImplemented
         storage = self.storages.setdefault(_key(storage), storage)
         return _tensor_of, (storage, value.dtype, value.storage_offset(), tuple(value.shape), value.stride())
@@ -87,6 +87,8 @@ def _collated(samples: Any) -> Any:
 
 def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Mapping[Any, Any] | None = None) -> Any:
     first = tensors[0]
-    if type(first) is Tensor and _is_plain(first) and first.nbytes * len(tensors) <= LARGEST:
+    # In workers, torch would convert mixed dtypes to that of the first sample, which it does nowhere else.
+    mixed = len({getattr(tensor, "dtype", None) for tensor in tensors}) > 1
+    if type(first) is Tensor and _is_plain(first) and (mixed or first.nbytes * len(tensors) <= LARGEST):
         return torch.stack(tuple(tensors))
     return torch_private.collate_tensors(tensors, collate_fn_map=collate_fn_map)

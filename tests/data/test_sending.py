@@ -121,6 +121,13 @@ def test_tensors_that_share_memory_share_it_afterwards():
         assert array.tolist() == [0, 1, 2, 3]
 
 
+def test_empty_tensors_share_no_memory():
+    for one, other in read(lambda index: (torch.empty(0), torch.empty(0)), 1):
+        one.resize_(3).fill_(1)
+        other.resize_(3).fill_(2)
+        assert one.tolist() == [1, 1, 1]
+
+
 def test_small_tensors_take_no_shared_memory():
     def files():
         return len(os.listdir("/proc/self/fd"))
@@ -151,6 +158,16 @@ def test_batches_of_default_collate_are_the_same():
                 read(ragged, workers, 2)
             errors.append(str(raised.value).splitlines()[-1])
         assert errors[0] in errors[1] or errors[1] in errors[0]
+
+
+@pytest.mark.parametrize("kinds", [(torch.float32, torch.float64), (torch.int64, torch.float32)])
+@pytest.mark.parametrize("count", [LARGEST, 3])
+def test_batches_of_mixed_dtypes_are_the_same_at_any_size(kinds, count):
+    here, there = (
+        read(lambda index: torch.full((count,), 1.1).to(kinds[index % 2]), workers, 4)[0] for workers in (0, 1)
+    )
+    assert there.dtype == here.dtype
+    assert torch.equal(there, here)
 
 
 def test_a_function_that_the_user_registered_collates_in_workers(monkeypatch):
