@@ -144,11 +144,12 @@ def test_pure_steps_and_predicates_are_compared_with_what_does_the_same(imported
 def test_an_argument_of_an_optimizer_is_compared_with_the_raw_loop_that_has_it(imported):
     jitter = [1.0, 1.001, 1.002, 0.999, 0.998]
     times = {("raw", "foreach=True"): 4.0, ("raw", "foreach=False"): 2.0, ("donated", ""): 1.0, ("pure", ""): 3.0}
-    times |= {("donated", "foreach=True"): 4.4, ("donated", "foreach=False"): 1.8}
+    times |= {("donated", "foreach=True"): 4.4, ("donated", "foreach=False"): 1.8, ("donated, traced", ""): 0.5}
     cells = imported("optimizers").cells_of({key: [time * each for each in jitter] for key, time in times.items()})
     assert {name: str(cell).partition(" [")[0] for name, cell in cells.items()} == {
         "fastest raw loop": "foreach=False, 2 s",
         "donated": "0.50",
+        "donated, traced": "0.25",
         "pure": "1.50",
         "foreach=True, donated": "1.10",
         "foreach=False, donated": "0.90",

@@ -253,7 +253,7 @@ def main(options: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     options = parser(__doc__, 220.0)
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     options.add_argument("--first", choices=list(FIRST), help=argparse.SUPPRESS)
     options.add_argument("--peak", type=float, default=989.0, help="dense TFLOP/s in bf16, of an H100 or H200")
     given = options_of(options)

@@ -4,7 +4,7 @@
     python tests/benchmarks/peers.py --seconds 60 --samples 20000 --parameters 1e6     (small)
 
 Each library is used as its own documentation does it, with logging, progress bars, evaluation and clipping off. All
-get the same batches and the same fused AdamW. The benchmark aborts if any library ends with different weights than
+get the same batches and the same fused AdamW. A row is not measured if any library ends with different weights than
 the raw loop, resumes with a different batch or loss, or finds a different accuracy. Libraries that own the loop are
 not taken apart to be timed: the loss function, which all of them call once per step, records the time of each call.
 
