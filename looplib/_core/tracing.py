@@ -59,6 +59,7 @@ class Trace:
         inputs: id of a traced tensor -> its index among the inputs.
         answer: function that returns the host's answer to a question.
         differentiable: True if the graph itself is to be differentiated.
+        whole: True if the graph runs as it is traced, neither mapped over members nor differentiated.
         stream: index of the microbatch for which random numbers are drawn.
         afterwards: checks to make after the graph has run.
     """
@@ -68,10 +69,12 @@ class Trace:
         inputs: dict[int, int],
         answer: Callable[[Callable[..., Any], list[Any]], Any],
         differentiable: bool = False,
+        whole: bool = False,
     ) -> None:
         self.inputs = inputs
         self.answer = answer
         self.differentiable = differentiable
+        self.whole = whole
         self.stream = 0
         self.afterwards: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
@@ -140,6 +143,12 @@ def differentiated() -> bool:
     """True while a step is being traced to be differentiated itself."""
     here = _here() if entered else None
     return here is not None and here.differentiable
+
+
+def runs_as_traced() -> bool:
+    """True while a step is being traced into a graph that is neither mapped over members nor differentiated."""
+    trace = current()
+    return trace is not None and trace.whole
 
 
 def draws_for(microbatch: int) -> None:

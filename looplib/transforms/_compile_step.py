@@ -52,6 +52,10 @@ def compile_step(
     - Inductor draws different random numbers than eager torch, though still as a function of the state's seed and
       step. `options={"fallback_random": True}` draws the same ones, except for microbatches after the first.
 
+    On a CPU, an update of 64 parameters or more calls the optimizer's fused kernel, if there is one (SGD, Adam, AdamW,
+    Adagrad), and has its bits. Fewer are updated by generated code, which is faster but takes long to compile for many;
+    so is any number of them if you give `foreach=` to the optimizer.
+
     `backend="eager"` generates no machine code: it runs the graph's operations one after the other, without autograd and
     `torch.func`. Tracing takes about a second, so it suits tests, and small models whose steps these slow down, such as
     those with per-sample gradients.

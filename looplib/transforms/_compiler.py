@@ -198,7 +198,7 @@ class Compiler:
         def evaluate(question: Question) -> Any:
             return question.function(*question.arguments(inputs.flat, inputs.counts))
 
-        program, answers, key = trace(self.core, inputs, evaluate)
+        program, answers, key = trace(self.core, inputs, evaluate, whole=True)
         program = with_results_apart(program)
         program = donated(program) if self.donate else program
         return answers, key, Machine(program, self.build(program))

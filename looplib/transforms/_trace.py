@@ -42,6 +42,7 @@ def trace(
     evaluate: Callable[[Question], Any],
     begin: Callable[[], None] = lambda: None,
     differentiable: bool = False,
+    whole: bool = False,
 ) -> Traced:
     """Trace a step.
 
@@ -51,6 +52,7 @@ def trace(
         evaluate: function that returns the host's answer for this state.
         begin: called when the step's Python starts to run.
         differentiable: True if the graph itself is to be differentiated.
+        whole: True if the graph is neither mapped over members nor differentiated.
     """
     in_state = expression((inputs.state.params, inputs.state.buffers, inputs.state.opt_state))
     in_batch = expression(inputs.batch)
@@ -63,7 +65,7 @@ def trace(
         # The caller's table is filled from the first question on, so questions of a failed attempt are asked again.
         branch = _Branch(inputs.questions, evaluate, without_values)
         batch = in_batch.build()(tensors[len(in_state.tensors) :])
-        recorded = _recorded(core, in_state, tensors, batch, branch, differentiable)
+        recorded = _recorded(core, in_state, tensors, batch, branch, differentiable, whole)
         runs.append((branch, recorded))
         return expression(recorded.outcome).tensors
 
@@ -117,14 +119,20 @@ class _Branch:
 
 
 def _recorded(
-    core: Core, in_state: Expression, tensors: Sequence[Tensor], batch: Any, branch: _Branch, differentiable: bool
+    core: Core,
+    in_state: Expression,
+    tensors: Sequence[Tensor],
+    batch: Any,
+    branch: _Branch,
+    differentiable: bool,
+    whole: bool,
 ) -> Recorded:
     """Run the step on a state made of these tensors."""
     counts: dict[str, Any] = {name: Count(name) for name in COUNTS}
     params, buffers, opt_state = in_state.build()(tensors)
     state = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
     known = {id(tensor): index for index, tensor in enumerate(tensors)}
-    trace = tracing.Trace(known, branch.ask, differentiable)
+    trace = tracing.Trace(known, branch.ask, differentiable, whole)
     draws = _DrawnOnce(trace)
     with tracing.within(trace), draws:
         out = _decided(core(state, batch), state)

@@ -1,0 +1,203 @@
+"""A compiled step of many parameters updates them by torch's fused kernel, as the eager step does."""
+
+import math
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.utils._pytree import tree_leaves
+
+import looplib as ll
+from looplib.transforms._program import Program
+
+QUICK = {"backend": "eager"}
+both = pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+
+
+class Many(nn.Module):
+    """A model whose gradients have the same bits in each form of the step."""
+
+    def __init__(self, count, shape=(3,)):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.weights = nn.ParameterList(torch.randn(shape, generator=generator) for _ in range(count))
+
+    def forward(self, x):
+        return (torch.stack([*self.weights]) * x).sum()
+
+
+def loss_fn(model, batch):
+    return model(batch)
+
+
+def batches(model, count=4, **scales):
+    generator = torch.Generator().manual_seed(2)
+    shape = len(model.weights), *model.weights[0].shape
+    return [torch.randn(shape, generator=generator) * scales.get(f"at_{number}", 1.0) for number in range(count)]
+
+
+def steps_of(model, optimizer, donate, **options):
+    plain = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    return plain, ll.compile_step(plain, **options)
+
+
+def kernels_in(step):
+    """The fused operations in each graph of a compiled step."""
+    waiting, found = [*step.compiler.table.values()], []
+    while waiting:
+        for answer in waiting.pop().values():
+            if hasattr(answer, "answers"):
+                waiting.append(answer.answers)
+            else:
+                program = answer.program
+                assert isinstance(program, Program)
+                targets = [str(node.target) for node in program.graph.graph.nodes]
+                found.append(sum("fused_update_" in target for target in targets))
+    return found
+
+
+def trained(step, state, data):
+    for batch in data:
+        state, _ = step(state, batch)
+    return state
+
+
+def same(one, other):
+    leaves = [tree_leaves((state.params, state.buffers, state.opt_state)) for state in (one, other)]
+    return one.step == other.step and all(map(torch.equal, *leaves))
+
+
+def compared(model, optimizer, donate, data=None, **options):
+    """The graphs of the compiled step, after it has ended in the bits of the eager step."""
+    data = batches(model) if data is None else data
+    plain, compiled = steps_of(model, optimizer, donate, **(options or QUICK))
+    start = ll.copy_state(ll.init_state(model, optimizer))
+    expected = trained(plain, ll.copy_state(start), data)
+    assert same(trained(compiled, ll.copy_state(start), data), expected)
+    assert not same(start, expected)
+    return kernels_in(compiled)
+
+
+def schedule(step):
+    return 0.1 / (1 + step)
+
+
+OPTIMIZERS = {
+    "AdamW": lambda: ll.optimizer(optim.AdamW, lr=schedule),
+    "Adam": lambda: ll.optimizer(optim.Adam, lr=0.1, amsgrad=True, weight_decay=0.1, maximize=True),
+    "by the user": lambda: ll.optimizer(optim.Adam, lr=0.1, fused=True),
+    "SGD": lambda: ll.optimizer(optim.SGD, lr=schedule, momentum=0.9, nesterov=True, weight_decay=schedule),
+    "SGD without state": lambda: ll.optimizer(optim.SGD, lr=0.1),
+    "Adagrad": lambda: ll.optimizer(optim.Adagrad, lr=0.1, lr_decay=0.1),
+    "injected": lambda: ll.optimizer(optim.AdamW, lr=ll.optim.injected(0.1)),
+}
+
+
+@both
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_64_parameters_are_updated_by_one_operation_with_the_bits_of_the_eager_step(name, donate):
+    assert compared(Many(64), OPTIMIZERS[name](), donate) == [1]
+
+
+@both
+def test_each_group_has_an_operation_of_its_own(donate):
+    groups = [
+        (lambda name, tensor: name.endswith("1"), {"lr": 0.2, "weight_decay": 0.0}),
+        (lambda name, tensor: name.endswith("none"), {"lr": 0.3}),
+    ]
+    assert compared(Many(70), ll.optimizer(optim.AdamW, lr=schedule, groups=groups), donate) == [2]
+
+
+@both
+def test_updates_that_are_skipped_keep_the_state(donate):
+    model, optimizer = Many(64), ll.optim.apply_if_finite(ll.optimizer(optim.AdamW, lr=0.1), 3)
+    assert compared(model, optimizer, donate, batches(model, at_1=math.inf)) == [1]
+
+
+@pytest.mark.large
+@both
+def test_machine_code_has_the_bits_of_the_eager_step_too(donate):
+    model, optimizer = Many(64, (3, 2)), ll.optim.apply_if_finite(OPTIMIZERS["AdamW"](), 3)
+    assert compared(model, optimizer, donate, batches(model, at_1=math.inf), backend="inductor") == [1]
+
+
+def few():
+    return ll.optimizer(optim.AdamW, lr=0.1), Many(63)
+
+
+def chosen():
+    return ll.optimizer(optim.AdamW, lr=0.1, foreach=False), Many(64)
+
+
+def moving_betas():
+    return ll.optimizer(optim.AdamW, lr=0.1, betas=(lambda step: 0.9, 0.99)), Many(64)
+
+
+def without_kernel():
+    return ll.optimizer(optim.RMSprop, lr=0.1), Many(64)
+
+
+def dampened():
+    return ll.optimizer(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), Many(64)
+
+
+def mixed():
+    model = Many(64)
+    model.weights[3].data = model.weights[3].data.double()
+    return ll.optimizer(optim.AdamW, lr=0.1), model
+
+
+def with_gaps():
+    model = Many(64, (3, 2))
+    model.weights[3].data = torch.zeros(3, 4)[:, ::2]
+    return ll.optimizer(optim.AdamW, lr=0.1), model
+
+
+@pytest.mark.parametrize("make", [few, chosen, moving_betas, without_kernel, dampened, mixed, with_gaps])
+def test_other_updates_are_those_of_the_class(make):
+    optimizer, model = make()
+    plain, compiled = steps_of(model, optimizer, False, **QUICK)
+    start, data = ll.init_state(model, optimizer), batches(model, 2)
+    expected, found = trained(plain, start, data), trained(compiled, start, data)
+    for name, tensor in expected.params.items():
+        torch.testing.assert_close(found.params[name], tensor)
+    # The first update of SGD with dampening has a graph of its own, and a state without gaps comes from one with gaps.
+    assert sorted(kernels_in(compiled)) == ([0, 1] if make in (dampened, with_gaps) else [0])
+
+
+def test_a_stack_and_a_differentiated_step_have_no_kernel():
+    model, optimizer = Many(64), OPTIMIZERS["AdamW"]()
+    plain, _ = steps_of(model, optimizer, False, **QUICK)
+    (batch,) = batches(model, 1)
+    start = ll.init_state(model, optimizer)
+    expected, _ = plain(start, batch)
+    stacked = ll.vmap_step(plain)
+    stack, _ = stacked(ll.transforms.stack_states([start, start]), batch)
+    state, _ = ll.transforms.differentiable(plain)(start, batch)
+    for found in (ll.transforms.unstack_states(stack)[1], state):
+        for name, tensor in expected.params.items():
+            torch.testing.assert_close(found.params[name], tensor)
+    assert kernels_in(stacked) == [0]
+
+
+def test_a_moment_with_other_strides_is_left_to_the_class():
+    model, optimizer = Many(64, (3, 2)), ll.optimizer(optim.AdamW, lr=0.1)
+    plain, compiled = steps_of(model, optimizer, False, **QUICK)
+    start, (batch,) = ll.copy_state(ll.init_state(model, optimizer)), batches(model, 1)
+    start.opt_state["state"]["weights.3"]["exp_avg"] = torch.zeros(2, 3).t()
+    expected, found = (step(start, batch)[0].opt_state["state"]["weights.3"]["exp_avg"] for step in (plain, compiled))
+    torch.testing.assert_close(found, expected)
+    assert kernels_in(compiled) == [0]
+
+
+def test_a_gradient_with_other_strides_is_paired_by_its_indices():
+    def updated(grad):
+        param = torch.ones(2, 3)
+        values = '{"weight_decay": 0, "momentum": 0, "lr": 1.0, "dampening": 0, "nesterov": false, "maximize": false}'
+        torch.ops.looplib.fused_update_("SGD", values, [], [], [grad], [param], [], [])
+        return param
+
+    grad = torch.arange(6.0).reshape(3, 2).t()
+    assert grad.stride() == (1, 2)
+    assert torch.equal(updated(grad), 1 - grad)
+    assert torch.equal(updated(grad.contiguous()), 1 - grad)
