@@ -115,7 +115,7 @@ def _without_values(*_: Any) -> None:
 
 
 # A graph in Inductor's cache has the operation's name, so that a second process finds it.
-_operations = torch.library.Library("looplib", "DEF")
+_operations: Any = torch.library.Library("looplib", "DEF")  # type: ignore[no-untyped-call]
 _operations.define(
     "fused_update_(str cls, str settled, str[] moving, Tensor[] numbers, Tensor[] grads, Tensor(a!)[] params, "
     "str[] keys, Tensor(b!)[] entries) -> ()"
