@@ -126,7 +126,7 @@ class Jobs:
 
 
 class Items(Dataset[Any]):
-    """Read the batch of a job item by item, each with freshly seeded streams. Also runs in workers.
+    """Read the batch of a job item by item, each with the draws of freshly seeded streams. Also runs in workers.
 
     Most datasets never draw from `random` or numpy, and to seed these two takes longer than to read a short item. So
     they are seeded for each item only once an item has drawn from them. Until then, each batch seeds them for its first

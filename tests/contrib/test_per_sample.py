@@ -576,3 +576,27 @@ def test_dp_sgd_that_is_traced_once_has_the_same_bits(donate):
             state, metrics = step(state, batch)
         ends.append((state.params, ll.compute(metrics)))
     torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+def test_noise_of_a_traced_step_is_new_in_each_step_and_has_its_standard_deviation():
+    """Its numbers are not those of a plain step."""
+    model, optimizer = nn.Linear(100, 100), ll.optimizer(torch.optim.SGD, lr=1.0)
+    per_sample = ll.contrib.make_per_sample_grad_fn(model, lambda model, x: 0 * model(x).mean())
+    grad_fn = ll.contrib.add_noise(ll.contrib.clip_per_sample(per_sample, 0.5), 0.5, 2.0)
+
+    def noise(seed):
+        step = ll.compile_step(ll.make_train_step(grad_fn, optimizer), backend="eager")
+        state, drawn = ll.copy_state(ll.init_state(model, optimizer, seed=seed)), []
+        for _ in range(2):
+            new, _ = step(state, torch.ones(8, 100))
+            drawn.append((state.params["weight"] - new.params["weight"]).detach().flatten())
+            state = new
+        return torch.stack(drawn)
+
+    one, other = noise(1), noise(2)
+    n = one.size(1)
+    # 5 standard errors of a standard deviation and of a correlation of n normal numbers
+    assert all(abs(row.std() / (0.5 * 2.0 / 8) - 1) < 5 / math.sqrt(2 * n) for row in one)
+    correlations = torch.corrcoef(torch.cat([one, other])).triu(1)
+    assert correlations.abs().max() < 5 / math.sqrt(n)
+    assert torch.equal(noise(1), one)

@@ -1,10 +1,13 @@
 """Kernels compiled together against kernels compiled apart: the same results, from fewer files."""
 
 import contextlib
+import threading
+import time
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch.utils._pytree import tree_leaves
 
@@ -102,8 +105,6 @@ def test_kernels_that_do_not_compile_together_are_compiled_apart(monkeypatch):
 
 
 def test_another_thread_and_code_with_macros_of_its_own_are_compiled_as_usual(monkeypatch):
-    from torch._inductor.async_compile import AsyncCompile
-
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda compiler, argtypes, source: "as usual")
     before = AsyncCompile.cpp_pybinding, AsyncCompile.wait
     with _kernels.compiled_together():
@@ -116,11 +117,6 @@ def test_another_thread_and_code_with_macros_of_its_own_are_compiled_as_usual(mo
 
 
 def test_two_threads_that_compile_at_once_leave_inductor_as_it_was():
-    import threading
-    import time
-
-    from torch._inductor.async_compile import AsyncCompile
-
     before, second_is_in = (AsyncCompile.cpp_pybinding, AsyncCompile.wait), threading.Event()
 
     def second():
