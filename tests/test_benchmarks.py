@@ -63,6 +63,14 @@ def test_specialists_are_compared_and_agree(tmp_path):
 
 
 @pytest.mark.slow
+def test_what_the_loaders_promise_costs_at_least_is_a_contender_of_its_own(tmp_path):
+    found, _ = dry_run("specialists", tmp_path, "--only", "getitems")
+    (cells,) = found["tables"][""].values()
+    assert cells["the least over it"]["value"] > 0
+    assert "least" not in cells["fastest other"] + cells["others"]
+
+
+@pytest.mark.slow
 def test_growth_is_a_table_and_a_figure_of_curves(tmp_path):
     found, _ = dry_run("growth", tmp_path, "--only", "predicates", "steps made")
     assert found["tables"]["growth"].keys() == {"predicates, looplib", "steps made, looplib"}

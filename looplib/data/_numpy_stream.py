@@ -22,7 +22,7 @@ def save() -> Any:
     if not (numpy := sys.modules.get("numpy")):
         return None
     source = numpy.random.get_bit_generator() if hasattr(numpy.random, "get_bit_generator") else None  # before 1.24
-    if not _is_known(type(source)):
+    if type(source) is not numpy.random.MT19937 or not _layout_is_known():
         return _slow_state(numpy)
     _interrupts.hold()
     try:
@@ -69,11 +69,9 @@ def _slow_state(numpy: Any) -> dict[str, Any]:
 
 
 @cache
-def _is_known(kind: type[Any]) -> bool:
-    """True for numpy's Mersenne Twister, if its state lies in memory as this file expects."""
-    if kind is not sys.modules["numpy"].random.MT19937:
-        return False
-    made = kind(0)
+def _layout_is_known() -> bool:
+    """True if the state of a Mersenne Twister lies in memory as this file expects."""
+    made = sys.modules["numpy"].random.MT19937(0)
     state = made.state["state"]
     return _LAYOUT.pack(*state["key"].tolist(), state["pos"]) == _words(made)
 

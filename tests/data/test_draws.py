@@ -323,6 +323,27 @@ def test_numpys_stream_is_copied_as_bytes(monkeypatch):
     assert len(calls) == 1 + len(loader)  # for the order and each batch, since a normal number is kept
 
 
+def test_numpys_stream_is_kept_without_its_bytes_and_if_the_dataset_replaces_its_generator(monkeypatch):
+    def replaces(index):
+        np.random.set_bit_generator(np.random.MT19937(index))
+        return np.random.rand()
+
+    own = np.random.get_bit_generator()
+    before = states_of_streams()
+    try:
+        read(made(Drawing(replaces, (11,))))
+        assert states_of_streams() == before
+    finally:
+        np.random.set_bit_generator(own)
+    with monkeypatch.context() as patch:
+        patch.delattr(np.random, "get_bit_generator")
+        loader = made(Drawing(from_numpy))
+        before = states_of_streams()
+        got = read(loader)
+        assert states_of_streams() == before
+        assert got == expected(loader)
+
+
 def test_draws_that_are_undone_are_not_noticed_but_reproducible():
     def undone(index):
         states = random.getstate(), np.random.get_state()
