@@ -215,7 +215,7 @@ def _run(plan: Plan, values: Sequence[dict[str, Any]], groups: Sequence[Columns]
 
     def fill(group: dict[str, Any], *lists: list[Any]) -> Any:
         columns = next(waiting)
-        known = plan.lists[columns.number, *columns.entries]
+        known = plan.lists[_kind(plan, columns)]
         assert known is not None
         any(map(list.extend, lists, map(_named(columns).__getitem__, known.keys)))  # each returns None
         return known.result
@@ -235,12 +235,18 @@ def _named(columns: Columns) -> dict[Any, Sequence[Any]]:
 
 def _lists(plan: Plan, values: dict[str, Any], columns: Columns) -> Lists | None:
     """Which column belongs in which of the class's lists, found by running its `_init_group` once."""
-    key = columns.number, *columns.entries
+    key = _kind(plan, columns)
     if key not in plan.lists:
         settled = plan.moving[columns.number].keys() <= _MAY_MOVE and hasattr(plan.recipe.cls, "_init_group")
         plan.lists[key] = _learned(plan, values, columns) if settled else None
     known: Lists | None = plan.lists[key]
     return known
+
+
+def _kind(plan: Plan, columns: Columns) -> tuple[Any, ...]:
+    """Key of lists: `_init_group` also says if there are complex numbers, which only some of the parameters may have."""
+    partial = columns.names is not plan.members[columns.number]
+    return columns.number, any(map(torch.is_complex, columns.params)) if partial else None, *columns.entries
 
 
 def _learned(plan: Plan, values: dict[str, Any], columns: Columns) -> Lists | None:

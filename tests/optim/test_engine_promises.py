@@ -605,6 +605,20 @@ def test_complex_parameters(name, donate):
     assert_bits(found, raw_loop(cls, params, gradients, 5, lr=0.05, **options))
 
 
+@both
+@pytest.mark.parametrize("name", ["RMSprop", "Adadelta", "Adam"])
+def test_a_complex_parameter_whose_first_gradient_comes_late(name, donate):
+    cls = getattr(torch.optim, name)
+    params = {"w": torch.complex(numbers(a=(3, 2))["a"], numbers(b=(3, 2))["b"]), "b": numbers(b=(3,))["b"]}
+    expected = raw_loop(cls, params, without_w_at_first, 4, lr=0.05, foreach=True)
+    optimizer = ll.optimizer(cls, lr=0.05, foreach=True)
+    assert_bits(looped(optimizer, params, without_w_at_first, 4, donate)[0], expected)
+
+
+def without_w_at_first(params, step):
+    return gradients(params, step, None if step else {"b"})
+
+
 # A.7: the state of another optimizer
 
 
