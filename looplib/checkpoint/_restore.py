@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,8 @@ from looplib.checkpoint._sharing import Sharing, write
 from looplib.types import COUNTS, TREES, TrainState
 
 
-class Selection(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Selection:
     """Leaves to restore: all, or parameters and buffers, or those of them that `names` selects."""
 
     weights_only: bool = False

@@ -71,12 +71,14 @@ def accuracy(
         ValueError: shapes or dtypes do not match, or `top_k` is larger than the number of classes.
     """
     _integers("labels", labels)
-    if predictions.dim() == labels.dim() + 1:
+    of_logits = predictions.dim() == labels.dim() + 1
+    if of_logits:
         _fit(predictions.shape[:-1], labels, weights, "logits without their last dimension")
         if not 1 <= top_k <= predictions.shape[-1]:
             raise ValueError(
                 f"top_k is {top_k}; logits of shape {tuple(predictions.shape)} allow 1 to their last size"
             )
+        labels = labels.unsqueeze(-1)
     else:
         _fit(predictions.shape, labels, weights, "predicted classes")
         if predictions.is_floating_point() or top_k != 1:
@@ -86,10 +88,10 @@ def accuracy(
                 "logits > 0, or logits (..., classes)"
             )
     valid = _valid(labels, ignore_index)
-    if predictions.dim() == labels.dim():
+    if not of_logits:
         right = predictions == labels
     else:
-        label = torch.where(valid, labels, 0).long().unsqueeze(-1)
+        label = torch.where(valid, labels, 0).long()
         score = predictions.gather(-1, label)
         if top_k == 1:
             # The first of the highest scores: the same answer, ties included, without a mask of all scores. On CPUs,
@@ -99,7 +101,7 @@ def accuracy(
             first = torch.arange(predictions.shape[-1], device=label.device) < label
             behind = torch.where(first, predictions < score, predictions <= score)
             right = (~behind).sum(-1, keepdim=True) < top_k
-        right = (right & (score == score)).squeeze(-1)  # NaN differs from itself
+        right &= score == score  # NaN differs from itself
     if weights is None:
         return Mean((right & valid).count_nonzero(), valid.count_nonzero())
     weights = torch.where(valid.flatten(), _wide(weights), 0)
