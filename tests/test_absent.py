@@ -19,6 +19,7 @@ def test_a_name_of_a_room_is_found_from_the_top_and_from_another_room():
         ll.make_loaders  # noqa: B018
     assert not hasattr(ll, "no_such_thing_at_all")
     assert not hasattr(ll, "__wrapped__")
+    assert not hasattr(ll, "")
     with pytest.raises(ImportError, match="cannot import name 'AUC' from 'looplib'"):
         from looplib import AUC  # noqa: F401
 

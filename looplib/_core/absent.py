@@ -128,7 +128,7 @@ def _rooms(package: ModuleType, but: Collection[str] = ()) -> dict[str, ModuleTy
 def _refuse_name(module: ModuleType, name: str, where: Callable[[], Mapping[str, str]]) -> NoReturn:
     more = ""
     # Names with an underscore are asked for by imports; `where` imports the late rooms.
-    known = {} if name[0] == "_" else where()
+    known = {} if name.startswith("_") else where()
     if name in known:
         more = f": it is {known[name]}"
     elif name in OF_LOOPLIB:
