@@ -161,12 +161,14 @@ def test_importing_looplib_leaves_signals_and_random_streams_alone():
 
 
 def _names_of_looplib(tree):
-    """Dotted names that a file imports from looplib, or has in its strings: paths to patch, code of other processes."""
+    """Dotted names of looplib in a file: imported, read from `ll`, or in strings (paths to patch, other processes' code)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("ll."):
+            yield ast.unparse(node).replace("ll.", "looplib.", 1)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from re.findall(r"\blooplib[.\w]*(?: import \w+)?", node.value)
 
