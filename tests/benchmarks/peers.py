@@ -1,4 +1,4 @@
-"""The same training with looplib, a raw loop and seven other libraries, interleaved in one run: a table of ratios.
+"""The same training with looplib, a raw loop and six other libraries, interleaved in one run: a table of ratios.
 
     pip install -e ".[peers]" && python tests/benchmarks/peers.py
     python tests/benchmarks/peers.py --seconds 60 --samples 20000 --parameters 1e6     (small)
