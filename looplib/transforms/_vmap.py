@@ -239,7 +239,7 @@ def _mapped(program: Program, count: int, stacked: int, varied: list[bool]) -> t
     examples = fakes(one, [None if dim is None else count for dim in dims])
     with torch.no_grad():
         all_of_them = torch.vmap(lambda *values: one(*values), in_dims=tuple(dims), randomness="error")
-        graph = make_fx(all_of_them, tracing_mode="fake")(*examples)
+        graph = make_fx(lambda *values: [*map(_of_own_memory, all_of_them(*values))], tracing_mode="fake")(*examples)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     outcome: Any = program.outcome[0], []  # an error of one member is not raised
@@ -255,6 +255,11 @@ def _mapped(program: Program, count: int, stacked: int, varied: list[bool]) -> t
         afterwards=[],
     )
     return batched, drawings
+
+
+def _of_own_memory(value: Tensor) -> Tensor:
+    """A copy of a value that is the same for all members, which `torch.vmap` expands: a step may write to it later."""
+    return value.clone() if value.dim() and not value.stride(0) else value
 
 
 class _Same(dict[str, Any]):

@@ -962,3 +962,25 @@ def test_any_number_of_members_and_examples(seeds, sizes, donate, own_batches):
             state, own_metrics = own_step(state, (x[number], y[number]) if own_batches else (x, y))
         close(trees(one), trees(state))
         assert ll.transforms.compute_members(metrics)[number] == pytest.approx(ll.compute(own_metrics))
+
+
+class Remembering(nn.Linear):
+    """A layer that keeps the mean of its last batch, which is the same for all members."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x):
+        self.last = x.mean(0)
+        return super().forward(x)
+
+
+def test_a_buffer_that_is_the_same_for_all_members_may_be_overwritten():
+    model, optimizer = Remembering(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+    pure, donated = (ll.vmap_step(ll.make_train_step(grad_fn, optimizer, donate=donate)) for donate in (False, True))
+    stack = ll.transforms.stack_states([ll.init_state(model, optimizer, seed=seed) for seed in range(2)])
+    stack, _ = pure(stack, torch.zeros(4, 3))
+    stack, _ = donated(stack, torch.ones(4, 3))
+    assert stack.buffers["last"].tolist() == [[1, 1, 1]] * 2
