@@ -6,15 +6,18 @@ If a version of torch moves one of them, only this file changes. Private names t
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils.data._utils import collate as _collate
 
@@ -55,6 +58,61 @@ def stand_in(cls: Any, attributes: dict[str, Any], groups: list[dict[str, Any]],
     made = object.__new__(cls)
     made.__dict__ = {**attributes, "param_groups": groups, "state": defaultdict(dict), "_init_group": fill}
     return made
+
+
+def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
+    """Copy of a function in which these global names are different objects, also in its module's other functions.
+
+    The copies run the code of torch's functions, without their decorators, and nothing is written to their module.
+    """
+    module = function.__globals__
+    space = dict(module)
+    for name, value in module.items():
+        plain = inspect.unwrap(value) if callable(value) else value
+        if isinstance(plain, FunctionType) and plain.__globals__ is module:
+            space[name] = _in(space, plain)
+    space |= names
+    return _in(space, function)
+
+
+def _in(space: dict[str, Any], function: FunctionType) -> FunctionType:
+    copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+class _Grouping(torch.optim.Optimizer):
+    """torch's Optimizer, which sorts tensors without turning gradients off: they are off in an update."""
+
+    _group_tensors_by_device_and_dtype = staticmethod(inspect.unwrap(_group_tensors_by_device_and_dtype))
+
+
+def _value(number: Any) -> Any:
+    """A hyperparameter or count as a number, without asking whether this is compiled."""
+    return number.item() if isinstance(number, Tensor) else number
+
+
+def eager_step(cls: Any) -> Any:
+    """The step of a torch class: its own arithmetic, without what it repeats for other callers than looplib.
+
+    It runs outside `torch.compile` and without gradients. So it need not ask at each number whether it is compiled,
+    turn gradients off again to sort tensors, or create the 1 by which functions for lists increase counts: a tenth of
+    a small update, besides the profiler hook and the grad-mode wrapper around `step`.
+    """
+    step = inspect.unwrap(cls.step)
+    if not step.__module__.startswith("torch.optim."):
+        return step  # the user's own, in place of torch's
+    one, quick = torch.tensor(1.0, device="cpu"), ModuleType("torch")
+
+    def tensor(data: Any, **options: Any) -> Tensor:
+        is_one = options == _ON_CPU and type(data) is float and data == 1.0
+        return one if is_one else torch.tensor(data, **options)
+
+    vars(quick).update(vars(torch), tensor=tensor)
+    return with_names(step, {"_get_value": _value, "Optimizer": _Grouping, "torch": quick})
+
+
+_ON_CPU = {"device": "cpu"}
 
 
 # Of a process group: its number of calls so far.

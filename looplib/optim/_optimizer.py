@@ -75,6 +75,8 @@ def optimizer(
             CPU, functions for lists of tensors that have its bits. `repr(optimizer)` says which.
             SGD with momentum and `foreach=True` in half precision may differ from torch by a rounding in an update in
             which a further parameter gets its first gradient.
+            So may SGD with momentum, but without dampening, for sparse gradients that contain an index twice: its
+            momentum is dense.
 
     Raises:
         TypeError: `cls` is not an optimizer class; `lr` is missing; a hyperparameter is unknown, or, in a group of a

@@ -12,7 +12,6 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -268,24 +267,9 @@ _WITH_TENSORS: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 @functools.cache
 def _taking_tensors(step: Any) -> Any:
-    """Copy of a class's step whose `max` and `min` accept tensors, with which Adafactor limits its steps.
-
-    The functions of the module that it calls are copied likewise, so nothing is written to the module.
-    """
-    module = step.__globals__
-    space = dict(module)
-    for name, value in module.items():
-        function = inspect.unwrap(value) if callable(value) else value
-        if isinstance(function, FunctionType) and function.__globals__ is module:
-            space[name] = _in(space, function)
-    space |= {"max": _limited(max, "maximum", "min"), "min": _limited(min, "minimum", "max")}
-    return _in(space, step)
-
-
-def _in(space: dict[str, Any], function: FunctionType) -> FunctionType:
-    copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    """Copy of a class's step whose `max` and `min` accept tensors, with which Adafactor limits its steps."""
+    names = {"max": _limited(max, "maximum", "min"), "min": _limited(min, "minimum", "max")}
+    return torch_private.with_names(step, names)
 
 
 def _limited(plain: Callable[..., Any], by: str, bound: str) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ only what follows from the names, shapes, dtypes and devices of the parameters.
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
@@ -34,7 +33,7 @@ from looplib.types import Grads, Params
 States = dict[str, dict[str, Any]]
 
 
-_dtype = operator.attrgetter("dtype")
+_dtype, _kind = operator.attrgetter("dtype"), operator.attrgetter("shape", "dtype", "layout")
 # Classes whose initial state holds the learning rate of the update that creates it, and the key of that value.
 LR_IN_STATE = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
 
@@ -80,7 +79,7 @@ class Plan:
         self.sample = {name: set(state) for name, state in kept.state.items()}
         self.flags = kept.flags
         self.late = makes_state_late(recipe)
-        self.step = _step_of(recipe)
+        self.step = torch_private.eager_step(recipe.cls) if recipe.ours else recipe.cls.step
         self.differentiable = bool(recipe.defaults.get("differentiable", False))
         self.moves = any(self.moving)
         self.by_columns = _takes_columns(self)
@@ -130,11 +129,6 @@ class Plan:
         for values, kept in zip(numbers, own or (), strict=False):
             values.update({key: copied(value) for key, value in kept.items() if value is not None})
         return numbers
-
-
-def _step_of(recipe: Recipe) -> Any:
-    """The class's step: torch's own without its profiler hook and grad-mode wrapper, which take 7 us a step."""
-    return inspect.unwrap(recipe.cls.step) if recipe.ours else recipe.cls.step
 
 
 def _takes_columns(plan: Plan) -> bool:
@@ -449,7 +443,7 @@ def _into_old(new: dict[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Tensor)
         and isinstance(old.get(key), Tensor)
         and old[key] is not value
-        and (old[key].shape, old[key].dtype) == (value.shape, value.dtype)
+        and _kind(old[key]) == _kind(value)
         else value
         for key, value in new.items()
     }

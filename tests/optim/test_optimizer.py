@@ -487,7 +487,15 @@ def test_sparse_gradients():
         return model(tokens).square().sum()
 
     tokens = torch.tensor([[0, 2], [2, 5]])
-    for cls, flags in [(torch.optim.SparseAdam, {}), (torch.optim.SGD, {}), (torch.optim.Adagrad, {})]:
+    sgd, adagrad = torch.optim.SGD, torch.optim.Adagrad
+    with_momentum = sgd, {"momentum": 0.9, "dampening": 0.5}  # which is sparse from the first update on
+    for cls, flags in [
+        (torch.optim.SparseAdam, {}),
+        (sgd, {}),
+        with_momentum,
+        (adagrad, {}),
+        (adagrad, {"foreach": True}),
+    ]:
         torch.manual_seed(0)
         model = nn.Embedding(8, 3, sparse=True)
         ours = copy.deepcopy(model)
@@ -497,7 +505,7 @@ def test_sparse_gradients():
             embedding_loss(model, tokens).backward()
             raw.step()
         for donate in (False, True):
-            pure = ll.optimizer(cls, lr=0.1)
+            pure = ll.optimizer(cls, lr=0.1, **flags)
             step = ll.make_train_step(ll.make_grad_fn(ours, embedding_loss), pure, donate=donate)
             state = ll.copy_state(ll.init_state(ours, pure))
             for _ in range(4):
