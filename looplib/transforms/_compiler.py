@@ -33,7 +33,6 @@ from looplib.transforms._expression import as_answer, expression, reader
 from looplib.transforms._inductor import Compiled, backend
 from looplib.transforms._program import COUNTS, Core, Inputs, Program, Question
 from looplib.transforms._trace import trace
-from looplib.transforms._vector_isa import vector_isa_checked
 from looplib.transforms._watch import changed, held_by
 from looplib.types import TrainState
 
@@ -176,7 +175,7 @@ class Compiler:
     def compile(self, inputs: Inputs) -> None:
         """Make a program for such inputs and store it under the host's answers."""
         begin = time.perf_counter()
-        with tracing.one_at_a_time(), compile_clock(), collector_paused(), vector_isa_checked(**self.options):
+        with tracing.one_at_a_time(), compile_clock(), collector_paused():
             answers, key, machine = self.make(inputs)
         answers[key] = machine
         self.compilations += 1

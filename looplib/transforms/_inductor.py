@@ -14,6 +14,7 @@ from looplib.transforms._eager import eager
 from looplib.transforms._kernels import compiled_together
 from looplib.transforms._passes import powers_once, stacked_where_it_goes, without_alpha
 from looplib.transforms._program import Program, fakes
+from looplib.transforms._vector_isa import without_isa_check
 
 Compiled = Callable[[list[Tensor]], Any]
 
@@ -72,8 +73,12 @@ def _by_inductor(
 
     inner: dict[str, Any] = {"inner_compile": at_fixed_addresses} if cuda_graphs and in_place else {}
     patches = {**torch._inductor.list_mode_options(mode), **chosen}
+
+    def compiled_with(settings: dict[str, Any]) -> Any:
+        return inductor.compile_fx(graph, examples, config_patches={**patches, **settings}, **inner)
+
     with compiled_together():
-        compiled: Any = inductor.compile_fx(graph, examples, config_patches=patches, **inner)
+        compiled = without_isa_check(compiled_with, chosen)
     if cuda_graphs and any(example.is_cuda for example in examples):
         return partial(_run_apart, compiled, in_place)
     return lambda values: compiled(*values)
