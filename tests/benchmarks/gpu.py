@@ -93,7 +93,9 @@ def main(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found = torch.accelerator.current_accelerator(check_available=True)
-    parser.add_argument("--device", default=None if found is None else str(found), required=found is None)
+    parser.add_argument(
+        "--device", default=None if found is None else str(found), required=found is None, help="the GPU unless given"
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny models, two rounds of one step, no Inductor")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="all of them unless given")
     parser.add_argument(
