@@ -3,6 +3,9 @@
 On a CPU the default is a loop over the parameters. torch's own functions for lists round differently in some classes
 (NAdam, RAdam, ASGD), and sort the lists again at each update. These perform the loop's operations in its order, each on
 all parameters at once. The counts of updates are increased before the call. `agrees` compares them with the class.
+
+They repeat torch's arithmetic because its own functions take longer, even without their checks (`eager_step`): a step
+of an MLP with RMSprop takes 9% more instructions, with Adam and `foreach=True` 13%, and with NAdam 21%.
 """
 
 from __future__ import annotations
