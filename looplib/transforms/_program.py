@@ -133,16 +133,21 @@ def memory_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def fakes(graph: GraphModule, members: Sequence[int | None] = ()) -> list[Tensor]:
-    """Tensors without values like the graph's inputs, with a dimension of members in front if given."""
+def fakes(
+    graph: GraphModule, members: Sequence[int | None] = (), stacks: Mapping[int, Tensor] | None = None
+) -> list[Tensor]:
+    """Tensors without values like the graph's inputs, with a dimension of members in front if given.
+
+    `stacks` has inputs with that dimension, by index: a graph is specialized to their strides.
+    """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imported here because it imports sympy
 
     metas = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-    sizes = list(members) or [None] * len(metas)
+    sizes, stacks = list(members) or [None] * len(metas), stacks or {}
     with FakeTensorMode(shape_env=ShapeEnv()):  # otherwise Inductor would not use its cache
         return [
-            memory_like(meta)
-            if size is None
+            memory_like(stacks.get(index, meta))
+            if size is None or index in stacks
             else torch.empty((size, *meta.size()), dtype=meta.dtype, device=meta.device)
-            for meta, size in zip(metas, sizes, strict=True)
+            for index, (meta, size) in enumerate(zip(metas, sizes, strict=True))
         ]

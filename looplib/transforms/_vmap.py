@@ -148,7 +148,7 @@ class _Stacked(Compiler):
         batch = in_batch.build()(flat[-len(in_batch.tensors) :]) if in_batch.tensors else inputs.batch
         member = inputs._replace(state=_member(inputs.state, 0), batch=batch, flat=flat)
         program, answers, key = trace(partial(_mappable, self.core), member, evaluate, varied.clear)
-        mapped, drawings = _mapped(program, self.count, stacked, varied)
+        mapped, drawings = _mapped(program, self.count, inputs.flat[:stacked], varied)
         mapped = with_results_apart(mapped)
         mapped = donated(mapped) if self.donate else mapped
         draw = partial(draw_members, list(zip(drawings, program.streams, strict=True)))
@@ -224,7 +224,9 @@ def _without_zero(value: Tensor, now: bool) -> Tensor:
     return value.clamp(min=LEAST) if now and value.dtype == torch.float64 and value == 0 else value
 
 
-def _mapped(program: Program, count: int, stacked: int, varied: list[bool]) -> tuple[Program, list[Drawing]]:
+def _mapped(
+    program: Program, count: int, stacked: Sequence[Tensor], varied: list[bool]
+) -> tuple[Program, list[Drawing]]:
     """The program of one member mapped over all members, and the operations that draw its random numbers beforehand."""
     with torch.no_grad():
         pure = functionalize(program.graph, remove="mutations")
@@ -234,9 +236,18 @@ def _mapped(program: Program, count: int, stacked: int, varied: list[bool]) -> t
     drawings = drawn_beforehand(one)
     drawn = list(product([DRAWN], range(len(drawings))))
     inputs = [*drawn, *program.inputs]
-    of_members = {*drawn, *product([GIVEN], range(stacked)), *product([ANSWER], compress(itertools.count(), varied))}
+    of_members = {
+        *drawn,
+        *product([GIVEN], range(len(stacked))),
+        *product([ANSWER], compress(itertools.count(), varied)),
+    }
     dims = [0 if source in of_members else None for source in inputs]
-    examples = fakes(one, [None if dim is None else count for dim in dims])
+    stacks = {
+        place: stacked[index]
+        for place, (kind, index) in enumerate(inputs)
+        if kind == GIVEN and (kind, index) in of_members
+    }
+    examples = fakes(one, [None if dim is None else count for dim in dims], stacks)
     with torch.no_grad():
         all_of_them = torch.vmap(lambda *values: one(*values), in_dims=tuple(dims), randomness="error")
         graph = make_fx(lambda *values: [*map(_of_own_memory, all_of_them(*values))], tracing_mode="fake")(*examples)

@@ -984,3 +984,14 @@ def test_a_buffer_that_is_the_same_for_all_members_may_be_overwritten():
     stack, _ = pure(stack, torch.zeros(4, 3))
     stack, _ = donated(stack, torch.ones(4, 3))
     assert stack.buffers["last"].tolist() == [[1, 1, 1]] * 2
+
+
+def test_batches_of_members_may_have_any_strides():
+    model, optimizer = nn.Sequential(nn.Flatten(), nn.Linear(6, 2)).double(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    batches = torch.randn(2, 4, 3, 2, dtype=torch.float64).transpose(2, 3)
+    state = ll.init_state(model, optimizer)
+    stack, _ = ll.vmap_step(train_step, own_batches=True)(ll.transforms.stack_states([state, state]), batches)
+    for member, x in enumerate(batches):
+        alone, _ = train_step(state, x)
+        torch.testing.assert_close(stack.params["1.weight"][member], alone.params["1.weight"])
