@@ -987,11 +987,12 @@ def test_a_buffer_that_is_the_same_for_all_members_may_be_overwritten():
 
 
 def test_batches_of_members_may_have_any_strides():
-    model, optimizer = nn.Sequential(nn.Flatten(), nn.Linear(6, 2)).double(), ll.optimizer(torch.optim.SGD, lr=0.1)
-    train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
-    batches = torch.randn(2, 4, 3, 2, dtype=torch.float64).transpose(2, 3)
+    model, optimizer = nn.Linear(4, 3).double(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: F.mse_loss(model(batch[0]), batch[1]))
+    train_step = ll.make_train_step(grad_fn, optimizer)
+    x, y = torch.randn(2, 5, 4, dtype=torch.float64), torch.randn(3, 2, 5, dtype=torch.float64).permute(1, 2, 0)
     state = ll.init_state(model, optimizer)
-    stack, _ = ll.vmap_step(train_step, own_batches=True)(ll.transforms.stack_states([state, state]), batches)
-    for member, x in enumerate(batches):
-        alone, _ = train_step(state, x)
-        torch.testing.assert_close(stack.params["1.weight"][member], alone.params["1.weight"])
+    stack, _ = ll.vmap_step(train_step, own_batches=True)(ll.transforms.stack_states([state, state]), (x, y))
+    for member in range(2):
+        alone, _ = train_step(state, (x[member], y[member]))
+        torch.testing.assert_close(stack.params["weight"][member], alone.params["weight"])
