@@ -99,6 +99,7 @@ def test_64_parameters_are_updated_by_one_operation_with_the_bits_of_the_eager_s
     assert compared(Many(64), OPTIMIZERS[name](), donate) == [1]
 
 
+@pytest.mark.slow
 @both
 def test_each_group_has_an_operation_of_its_own(donate):
     groups = [
@@ -108,13 +109,14 @@ def test_each_group_has_an_operation_of_its_own(donate):
     assert compared(Many(70), ll.optimizer(optim.AdamW, lr=schedule, groups=groups), donate) == [2]
 
 
+@pytest.mark.slow
 @both
 def test_updates_that_are_skipped_keep_the_state(donate):
     model, optimizer = Many(64), ll.optim.apply_if_finite(ll.optimizer(optim.AdamW, lr=0.1), 3)
     assert compared(model, optimizer, donate, batches(model, at_1=math.inf)) == [1]
 
 
-@pytest.mark.large
+@pytest.mark.slow
 @both
 def test_machine_code_has_the_bits_of_the_eager_step_too(donate):
     model, optimizer = Many(64, (3, 2)), ll.optim.apply_if_finite(OPTIMIZERS["AdamW"](), 3)
@@ -165,6 +167,7 @@ def test_other_updates_are_those_of_the_class(make):
     assert sorted(kernels_in(compiled)) == ([0, 1] if make in (dampened, with_gaps) else [0])
 
 
+@pytest.mark.slow
 def test_a_stack_and_a_differentiated_step_have_no_kernel():
     model, optimizer = Many(64), OPTIMIZERS["AdamW"]()
     plain, _ = steps_of(model, optimizer, False, **QUICK)
@@ -180,6 +183,7 @@ def test_a_stack_and_a_differentiated_step_have_no_kernel():
     assert kernels_in(stacked) == [0]
 
 
+@pytest.mark.slow
 def test_a_moment_with_other_strides_is_left_to_the_class():
     model, optimizer = Many(64, (3, 2)), ll.optimizer(optim.AdamW, lr=0.1)
     plain, compiled = steps_of(model, optimizer, False, **QUICK)
