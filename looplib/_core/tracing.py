@@ -8,6 +8,7 @@ a trace, each of these is the plain operation.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,7 +60,8 @@ class Trace:
         inputs: id of a traced tensor -> its index among the inputs.
         answer: function that returns the host's answer to a question.
         differentiable: True if the graph itself is to be differentiated.
-        whole: True if the graph runs as it is traced, neither mapped over members nor differentiated.
+        kernels_from: number of parameters from which on a fused kernel, which can neither be mapped over members nor
+            differentiated, updates them.
         stream: index of the microbatch for which random numbers are drawn.
         afterwards: checks to make after the graph has run.
     """
@@ -69,12 +71,12 @@ class Trace:
         inputs: dict[int, int],
         answer: Callable[[Callable[..., Any], list[Any]], Any],
         differentiable: bool = False,
-        whole: bool = False,
+        kernels_from: float = math.inf,
     ) -> None:
         self.inputs = inputs
         self.answer = answer
         self.differentiable = differentiable
-        self.whole = whole
+        self.kernels_from = kernels_from
         self.stream = 0
         self.afterwards: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
@@ -145,10 +147,10 @@ def differentiated() -> bool:
     return here is not None and here.differentiable
 
 
-def runs_as_traced() -> bool:
-    """True while a step is being traced into a graph that is neither mapped over members nor differentiated."""
+def takes_kernel(parameters: int) -> bool:
+    """True if a fused kernel is to update so many parameters in the graph that is being traced."""
     trace = current()
-    return trace is not None and trace.whole
+    return trace is not None and parameters >= trace.kernels_from
 
 
 def draws_for(microbatch: int) -> None:

@@ -205,7 +205,8 @@ def _between(old: list[Tensor], new: list[Tensor], first: bool, weight: float) -
     if first:
         return [*map(Tensor.clone, new)]
     if isinstance(weight, Tensor):  # while tracing
-        return [before + (after - before) * weight for before, after in zip(old, new, strict=True)]
+        # Without `to`, a tensor without dimensions would take the weight's dtype.
+        return [before + (after - before) * weight.to(before.dtype) for before, after in zip(old, new, strict=True)]
     return torch_private.foreach_lerp(old, new, weight)
 
 

@@ -2,14 +2,15 @@
 
 torch's fused kernel, on the tensors of a group, is one operation of a graph. The class's own step is about thirty for
 each parameter, on which Inductor spends most of the time of a first compiled step. Its code is faster, though, since an
-update fuses with the operations that compute the gradient. So few parameters are updated by the class's own step, and
-many by the kernel.
+update fuses with the operations that compute the gradient. So Inductor's graphs update few parameters by the class's own
+step, and many by the kernel. A graph without machine code always calls the kernel.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,6 @@ from looplib.optim._columns import FUSED
 from looplib.optim._kernels import aligned, fused_groups
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe
 from looplib.types import Grads, Params
-
-_MANY = 64  # parameters, from which on the kernel updates them
 
 _CLASSES = {cls.__name__: cls for cls in FUSED}
 
@@ -34,7 +33,7 @@ def fits(
     groups: Sequence[dict[str, Any]],
 ) -> bool:
     """True if fused kernels are to update these parameters in the current trace, as they would without one."""
-    if len(grads) < _MANY or recipe.cls not in FUSED or not tracing.runs_as_traced():
+    if recipe.cls not in FUSED or not tracing.takes_kernel(len(grads)):
         return False
     members = recipe.members({name: params[name] for name in grads})
     with torch_private.disable_current_modes():  # it takes a step on a number
@@ -90,7 +89,7 @@ def update_in_graph(recipe: Recipe, group: Mapping[str, Any], grads: Sequence[Te
     )
 
 
-def _update(
+def fused_update(
     cls: str,
     settled: str,
     moving: Sequence[str],
@@ -100,7 +99,8 @@ def _update(
     keys: Sequence[str],
     entries: Sequence[Tensor],
 ) -> None:
-    values = {**json.loads(settled), **dict(zip(moving, (number.item() for number in numbers), strict=True))}
+    """The operation itself."""
+    values = {**_values(settled), **dict(zip(moving, (number.item() for number in numbers), strict=True))}
     count = len(params)
     columns = {key: entries[place * count : (place + 1) * count] for place, key in enumerate(keys)}
     if not aligned([params, grads]):  # the kernel pairs elements by their position in memory
@@ -114,11 +114,14 @@ def _without_values(*_: Any) -> None:
     """The operation on tensors without values."""
 
 
+_values: Callable[[str], dict[str, Any]] = functools.cache(json.loads)
+
+
 # A graph in Inductor's cache has the operation's name, so that a second process finds it.
 _operations: Any = torch.library.Library("looplib", "DEF")  # type: ignore[no-untyped-call]
 _operations.define(
     "fused_update_(str cls, str settled, str[] moving, Tensor[] numbers, Tensor[] grads, Tensor(a!)[] params, "
     "str[] keys, Tensor(b!)[] entries) -> ()"
 )
-_operations.impl("fused_update_", _update, "CPU")
+_operations.impl("fused_update_", fused_update, "CPU")
 _operations.impl("fused_update_", _without_values, "Meta")

@@ -54,7 +54,7 @@ def compile_step(
 
     On a CPU, an update of 64 parameters or more calls the optimizer's fused kernel, if there is one (SGD, Adam, AdamW,
     Adagrad), and has its bits. Fewer are updated by generated code, which is faster but takes long to compile for many;
-    so is any number of them if you give `foreach=` to the optimizer.
+    so is any number of them if you give `foreach=` to the optimizer. With `backend="eager"`, the kernel updates any number.
 
     `backend="eager"` generates no machine code: it runs the graph's operations one after the other, without autograd and
     `torch.func`. Tracing takes about a second, so it suits tests, and small models whose steps these slow down, such as

@@ -37,6 +37,7 @@ from looplib.transforms._watch import changed, held_by
 from looplib.types import TrainState
 
 _MANY = (16, 64, 256)  # number of compilations before a warning
+_KERNELS_FROM = 64  # parameters; generated code is faster for fewer, and takes long to compile for more
 
 Draw = Callable[[TrainState, Sequence[torch.Generator]], list[Tensor]]
 
@@ -113,6 +114,7 @@ class Compiler:
     def __init__(self, core: Core, donate: bool, options: Mapping[str, Any], watched: tuple[Any, ...]) -> None:
         self.core, self.donate, self.watched, self.options = core, donate, watched, options
         self.build = backend(**options)
+        self.kernels_from = 1 if options.get("backend") == "eager" else _KERNELS_FROM
         self.kinds: dict[Any, int] = {}  # of states
         self.table: dict[Any, dict[Any, Any]] = {}  # by the inputs, and then by the host's answers
         self.known: tuple[weakref.ref[TrainState], Callable[..., list[Tensor]], int] | None = None
@@ -197,7 +199,7 @@ class Compiler:
         def evaluate(question: Question) -> Any:
             return question.function(*question.arguments(inputs.flat, inputs.counts))
 
-        program, answers, key = trace(self.core, inputs, evaluate, whole=True)
+        program, answers, key = trace(self.core, inputs, evaluate, kernels_from=self.kernels_from)
         program = with_results_apart(program)
         program = donated(program) if self.donate else program
         return answers, key, Machine(program, self.build(program))

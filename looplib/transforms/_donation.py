@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from looplib.transforms._expression import expression
-from looplib.transforms._program import GIVEN, RESULT, Program, storage
+from looplib.transforms._expression import expression, kind_of
+from looplib.transforms._program import GIVEN, RESULT, Program, is_same, is_tensor, storage
 
 
 def donated(program: Program) -> Program:
     """A program that overwrites the old state with the new one."""
     editing = _Editing(program)
     copies = _copies(program, editing)
+    written = _names(program, copies.keys())
     _keep_old_values(program, editing, {storage(old) for old, _ in copies.values()})
+    _let_kernels_write(editing, copies)
     for old, new in copies.values():
         copy = editing.graph.call_function(torch.ops.aten.copy_.default, (old, new))
         copy.meta["val"] = old.meta["val"]
@@ -29,7 +31,7 @@ def donated(program: Program) -> Program:
         graph=GraphModule(program.graph, editing.graph),
         inputs=editing.inputs,
         outputs=[(kind, left.index(index) if kind == RESULT else index) for kind, index in editing.outputs],
-        written=_names(program, copies.keys()),
+        written=written,
     )
 
 
@@ -114,6 +116,22 @@ def _keep_old_values(program: Program, editing: _Editing, written: set[int]) -> 
         if node is not None and storage(node) in written:
             editing.outputs[index] = RESULT, len(editing.returned)
             editing.returned.append(editing.clone(node))
+
+
+def _let_kernels_write(editing: _Editing, copies: dict[int, tuple[Node, Node]]) -> None:
+    """Let a fused kernel write to a tensor of the state that nothing reads later, in place of a copy of it."""
+    last_read: dict[int, Node] = {}
+    for node in editing.graph.nodes:
+        last_read |= {storage(read): node for read in node.all_input_nodes if is_tensor(read)}
+    returned = {editing.returned[source] for kind, source in editing.outputs if kind == RESULT}
+    for index, (old, new) in [*copies.items()]:
+        copied = new.target is torch.ops.aten.clone.default and is_same(new.all_input_nodes[0], old)
+        written = [node.target for node in new.users] == [torch.ops.looplib.fused_update_.default]
+        alike = kind_of(new.meta["val"]) == kind_of(old.meta["val"])
+        if copied and written and alike and new not in returned and last_read[storage(old)] is new:
+            new.replace_all_uses_with(old)
+            editing.graph.erase_node(new)
+            del copies[index]
 
 
 def _names(program: Program, indices: Iterable[int]) -> tuple[set[str], set[str]]:

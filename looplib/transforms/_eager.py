@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from looplib.optim._fused_op import fused_update
 from looplib.transforms._expression import kind_of
-from looplib.transforms._program import draws, storage
+from looplib.transforms._program import draws, is_same, is_tensor, storage
 
 _COPY = torch.ops.aten.copy_.default
 _METHODS = {"_to_copy": "to"}  # methods that are not named like their operation
@@ -43,15 +44,11 @@ def _operations(nodes: Graph) -> list[Node]:
 def _only_computes(node: Node) -> bool:
     """True for an operation that returns one tensor, writes nothing and draws no random numbers."""
     plain = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
-    return plain and not draws(node) and _is_tensor(node)
-
-
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
+    return plain and not draws(node) and is_tensor(node)
 
 
 def _memory(some: Iterable[Node]) -> set[int]:
-    return {storage(node) for node in some if _is_tensor(node)}
+    return {storage(node) for node in some if is_tensor(node)}
 
 
 def _replace(node: Node, by: Node) -> None:
@@ -62,17 +59,8 @@ def _replace(node: Node, by: Node) -> None:
 def _without_views(nodes: Graph) -> None:
     """Remove views that are like the tensor that they view."""
     for node in _operations(nodes):
-        if len(node.all_input_nodes) == 1 and _is_same(node, viewed := node.all_input_nodes[0]):
+        if len(node.all_input_nodes) == 1 and is_same(node, viewed := node.all_input_nodes[0]):
             _replace(node, viewed)
-
-
-def _is_same(node: Node, viewed: Node) -> bool:
-    if not _is_tensor(viewed) or storage(node) != storage(viewed):
-        return False
-    one, two = node.meta["val"], viewed.meta["val"]
-    # A conjugate is a view of the same memory that is read differently, and so is its imaginary part.
-    read_alike = one.is_conj() == two.is_conj() and one.is_neg() == two.is_neg()
-    return read_alike and kind_of(one) == kind_of(two) and one.storage_offset() == two.storage_offset()
 
 
 def _without_conversions(nodes: Graph) -> None:
@@ -110,7 +98,7 @@ def _in_place(nodes: Graph) -> None:
         storage(read): index
         for node, index in order.items()
         for read in node.all_input_nodes
-        if _is_tensor(read) and not (node.target is _COPY and read is node.args[0])
+        if is_tensor(read) and not (node.target is _COPY and read is node.args[0])
     }
 
     def writable(node: Node) -> bool:
@@ -147,7 +135,7 @@ def _in_place_form(node: Node) -> Any:
     if not _only_computes(node) or torch.Tag.pointwise not in cast(Any, node.target).tags:
         return None
     into = node.args[0] if node.args else None
-    if not isinstance(into, Node) or not _is_tensor(into):
+    if not isinstance(into, Node) or not is_tensor(into):
         return None
     value, shared = into.meta["val"], [other for other in node.all_input_nodes if storage(other) == storage(into)]
     if shared != [into] or kind_of(value) != kind_of(node.meta["val"]) or value.is_complex() or value.is_neg():
@@ -162,11 +150,13 @@ def _call_directly(nodes: Graph) -> None:
     `torch.ops` converts arguments by the operation's schema, which takes about as long as a small operation does.
     """
     for node in nodes.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.all_input_nodes:
+        if node.target is torch.ops.looplib.fused_update_.default:
+            node.target = fused_update
+        elif isinstance(node.target, torch._ops.OpOverload) and node.all_input_nodes:
             name = str(node.target).split(".")[1]
             args, kwargs = _values(node.args), _values(node.kwargs)
             method = getattr(Tensor, _METHODS.get(name, name), None)
-            if _is_tensor(node.args[0]) and _calls(method, node.target, args, kwargs):
+            if is_tensor(node.args[0]) and _calls(method, node.target, args, kwargs):
                 node.op, node.target = "call_method", cast(Any, method).__name__
             elif _calls(getattr(torch, name, None), node.target, args, kwargs):
                 node.target = getattr(torch, name)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 from looplib.steps import Outcome
-from looplib.transforms._expression import expression
+from looplib.transforms._expression import expression, kind_of
 from looplib.transforms._watch import Held
 from looplib.types import COUNTS as _COUNTS
 from looplib.types import TrainState
@@ -126,6 +126,21 @@ def storage(node: Node) -> int:
     """Memory that holds the result of an operation."""
     value: Tensor = node.meta["val"]
     return int(value.untyped_storage()._cdata)
+
+
+def is_tensor(node: Any) -> bool:
+    """True if the result of an operation is one tensor."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
+
+
+def is_same(node: Node, viewed: Node) -> bool:
+    """True if two results are the same numbers in the same memory, read in the same way."""
+    if not is_tensor(viewed) or storage(node) != storage(viewed):
+        return False
+    one, two = node.meta["val"], viewed.meta["val"]
+    # A conjugate is a view of the same memory that is read differently, and so is its imaginary part.
+    read_alike = one.is_conj() == two.is_conj() and one.is_neg() == two.is_neg()
+    return read_alike and kind_of(one) == kind_of(two) and one.storage_offset() == two.storage_offset()
 
 
 def memory_like(tensor: Tensor) -> Tensor:

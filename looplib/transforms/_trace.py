@@ -8,6 +8,7 @@ graph, so the former are requested from the host at each step, and the latter ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ def trace(
     evaluate: Callable[[Question], Any],
     begin: Callable[[], None] = lambda: None,
     differentiable: bool = False,
-    whole: bool = False,
+    kernels_from: float = math.inf,
 ) -> Traced:
     """Trace a step.
 
@@ -52,7 +53,7 @@ def trace(
         evaluate: function that returns the host's answer for this state.
         begin: called when the step's Python starts to run.
         differentiable: True if the graph itself is to be differentiated.
-        whole: True if the graph is neither mapped over members nor differentiated.
+        kernels_from: number of parameters from which on a fused kernel updates them.
     """
     in_state = expression((inputs.state.params, inputs.state.buffers, inputs.state.opt_state))
     in_batch = expression(inputs.batch)
@@ -65,7 +66,7 @@ def trace(
         # The caller's table is filled from the first question on, so questions of a failed attempt are asked again.
         branch = _Branch(inputs.questions, evaluate, without_values)
         batch = in_batch.build()(tensors[len(in_state.tensors) :])
-        recorded = _recorded(core, in_state, tensors, batch, branch, differentiable, whole)
+        recorded = _recorded(core, in_state, tensors, batch, branch, differentiable, kernels_from)
         runs.append((branch, recorded))
         return expression(recorded.outcome).tensors
 
@@ -125,14 +126,14 @@ def _recorded(
     batch: Any,
     branch: _Branch,
     differentiable: bool,
-    whole: bool,
+    kernels_from: float,
 ) -> Recorded:
     """Run the step on a state made of these tensors."""
     counts: dict[str, Any] = {name: Count(name) for name in COUNTS}
     params, buffers, opt_state = in_state.build()(tensors)
     state = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
     known = {id(tensor): index for index, tensor in enumerate(tensors)}
-    trace = tracing.Trace(known, branch.ask, differentiable, whole)
+    trace = tracing.Trace(known, branch.ask, differentiable, kernels_from)
     draws = _DrawnOnce(trace)
     with tracing.within(trace), draws:
         out = _decided(core(state, batch), state)
