@@ -130,20 +130,6 @@ class every_n_steps(_EveryCount):
         ValueError: a value is not an int or is out of range.
     """
 
-    def __init_subclass__(cls) -> None:
-        if cls.fires is not every_n_steps.fires and cls.__call__ is every_n_steps.__call__:
-            cls.__call__ = Predicate.__call__  # type: ignore[method-assign]
-
-    def __call__(self, state: TrainState) -> bool:
-        # A loop asks at every step, and nearly always finds the answer here, without the call of `fires`.
-        try:
-            if (state.step - self.offset) % self.n >= state.batch_steps:
-                return False
-            return self.fires(state)
-        except AttributeError:
-            self._check_state(state)
-            raise
-
     def fires(self, state: TrainState) -> bool:
         now, made = state.step, state.batch_steps
         if (now - self.offset) % self.n >= made:

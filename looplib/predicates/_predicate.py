@@ -44,14 +44,11 @@ class Predicate:
         try:
             return self.fires(state)
         except AttributeError:
-            self._check_state(state)
+            check_state(state, f"{self!r}(state)")
             raise
 
     def fires(self, state: TrainState) -> bool:
         raise NotImplementedError
-
-    def _check_state(self, state: object) -> None:
-        check_state(state, f"{self!r}(state)")
 
     def between(self, first: Number, last: Number = math.inf) -> Predicate:
         """Restrict the predicate to a window of steps, epochs or samples, both ends included.
@@ -118,13 +115,6 @@ class _And(Predicate):
     left: Predicate
     right: Predicate
 
-    def __call__(self, state: TrainState) -> bool:
-        try:
-            return self.left.fires(state) and self.right.fires(state)
-        except AttributeError:
-            self._check_state(state)
-            raise
-
     def fires(self, state: TrainState) -> bool:
         return self.left.fires(state) and self.right.fires(state)
 
@@ -139,13 +129,6 @@ class _Or(Predicate):
     left: Predicate
     right: Predicate
 
-    def __call__(self, state: TrainState) -> bool:
-        try:
-            return self.left.fires(state) or self.right.fires(state)
-        except AttributeError:
-            self._check_state(state)
-            raise
-
     def fires(self, state: TrainState) -> bool:
         return self.left.fires(state) or self.right.fires(state)
 
@@ -158,13 +141,6 @@ class _Not(Predicate):
     """True if the inner one is not."""
 
     inner: Predicate
-
-    def __call__(self, state: TrainState) -> bool:
-        try:
-            return not self.inner.fires(state)
-        except AttributeError:
-            self._check_state(state)
-            raise
 
     def fires(self, state: TrainState) -> bool:
         return not self.inner.fires(state)

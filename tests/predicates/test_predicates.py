@@ -1,7 +1,6 @@
 import itertools
 import math
 import pickle
-import re
 from dataclasses import FrozenInstanceError
 from fractions import Fraction
 from types import SimpleNamespace
@@ -422,41 +421,6 @@ EVERY_KIND = [
 def test_what_is_no_state_is_named(predicate, found):
     with pytest.raises(TypeError, match=r"state is .*; give a TrainState, as ll\.init_state returns: .*\(state\)"):
         predicate(found)
-
-
-@pytest.mark.parametrize("predicate", EVERY_KIND, ids=repr)
-def test_a_predicate_answers_alike_alone_and_in_combinations(predicate):
-    for step in range(12):
-        state = TrainState(step=step, epoch=step // 5, batch=step % 5, samples=step, batch_samples=1, epoch_length=5)
-        alone = predicate(state)
-        assert type(alone) is bool
-        assert alone == predicate.fires(state) == (predicate & ll.after_steps(0))(state)
-        assert alone == (predicate | ~ll.after_steps(0))(state) != (~predicate)(state)
-
-
-def test_a_subclass_answers_by_its_own_function():
-    class Odd:
-        def fires(self, state):
-            return state.step % 2 == 1
-
-    class OddSteps(ll.every_n_steps):
-        fires = Odd.fires
-
-    class Mixed(Odd, ll.every_n_steps):
-        pass
-
-    for predicate in (OddSteps(10), Mixed(10)):
-        states = [TrainState(step=step) for step in range(4)]
-        assert [predicate(state) for state in states] == [False, True, False, True]
-        assert [(predicate & ll.after_steps(2))(state) for state in states] == [False, False, False, True]
-        with pytest.raises(TypeError, match=r"state is an int; give a TrainState, .*\(10\)\(state\)"):
-            predicate(5)
-
-
-def test_the_whole_combination_is_named_where_a_state_is_missing():
-    save_now = ll.every_n_steps(5) & ~ll.at_epoch_end() | ll.at_step(1)
-    with pytest.raises(TypeError, match=re.escape("((every_n_steps(5) & ~at_epoch_end()) | at_step(1))(state)")):
-        save_now(5)
 
 
 def test_an_error_in_the_users_function_is_its_own():
