@@ -8,6 +8,7 @@ import sysconfig
 import types
 from pathlib import Path
 
+import pytest
 from public import public_names
 
 import looplib as ll
@@ -146,6 +147,21 @@ def test_rooms_that_most_loops_do_not_use_are_imported_when_they_are_asked_for()
         "from looplib import debug; assert ll.debug is debug; assert callable(ll.contrib.sam); "
         "assert not hasattr(ll.testing, 'sam'); "
         "from looplib import warmup_cosine; assert ll.schedules.warmup_cosine is warmup_cosine is ll.warmup_cosine"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_looplib_is_imported_again_once_its_modules_are_gone():
+    code = (
+        "import sys, torch\n"
+        "for _ in range(2):\n"
+        "    for name in [name for name in sys.modules if name.startswith('looplib')]: del sys.modules[name]\n"
+        "    import looplib as ll\n"
+        "    model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.AdamW, lr=1e-3)\n"
+        "    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())\n"
+        "    step = ll.compile_step(ll.make_train_step(grad_fn, optimizer), backend='eager')\n"
+        "    assert step(ll.init_state(model, optimizer), torch.ones(4, 2))[0].step == 1\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

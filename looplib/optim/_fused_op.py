@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private, tracing
+from looplib._core.mappings import detached_copies
 from looplib.optim._columns import FUSED
 from looplib.optim._kernels import aligned, fused_groups
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe
@@ -71,7 +72,22 @@ def _settled(group: Mapping[str, Any]) -> bool:
     return not (moving or group.get("capturable") or group.get("differentiable"))
 
 
-def update_in_graph(recipe: Recipe, group: Mapping[str, Any], grads: Sequence[Tensor], states: Sequence[Any]) -> None:
+def by_kernels(
+    recipe: Recipe, grads: Grads, states: Mapping[str, Any], tensors: Params, groups: Sequence[dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Update these tensors in place, and return copies of their states that are updated as well."""
+    made = {name: detached_copies(states[name]) for name in grads}
+    names_of = {id(tensor): name for name, tensor in tensors.items()}
+    for group in groups:
+        names = [names_of[id(tensor)] for tensor in group["params"]]
+        if names:
+            _update_in_graph(recipe, group, [grads[name] for name in names], [made[name] for name in names])
+    return made
+
+
+def _update_in_graph(
+    recipe: Recipe, group: Mapping[str, Any], grads: Sequence[Tensor], states: Sequence[Any]
+) -> None:
     """Update a group's parameters and their states in place, by one operation."""
     values = {key: value for key, value in group.items() if key not in {"params", *KERNEL_OPTIONS}}
     moving = {key: value for key, value in values.items() if isinstance(value, Tensor)}
@@ -110,18 +126,15 @@ def fused_update(
     FUSED[_CLASSES[cls]](values, params, grads, columns)
 
 
-def _without_values(*_: Any) -> None:
-    """The operation on tensors without values."""
-
-
 _values: Callable[[str], dict[str, Any]] = functools.cache(json.loads)
 
-
 # A graph in Inductor's cache has the operation's name, so that a second process finds it.
-_operations: Any = torch.library.Library("looplib", "DEF")  # type: ignore[no-untyped-call]
-_operations.define(
-    "fused_update_(str cls, str settled, str[] moving, Tensor[] numbers, Tensor[] grads, Tensor(a!)[] params, "
-    "str[] keys, Tensor(b!)[] entries) -> ()"
+_operation = torch.library.custom_op(
+    "looplib::fused_update_",
+    fused_update,
+    mutates_args=("params", "entries"),
+    device_types="cpu",
+    schema="(str cls, str settled, str[] moving, Tensor[] numbers, Tensor[] grads, Tensor(a!)[] params, str[] keys, "
+    "Tensor(b!)[] entries) -> ()",
 )
-_operations.impl("fused_update_", fused_update, "CPU")
-_operations.impl("fused_update_", _without_values, "Meta")
+_operation.register_fake(lambda *_: None)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -24,7 +24,6 @@ from looplib._core.checks import check
 from looplib._core.mappings import detached_copies, pick, subset
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.optim._first_state import makes_state_late
-from looplib.optim._fused_op import fits, update_in_graph
 from looplib.optim._recipe import Recipe, drop_grads
 from looplib.optim._update import LR_IN_STATE, not_started
 from looplib.types import Grads, Params
@@ -35,13 +34,16 @@ _BRANCHING = {torch.optim.ASGD, torch.optim.RAdam}
 
 def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, step: int) -> tuple[Params, Any]:
     """The next parameters and state, as operations of a graph."""
+    # Imported here because it defines an operation, which takes 1.4 ms.
+    from looplib.optim._fused_op import by_kernels, fits
+
     _check(recipe, grads, opt_state)
     states = opt_state["state"]
     late = _not_started(recipe, opt_state, step)
     tensors = detached_copies(pick(params, grads))
     instance, numbers = _lent(recipe, pick(params, states), tensors, opt_state, step)
     if not late and fits(recipe, grads, params, states, instance.param_groups):
-        made = _by_kernels(recipe, grads, states, tensors, instance.param_groups)
+        made = by_kernels(recipe, grads, states, tensors, instance.param_groups)
         return {**params, **tensors}, {**opt_state, "state": {**states, **made}}
     working = {name: {} if name in late else _working(states[name]) for name in grads}
     if recipe.cls in LR_IN_STATE:
@@ -57,19 +59,6 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     states = {**states, **made}
     starts = _with_started(opt_state, states) if late & grads.keys() else {}
     return {**params, **tensors}, {**opt_state, "state": states, **starts}
-
-
-def _by_kernels(
-    recipe: Recipe, grads: Grads, states: Mapping[str, Any], tensors: Params, groups: Sequence[dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Update these tensors in place, and return copies of their states that are updated as well."""
-    made = {name: detached_copies(states[name]) for name in grads}
-    names_of = {id(tensor): name for name, tensor in tensors.items()}
-    for group in groups:
-        names = [names_of[id(tensor)] for tensor in group["params"]]
-        if names:
-            update_in_graph(recipe, group, [grads[name] for name in names], [made[name] for name in names])
-    return made
 
 
 def _check(recipe: Recipe, grads: Grads, opt_state: Mapping[str, Any]) -> None:
