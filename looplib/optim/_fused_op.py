@@ -3,7 +3,8 @@
 torch's fused kernel, on the tensors of a group, is one operation of a graph. The class's own step is about thirty for
 each parameter, on which Inductor spends most of the time of a first compiled step. Its code is faster, though, since an
 update fuses with the operations that compute the gradient. So Inductor's graphs update few parameters by the class's own
-step, and many by the kernel. A graph without machine code always calls the kernel.
+step, and many by the kernel. In a graph without machine code, the kernel
+updates any number.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _update_in_graph(
     moving = {key: value for key, value in values.items() if isinstance(value, Tensor)}
     settled = {key: value for key, value in values.items() if key not in moving}
     keys = [*states[0]]
-    torch.ops.looplib.fused_update_(
+    FUSED_UPDATE(
         recipe.cls.__name__,
         json.dumps(settled, default=float),
         [*moving],
@@ -138,3 +139,5 @@ _operation = torch.library.custom_op(
     "Tensor(b!)[] entries) -> ()",
 )
 _operation.register_fake(lambda *_: None)
+
+FUSED_UPDATE = torch.ops.looplib.fused_update_.default

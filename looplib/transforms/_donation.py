@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from looplib.optim._fused_op import FUSED_UPDATE
 from looplib.transforms._expression import expression, kind_of
 from looplib.transforms._program import GIVEN, RESULT, Program, is_same, is_tensor, storage
 
@@ -126,7 +127,7 @@ def _let_kernels_write(editing: _Editing, copies: dict[int, tuple[Node, Node]]) 
     returned = {editing.returned[source] for kind, source in editing.outputs if kind == RESULT}
     for index, (old, new) in [*copies.items()]:
         copied = new.target is torch.ops.aten.clone.default and is_same(new.all_input_nodes[0], old)
-        written = [node.target for node in new.users] == [torch.ops.looplib.fused_update_.default]
+        written = [node.target for node in new.users] == [FUSED_UPDATE]
         alike = kind_of(new.meta["val"]) == kind_of(old.meta["val"])
         if copied and written and alike and new not in returned and last_read[storage(old)] is new:
             new.replace_all_uses_with(old)

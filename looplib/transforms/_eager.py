@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from looplib.optim._fused_op import fused_update
+from looplib.optim._fused_op import FUSED_UPDATE, fused_update
 from looplib.transforms._expression import kind_of
 from looplib.transforms._program import draws, is_same, is_tensor, storage
 
@@ -150,7 +150,7 @@ def _call_directly(nodes: Graph) -> None:
     `torch.ops` converts arguments by the operation's schema, which takes about as long as a small operation does.
     """
     for node in nodes.nodes:
-        if node.target is torch.ops.looplib.fused_update_.default:
+        if node.target is FUSED_UPDATE:
             node.target = fused_update
         elif isinstance(node.target, torch._ops.OpOverload) and node.all_input_nodes:
             name = str(node.target).split(".")[1]
