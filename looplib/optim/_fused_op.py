@@ -3,8 +3,7 @@
 torch's fused kernel, on the tensors of a group, is one operation of a graph. The class's own step is about thirty for
 each parameter, on which Inductor spends most of the time of a first compiled step. Its code is faster, though, since an
 update fuses with the operations that compute the gradient. So Inductor's graphs update few parameters by the class's own
-step, and many by the kernel. In a graph without machine code, the kernel
-updates any number.
+step, and many by the kernel. In a graph without machine code, the kernel updates any number.
 """
 
 from __future__ import annotations
