@@ -34,7 +34,7 @@ from looplib import (
     steps,
     types,
 )
-from looplib._core.absent import explain_names as _explain_names
+from looplib._core.advice import explain_names as _explain_names
 from looplib.checkpoint import checkpoint_io
 from looplib.data import make_loader
 from looplib.evaluation import evaluate, predict, predict_to
@@ -129,6 +129,8 @@ __all__ = [
     "vmap_step",
     "warmup_cosine",
 ]
+
+__version__ = "0.1.0"
 
 # Rooms that many loops do not use are imported when they, or one of these names in them, are asked for.
 _explain_names(

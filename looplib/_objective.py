@@ -27,7 +27,15 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.checks import check
 from looplib._core.mappings import as_record, mapped, without
-from looplib._core.ranks import Sums, add_up_over_ranks, several, shards, sum_over_ranks, total_over_ranks
+from looplib._core.ranks import (
+    Sums,
+    add_up_over_ranks,
+    is_sharded,
+    several,
+    shards,
+    sum_over_ranks,
+    total_over_ranks,
+)
 from looplib._core.tracing import entered, tracing
 from looplib._core.widening import wide_dtype
 from looplib.metrics._mean import Mean
@@ -81,7 +89,12 @@ def _over(value: Tensor, weight: Tensor | float) -> Tensor | float:
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    return _gathered(value).detach() if isinstance(value, Tensor) else value
+
+
+def _gathered(value: Tensor) -> Tensor:
+    """A tensor as each rank would have it alone: under `loss_parallel()`, the loss is a DTensor."""
+    return value.full_tensor() if is_sharded(value) else value
 
 
 def mean_of(loss: Any) -> Tensor:
@@ -108,7 +121,7 @@ def _scalar(value: Any) -> Tensor:
             "the loss does not depend on any trainable parameter: it was computed without them, detached, or "
             "under no_grad"
         )
-    return value
+    return _gathered(value)
 
 
 def _summed(value: Tensor, weight: Tensor | float, times: int, normalizer: Tensor | float | None) -> Objective:
@@ -178,7 +191,7 @@ def record(name: str, value: Any, samples: int) -> Metric:
     if isinstance(value, Mean):
         return Mean(_detached(value.total), _detached(value.weight), value.times)
     if isinstance(value, Tensor) and value.numel() == 1:
-        return as_record(Mean, (value.detach(), 1, samples))
+        return as_record(Mean, (_detached(value), 1, samples))
     if isinstance(value, (int, float)):
         return Mean(value, 1, samples)
     if isinstance(value, Metric) and not isinstance(value, Tensor):

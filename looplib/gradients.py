@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
@@ -29,21 +28,21 @@ from looplib._core.kinds import Made
 from looplib._core.loss_functions import check_function_of_model
 from looplib._core.mappings import as_record, mapped, pairs, without
 from looplib._core.random import mix
-from looplib._core.ranks import rank, several
+from looplib._core.ranks import placed_like, rank, several
+from looplib._core.reached import Reach
 from looplib._core.tracing import differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import (
     Objective,
     mean_over_ranks,
     objective_of,
-    on_host,
     records,
     scalar_like,
     split_loss,
     weight_on_host,
 )
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, LossFn, Part, TrainState, check_state, step_and_seed_of, trees_of
+from looplib.types import WHOLE, GradFn, Gradients, LossFn, Part, TrainState, check_state, trees_of
 
 __all__ = ["make_grad_fn"]
 
@@ -70,10 +69,13 @@ def make_grad_fn(
 
     During the call the module is in training mode, except for submodules that were in eval mode when `make_grad_fn`
     was called. If one of those has dropout and trainable parameters, a warning names it: models from
-    `from_pretrained` come in eval mode, and stay in eval mode inside a peft wrapper.
+    `from_pretrained` come in eval mode, and stay in eval mode inside a peft wrapper. If the module itself was in eval
+    mode, all of it is in training mode during the call, and a warning names its batch norm and dropout layers.
 
     torch's random streams are seeded from `(seed, step, rank, microbatch)` for the call and restored afterwards, so
-    the same state and batch always give the same gradients. If the state is bound to the module, the module runs on
+    the same state and batch always give the same gradients. Threads share torch's stream of the CPU, so steps of several
+    threads take turns, and a loader that reads meanwhile draws from a stream of its own; a thread of yours that draws
+    by itself (`torch.rand`) during a step draws from the step's numbers. If the state is bound to the module, the module runs on
     its own tensors, hooks included. Otherwise the state's tensors take their place for the duration of the call.
 
     If the module is wrapped in DDP or sharded by FSDP2, the result is the gradient of the global batch over all
@@ -100,8 +102,9 @@ def make_grad_fn(
     host = _modules.Host(model, training=True)
     names = _modules.trainable_names(model, trainable)
     needed = [] if allow_unused else names
-    _warn_of_eval_mode(host, names)
-    microbatch = _microbatch_of(host, loss_fn, batch_size)
+    host.warn_of_eval_mode(names)
+    reach = Reach(model, loss_fn, plain=host.engine.gathers)
+    microbatch = _microbatch_of(host, loss_fn, batch_size, reach)
     renormed = tuple(name for name in host.renormed if name in names)
     finish = partial(_finished, host, needed)
 
@@ -119,6 +122,8 @@ def make_grad_fn(
 
         def body() -> None:
             leaves.begin(part.context.into)
+            if reach.plain:
+                reach.set_aside()
             normalizer = part.normalizer
             last = len(batches) - 1
             for index, batch in enumerate(batches):
@@ -137,6 +142,8 @@ def make_grad_fn(
             passes.begin()
             host.run(leaves.all, lent, seeds[0], body)
         except Exception as error:
+            if torch.is_inference_mode_enabled():
+                raise RuntimeError(_IN_INFERENCE_MODE) from error
             batch = batches[min(len(outs), len(batches) - 1)]
             raise passes.failure(host.explained(error, params, buffers, batch), finish)  # noqa: B904
         finally:
@@ -144,29 +151,32 @@ def make_grad_fn(
             try:
                 torch_private.set_grad_enabled(grad_mode)
                 leaves.end()
+                if reach.plain:
+                    reach.put_back()
                 if passes is not ALONE:
                     passes.end()
             finally:
                 _interrupts.end_hold(thread)
-                _interrupts.deliver()
         if passes.deferred:
             outs[-1] = outs[-1]._replace(finish=finish)
         elif part.context.last:
             _check_reached(outs[-1], needed)
         if writes is not None:
             host.unwritten.check(given, writes)
-            outs[-1] = _with_kept(outs[-1], buffers, lent)
+            outs[-1] = outs[-1]._replace(buffers=mapped(_without_graph, outs[-1].buffers))
         if renormed:
             outs[-1] = outs[-1]._replace(params=_written(renormed, params, state))
         return outs
 
-    facts = Made("grad_fn", "make_grad_fn", adds=True, microbatches=microbatches, model=model, renormed=renormed)
+    facts = Made(
+        "grad_fn", "make_grad_fn", adds=True, microbatches=microbatches, model=model, renormed=renormed, reach=reach
+    )
     settings = {"trainable": trainable, "allow_unused": allow_unused, "batch_size": batch_size}
     return remember(kinds.mark(grad_fn, facts), make_grad_fn, model, loss_fn, **settings)
 
 
 def _microbatch_of(
-    host: _modules.Host, loss_fn: LossFn, batch_size: Callable[[Any], int]
+    host: _modules.Host, loss_fn: LossFn, batch_size: Callable[[Any], int], reach: Reach
 ) -> Callable[..., Gradients]:
     """Forward and backward pass of one microbatch, with a state's tensors already in the module."""
     model, watch = host.model, Watch()
@@ -200,21 +210,31 @@ def _microbatch_of(
                 normalizer = part.context.samples  # the total is known in advance, so no division is left for the end
             objective = objective_of(loss, samples, summed, normalizer)
         value, factor, weight, normalizer = objective
-        _backward(value, factor, part.scale, leaves.inputs, leaves.again)
+        if not (reach.known or leaves.traced):
+            reach.learn(value, batch, leaves.all, leaves.names)
+        inputs = _NO_INPUTS if reach.plain and not leaves.traced else leaves.inputs
+        _backward(value, factor, part.scale, inputs, leaves.again)
         metrics = records(loss, aux, samples, apart=not leaves.traced, counts=counts)
         grads, after = {}, {}
         if final:
-            for left in passes.spare:
-                passes.before_spare(left)
-                again = split_loss(loss_fn(model, batch))[0]
-                _backward(objective_of(again, 0, True, 1.0).value, 0.0, part.scale)
+            if passes.spare:
+                padding_passes(batch, part, passes, inputs)
             grads, after = leaves.grads(), host.buffers() if host.slots.buffers else {}
+            if len(grads) < len(leaves.names) and not leaves.traced:
+                reach.check(value, {*leaves.names} - grads.keys())
         counted = passes.samples(samples, first) if shared else samples
         ranks = passes.ranks
         added_up = _writes(grads) if summed and ranks > 1 else None
         params = finish = None
         left_open = weight, normalizer, ranks, params, finish, part.scale, added_up
         return as_record(Gradients, (grads, metrics, after, counted, *left_open))
+
+    def padding_passes(batch: Any, part: Part, passes: Alone, inputs: tuple[Tensor, ...]) -> None:
+        """Passes that only the other ranks need, whose gradients are multiplied by zero."""
+        for left in passes.spare:
+            passes.before_spare(left)
+            again = split_loss(loss_fn(model, batch))[0]
+            _backward(objective_of(again, 0, True, 1.0).value, 0.0, part.scale, inputs)
 
     return microbatch
 
@@ -238,18 +258,12 @@ def _finished(host: _modules.Host, needed: Sequence[str], state: TrainState, out
     return out
 
 
-def _warn_of_eval_mode(host: _modules.Host, names: Sequence[str]) -> None:
-    if left := host.left_in_eval(names):
-        warnings.warn(
-            f"{left} is in eval mode within a module that is not, and has dropout and parameters to train: they are "
-            "trained without dropout. from_pretrained gives models in eval mode, and peft and other wrappers leave "
-            "them so: call model.train() before make_grad_fn. If it is meant, set p of its dropout to 0",
-            stacklevel=3,
-        )
-
-
+_IN_INFERENCE_MODE = (
+    "gradients were asked for under torch.inference_mode(), whose tensors carry none: take the step out of it. Eval and "
+    "predict steps record no gradients anyway, and torch.no_grad() does the same for your own code"
+)
 _NO_INPUTS: tuple[Tensor, ...] = ()
-_NOTHING = {type(None)}
+_NOTHING, _PLAIN = {type(None)}, {Tensor}
 _requires_grad, _is_leaf, _grad = map(operator.attrgetter, ("requires_grad", "is_leaf", "grad"))
 
 
@@ -259,11 +273,12 @@ class _Leaves:
     Attributes:
         all: all parameters, including the trained ones.
         traced: True while the call is being traced instead of run.
-        inputs: leaves that a traced backward pass has to name.
+        names: their names.
+        inputs: the leaves that a backward pass has to fill.
         again: True if the gradients must be differentiable themselves.
     """
 
-    __slots__ = ("_frozen", "_leaves", "_names", "_stale", "again", "all", "inputs", "traced")
+    __slots__ = ("_frozen", "_stale", "again", "all", "inputs", "names", "traced")
 
     def __init__(self, params: dict[str, Tensor], names: Sequence[str]) -> None:
         leaves = [*map(params.__getitem__, names)]
@@ -271,38 +286,40 @@ class _Leaves:
         if not (all(map(_requires_grad, leaves)) and all(map(_is_leaf, leaves))):
             leaves = [*map(_leaf, names, leaves)]
             self.all = {**params, **dict(zip(names, leaves, strict=True))}
-        self._names, self._leaves = names, leaves
+        self.names, self.inputs = names, tuple(leaves)
         self._frozen: list[Tensor] = []
         if len(names) < len(params):
             rest = without(params, {*names})
             self._frozen = [_leaf(name, tensor) for name, tensor in rest.items() if tensor.requires_grad]
         self._stale = [*map(_grad, leaves)]
-        self.traced, self.again, self.inputs = False, False, _NO_INPUTS
+        self.traced, self.again = False, False
         if entered and tracing():
-            self.traced, self.again, self.inputs = True, differentiated(), tuple(leaves)
+            self.traced, self.again = True, differentiated()
 
     def begin(self, into: Mapping[str, Tensor] | None) -> None:
         """Start accumulating from zero, or into these gradients. Frozen parameters get none."""
         for tensor in self._frozen:
             tensor.requires_grad_(False)
         if into:
-            for name, leaf in pairs(self._names, self._leaves):
+            for name, leaf in pairs(self.names, self.inputs):
                 leaf.grad = into.get(name)
         elif {*map(type, self._stale)} != _NOTHING:
-            for leaf in self._leaves:
+            for leaf in self.inputs:
                 leaf.grad = None
 
     def grads(self) -> dict[str, Tensor]:
-        found = [*map(_grad, self._leaves)]
-        if type(None) not in {*map(type, found)}:
-            return dict(pairs(self._names, found))
-        return {name: grad for name, grad in pairs(self._names, found) if grad is not None}
+        """Gradients by name, each placed over the ranks as its parameter is."""
+        found = [*map(_grad, self.inputs)]
+        if {*map(type, found)} == _PLAIN:
+            return dict(pairs(self.names, found))
+        grads = zip(self.names, found, self.inputs, strict=True)
+        return {name: placed_like(leaf, grad) for name, grad, leaf in grads if grad is not None}
 
     def end(self) -> None:
         for tensor in self._frozen:
             tensor.requires_grad_(True)
         # `any` runs through the calls, which return None.
-        any(map(setattr, self._leaves, repeat("grad"), self._stale))
+        any(map(setattr, self.inputs, repeat("grad"), self._stale))
 
 
 def _renormed(host: _modules.Host, params: dict[str, Tensor], names: Sequence[str], part: Part) -> dict[str, Tensor]:
@@ -321,28 +338,15 @@ def _written(renormed: Iterable[str], params: dict[str, Tensor], state: TrainSta
     return {name: params[name] for name in renormed if params[name] is not before[name]} or None
 
 
-def _with_kept(out: Gradients, before: Mapping[str, Tensor], lent: Mapping[str, Tensor]) -> Gradients:
-    """Gradients of a pure call, with the state's own buffers where nothing was written."""
-    if not before:
-        return out
-    return out._replace(
-        buffers={name: _kept(before[name], lent[name], tensor) for name, tensor in out.buffers.items()}
-    )
-
-
-def _kept(before: Tensor, lent: Tensor, after: Tensor) -> Tensor:
-    """A buffer after the forward pass: the original tensor if it was not written, as for most masks."""
-    # torch counts writes to a tensor, but not those of batch norm's kernels or through `.data`.
-    may_be_untouched = after is lent and not lent.is_floating_point() and on_host(lent)
-    if may_be_untouched and torch_private.version(lent) == 0 and torch.equal(lent, before):
-        return before
-    return after.detach()
+def _without_graph(buffer: Tensor) -> Tensor:
+    """A buffer without the graph of a forward pass that has assigned a new one."""
+    return buffer.detach() if buffer.requires_grad else buffer
 
 
 def _seeds(state: TrainState, part: Part, count: int, traced: bool) -> list[int]:
     if traced:
         return [*indices(part, count)]
-    step, seed = step_and_seed_of(state)
+    step, seed = state.step, state.seed
     if count == 1:
         return [mix(seed, step, rank(), part.index)]
     return [mix(seed, step, rank(), index) for index in indices(part, count)]
@@ -369,7 +373,7 @@ def indices(part: Part, count: int) -> Iterable[int]:
 
 def of_this_model(host: _modules.Host, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     try:
-        params, buffers, _, _ = trees_of(state)
+        params, buffers, _ = trees_of(state)
     except AttributeError:
         check_state(state, "step(state, batch)")
         raise

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from looplib._core import forgotten, ownership
+from looplib._core import forgotten, lease
 from looplib._core import modules as _modules
 from looplib._core.checks import check, check_optional_count, check_type, named
-from looplib._core.descriptions import described, described_model
-from looplib._core.made_with import MadeWith
+from looplib._core.descriptions import described
 from looplib._core.mappings import fields_of, mapped, pick
-from looplib._core.overlap import overlapping
+from looplib._core.notices import warn
+from looplib._core.overlap import overlapping, same_value
+from looplib._core.provenance import Provenance, described_model
 from looplib._core.torch_private import pytree
 from looplib.types import (
     TREES,
@@ -65,6 +66,12 @@ def init_state(
     advice = "an epoch has 1 batch or more, or give None for a stream"
     check_optional_count("epoch_length", epoch_length, advice=advice)
     params, buffers = _modules.tensors(slots.params), _modules.tensors(slots.buffers)
+    if held := _optimizers_in(model):
+        warn(
+            f"the module holds {', '.join(held)} of its own, whose moments are in no state and no checkpoint: after a "
+            "resume they start again, and a pure step changes them. Train its parameters by ll.optimizer, with "
+            "ll.partition for different settings, or keep its state_dict() in the state's extra and load it after a resume"
+        )
     opt_state = None
     if optimizer is not None:
         check(
@@ -80,14 +87,29 @@ def init_state(
                 "other, and a copy of the state would part them. Register one tensor under both names "
                 "(model.decoder.weight = model.encoder.weight), or give one memory of its own (.detach().clone())"
             )
-        opt_state = optimizer.init(pick(params, names), buffers=buffers)
+        with torch.inference_mode(False):  # steps take no tensors made there
+            opt_state = optimizer.init(pick(params, names), buffers=buffers)
     state = TrainState(
         epoch_length=epoch_length, params=params, buffers=buffers, opt_state=opt_state, seed=_whole(seed), extra=extra
     )
     description = getattr(optimizer, "description", None)
-    made_with = MadeWith(optimizer=described(description) if description else None, model=described_model(model))
-    ownership.note_made_with(state, made_with)
+    made_with = Provenance(optimizer=described(description) if description else None, model=described_model(model))
+    lease.note_provenance(state, made_with)
     return state
+
+
+def _optimizers_in(model: nn.Module) -> list[str]:
+    """Optimizers that modules hold as attributes, alone or in a list or dict."""
+    found = []
+    for prefix, module in _modules.named_modules(model):
+        for name, value in vars(module).items():
+            inside = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            kinds = {type(each).__name__ for each in inside if isinstance(each, torch.optim.Optimizer)}
+            if kinds:
+                found.append(f"{prefix}.{name}".lstrip(".") + f" ({', '.join(sorted(kinds))})")
+    return found
 
 
 def _whole(seed: Any) -> int:
@@ -128,7 +150,8 @@ def copy_state(state: TrainState) -> TrainState:
             copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
-    return state.replace(**mapped(partial(pytree.tree_map, copy), fields_of(state, TREES)))
+    with torch.inference_mode(False):  # steps take no tensors made there
+        return state.replace(**mapped(partial(pytree.tree_map, copy), fields_of(state, TREES)))
 
 
 def bind(model: nn.Module, state: TrainState) -> TrainState:
@@ -171,11 +194,21 @@ def bind(model: nn.Module, state: TrainState) -> TrainState:
         return state
     forgotten.bound(model)
     bound = copy_state(state)
-    ownership.claim("ll.bind(model, state)", ownership.tensors_in(targets)).wrote()
+    # Frozen parameters and masks, which states of pure steps share with the module, are not written.
+    writes = [
+        (tensor, value)
+        for tree, values in targets.items()
+        for name, tensor in values.items()
+        if not same_value(tensor, value := getattr(bound, tree)[name])
+    ]
+    written = [tensor for tensor, _ in writes]
+    lease.wait_for_readers(written)
+    taken = lease.lease_over("ll.bind(model, state)", written)
+    taken.write()
     with torch.no_grad():
-        for tree, values in targets.items():
-            for name, tensor in values.items():
-                tensor.copy_(getattr(bound, tree)[name])
+        for tensor, value in writes:
+            tensor.copy_(value)
+    taken.step = state.step
     return bound.replace(**targets)
 
 

@@ -8,30 +8,32 @@ used.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
-from looplib._core import ownership, torch_private
-from looplib._core.buffers import NO_NAMES, NOTHING, Written, explain
+from looplib._core import torch_private
+from looplib._core.advice import explain_arguments
+from looplib._core.buffers import NOTHING, Kept, Writes
 from looplib._core.calls import bare, remember
-from looplib._core.checks import check_type, named
+from looplib._core.checks import check, check_type, named
 from looplib._core.engines import NO_CONTEXT, Context
+from looplib._core.first_step import described_program
 from looplib._core.forgotten import Watch
 from looplib._core.kinds import chain
+from looplib._core.lease import Lease, follows, give_up, lease_of, may_be_written, tensors_in, wait_for_readers
 from looplib._core.loss_functions import check_function_of_model
-from looplib._core.program import program_of
 from looplib._core.random import mix
 from looplib._core.ranks import rank, several
 from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
-from looplib._core.updates import checked, read
+from looplib._core.updates import announced, any_of, copied, copied_params, decided, read, update_where, updated
 from looplib._objective import loss_over_ranks, record
 from looplib._wrapping import check_whole
 from looplib.gradients import of_this_model
@@ -48,12 +50,8 @@ from looplib.types import (
     TrainState,
     TrainStep,
     check_state,
-    draft,
-    made,
-    step_and_seed_of,
+    extra_of,
     trees_of,
-    unwritten,
-    written,
 )
 
 __all__ = ["make_eval_step", "make_predict_step", "make_train_step"]
@@ -117,13 +115,27 @@ def parts_of(step: object, transform: str) -> Parts:
     )
 
 
+def _explain(grad_fn: Any = None, optimizer: Any = None, *misplaced: Any, **options: Any) -> None:
+    """Say what to write instead of arguments that `make_train_step` does not take."""
+    if misplaced:
+        raise TypeError(
+            f"make_train_step takes a grad_fn and an optimizer, and got {named(misplaced[0])} as well: write "
+            "ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)"
+        )
+    if "compile" in options:
+        raise TypeError(
+            "make_train_step takes no compile=: compile the step that it returns, "
+            "ll.compile_step(ll.make_train_step(grad_fn, optimizer)), with torch.compile's mode=, options= or backend="
+        )
+
+
+@explain_arguments(_explain)
 def make_train_step(
     grad_fn: GradFn,
     optimizer: Optimizer,
-    *misplaced: NoReturn,
+    *,
     donate: bool = False,
     same_batch: bool = False,
-    **unknown: NoReturn,
 ) -> TrainStep:
     """Make a training step: a function from a state and a batch to the next state and its metrics.
 
@@ -140,10 +152,11 @@ def make_train_step(
     ['loss']
 
     Keep the returned state. The old one stays at its own step, and without `donate` the module's weights do not
-    change either: use `ll.bind(model, state)` before saving the module. Two mistakes get one warning each: ten calls
-    in a row with the same state and different batches, and `model.state_dict()` while the module has the weights that
-    it had when its first pure step was called. (The second is a hook on the module, which `ll.bind` removes. Saving a
-    part of the module, or a copy of it, is not noticed.)
+    change either: use `ll.bind(model, state)` before saving the module. Three mistakes get one warning each: ten calls
+    in a row with the same state and different batches; saving or calling the module while it has the weights that it
+    had when its first pure step was called; and a loss that reaches the parameters of another network, which would keep
+    its first weights. (The second uses hooks on the module, which `ll.bind` removes. Saving or calling a part of the
+    module, or a copy of it, is not noticed.)
 
     Wrap the result with `ll.compile_step` to compile the whole step into one graph, or with `ll.vmap_step` to train
     many members at once.
@@ -152,208 +165,214 @@ def make_train_step(
         grad_fn: from `make_grad_fn`, with or without wrappers.
         optimizer: from `ll.optimizer`, with or without wrappers. Use the one that created the state.
         donate: if True, write the new state over the old one, for the speed and memory of an in-place loop.
-            Afterwards the old state, and every state that shares an overwritten tensor, raises DonatedStateError. A
-            signal that arrives during an update is handled after it.
+            Afterwards the old state, and every state that shares an overwritten tensor, raises DonatedStateError. If
+            the update itself fails, there is no state after it. A signal (Ctrl-C, SIGTERM; on Windows, these two)
+            that arrives during an update is handled some milliseconds after it, when your variable holds the new
+            state. Only one that arrives in the 100 ns between the step's return and the assignment loses the state,
+            unless it is a first Ctrl-C in a loop over a looplib loader, which waits for the next batch.
         same_batch: if True, this is a second update on a batch that another step has already consumed, such as the
             second network of a GAN. `step` counts the update; the position in the data stays. Call the other step
             first.
-        misplaced, unknown: no other arguments are accepted. `compile=` is refused with a message that says what to write
-            instead.
 
     Raises:
         DonatedStateError: the state was already donated to a step.
         ValueError, TypeError: see `make_grad_fn` and `ll.optimizer`. The state is unchanged then.
     """
-    if misplaced or unknown:
-        _refuse_unknown(misplaced, unknown)
     if not callable(grad_fn) or isinstance(grad_fn, nn.Module):
         raise TypeError(f"grad_fn is {named(grad_fn)}; give ll.make_grad_fn(model, loss_fn)")
     given, grad_fn = grad_fn, check_whole(grad_fn, "make_train_step")
     advice = "give what ll.optimizer returns, such as ll.optimizer(torch.optim.AdamW, lr=1e-3)"
     check_type("optimizer is", optimizer, Optimizer, advice)
-    step_of = _donated_step if donate else _pure_step
     # Ranks compare it at the first step.
-    context = Context(program=partial(program_of, given, optimizer.description)) if several() else NO_CONTEXT
-    parts = Parts("train", _core(grad_fn, optimizer), (given, optimizer.update), donate, same_batch)
-    step = with_parts(step_of(bare(grad_fn), optimizer, same_batch, context), parts)
+    context = Context(program=partial(described_program, given, optimizer.description)) if several() else NO_CONTEXT
+    watched = (given, optimizer.decide, optimizer.update_)
+    parts = Parts("train", _core(grad_fn, optimizer), watched, donate, same_batch)
+    step = with_parts(_train_step(bare(grad_fn), optimizer, donate, same_batch, context), parts)
     return remember(step, make_train_step, given, optimizer, donate=donate, same_batch=same_batch)
 
 
-def _pure_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool, context: Context) -> TrainStep:
-    part, watch, update = Part(context=context), Watch(grad_fn), optimizer.update
-
-    def pure_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
-        _interrupts.install()
-        out = grad_fn(state, batch, part)
-        old_params, _, old_opt_state, _ = trees_of(state)
-        step, seed = step_and_seed_of(state)
-        watch.see(state, batch)
-        params, opt_state, applied = update(
-            out.grads,
-            old_opt_state,
-            old_params if out.params is None else {**old_params, **out.params},
-            step,
-            metrics=out.metrics,
-            buffers=out.buffers,
-            seed=seed,
-            evaluate=partial(_evaluate, grad_fn, state, batch),
-        )
-        if applied is not True:
-            applied = read(applied)
-            params = _put_back(applied, out, params, state)
-        new = advanced(state, out.samples, applied, same_batch)
-        new.params, new.opt_state = params, opt_state
-        if applied:
-            new.buffers = out.buffers
-        return made(state, new), out.metrics
-
-    pure_step.__qualname__ = "train_step"  # in Python's error for a call without the batch
-    return pure_step
+# The order of a train step, and why:
+#   check    the state is valid; a spent one has no values to compute with.
+#   keep     a donated step's forward pass writes into the state's own buffers, so they are copied first. If the step is
+#            skipped or fails before its update, they are put back, and the state is as it was.
+#   gradients, decide
+#            all that can be refused or skipped is, while only buffers have changed, of which there are copies. The host reads
+#            the flags of all wrappers at once.
+#   own      a pure step copies what the update writes. A donated one gives up the state: it is spent from here on, before
+#            the first write, so an update that fails halfway cannot leave a state that looks valid.
+#   update   writes in place, or returns new tensors.
+#   advance  the next state.
+# Once the flags are read, or the passes have failed, signals wait, so that none arrives between giving up the old state and
+# returning the new one.
 
 
-def _donated_step(grad_fn: GradFn, optimizer: Optimizer, same_batch: bool, context: Context) -> TrainStep:
-    part, in_forward = (
-        Part(donate=True, context=context),
-        Written(name for one in chain(grad_fn) for name in one.renormed),
-    )
-    update = optimizer.update
+def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch: bool, context: Context) -> TrainStep:
+    own = _given_up if donate else _copied
+    part = Part(donate=donate, context=context)
+    writes = Writes(name for one in chain(grad_fn) for name in one.renormed)
+    watch = None if donate else Watch(grad_fn)
 
-    def donated_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
-        try:
-            params, buffers, opt_state, _ = trees_of(state)
-        except AttributeError:
-            check_state(state, "train_step(state, batch)")
-            raise
-        step, seed = step_and_seed_of(state)
-        readers = ownership.before_a_step(state, (params, buffers, opt_state))
-        _interrupts.install()
-        thread = threading.get_ident()
-        looks = buffers or in_forward.looks
-        saved = in_forward.save(buffers, params) if looks else NOTHING
-        writes = ownership.writes.count
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
+        params, buffers, opt_state = _checked(state)
+        step = state.step
+        if watch is not None:
+            watch.see(state, batch)
+        if donate:
+            wait_for_readers((params, buffers))  # of a save in the background: the forward pass may write
+        kept = Kept(params, buffers, writes) if donate else NOTHING
+        thread, grad_mode = threading.get_ident(), torch.is_grad_enabled()
         try:
             try:
                 out = grad_fn(state, batch, part)
+                grads, metrics, new_buffers, samples = out[:4]  # at once: each name of a NamedTuple takes 40 ns
+                if donate:
+                    writes.learn(kept)
+                decision, next_opt_state = decided(optimizer, grads, opt_state, metrics, params, step)
+                applied = read(decision)
             finally:
                 _interrupts.begin_hold(thread)
-            grads, metrics, new_buffers, samples = out[:4]  # at once, since each name of a NamedTuple takes 40 ns
-            changed: Set[str] = grads.keys()
-            in_buffers: Set[str] = NO_NAMES
-            if looks:
-                in_buffers = in_forward.learn(saved, buffers)
-                changed = changed | in_forward.params if in_forward.params else changed
-            lane = ownership.before_writing(state, changed, in_buffers)
-            new_params, new_opt_state, applied = update(
-                grads,
-                opt_state,
-                params,
-                step,
-                donate=True,
-                metrics=metrics,
-                buffers=new_buffers,
-                seed=seed,
-                evaluate=partial(_evaluate, grad_fn, state, batch),
-            )
-            if applied is not True:
-                if ownership.writes.count != writes:
-                    _refuse_late_choice(applied)
-                applied = read(applied)
-            new = advanced(state, samples, applied, same_batch)
-            new.params, new.opt_state = new_params, new_opt_state
-            if applied:
-                new.buffers = new_buffers
-                new = written(state, new, lane, readers)
-            else:
-                if lost := saved.restore():
-                    raise RuntimeError(explain(lost, buffers.keys()))
-                new = unwritten(state, new)
+            if applied is not True and not any_of(applied):
+                _checked(state)  # whose memory a step within the loss may have been given
+                kept.restore()
+                return advanced(
+                    state, params, buffers, next_opt_state, samples, False, same_batch, lease_of(state)
+                ), metrics
+            _interrupts.install()  # here: the end of an earlier loop, which may be collected at any time, removes it
+            owned, owned_state, lease = own(state, params, next_opt_state, out, writes)
+            info = {
+                "applied": applied,
+                "metrics": metrics,
+                "buffers": new_buffers,
+                "seed": state.seed,
+                "evaluate": partial(_evaluate, grad_fn, state, owned, new_buffers, batch),
+            }
+            torch_private.set_grad_enabled(False)  # so that an update in plain functions leaves no graph in the state
+            new_params, new_opt_state, more = updated(optimizer, grads, owned_state, dict(owned), step, info)
+            new_params = _finished(owned, new_params, donate)
+            # New tensors in the optimizer's state carry no lease yet.
+            kept_lease = lease if new_opt_state is owned_state else None
+            new = advanced(state, new_params, new_buffers, new_opt_state, samples, True, same_batch, kept_lease)
+            if lease is not None:
+                lease.step = new.step
+            return new, {**metrics, **more} if more else metrics
         except BaseException:
-            lost = saved.restore()
-            # One of several optimizers may have written before another failed.
-            if lost or ownership.writes.count != writes:
-                ownership.spoil(state, params.keys(), lost & buffers.keys())
+            kept.restore_after_failure(state)
             raise
         finally:
+            torch_private.set_grad_enabled(grad_mode)
             _interrupts.end_hold(thread)
-            _interrupts.deliver()
-        return new, metrics
 
-    donated_step.__qualname__ = "train_step"
-    return donated_step
+    train_step.__qualname__ = "train_step"  # in Python's error for a call without the batch
+    return train_step
 
 
-def _refuse_unknown(misplaced: tuple[Any, ...], unknown: Mapping[str, Any]) -> NoReturn:
-    if misplaced:
-        raise TypeError(
-            f"make_train_step takes a grad_fn and an optimizer, and got {named(misplaced[0])} as well: write "
-            "ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)"
+def _checked(state: Any) -> tuple[Params, dict[str, Tensor], Any]:
+    try:
+        return trees_of(state)
+    except AttributeError:
+        check_state(state, "train_step(state, batch)")
+        raise
+
+
+Owned = tuple[Params, Any, Lease | None]
+
+
+def _given_up(state: TrainState, params: Params, opt_state: Any, out: Gradients, writes: Writes) -> Owned:
+    """The state's own tensors, for a donated step to write. The state is spent from here on."""
+    names = out.grads.keys() | writes.params if writes.params else out.grads.keys()
+    lease, _ = give_up(state, names, writes.buffers or ())
+    return params, opt_state, lease
+
+
+def _copied(state: TrainState, params: Params, opt_state: Any, out: Gradients, writes: Writes) -> Owned:
+    """Copies of what a pure step writes. Parameters that the forward pass writes are copies already."""
+    in_forward = out.params or {}
+    own = copied_params(out.grads.keys() - in_forward.keys(), {**params, **in_forward} if in_forward else params)
+    return own, copied(opt_state), None
+
+
+def _finished(owned: Params, new: Params, donate: bool) -> Params:
+    """The updated parameters, for an update that may have returned tensors of its own.
+
+    A donated step copies those into the ones that it owns, which a module may hold.
+    """
+    for name, tensor in new.items():
+        into = owned[name]
+        if tensor is into:
+            continue
+        check(
+            (tensor.shape, tensor.dtype) == (into.shape, into.dtype),
+            f"the optimizer's update_ returned {name} as {tensor.dtype} of shape {tuple(tensor.shape)}, and the "
+            f"parameter is {into.dtype} of shape {tuple(into.shape)}",
         )
-    if "compile" in unknown:
-        raise TypeError(
-            "make_train_step takes no compile=: compile the step that it returns, "
-            "ll.compile_step(ll.make_train_step(grad_fn, optimizer)), with torch.compile's mode=, options= or backend="
-        )
-    raise TypeError(f"make_train_step takes donate= and same_batch=, and got {', '.join(sorted(unknown))}")
+        if donate:
+            into.copy_(tensor)
+        else:
+            owned[name] = tensor.detach().requires_grad_(into.requires_grad)
+    return owned
 
 
 def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], Outcome]:
+    """The step for graphs, from the same parts: to own is to copy, and tensors choose whether the update is made."""
+
     def core(state: TrainState, batch: Any) -> Outcome:
         out = grad_fn(state, batch, Part())
-        params, opt_state, applied = optimizer.update(
+        params, _, opt_state = trees_of(state)
+        decision, opt_state = decided(optimizer, out.grads, opt_state, out.metrics, params, state.step)
+        flags = announced(decision)
+        in_forward = out.params or {}
+        new_params, opt_state, more = update_where(
+            flags,
+            optimizer,
             out.grads,
-            state.opt_state,
-            state.params if out.params is None else {**state.params, **out.params},
+            opt_state,
+            {**params, **in_forward},
             state.step,
-            metrics=out.metrics,
-            buffers=out.buffers,
-            seed=state.seed,
+            {"metrics": out.metrics, "buffers": out.buffers, "seed": state.seed},
         )
-        applied = checked(applied)
-        params = _put_back(applied, out, params, state)
-        return Outcome(params, opt_state, out.buffers, out.metrics, out.samples, applied)
+        applied = any_of(flags)
+        if in_forward:
+            before = {name: params[name] for name in in_forward}
+            new_params |= where(applied, {name: new_params[name] for name in in_forward}, before)
+        metrics = {**out.metrics, **more}
+        return Outcome({**params, **new_params}, opt_state, out.buffers, metrics, out.samples, applied)
 
     return core
 
 
-def _put_back(applied: bool | Tensor, out: Gradients, params: Params, state: TrainState) -> Params:
-    """The parameters, with the forward pass's writes undone if no update was made."""
-    if applied is True or out.params is None:
-        return params
-    before = state.params  # each read checks all tensors
-    old = {name: before[name] for name in out.params}
-    return {**params, **where(applied, {name: params[name] for name in old}, old)}
-
-
 def _evaluate(
-    grad_fn: GradFn, state: TrainState, batch: Any, params: Mapping[str, Tensor]
+    grad_fn: GradFn, state: TrainState, owned: Params, buffers: Params, batch: Any, params: Mapping[str, Tensor]
 ) -> tuple[Any, dict[str, Tensor]]:
     """Loss and gradients of the step's batch at different parameters, for optimizers that request them."""
-    out = grad_fn(state.replace(params={**state.params, **params}), batch, Part())
+    # The state itself may be spent: its tensors belong to the update that asks.
+    now = TrainState(step=state.step, seed=state.seed, params={**owned, **params}, buffers=buffers)
+    out = grad_fn(now, batch, Part())
     return loss_over_ranks(out.metrics), out.grads
 
 
-def _refuse_late_choice(applied: Any) -> None:
-    raise RuntimeError(
-        f"the optimizer wrote over the parameters, as a donated step lets it, and a wrapper around it returned "
-        f"applied={applied!r} afterwards, when what it would keep is gone. Decide before the inner update, and hand "
-        "it on: optimizer.update(grads, opt_state, params, step, when=flag & when, **extra); or do not hand on "
-        "donate=, so that the inner update makes new tensors"
-    )
-
-
-def advanced(state: TrainState, samples: int, applied: bool, same_batch: bool) -> Any:
-    """A draft of the next state with its counts after one more batch, and with the trees of this one."""
-    new = draft(state)
-    new.step += applied
+def advanced(
+    state: TrainState,
+    params: Params,
+    buffers: dict[str, Tensor],
+    opt_state: Any,
+    samples: int,
+    applied: bool,
+    same_batch: bool,
+    lease: Lease | None,
+) -> TrainState:
+    """The next state: these trees, and the counts after one more batch."""
+    step, epoch, batch, consumed = state.step + applied, state.epoch, state.batch, state.samples
     if same_batch:
-        new.batch_steps += applied
-        return new
-    new.batch += 1
-    if new.batch == new.epoch_length:
-        new.epoch, new.batch = new.epoch + 1, 0
-    new.samples += samples
-    new.batch_samples = samples
-    new.batch_steps = int(applied)
+        batch_samples, batch_steps = state.batch_samples, state.batch_steps + applied
+    else:
+        batch, consumed, batch_samples, batch_steps = batch + 1, consumed + samples, samples, int(applied)
+        if batch == state.epoch_length:
+            epoch, batch = epoch + 1, 0
+    new = TrainState(
+        step, epoch, batch, state.epoch_length, consumed, batch_samples, batch_steps, params, buffers, opt_state, state.seed,
+        extra_of(state),
+    )  # fmt: skip
+    follows(new, state, lease)
     return new
 
 
@@ -442,13 +461,13 @@ def _unchanging(step: Callable[[TrainState, Any], Any]) -> Callable[[TrainState,
 
 def _apart(out: Any) -> Any:
     """The outputs, with copies of parameters among them, over which a donated step may write."""
-    if not any(map(ownership.may_be_written, ownership.tensors_in(out))):
+    if not any(map(may_be_written, tensors_in(out))):
         return out
 
-    def copied(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, Tensor) and ownership.may_be_written(leaf) else leaf
+    def own(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) and may_be_written(leaf) else leaf
 
-    return torch_private.pytree.tree_map(copied, out)
+    return torch_private.pytree.tree_map(own, out)
 
 
 def _without_training(model: nn.Module, function: Callable[[Any, Any], Any]) -> PredictStep:

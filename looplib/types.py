@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from looplib._core import absent, ownership, records, updates
+from looplib._core import advice, lease, records, updates
 from looplib._core.calls import Call
 from looplib._core.checks import named
 from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.kinds import instances_are
+from looplib._core.lease import clock
 
 __all__ = [
+    "Decide",
     "DonatedStateError",
     "EvalStep",
     "GradFn",
@@ -43,7 +45,7 @@ class DonatedStateError(RuntimeError):
 
 @instances_are("state")
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
-class TrainState(ownership.Marked):
+class TrainState(lease.Leased):
     """Training state: an immutable record of a training run at one moment.
 
     >>> import looplib as ll, torch
@@ -88,7 +90,7 @@ class TrainState(ownership.Marked):
     extra: Any = None
 
     def __post_init__(self) -> None:
-        _record.mark(self)
+        lease.begin(self)
 
     @property
     def skipped(self) -> bool:
@@ -110,56 +112,88 @@ class TrainState(ownership.Marked):
         """
         if unknown := changes.keys() - set(FIELDS):
             raise TypeError(f"a TrainState has no field {sorted(unknown)}; it has {', '.join(FIELDS)}")
-        return _record.replaced(self, changes)
+        new = TrainState(*(changes[name] if name in changes else getattr(self, name) for name in FIELDS))
+        # With other tensors, the next donated step has to find out again what it writes.
+        same = changes.keys().isdisjoint(TREES)
+        lease.follows(new, self, self._lease if same else None)
+        return new
 
     def __repr__(self) -> str:
-        return records.summary(self, _record.is_spent(self))
+        trees = (self._params, self._buffers, self._opt_state, self._extra)  # type: ignore[attr-defined]
+        return records.summary(self, lease.overwritten(self, trees) is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (ownership.made_with(self), *(getattr(self, name) for name in FIELDS))
+        return _unpickled, (lease.provenance(self), *(getattr(self, name) for name in FIELDS))
 
 
-def _unpickled(made_with: Any, *values: Any) -> TrainState:
+def _unpickled(provenance: Any, *values: Any) -> TrainState:
     state = TrainState(*values)
-    ownership.note_made_with(state, made_with)
+    lease.note_provenance(state, provenance)
     return state
 
 
-absent.explain_assignment(TrainState, "a TrainState", "write state = state.replace({name}=...)")
-absent.explain_attributes(TrainState, "a TrainState", absent.OF_A_STATE)
+advice.explain_assignment(TrainState, "a TrainState", "write state = state.replace({name}=...)")
+advice.explain_attributes(TrainState, "a TrainState", advice.OF_A_STATE)
 
+FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))
 TREES = ("params", "buffers", "opt_state", "extra")  # hold tensors; the other fields are counts and settings
-
-_record = ownership.Guarded(TrainState, TREES, DonatedStateError)
-
-FIELDS, COUNTS = _record.fields, _record.counts
-
-records.register(TrainState, FIELDS, TREES)
-
-# For steps, which know who owns a state's tensors. They read fields by name, one by one: an operator.attrgetter for
-# several, or a loop of setattr, takes five times as long.
-made, written, unwritten = _record.made, _record.written, _record.unwritten
+COUNTS = tuple(name for name in FIELDS if name not in TREES)
 
 
-def trees_of(state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], Any, Any]:
-    """The `params`, `buffers`, `opt_state` and `extra` of a state, checked once for all four."""
-    _record.check(state)
-    return state._params, state._buffers, state._opt_state, state._extra
+def _guard(name: str) -> None:
+    """Let a tree of a state be read only while no step has written its tensors. The tree itself is in `_name`."""
+    slot = vars(TrainState)[name]
+
+    def tree(state: Any) -> Any:
+        if state._at != clock.time:
+            _check_valid(state, (name,))
+        return slot.__get__(state)
+
+    setattr(TrainState, f"_{name}", slot)
+    setattr(TrainState, name, property(tree, slot.__set__, doc=slot.__doc__))
 
 
-def step_and_seed_of(state: Any) -> tuple[int, int]:
-    """The step and the seed of a state whose trees have just been read, which checks it."""
-    return state._step, state._seed
+for _tree in TREES:
+    _guard(_tree)
+
+records.register_record(TrainState, FIELDS, TREES)
 
 
-def draft(state: Any) -> Any:
-    """A record with the fields of a valid state, to assign to and then pass to one of the functions above."""
-    new = _record.draft()
-    new.step, new.epoch, new.batch, new.epoch_length = state._step, state._epoch, state._batch, state._epoch_length
-    new.samples, new.batch_samples, new.batch_steps = state._samples, state._batch_samples, state._batch_steps
-    new.params, new.buffers, new.opt_state = state._params, state._buffers, state._opt_state
-    new.seed, new.extra = state._seed, state._extra
-    return new
+def _check_valid(state: Any, names: Sequence[str] = TREES) -> None:
+    """Raise DonatedStateError if a tensor of one of these trees was overwritten."""
+    now, own = clock.time, lease.given_up(state)
+    for name in names:
+        writer = own if name in ("params", "opt_state") else None
+        if (writer := writer or lease.overwritten(state, (getattr(state, f"_{name}"),))) is not None:
+            raise DonatedStateError(_spent(state, name, writer))
+    if len(names) == len(TREES):
+        lease.found_valid(state, now)
+
+
+def _spent(state: TrainState, name: str, writer: lease.Lease) -> str:
+    at = f"{name} of the state at step {state.step} (epoch {state.epoch}, batch {state.batch}) was donated"
+    if writer.step is None:
+        return (
+            f"{at}: {writer.writer} was writing over its tensors when it failed, so there is no state after it. "
+            "Continue from a checkpoint, or from a copy (kept = ll.copy_state(state)) or a pure step's state"
+        )
+    pure = "" if writer.writer.startswith("ckpt.restore") else " or make the step with donate=False"
+    return (
+        f"{at}: {writer.writer} has written over its tensors, and that run is at step {writer.step} now. Continue with "
+        f"the state that it returned; to keep an earlier one, copy it first (kept = ll.copy_state(state)){pure}"
+    )
+
+
+def trees_of(state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """The `params`, `buffers` and `opt_state` of a state, checked once for all."""
+    if state._at != clock.time:
+        _check_valid(state)
+    return state._params, state._buffers, state._opt_state
+
+
+def extra_of(state: Any) -> Any:
+    """The `extra` of a state that is or was valid: no step writes it."""
+    return state._extra
 
 
 def check_state(value: Any, call: str) -> None:
@@ -326,53 +360,55 @@ class Init(Protocol):
 
 
 class Update(Protocol):
-    """Optimizer update: `update(grads, opt_state, params, step, **options) -> (params, opt_state, applied)`.
+    """Optimizer update: `update_(grads, opt_state, params, step, **info) -> (params, opt_state)`.
 
-    `grads` names the parameters to change; the others are returned unchanged. `step` is the number of earlier
-    updates, which schedules depend on. `applied` is a bool, or a 0-dim bool tensor that the train step reads: True if
-    an update was made, since `state.step` counts updates. A wrapper returns the `applied` of the optimizer it wraps.
+    It owns what it is given: it may write over the tensors of `params` and `opt_state`, or return new ones, because the
+    caller has copied them (a pure step) or given them up (a donated one). So it is written once. Gradients are not
+    written. If it returns new parameters in a donated step, the step copies them into the old ones. If it puts new tensors
+    into `opt_state`, it returns a new dict, `{**opt_state, "count": count}`: the one that it is given is that of the state
+    before as well.
 
-    The keyword arguments after `step` are optional to implement:
+    `grads` names the parameters to change; the others are returned unchanged. `step` is the number of earlier updates,
+    which schedules depend on. A third value, a dict of metrics, is added to those that the train step returns.
 
     Args:
-        donate: if True, the tensors of `params` and `opt_state` may be overwritten. An update without this argument
-            always makes new tensors, so after a donated step, a state bound to a module is no longer bound.
-        when: a bool or a 0-dim bool tensor. If it is false, `params` and `opt_state` are returned unchanged and
-            `applied` is False. An update without this argument is not called in that case, or its result is dropped.
-        extra: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,
-            and `evaluate`, a function from params to `(loss, grads)` on the same batch.
+        info: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,
+            `applied` (pass it on), and `evaluate`, a function from params to `(loss, grads)` on the same batch. A
+            function that does not take one of them is not passed it.
+    """
 
-    A wrapper that skips updates adds one line. It works in donated steps (the flag is read before anything is
-    overwritten), compiled and vectorized ones (the graph selects the result), and nested, with a single flag for all
-    wrappers. On several ranks, decide by what all of them share, such as the gradients: the metrics are those of the
-    rank's own batch, and ranks that decide differently end with different weights.
+    def __call__(self, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Any: ...
+
+
+class Decide(Protocol):
+    """Optimizer decision: `decide(grads, opt_state, metrics) -> (flag, opt_state)`, before anything is written.
+
+    `flag` says whether to update: a bool, or a 0-dim bool tensor, which the train step reads. `opt_state` goes to the
+    update, or is kept if there is none, with what counts batches and not updates: skips, windows of losses, loss scales.
+    What the optimizer cannot update is refused here.
+
+    A wrapper that skips updates combines its flag with the one of the optimizer that it wraps. It works in pure, donated,
+    compiled and vectorized steps, and nested, with one read by the host for all wrappers. On several ranks, decide by
+    what all of them share, such as the gradients: the metrics are those of the rank's own batch, and ranks that decide
+    differently end with different weights.
 
     >>> import dataclasses, looplib as ll, torch
     >>> def skip_small_gradients(optimizer, least):
-    ...     def update(grads, opt_state, params, step, *, when=True, **extra):
-    ...         when = when & (ll.grads.global_norm(grads.values()) >= least)
-    ...         return optimizer.update(grads, opt_state, params, step, when=when, **extra)
-    ...     return dataclasses.replace(optimizer, update=update)
+    ...     def decide(grads, opt_state, metrics, **info):
+    ...         flag, opt_state = optimizer.decide(grads, opt_state, metrics, **info)
+    ...         return flag & (ll.grads.global_norm(grads.values()) >= least), opt_state
+    ...     return dataclasses.replace(optimizer, decide=decide)
     >>> model, optimizer = torch.nn.Linear(2, 1), skip_small_gradients(ll.optimizer(torch.optim.SGD, lr=0.1), 10.0)
     >>> train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
     >>> state, metrics = train_step(ll.init_state(model, optimizer), torch.ones(4, 2))
     >>> state.step, state.skipped
     (0, True)
 
-    A wrapper with its own state chooses between the new and the old one with `ll.optim.where(applied, new, old)`.
+    Args:
+        info: the `params` and the `step` of the update. A function that does not take one of them is not passed it.
     """
 
-    def __call__(
-        self,
-        grads: Grads,
-        opt_state: Any,
-        params: Params,
-        step: int,
-        *,
-        donate: bool = False,
-        when: bool | Tensor = True,
-        **extra: Any,
-    ) -> tuple[Params, Any, bool | Tensor]: ...
+    def __call__(self, grads: Grads, opt_state: Any, metrics: Metrics, **info: Any) -> tuple[Any, Any]: ...
 
 
 Evaluation = Callable[[Params, dict[str, Tensor], Any], tuple[Params, dict[str, Tensor]]]
@@ -387,16 +423,21 @@ def _none_known(opt_state: Any, step: int) -> dict[str, float]:
     return {}
 
 
+def always(grads: Grads, opt_state: Any, metrics: Metrics, **info: Any) -> tuple[Any, Any]:
+    """The decision of an optimizer that skips no update."""
+    return True, opt_state
+
+
 @instances_are("optimizer")
 @dataclass(frozen=True, slots=True, repr=False)
 class Optimizer:
-    """Optimizer: a pair of pure functions, `init` and `update`.
+    """Optimizer: `init`, `decide` and `update_`.
 
     `ll.optimizer` makes one from a `torch.optim` class, and wrappers make one from another. Functions without
-    `**extra` are not passed any, and an `update` without `when` is wrapped so that it accepts it.
+    `**info` are not passed any.
 
     Attributes:
-        init, update: see `Init` and `Update`.
+        init, update_, decide: see `Init`, `Update` and `Decide`.
         evaluation: `evaluation(params, buffers, opt_state) -> (params, buffers)`, the weights to evaluate with if
             they differ from the trained ones, such as averages. See `eval_state`.
         hyperparameters: `hyperparameters(opt_state, step) -> {name: float}`, the values for the next update. See
@@ -406,13 +447,28 @@ class Optimizer:
         call: the call that made it, for `repr`.
     """
 
-    init: Init
-    update: Update
+    init: Callable[..., Any]
+    update_: Callable[..., Any]
+    decide: Callable[..., tuple[Any, Any]] = always
     evaluation: Evaluation = _as_they_are
     hyperparameters: Numbers = _none_known
     description: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kernel: Callable[[], str] | None = None
     call: Call | None = dataclasses.field(default=None, init=False, compare=False)
+
+    def update(
+        self, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any
+    ) -> tuple[Params, Any, bool | Tensor]:
+        """A pure update, for use by hand: `(params, opt_state, applied)`. It decides, copies, and updates the copies.
+
+        >>> import looplib as ll, torch
+        >>> sgd, params = ll.optimizer(torch.optim.SGD, lr=0.5), {"w": torch.ones(2)}
+        >>> sgd.update({"w": torch.ones(2)}, sgd.init(params), params, 0)[0]
+        {'w': tensor([0.5000, 0.5000])}
+
+        `applied` is False if the optimizer has decided to skip the update. While a graph is traced it is a tensor.
+        """
+        return updates.update_by_hand(self, grads, opt_state, params, step, info)
 
     def __repr__(self) -> str:
         kernel = [] if self.kernel is None else [f"kernel: {self.kernel()}"]
@@ -422,12 +478,12 @@ class Optimizer:
         return f"Optimizer({', '.join([*settings, *kernel])})"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "init", updates.with_known_arguments(self.init))
-        object.__setattr__(self, "update", updates.conditional(self.update, self.init, self.description))
+        for name in ("init", "update_", "decide"):
+            object.__setattr__(self, name, updates.ignore_extra_kwargs(getattr(self, name)))
 
 
-absent.explain_attributes(Optimizer, "what ll.optimizer returns", absent.OF_AN_OPTIMIZER)
-absent.explain_assignment(
+advice.explain_attributes(Optimizer, "what ll.optimizer returns", advice.OF_AN_OPTIMIZER)
+advice.explain_assignment(
     Optimizer,
     "what ll.optimizer returns",
     "give {name}= to ll.optimizer, or a schedule, or lr=ll.optim.injected(...)",

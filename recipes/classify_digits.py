@@ -76,8 +76,6 @@ def main(
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
-    elif state.step:
-        print(f"continuing from step {state.step} of {steps}")
 
     try:
         bar = ll.progress(loader, epochs=epochs)

@@ -78,8 +78,6 @@ def main(
     state = ckpt.restore(state)
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
-    elif state.step:
-        print(f"continuing from step {state.step} of {steps}")
 
     log, window = ll.console(), ll.Window()
     every = ll.every_n_epochs(max(1, epochs // 6))

@@ -83,8 +83,6 @@ def main(
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
-    elif state.step:
-        print(f"continuing from step {state.step} of {epochs * len(loader)}")
     bar = ll.progress(loader, epochs=epochs)
     try:
         while not done(state):

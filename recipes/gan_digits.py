@@ -66,8 +66,6 @@ def main(
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     if finished(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
-    elif state.step:
-        print(f"continuing from epoch {state.epoch} of {epochs}")
     with ll.after_signal(signal.SIGINT, signal.SIGTERM) as stop_now:  # not between the two steps of a batch
         done = finished | stop_now
         bar = ll.progress(loader, epochs=epochs)

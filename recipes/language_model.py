@@ -80,8 +80,6 @@ def main(
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
-    elif state.step:
-        print(f"continuing from step {state.step} of {steps}")
 
     began, first = time.perf_counter(), state.samples
     try:

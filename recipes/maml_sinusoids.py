@@ -68,8 +68,6 @@ def main(
         state = ckpt.restore(ll.init_state(model, optimizer, seed=seed))
         if done(state):
             print(f"{name}: already finished at step {state.step:,}; delete {folder} to start again")
-        elif state.step:
-            print(f"{name}: continuing from step {state.step:,}")
         try:
             while not done(state):
                 tasks = draw_tasks(meta_batch, 2 * shots, seed=(seed << 32) + state.step, told=name == "oracle")

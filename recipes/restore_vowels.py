@@ -83,8 +83,6 @@ def main(
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(train_set):,} phrases to train on")
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
-    elif state.step:
-        print(f"continuing from step {state.step} of {steps}")
     try:
         while not done(state):
             bar = ll.progress(loader(state), state, leave=False)

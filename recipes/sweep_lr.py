@@ -75,8 +75,6 @@ def main(
     curves = json.loads(file.read_text()) if stack.step else []  # scores of all members after each epoch, from 0 on
     if len(curves) > epochs:
         print(f"already finished at step {stack.step}; delete {directory} to start again")
-    elif stack.step:
-        print(f"continuing from step {stack.step} of {epochs * len(loader)}")
     bar = ll.progress(loader, epochs=epochs)
     try:
         while len(curves) <= epochs:

@@ -89,8 +89,6 @@ def main(
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
-    elif state.step:
-        print(f"continuing from step {state.step} of {steps}")
     bar = ll.progress(loader, epochs=epochs, disable=None)
     while not done(state):
         for batch in bar(state):

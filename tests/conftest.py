@@ -16,8 +16,11 @@ import torch
 
 collect_ignore_glob = ["other_trainers/script_*.py"]  # scripts that train when imported; a test runs them
 
-hypothesis.settings.register_profile("any machine", deadline=None)  # no test depends on how fast the machine is
-hypothesis.settings.load_profile("any machine")
+# No test depends on how fast the machine is, nor on luck: each run tries the same examples. The profile "search" tries
+# new ones each time.
+hypothesis.settings.register_profile("every run", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "every run"))
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,17 @@ def bits(tree):
     ], spec
 
 
+def update(optimizer, grads, opt_state, params, step, donate=False, **info):
+    """An update by hand: pure, or as a donated step makes it, over what it is given."""
+    if not donate:
+        params, opt_state, applied = optimizer.update(grads, opt_state, params, step, **info)
+        assert applied is True
+        return params, opt_state
+    flag, opt_state = optimizer.decide(grads, opt_state, info.get("metrics", {}), params=params, step=step)
+    assert flag is True
+    return optimizer.update_(grads, opt_state, dict(params), step, **info)[:2]
+
+
 class Opaque:
     """A batch with a length, and nothing else that is known."""
 

@@ -21,6 +21,7 @@ CONTINUES = {  # the run that a block continues
     "Resume with another learning rate 1": "Resume a run 1",
     "Push to the Hugging Face Hub 2": "Push to the Hugging Face Hub 1",
 }
+TWO = "Train two networks with two optimizers (a GAN, an actor-critic)"
 EXPECTED_WARNINGS = {"Resume with another learning rate 1": ["lr was 0.01, is 0.0001"]}
 
 
@@ -52,6 +53,12 @@ def task(request):
     return request.param
 
 
+def counts(names, *networks):
+    """Updates, epochs and samples of each network's state."""
+    states = [names[f"{network}_state"] for network in networks]
+    return [(state.step, state.epoch, state.samples) for state in states]
+
+
 def card_of(names):
     """Rows of the model card of the latest checkpoint."""
     return {line.strip("| ") for line in names["card"](names["ckpt"].latest()).text.splitlines()}
@@ -72,6 +79,8 @@ def test_the_block_runs(task, tmp_path, monkeypatch):
     [
         ("Freeze layers 1", lambda n: moved(n) == {"2.weight", "2.bias"}),
         ("Freeze layers 2", lambda n: moved(n) == {"0.weight", "0.bias", "2.weight", "2.bias"}),
+        (f"{TWO} 1", lambda n: counts(n, "critic", "generator") == [(8, 1, 256), (8, 0, 0)]),
+        (f"{TWO} 2", lambda n: counts(n, "critic", "actor") == [(8, 1, 256), (8, 0, 0)]),
         ("Resume a run 1", lambda n: n["state"].step == 16 and n["ckpt"].latest().step == 15),
         ("Resume with another learning rate 1", lambda n: n["state"].step == 16),
         ("Keep the best checkpoint 1", lambda n: n["state"].step == n["ckpt"].best().step),

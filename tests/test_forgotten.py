@@ -125,6 +125,37 @@ def test_save_pretrained_after_a_pure_run_is_warned_of(tmp_path):
         model.save_pretrained(tmp_path / "wrong")
 
 
+def test_calling_the_module_of_a_pure_run_is_warned_of_once():
+    run = Run()
+    run.model(torch.ones(2, 4))
+    run.train()
+    with pytest.warns(UserWarning, match=STALE) as caught:
+        run.model(torch.ones(2, 4))
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert all(name in str(caught[0].message) for name in ("make_predict_step", "ll.bind(model, state)"))
+    run.model(torch.ones(2, 4))
+    run.model.state_dict()
+
+
+def test_a_module_that_is_bound_and_trained_on_by_pure_steps_is_warned_of():
+    run = Run()
+    state = ll.bind(run.model, run.train())
+    run.model(torch.ones(2, 4))
+    run.train(state)
+    with pytest.warns(UserWarning, match=STALE):
+        run.model(torch.ones(2, 4))
+
+
+def called_with_a_state(run, state, folder):
+    eval_step = ll.make_eval_step(run.model, lambda model, x: {"loss": model(x).square().mean()})
+    for each in (run.state, state):  # the first one has the module's own weights
+        eval_step(each, torch.ones(2, 4))
+        run.grad_fn(each, torch.ones(2, 4))
+        run.step(each, torch.ones(2, 4))
+    torch.func.functional_call(run.model, {**state.params, **state.buffers}, torch.ones(2, 4))
+
+
 def saved_by_looplib(run, state, folder):
     ll.checkpoint_io(folder / "checkpoints").save(state)
     ll.checkpoint.save_safetensors(run.model, state, folder / "model.safetensors")
@@ -135,7 +166,9 @@ def saved_by_looplib(run, state, folder):
 def bound_to_the_module(run, state, folder):
     ll.bind(run.model, state)
     run.model.state_dict()
+    run.model(torch.ones(2, 4))
     assert not run.model._state_dict_pre_hooks
+    assert not run.model._forward_pre_hooks
 
 
 def copied_into_the_module(run, state, folder):
@@ -146,16 +179,41 @@ def copied_into_the_module(run, state, folder):
 
 def loaded_by_torch(run, state, folder):
     run.model.load_state_dict({**state.params, **state.buffers})
+    run.model(torch.ones(2, 4))
     run.model.state_dict()
+
+
+def test_an_inner_step_of_meta_learning_says_nothing_about_the_module():
+    model, optimizer = nn.Linear(3, 1), ll.optimizer(torch.optim.SGD, lr=0.1)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().mean()), optimizer)
+    state = ll.init_state(model, optimizer)
+    ll.transforms.differentiable(step)(ll.copy_state(state), torch.ones(2, 3))
+    torch.func.functional_call(model, state.params, torch.ones(2, 3))  # the module's own
+
+
+def set_to_its_first_weights(run, state, folder):
+    first = {name: tensor.detach().clone() for name, tensor in run.model.named_parameters()}
+    run.model.load_state_dict(first, strict=False)
+    run.model(torch.ones(2, 4))
 
 
 def trained_by_donation(run, state, folder):
     run.train(run.state, run.make_step(donate=True))
+    run.model(torch.ones(2, 4))
     run.model.state_dict()
 
 
 @pytest.mark.parametrize(
-    "use", [saved_by_looplib, bound_to_the_module, copied_into_the_module, loaded_by_torch, trained_by_donation]
+    "use",
+    [
+        called_with_a_state,
+        saved_by_looplib,
+        bound_to_the_module,
+        copied_into_the_module,
+        loaded_by_torch,
+        set_to_its_first_weights,
+        trained_by_donation,
+    ],
 )
 def test_weights_that_were_put_into_the_module_are_not_warned_of(use, tmp_path):
     run = Run()
@@ -174,13 +232,15 @@ def test_a_scripted_module_trains_without_the_warning():
 def test_a_module_of_a_pure_run_is_copied_and_pickled_as_any_other():
     run = Run()
     run.train()
-    copy.deepcopy(run.model).state_dict()
-    pickle.loads(pickle.dumps(run.model)).state_dict()
+    for model in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
+        model.state_dict()
+        assert model(torch.ones(2, 4)).shape == (2, 1)
     file = io.BytesIO()
     torch.save(run.model, file)
     code = (
         "import io, sys, torch; sys.modules['looplib'] = None; file = io.BytesIO(sys.stdin.buffer.read()); "
-        "print(len(torch.load(file, weights_only=False).state_dict()))"
+        "model = torch.load(file, weights_only=False); "
+        "print(len(model.state_dict()), len(model(torch.ones(2, 4))))"
     )
     out = subprocess.run([sys.executable, "-c", code], input=file.getvalue(), capture_output=True, check=True)
-    assert out.stdout == b"9\n"
+    assert out.stdout == b"9 2\n"

@@ -69,6 +69,9 @@ class Headed(nn.Module):
         super().__init__()
         self.backbone, self.head = nn.Sequential(nn.Linear(2, 2), *within), nn.Linear(2, 1)
 
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
 
 def test_a_part_that_was_left_in_eval_mode_is_named():
     # As of from_pretrained, within a module of one's own, or within peft's.
@@ -78,14 +81,29 @@ def test_a_part_that_was_left_in_eval_mode_is_named():
         ll.make_grad_fn(model, lambda model, batch: model(batch))
 
 
+def test_a_whole_model_in_eval_mode_is_trained_in_training_mode_and_its_layers_are_named():
+    model = Headed(nn.BatchNorm1d(2), nn.Dropout(0.1), nn.Dropout(0.0)).eval()
+    with pytest.warns(UserWarning, match="eval mode") as caught:
+        grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).mean())
+    assert caught[0].filename == __file__
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert all(name in message for name in ("backbone.1 (BatchNorm1d)", "backbone.2 (Dropout)", "model.train()"))
+    assert "backbone.3" not in message
+    out = grad_fn(ll.init_state(model), torch.randn(4, 2))
+    assert out.buffers["backbone.1.num_batches_tracked"] == 1
+    assert not model.training
+
+
 @pytest.mark.parametrize("which", ["trained", "eval", "frozen", "without dropout", "the dropout alone"])
 def test_eval_mode_that_is_meant_is_no_matter(which):
-    model = Headed(nn.BatchNorm1d(2), nn.Dropout(0.0 if which == "without dropout" else 0.1))
+    within = [] if which == "eval" else [nn.BatchNorm1d(2), nn.Dropout(0.0 if which == "without dropout" else 0.1)]
+    model = Headed(*within)
     model.backbone.eval()
     if which == "trained":
         model.train()
     elif which == "eval":
-        model.eval()  # all of it, as it comes from from_pretrained: a step takes the whole to training mode
+        model.eval()  # all of it, without a layer that differs
     elif which == "frozen":
         model.backbone.requires_grad_(False)
     elif which == "the dropout alone":

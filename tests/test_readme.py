@@ -14,7 +14,7 @@ import looplib as ll
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
-DATA, LOOP, AFTER, PIECES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+DATA, LOOP, INTERRUPT, AFTER, PIECES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 DIFFS = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
 PAGES = ["README.md", "recipes/COMPARISON.md", "tests/benchmarks/README.md"]
 
@@ -98,6 +98,38 @@ def test_the_third_diff_resumes_to_the_same_bits(tmp_path, monkeypatch):
     assert not ll.debug.differences(run(program(3))["state"], whole)
     assert not ll.debug.differences(run(program(3))["state"], whole)  # a finished run stays as it is
     assert ll.log.read_jsonl("runs/first/log.jsonl") == ll.log.read_jsonl("../whole/runs/first/log.jsonl")
+
+
+def test_ctrl_c_saves_by_the_two_lines(tmp_path, monkeypatch, capsys):
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    whole = run(program(3))["state"]
+    monkeypatch.chdir(tmp_path)
+    before, loop = program(3).split("while not done(state):\n")
+    body = "".join(
+        f"    {line}" for line in f"while not done(state):\n{loop}".splitlines(keepends=True) if line.strip()
+    )
+    interrupted = body.replace("window = window.add(metrics)", "window = window.add(metrics); strike(state)")
+    strike = (
+        "import signal\ndef strike(state):\n    if state.step == 20:\n        signal.raise_signal(signal.SIGINT)\n"
+    )
+    run(f"{strike}{before}try:\n{interrupted}{INTERRUPT}")
+    capsys.readouterr()
+    assert not ll.debug.differences(run(program(3))["state"], whole)
+    assert (
+        "Restored step 20 (epoch 1, batch 7) from runs/first/checkpoints/step-00000020\n" in capsys.readouterr().out
+    )
+    run(program(3))
+    assert "Restored step 130 (epoch 10, batch 0) from" in capsys.readouterr().out  # a finished run says so
+
+
+@pytest.mark.parametrize("page", ["README.md", "recipes/CHEAT_SHEET.md", "recipes/COOKBOOK.md"])
+def test_where_donate_appears_first_the_page_says_when_to_use_which(page):
+    text = (ROOT / page).read_text()
+    paragraphs = [text for text in re.split(r"\n\n|```", text) if "donate" in text]
+    first = next(number for number, text in enumerate(paragraphs) if re.search(r"the\s+default", text))
+    assert first <= 1  # the word, or the code that has it
+    assert re.search(r"in place.*old state.*[Ll]eave it out.*branch", paragraphs[first], re.DOTALL)
 
 
 def test_the_fourth_diff_trains_on_two_ranks_as_on_one(tmp_path, monkeypatch):

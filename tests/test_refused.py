@@ -15,6 +15,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 import looplib as ll
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: F401 - a line of the page names it
+
 PAGE = (ROOT / "recipes/REFUSED.md").read_text()
 BEGINNING = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
 SECTIONS = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)

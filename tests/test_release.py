@@ -8,6 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 from public import ROOT
 
+import looplib as ll
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OLDEST_PYTHON = PROJECT["requires-python"].removeprefix(">=")
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -15,7 +17,7 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 
 def test_the_changelog_begins_with_this_version():
     heading = re.search(r"^## (\S+?)(?:,| \()", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert heading[1] == PROJECT["version"]
+    assert heading[1] == ll.__version__
 
 
 def test_the_command_for_the_oldest_versions_names_them():
@@ -33,7 +35,7 @@ def test_the_classifiers_begin_with_the_oldest_python_and_agree_with_the_licence
 
 
 def test_an_unreleased_version_may_lack_an_address_and_a_released_one_may_not():
-    unreleased = f"## {PROJECT['version']}, unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    unreleased = f"## {ll.__version__}, unreleased" in (ROOT / "CHANGELOG.md").read_text()
     if not unreleased:
         assert {"Repository", "Issues", "Changelog"} <= PROJECT.get("urls", {}).keys()
         assert "<its address>" not in (ROOT / "README.md").read_text()
@@ -57,7 +59,7 @@ def test_the_extras_that_texts_name_exist():
 
 
 def test_no_text_says_to_install_looplib_from_an_index_before_it_is_there():
-    unreleased = f"## {PROJECT['version']}, unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    unreleased = f"## {ll.__version__}, unreleased" in (ROOT / "CHANGELOG.md").read_text()
     for path in [
         *(ROOT / "recipes").rglob("*.py"),
         *(ROOT / "recipes").glob("*.md"),

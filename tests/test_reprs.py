@@ -50,7 +50,7 @@ OPTIMIZERS = [
     "ll.ema(ll.optimizer(AdamW, lr=0.001), decay=0.9)",
     "ll.ema(ll.optimizer(AdamW, lr=0.001))",
     "ll.optim.swa(ll.optim.skip_spikes(ll.optimizer(AdamW, lr=0.001), sigmas=4.0), start=10)",
-    "ll.optim.freeze(ll.optim.apply_if_finite(ll.optimizer(SGD, lr=0.1), max_consecutive=3), frozen)",
+    "ll.optim.freeze(ll.optim.apply_if_finite(ll.optimizer(SGD, lr=0.1), max_consecutive=3), frozen=frozen)",
     "ll.optim.master_weights(ll.optim.dynamic_loss_scale(ll.optimizer(AdamW, lr=0.001), growth_interval=100))",
     "ll.contrib.lookahead(ll.optimizer(AdamW, lr=0.001), sync_period=5)",
     "ll.optim.partition({'a': ll.optimizer(AdamW, lr=0.001)}, chosen)",
@@ -123,7 +123,7 @@ def test_a_lambda_is_shown_without_its_body():
 
 def test_an_optimizer_with_an_update_of_ones_own_does_not_claim_to_be_the_inner_one():
     inner = ll.optimizer(SGD, lr=0.1)
-    own = dataclasses.replace(inner, update=lambda grads, opt_state, params, step: (params, opt_state, True))
+    own = dataclasses.replace(inner, update_=lambda grads, opt_state, params, step: (params, opt_state))
     assert repr(own).startswith("Optimizer(class='torch.optim.sgd.SGD', lr=0.1")
 
 

@@ -223,7 +223,13 @@ def life(folder, until, *, family="adamw", asynchronous=False, first=False, **mo
     state, *rest = begin(family, first=first or ckpt.latest() is None, **mode)
     Path(folder).mkdir(exist_ok=True)
     file = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    train(ckpt.restore(state), *rest, until, lambda at, line: os.write(file, f"{at} {line}\n".encode()), ckpt.save)
+    train(
+        ckpt.restore(state, quiet=True),
+        *rest,
+        until,
+        lambda at, line: os.write(file, f"{at} {line}\n".encode()),
+        ckpt.save,
+    )
     ckpt.wait()
 
 
@@ -244,7 +250,7 @@ def check(folder, until, family="adamw"):
     """The last checkpoint and each line that any of the processes logged are those of an uninterrupted run."""
     state, log = uninterrupted(family, until)
     ckpt = ll.checkpoint_io(folder)
-    assert same(ckpt.restore(begin(family)[0]), state)
+    assert same(ckpt.restore(begin(family)[0], quiet=True), state)
     lines = (Path(folder) / "log").read_text().splitlines()
     assert set(lines) == {f"{at} {line}" for at, line in log.items()}
 

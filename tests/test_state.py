@@ -94,6 +94,70 @@ def test_copy_keeps_ties_and_flags():
     assert copied.params["w"].is_leaf
 
 
+class Masked(nn.Module):
+    """A trained and a frozen layer, and a mask of integers, as in many transformers models."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.frozen = nn.Linear(3, 3), nn.Linear(3, 1).requires_grad_(False)
+        self.register_buffer("ids", torch.arange(3))
+
+    def forward(self, x):
+        return self.frozen(self.layer(x)[:, self.ids])
+
+
+@pytest.mark.parametrize("use", ["bind", "bind a copy", "restore"])
+def test_a_pure_state_is_not_spent_by_what_reads_it_into_the_module(use, tmp_path):
+    model, optimizer = Masked(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    step, x, ckpt = ll.make_train_step(grad_fn, optimizer), torch.randn(4, 3), ll.checkpoint_io(tmp_path)
+    state, _ = step(ll.init_state(model, optimizer), x)
+    ckpt.save(state)
+    if use == "restore":
+        other = ckpt.restore(ll.init_state(model, optimizer))
+    else:
+        other = ll.bind(model, ll.copy_state(state) if use == "bind a copy" else state)
+    torch.testing.assert_close(dict(model.state_dict()), {**state.params, **state.buffers})
+    donated = ll.make_train_step(grad_fn, optimizer, donate=True)
+    other, _ = donated(donated(other, x)[0], x)
+    state, _ = step(step(state, x)[0], x)
+    torch.testing.assert_close(dict(state.params), dict(other.params))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_in_inference_mode_is_named_and_states_made_there_are_trained(donate):
+    model, optimizer = nn.Linear(3, 1), ll.optimizer(torch.optim.Adam, lr=0.1)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer, donate=donate)
+    x = torch.ones(2, 3)
+    with torch.inference_mode():
+        state = ll.init_state(model, optimizer)
+        with pytest.raises(RuntimeError, match="inference_mode"):
+            step(state, x)
+        copied = ll.copy_state(state)
+        bound = ll.bind(model, ll.copy_state(state))
+    for each in (copied, bound):
+        assert step(each, x)[0].step == 1
+
+
+class Codebook(nn.Module):
+    """A table that trains itself in the forward pass, as some quantizers do."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(2, 2))
+        optimizer = torch.optim.Adam([self.table], lr=0.1)
+        self.own = {"one": optimizer, "several": [optimizer], "by name": {"table": optimizer}}[held]
+
+
+@pytest.mark.parametrize("held", ["one", "several", "by name"])
+def test_an_optimizer_in_the_module_is_named(held):
+    model = nn.Sequential(nn.Linear(2, 2), Codebook(held))
+    with pytest.warns(UserWarning, match=r"1\.own.* \(Adam\).*extra") as caught:
+        ll.init_state(model)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
 def test_bind_copies_the_values_into_the_module():
     model, state = made()
     kept = ll.copy_state(state)

@@ -264,16 +264,17 @@ def test_a_pure_step_leaves_everything_and_repeats(case, bound):
     assert bits(second_metrics) == bits(first_metrics)
 
 
-def test_a_pure_step_shares_what_it_does_not_change():
+def test_a_pure_step_shares_parameters_that_it_does_not_change():
     model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))
     model.register_buffer("mask", torch.ones(5, dtype=torch.bool))
     model[0].bias.requires_grad_(False)
     sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
     start = ll.init_state(model, sgd)
     state, _ = ll.make_train_step(ll.make_grad_fn(model, classify), sgd)(start, vectors())
-    assert state.buffers["mask"] is start.buffers["mask"]
     assert state.params["0.bias"] is start.params["0.bias"]
-    assert state.buffers["1.running_mean"] is not start.buffers["1.running_mean"]
+    for name, buffer in start.buffers.items():
+        assert state.buffers[name] is not buffer
+    assert torch.equal(state.buffers["mask"], start.buffers["mask"])
 
 
 def test_trainable_subset_and_frozen_parameters_equal_the_raw_loop():
@@ -316,7 +317,8 @@ def test_submodules_in_eval_mode_stay_so_and_a_pretrained_model_trains():
     assert not torch.any(state.buffers["1.num_batches_tracked"])
 
     whole, loss_fn, batches = make("batch_norm", 1)
-    step = ll.make_train_step(ll.make_grad_fn(whole.eval(), loss_fn), sgd)  # as from_pretrained hands it out
+    with pytest.warns(UserWarning, match="whole Sequential is in eval mode"):
+        step = ll.make_train_step(ll.make_grad_fn(whole.eval(), loss_fn), sgd)  # as from_pretrained hands it out
     state, _ = step(ll.init_state(whole, sgd), batches[0])
     assert state.buffers["1.num_batches_tracked"] == 1
 
@@ -425,41 +427,6 @@ def test_a_spent_state_says_what_took_it():
         assert "donated" in repr(spent)
         assert spent.step == (0 if spent is start else 1)  # counts can still be read
     assert two.params is not None
-
-
-def test_every_record_that_shares_a_written_tensor_is_spent():
-    model, step, start = donated()
-    state, _ = step(start, vectors())
-    shares = [
-        state.replace(epoch=5),
-        state.replace(params=dict(state.params)),
-        state.replace(params={name: tensor.detach() for name, tensor in state.params.items()}),
-        ll.TrainState(params={"alias": state.params["0.weight"]}),
-        ll.TrainState(extra={"ema": [state.params["2.weight"].detach().view(-1)]}),
-        ll.TrainState(opt_state=state.opt_state),
-        state.replace(extra="mine").replace(step=0),
-    ]
-    fields = ["params", "params", "params", "params", "extra", "opt_state", "params"]
-    for record, field in zip(shares, fields, strict=True):
-        getattr(record, field)
-    state, _ = step(state, vectors())
-    for record, field in zip(shares, fields, strict=True):
-        with pytest.raises(ll.DonatedStateError):
-            getattr(record, field)
-    del state  # and it stays so when the run is gone
-    with pytest.raises(ll.DonatedStateError):
-        _ = shares[0].params
-    assert model is not None
-
-
-def test_a_record_made_before_the_first_donation_is_spent_too():
-    _, step, start = donated()
-    fork = start.replace(extra={"note": 1})
-    step(start, vectors())
-    with pytest.raises(ll.DonatedStateError):
-        _ = fork.params
-    with pytest.raises(ll.DonatedStateError):
-        _ = start.opt_state
 
 
 def test_what_the_step_does_not_write_stays_good():
@@ -772,11 +739,10 @@ def test_bad_evaluations_are_named():
 class Conditional(nn.Module):
     """A batch norm that some batches go through, and a large table that they write."""
 
-    def __init__(self, large=10):
+    def __init__(self):
         super().__init__()
         self.linear, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False)
-        self.register_buffer("table", torch.zeros(large))
-        self.register_buffer("constant", torch.zeros(100_000))
+        self.register_buffer("table", torch.zeros(100_000))
 
     def forward(self, x, through):
         y = self.linear(x)
@@ -794,8 +760,8 @@ def conditional_loss(model, batch):
     return loss
 
 
-def conditional_step(large=10):
-    model = Conditional(large)
+def conditional_step():
+    model = Conditional()
     optimizer = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.01), max_consecutive=5)
     step = ll.make_train_step(ll.make_grad_fn(model, conditional_loss), optimizer, donate=True)
     state = ll.init_state(model, optimizer)
@@ -823,32 +789,6 @@ def test_a_layer_that_first_runs_in_a_step_that_is_not_made_is_put_back(how):
     assert state.buffers["table"][0] == 1
     with pytest.raises(ll.DonatedStateError, match="buffers of the state at step 3"):
         _ = kept.buffers
-
-
-@pytest.mark.parametrize("how", ["skipped", "failed"])
-def test_a_large_buffer_of_which_there_is_no_copy_is_named(how):
-    step, state = conditional_step(large=100_000)
-    bad = torch.rand(5, 4)
-    bad[0, 0] = math.inf
-    if how == "skipped":
-        with pytest.raises(RuntimeError, match="the buffer table was written for the first time in a step whose upd"):
-            step(state, (bad, True, False))
-    else:
-        with pytest.raises(ArithmeticError):
-            step(state, (bad, True, True))
-    with pytest.raises(ll.DonatedStateError):
-        _ = state.buffers
-
-
-def test_a_large_buffer_that_steps_have_written_is_put_back():
-    step, state = conditional_step(large=100_000)
-    state, _ = step(state, (torch.rand(5, 4), True, False))
-    before = bits(state.buffers)
-    bad = torch.rand(5, 4)
-    bad[0, 0] = math.inf
-    state, _ = step(state, (bad, True, False))
-    assert state.skipped
-    assert bits(state.buffers) == before
 
 
 def test_a_parameter_or_a_buffer_among_the_metrics_keeps_the_value_of_its_step():

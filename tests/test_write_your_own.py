@@ -39,15 +39,17 @@ def loss_fn(model, batch):
 
 
 def by_hand(*models):
-    """The same in plain PyTorch: the weights, the number of updates, and the largest error of each batch, of each model.
+    """The same in plain PyTorch: weights, their averages, number of updates, and largest error of each batch, of each model.
 
     Several models are the members of a stack: the schedule moves on when one of them is updated.
     """
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1.0) for model in models]
     step, largest = 0, [[] for _ in models]
+    averages = [{name: p.detach().clone() for name, p in model.named_parameters()} for model in models]
+    counts = [0 for _ in models]
     for x, y in batches():
         updated = False
-        for model, optimizer, errors in zip(models, optimizers, largest, strict=True):
+        for at, (model, optimizer, errors) in enumerate(zip(models, optimizers, largest, strict=True)):
             error = (model(x) - y).square()
             errors.append(error.max().item())
             optimizer.zero_grad()
@@ -59,17 +61,30 @@ def by_hand(*models):
             if norm >= 0.25:
                 optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step % 5 / 5)
                 optimizer.step()
+                for name, p in model.named_parameters():
+                    averages[at][name].lerp_(p.detach(), 4.0 / (4.0 + counts[at]))
+                counts[at] += 1
                 updated = True
         step += updated
-    return [(dict(model.named_parameters()), step, errors) for model, errors in zip(models, largest, strict=True)]
+    return [
+        (dict(model.named_parameters()), mean, step, errors)
+        for model, mean, errors in zip(models, averages, largest, strict=True)
+    ]
 
 
-def check(state, largest, seed=0):
-    [(params, step, expected)] = by_hand(net(seed))
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def check(state, optimizer, largest):
+    [(params, mean, step, expected)] = by_hand(net())
     assert 0 < step < STEPS
     assert state.step == step
-    torch.testing.assert_close(dict(state.params), params, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(largest, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(dict(state.params), params, **CLOSE)
+    torch.testing.assert_close(dict(ll.eval_state(optimizer, state).params), mean, **CLOSE)
+    torch.testing.assert_close(largest, expected, **CLOSE)
+    numbers = ll.optim.hyperparameters(optimizer, state)
+    assert numbers["part_of_latest"] == 4 / (4 + step)
+    assert numbers["lr"] == 1e-2 * (1 - step % 5 / 5)
 
 
 def run(step, state, data):
@@ -86,7 +101,8 @@ def test_it_is_the_loop_by_hand(donate, compiled):
     model = net()
     step, optimizer = OWN["make_step"](model, loss_fn, donate)
     step = ll.transforms.compile_step(step, backend="eager") if compiled else step
-    check(*run(step, ll.init_state(model, optimizer), batches()))
+    state, largest = run(step, ll.init_state(model, optimizer), batches())
+    check(state, optimizer, largest)
 
 
 def test_each_member_of_a_stack_is_the_loop_by_hand():
@@ -99,9 +115,10 @@ def test_each_member_of_a_stack_is_the_loop_by_hand():
         for member, scores in enumerate(ll.transforms.compute_members(metrics)):
             largest[member].append(scores["largest"])
     members = zip(by_hand(net(0), net(5)), ll.transforms.unstack_states(stack), largest, strict=True)
-    for (params, _, expected), state, scores in members:
-        torch.testing.assert_close(dict(state.params), params, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-12)
+    for (params, mean, _, expected), state, scores in members:
+        torch.testing.assert_close(dict(state.params), params, **CLOSE)
+        torch.testing.assert_close(dict(ll.eval_state(optimizer, state).params), mean, **CLOSE)
+        torch.testing.assert_close(scores, expected, **CLOSE)
 
 
 def on_two_ranks():
@@ -113,10 +130,11 @@ def on_two_ranks():
             half = slice(0, 4) if rank == 0 else slice(4, 8)
             state, metrics = step(state, (x[half], y[half]))
         largest = ll.compute(ll.distributed.reduce(metrics))["largest"]
-        [(params, updates, expected)] = by_hand(net())
+        [(params, mean, updates, expected)] = by_hand(net())
         assert state.step == updates
-        torch.testing.assert_close(dict(state.params), params, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(float(largest), expected[-1], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(dict(state.params), params, **CLOSE)
+        torch.testing.assert_close(dict(ll.eval_state(optimizer, state).params), mean, **CLOSE)
+        torch.testing.assert_close(float(largest), expected[-1], **CLOSE)
         print("equal on", rank)
 
 
@@ -133,8 +151,32 @@ def test_the_predicate_and_the_sink(tmp_path):
     assert (tmp_path / "log.md").read_text() == "| 3 | 0.500000 |\n"
 
 
-def test_each_is_under_ten_lines_and_imports_nothing_private():
+def test_a_wrapper_with_state_keeps_it_in_checkpoints_and_hands_on_what_others_report(tmp_path):
+    def reporting(optimizer):
+        def update_(grads, opt_state, params, step, **info):
+            new, opt_state = optimizer.update_(grads, opt_state, params, step, **info)
+            return new, opt_state, {"updated": ll.Mean(len(grads), 1)}
+
+        return dataclasses.replace(optimizer, update_=update_)
+
+    def made(power):
+        return OWN["average_later"](reporting(ll.optimizer(torch.optim.SGD, lr=0.1)), power)
+
+    model, optimizer = net(), made(3.0)
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    state, metrics = step(ll.init_state(model, optimizer), batches()[0])
+    assert ll.compute(metrics)["updated"] == 4
+    ll.checkpoint_io(tmp_path).save(state)
+    fresh = ll.init_state(net(), optimizer)
+    restored = ll.checkpoint_io(tmp_path).restore(fresh)
+    assert restored.opt_state["updates"] == 1
+    assert all(torch.equal(restored.opt_state["mean"][name], p) for name, p in state.opt_state["mean"].items())
+    with pytest.warns(UserWarning, match=r"average_later power was 3\.0, is 1\.0"):
+        ll.checkpoint_io(tmp_path).restore(ll.init_state(net(), made(1.0)))
+
+
+def test_each_is_short_and_imports_nothing_private():
     for block in BLOCKS:
         lines = [line for line in block.splitlines() if line.strip()]
-        assert len(lines) < 10, block
+        assert len(lines) < (25 if "evaluation" in block else 10), block
         assert not re.search(r"\b_[a-z]\w*\.|import|ll\._", block), block

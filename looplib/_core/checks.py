@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import reprlib
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn, strided
@@ -131,3 +133,30 @@ def are_columns(values: Any) -> bool:
         return False
     same_rows = len({*map(len, values)}) == 1
     return same_rows and len({(str(value.dtype), value.ndim) for value in values}) > 1
+
+
+def check_own_file(path: Path) -> None:
+    """Raise ValueError for a link, a pipe or a device where looplib keeps a file: to write it could write elsewhere."""
+    check(
+        not path.is_symlink() and (path.is_file() or not path.exists()),
+        f"{path} is a link, or no file; looplib writes a file there, and follows no link out of its folder: delete it",
+    )
+
+
+def count_of(shape: Any, of: str) -> int:
+    """Number of elements of a shape that was read from a file. Raises ValueError for anything that is no shape."""
+    sound = type(shape) is list and are_counts(shape)
+    count = int(sound and 0 not in shape)
+    for size in shape if sound else ():
+        count *= size
+        if count >= 2**48:  # math.prod would multiply them all, however long that takes
+            sound = False
+            break
+    if not sound:
+        raise ValueError(f"{of} has shape {reprlib.repr(shape)}")
+    return count
+
+
+def are_counts(numbers: Collection[Any]) -> bool:
+    """True for ints from 0 on that are less than 2**48, so that the product of two stays within 128 bits."""
+    return {*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0 and max(numbers, default=0) < 2**48

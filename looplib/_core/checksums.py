@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from looplib._core.checks import is_plain
 from looplib._core.torch_private import functorch_level_of
@@ -22,23 +23,23 @@ def checksum(tensor: Tensor) -> Tensor:
     """
     data = bits_of(tensor.detach())
     whole = data.numel() // 8 * 8
-    words = data[:whole].clone() if data.storage_offset() % 8 else data[:whole]
-    words = words.view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    if whole < data.numel():
-        last = _word_of(data[whole:])  # at place 0
-        total += _mix(last, torch.empty_like(last)).sum()
-    # Words at a time: as many as fit a cache, or few large kernels. They are mixed in memory that is taken once.
-    chunk = min(max(1, words.numel()), _CHUNK if words.device.type == "cpu" else 1 << 22)
-    places = torch.arange(1, chunk + 1, device=words.device).mul_(_PLACE)
-    mixed, scratch = torch.empty_like(places), torch.empty_like(places)
-    for begin in range(0, words.numel(), chunk):
+    rest = pad(data[whole:], (0, whole + 8 - data.numel())).view(torch.int64)  # a word of zeros if nothing is left
+    total = _mixed(rest).sum()  # at position 0
+    words = (data[:whole].clone() if data.storage_offset() % 8 else data[:whole]).view(torch.int64)
+    chunk = _CHUNK if words.device.type == "cpu" else 1 << 22  # what fits in a cache, or few large kernels
+    for begin in range(0, len(words), chunk):
         part = words[begin : begin + chunk]
-        if begin:
-            places.add_(_signed(chunk * _PLACE))
-        n = part.numel()
-        total += _mix(torch.add(part, places[:n], out=mixed[:n]), scratch[:n]).sum()
+        positions = torch.arange(begin + 1, begin + 1 + len(part), device=words.device)
+        total += _mixed(positions.mul_(_PLACE).add_(part)).sum()
     return total
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Mix each word in place, as in splitmix64, modulo 2**64."""
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        shifted = (words >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # a logical shift
+        words.bitwise_xor_(shifted).mul_(factor)
+    return words
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -63,26 +64,3 @@ def has_values(tensor: Tensor) -> bool:
         and not tensor.is_quantized
         and functorch_level_of(tensor) < 1
     )
-
-
-def _word_of(rest: Tensor) -> Tensor:
-    """The last bytes, padded to a word."""
-    shifts = 8 * torch.arange(rest.numel(), device=rest.device)
-    return (rest.to(torch.int64) << shifts).sum().reshape(1)
-
-
-def _mix(words: Tensor, scratch: Tensor) -> Tensor:
-    """Mix each word in place, as in splitmix64, modulo 2**64."""
-    for by, factor in ((30, _FIRST), (27, _SECOND)):
-        words.bitwise_xor_(_shifted(words, by, scratch)).mul_(factor)
-    return words.bitwise_xor_(_shifted(words, 31, scratch))
-
-
-def _shifted(words: Tensor, by: int, scratch: Tensor) -> Tensor:
-    """Logical right shift."""
-    return torch.bitwise_right_shift(words, by, out=scratch).bitwise_and_((1 << (64 - by)) - 1)
-
-
-def _signed(number: int) -> int:
-    """The int64 with the bits of a number modulo 2**64."""
-    return (number + 2**63) % 2**64 - 2**63

@@ -49,21 +49,26 @@ class Together:
             )
         return group
 
-    def meet(self) -> None:
+    def meet(self, flag: bool = False) -> bool:
         """Wait until all ranks are in the same function of looplib. Raise on all of them if they are in different ones.
 
         The functions that a user calls on all ranks begin with it, so a rank that does not call them is missed here, by
-        name and within the time-out of the process group, and no later message is taken for one of another call.
+        name and within the time-out of the process group, and no later message is taken for one of another call. This
+        includes those of a step, which does not meet the others: its messages go through another group.
+
+        Returns True if the flag is set on at least one rank.
         """
         if not self.several:
-            return
+            return flag
         call, limit = waiting.call(), torch_private.timeout_of(distributed.group.WORLD)
-        code = torch.tensor([zlib.crc32(call.function.encode())])
-        if len({int(other) for other in _ranks.gather_tensors(code, self.group, limit)}) > 1:
+        code = torch.tensor([zlib.crc32(call.function.encode()), flag])
+        codes, flags = torch.stack(_ranks.gather_tensors(code, self.group, limit)).T.tolist()
+        if len({*codes}) > 1:
             calls = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(self.gather(str(call))))
             raise RuntimeError(
                 f"the ranks have met in different functions, and each of these needs all of them:{calls}"
             )
+        return any(flags)
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Result of the first rank's work, on all ranks. It must be plain values, since it is pickled."""

@@ -11,20 +11,18 @@ import math
 import re
 import types
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from looplib._core.calls import Function
-from looplib._core.modules import named_modules
 from looplib._core.trees import MISSING, paired
 
 _CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST"}  # names of instructions in several Python versions
 
-_MANY = 100  # a longer list is described by a checksum
+MANY = 100  # a longer list is described by a checksum
 
 _ADDRESS = r" at 0x[0-9a-fA-F]+"
 
@@ -40,131 +38,73 @@ def described(value: Any) -> Any:
     If an object has a `description`, that is used. A function is described by its name, its constants and the plain
     values it closes over; other objects by their repr, or only their type if the repr contains an address.
     """
-    return _described(value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, Mapping):
+        return {str(key): described(member) for key, member in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return described(sorted(value, key=repr))  # the order of text in a set differs between processes
+    if isinstance(value, (list, tuple)):
+        return _unless_many(value, len(value), [described(member) for member in value])
+    if hasattr(value, "tolist") and hasattr(value, "shape"):  # a tensor, or an array or number of NumPy's
+        return _unless_many(value, math.prod(value.shape), described(value.tolist()))
+    if (settings := settings_of(value)) is not None:
+        return described(settings)
+    return _function(value) if callable(value) else _plain(value)
 
 
-def described_model(model: nn.Module) -> dict[str, Any]:
-    """Describe a model by its class, its size, its `config`, and the configs of its adapters.
-
-    >>> described_model(nn.Linear(2, 1))
-    {'class': 'Linear', 'parameters': 3}
-    """
-    model = [module for name, module in named_modules(model) if not name][-1]  # within torch's wrappers
-    adapters = getattr(model, "peft_config", None)
-    try:
-        config = _config_of(model)
-    except Exception as error:  # the user's own, which may be anything, and no reason to end the run
-        config = {"config": f"not described: {error!r}"}
-    return {
-        "class": type(model).__qualname__,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        **config,
-        **({"adapters": described(adapters)} if isinstance(adapters, Mapping) else {}),
-    }
+def _unless_many(value: Any, count: int, members: Any) -> Any:
+    if count <= MANY:
+        return members
+    return f"{type(value).__qualname__} of {count}, checksum {zlib.crc32(repr(members).encode()):08x}"
 
 
-def _config_of(model: nn.Module) -> dict[str, Any]:
-    config: Any = getattr(model, "config", None)
-    if callable(to_dict := getattr(config, "to_dict", None)):
-        config = to_dict()
-    elif isinstance(config, (argparse.Namespace, types.SimpleNamespace)):
-        config = vars(config)
-    elif dataclasses.is_dataclass(config):
-        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    if not isinstance(config, Mapping):
-        return {}
-    # A dict of many, such as the names of a thousand classes, is no setting that one reads.
-    return {
-        str(name): f"dict of {len(value)}" if isinstance(value, Mapping) and len(value) > _MANY else described(value)
-        for name, value in config.items()
-    }
-
-
-@functools.singledispatch
-def _described(value: Any) -> Any:
-    """Description of an object of any other type than those below."""
+def settings_of(value: Any) -> Mapping[str, Any] | None:
+    """Named settings that an object holds, if it is a record of settings."""
     if isinstance(getattr(value, "description", None), Mapping):
-        return described(value.description)
+        return value.description  # type: ignore[no-any-return]
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        return vars(value)
     if dataclasses.is_dataclass(value):
-        fields = {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {"type": type(value).__qualname__, **fields}
-    if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # a NumPy number
-        return described(value.item())
-    return _function(value) if callable(value) else _text(value)
+    return None
 
 
-# JSON values: 64-bit numbers and text, of Python's own types and not subclasses.
-_described.register(type(None), lambda value: None)
-_described.register(bool, bool)
-_described.register(str, str)
-_described.register(complex, str)
-_described.register(int, lambda value: int(value) if -(2**63) <= value < 2**63 else str(value))
-_described.register(float, lambda value: float(value) if math.isfinite(value) else str(value))
-_described.register(argparse.Namespace, lambda value: described(vars(value)))
-
-
-@_described.register
-def _class(value: type) -> str:
-    return f"{value.__module__}.{value.__qualname__}"
-
-
-@_described.register
-def _mapping(value: Mapping) -> dict[str, Any]:  # type: ignore[type-arg]
-    return {str(key): described(member) for key, member in value.items()}
-
-
-@_described.register(list)
-@_described.register(tuple)
-def _sequence(value: Any) -> Any:
-    members = [described(member) for member in value]
-    return members if len(value) <= _MANY else _of_many(value, len(value), members)
-
-
-@_described.register(set)
-@_described.register(frozenset)
-def _set(value: Any) -> Any:
-    return _sequence(sorted(value, key=repr))  # the order of text in a set differs between processes
-
-
-@_described.register
-def _tensor(value: Tensor) -> Any:
-    return described(value.tolist()) if value.numel() <= 16 else _of_many(value, value.shape, value.tolist())
-
-
-def _of_many(value: Any, size: Any, members: list[Any]) -> str:
-    return f"{type(value).__qualname__} of {size}, checksum {zlib.crc32(repr(members).encode()):08x}"
-
-
-def _text(value: Any) -> str:
-    text = str(value) if isinstance(value, (Path, torch.dtype, torch.device)) else repr(value)
+def _plain(value: Any) -> Any:
+    """A JSON value: a 64-bit number or text, of Python's own types and not subclasses."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, (str, int, float, complex, Path, torch.dtype, torch.device)):
+        return str(value)
+    text = repr(value)
     return type(value).__qualname__ if re.search(_ADDRESS, text) else text
 
 
-@functools.singledispatch
 def _function(function: Any) -> str:
-    """Description of a callable of any other type than those below."""
-    return getattr(function, "__qualname__", None) or _text(function)
-
-
-_function.register(Function, lambda function: _function(function.func))
-
-
-@_function.register
-def _partial(function: functools.partial) -> str:  # type: ignore[type-arg]
-    arguments = [*map(described, function.args), *(f"{k}={described(v)}" for k, v in function.keywords.items())]
-    return f"{_function(function.func)} with {', '.join(map(str, arguments))}"
-
-
-@_function.register
-def _of_python(function: types.FunctionType) -> str:
+    if isinstance(function, Function):
+        return _function(function.func)
+    if isinstance(function, functools.partial):
+        return f"{_function(function.func)} with {described_arguments(function.args, function.keywords)}"
+    if not isinstance(function, types.FunctionType):
+        return getattr(function, "__qualname__", None) or str(_plain(function))
     name = function.__qualname__.rpartition(".")[2]
     if name == "<lambda>":
         name = f"lambda {', '.join(inspect.signature(function).parameters)}"
     loaded = [each.argval for each in dis.get_instructions(function) if each.opname in _CONSTANTS]
-    numbers = [str(constant) for constant in loaded if isinstance(constant, (int, float))]
-    settings = [f"{name}={setting}" for name, setting in closure_settings(function).items()]
-    constants = ", ".join([*numbers, *settings])
-    return f"{name} ({constants})" if constants else name
+    constants = [str(constant) for constant in loaded if isinstance(constant, (int, float))]
+    constants += [f"{name}={setting}" for name, setting in closure_settings(function).items()]
+    return f"{name} ({', '.join(constants)})" if constants else name
+
+
+def described_arguments(args: Sequence[Any], settings: Mapping[str, Any]) -> str:
+    """Arguments of a call, as in its code."""
+    named = [f"{name}={described(value)}" for name, value in settings.items()]
+    return ", ".join([*map(str, map(described, args)), *named])
 
 
 def closure_settings(function: Any) -> dict[str, Any]:
@@ -207,9 +147,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             changes += differences(before, now, f"{prefix}{key} ")
         elif before != now and (prefix or MISSING not in (before, now)):
-            changes.append(f"{prefix}{key} was {_given(before)}, is {_given(now)}")
+            was, has = ("not given" if value is MISSING else value for value in (before, now))
+            changes.append(f"{prefix}{key} was {was}, is {has}")
     return changes
-
-
-def _given(value: Any) -> Any:
-    return "not given" if value is MISSING else value

@@ -21,7 +21,7 @@ from looplib._core import first_step, torch_private, waiting
 from looplib._core.notices import warn
 from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
 from looplib._core.tracing import UntraceableError, tracing
-from looplib._core.trees import stand_in
+from looplib._core.trees import padding_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Alone:
 
     def before(self, final: bool, batch: Any, samples: int) -> tuple[Any, bool]:
         """The batch to run the model on, and True if it counts: it is a stand-in if this rank has no sample of it."""
-        return (batch, True) if samples else (stand_in(batch), False)
+        return (batch, True) if samples else (padding_batch(batch), False)
 
     def before_spare(self, left: int) -> None: ...
 
@@ -151,7 +151,7 @@ class Together(Alone):
             return batch, True
         # The others wait for this rank's pass. Its gradients are multiplied by zero, and its statistics put back.
         self.kept = self.kept or [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
-        return stand_in(batch), False
+        return padding_batch(batch), False
 
     def before_spare(self, left: int) -> None:
         self.engine.sync(self.last and not left)
@@ -180,7 +180,7 @@ class Together(Alone):
         return self.counted.read()[0]
 
     def failure(self, error: Exception, finish: Callable[..., Any]) -> Exception:
-        return waiting.explained(error)
+        return waiting.better_error(error)
 
     def end(self) -> None:
         self.engine.sync(True)
@@ -194,6 +194,7 @@ class NoEngine:
     """A module without an engine."""
 
     name: str | None = None
+    gathers = False  # True if the leaves of graphs are gathered parameters instead of the module's own
 
     def __init__(self) -> None:
         self.warned = False
@@ -247,6 +248,7 @@ class Engine(NoEngine):
         self.learned: set[nn.Module] = set()
         self.sends: list[tuple[DistributedDataParallel, bool]] = []  # True if one sends buffers in its next pass
         self.shards = [module for module in modules if _is_sharded(module)]
+        self.gathers = bool(self.shards)
         self.waits = [type(module).__name__ for module in modules if isinstance(module, nn.SyncBatchNorm)]
         self.waits += [name for name, tensor in params.items() if is_sharded(tensor)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from looplib._core.notices import warn
@@ -11,6 +12,7 @@ from looplib._core.tracing import tracing
 from looplib._core.trees import leaves, named
 
 IGNORED = -100  # default `ignore_index` of torch and of transformers' models
+_LABELS = (torch.int16, torch.int32, torch.int64)
 
 _MESSAGE = (
     "labels of -100 ({path}) and a loss that is a plain scalar, within accumulate or on several ranks: such a "
@@ -38,13 +40,7 @@ class Watch:
         if self._calls & (self._calls - 1) or self._warned or tracing():
             return
         for path, leaf in leaves(batch):
-            if _holds_ignored(leaf):
+            if isinstance(leaf, Tensor) and leaf.dtype in _LABELS and bool((leaf == IGNORED).any()):
                 self._warned = True
                 warn(_MESSAGE.format(path=named(path, "batch")))
                 return
-
-
-def _holds_ignored(leaf: Any) -> bool:
-    if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex() or leaf.dtype.itemsize == 1:
-        return False
-    return bool((leaf == IGNORED).any())

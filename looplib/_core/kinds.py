@@ -37,6 +37,7 @@ class Made(NamedTuple):
         microbatches: the same function for several microbatches at once, which is faster.
         model: the module whose gradients it computes.
         renormed: names of the trained parameters that its forward pass writes because of `max_norm=`.
+        reach: what the graph of its loss reaches (`_core.reached.Reach`).
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Made(NamedTuple):
     microbatches: Callable[..., Any] | None = None
     model: nn.Module | None = None
     renormed: tuple[str, ...] = ()
+    reach: Any = None
 
 
 # Kinds of arguments: a name for messages, the number of arguments, and the function that makes them.

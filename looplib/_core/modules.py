@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from looplib._core import draws, torch_private
 from looplib._core import interrupts as _interrupts
-from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.buffers import Unwritten
 from looplib._core.checks import check, check_type
 from looplib._core.engines import engine_of
 from looplib._core.loss_functions import note_batch
 from looplib._core.mappings import as_record, pairs
+from looplib._core.notices import warn
 from looplib._core.torch_private import own_buffers, own_parameters, pytree
 
 R = TypeVar("R")
@@ -183,6 +184,14 @@ _mode = operator.itemgetter("training")
 _shape = operator.attrgetter("shape")
 
 
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+
+
+running = _Running()  # modules that this thread runs on states at present, the innermost last
+
+
 class Host:
     """A module that can run on any state's tensors, in its own modes, and is left unchanged."""
 
@@ -213,15 +222,26 @@ class Host:
         self.children = [*map(torch_private.own_modules, self.modules)]
         self.submodules = _submodules(self.children)
 
-    def left_in_eval(self, names: Sequence[str]) -> str | None:
-        """The outermost submodule in eval mode that has dropout and some of these parameters, in a module that is not."""
-        for prefix, module in named_modules(self.model) if self.model.training else ():
-            if _drops_nothing(module) and any(name.startswith(f"{prefix}.") for name in names):
-                return f"{prefix} ({type(module).__name__})"
-        return None
+    def warn_of_eval_mode(self, names: Sequence[str]) -> None:
+        """Warn of layers in eval mode that may have been left so, if these parameters are trained."""
+        layers = [*named_modules(self.model)]
+        if self.model.training:
+            for prefix, module in layers:
+                if _drops_nothing(module) and any(name.startswith(f"{prefix}.") for name in names):
+                    return warn(_PART_IN_EVAL.format(part=f"{prefix} ({type(module).__name__})"))
+        elif found := [f"{name or 'it'} ({type(module).__name__})" for name, module in layers if _differs(module)]:
+            more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+            warn(_ALL_IN_EVAL.format(model=type(self.model).__name__, layers=", ".join(found[:_SHOWN] + more)))
 
     def run(self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
         """Run `body()` with these tensors in the module and the random streams seeded with `seed`."""
+        if _tracing.entered and _tracing.tracing():  # takes long, and draws no numbers
+            return self._run(params, buffers, seed, body)
+        with draws.turn:
+            draws.takes_step(threading.get_ident())
+            return self._run(params, buffers, seed, body)
+
+    def _run(self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
         swaps = self._swaps(params, buffers)
         engine = self.engine if self.engine.name else None
         if lent := engine.lend(params, self.params) if engine else None:
@@ -237,7 +257,9 @@ class Host:
         generators = self.generators
         streams = [generator.get_state() for generator in generators]
         thread = threading.get_ident()
+        hosted, depth = running.models, len(running.models)
         try:
+            hosted.append(self.model)
             any(map(operator.setitem, owners, keys, theirs))  # each call returns None
             if modes != self.modes:
                 self._set_modes(self.modes)
@@ -249,6 +271,7 @@ class Host:
         finally:
             _interrupts.begin_hold(thread)
             try:
+                del hosted[depth:]  # also if an interrupt came before the first line above
                 any(map(operator.setitem, owners, keys, own))
                 if engine:
                     engine.take_back(lent)
@@ -257,7 +280,6 @@ class Host:
                     generator.set_state(stream)
             finally:
                 _interrupts.end_hold(thread)
-                _interrupts.deliver()
 
     def _swaps(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Swaps:
         """Slots of this call: of parameters and buffers if any tensor differs, and those that must be empty afterwards."""
@@ -383,6 +405,8 @@ class Host:
                     "the graph behind the loss is gone before its backward pass: loss_fn returns the loss and does not "
                     "call loss.backward(), which looplib does; what it keeps from an earlier batch it must detach()"
                 )
+            if "use_reentrant=True, torch.utils.checkpoint is incompatible" in str(error):
+                return RuntimeError(LATE_CHECKPOINT)
             try:
                 self.explain(params, buffers, batch)
             except ValueError as better:
@@ -392,11 +416,27 @@ class Host:
 
 
 _CPU = torch.device("cpu")
+_SHOWN = 4  # layers in a message
+_PART_IN_EVAL = (
+    "{part} is in eval mode within a module that is not, and has dropout and parameters to train: they are "
+    "trained without dropout. from_pretrained gives models in eval mode, and peft and other wrappers leave "
+    "them so: call model.train() before make_grad_fn. If it is meant, set p of its dropout to 0"
+)
+_ALL_IN_EVAL = (
+    "the whole {model} is in eval mode, and steps run it in training mode, so batch norm updates its statistics and "
+    "dropout drops: {layers}. from_pretrained gives models in eval mode: call model.train() before make_grad_fn, and "
+    "then eval() of each layer that is to stay so"
+)
 _OF_HOOKS = (
     "the parameter {name} has a hook of its own (register_hook or register_post_accumulate_grad_hook), which torch calls "
     "for the module's parameters only, and this step runs on other tensors: train with donate=True on a state that is "
     "bound to the module (from ll.init_state, or state = ll.bind(model, state)), not compiled, or change the gradients "
     "in a wrapper of the grad_fn"
+)
+LATE_CHECKPOINT = (
+    "the loss has a checkpoint with use_reentrant=True, which runs a backward pass of its own, and had none at the first "
+    "call: turn on activation checkpointing before ll.make_grad_fn, or call ll.make_grad_fn again, or use "
+    "use_reentrant=False"
 )
 _NO_TENSOR = torch.empty(0, device=_CPU)
 
@@ -416,6 +456,13 @@ def _renormed(model: nn.Module, params: Mapping[str, Tensor]) -> list[str]:
     return [
         name for name, tensor in params.items() if id(tensor) in weights
     ]  # a parametrized weight has no name here
+
+
+def _differs(module: nn.Module) -> bool:
+    """True for batch norm and dropout layers that eval mode changes."""
+    if isinstance(module, torch_private.Dropout):
+        return module.p > 0
+    return isinstance(module, torch_private.BatchNorm) and module.running_mean is not None
 
 
 def _drops_nothing(module: nn.Module) -> bool:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])  # torch and looplib
+# torch, looplib, and the methods that Python makes for a dataclass
+LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<string>"
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

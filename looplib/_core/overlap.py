@@ -60,3 +60,10 @@ def _on(elements: Tensor, tensor: Tensor) -> Tensor:
     """Storage indices of a tensor's elements, once each if it is expanded."""
     size = [n if s else min(n, 1) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
     return elements.as_strided(size, tensor.stride(), tensor.storage_offset())
+
+
+def same_value(tensor: Tensor, value: Tensor) -> bool:
+    """True for a tensor that is not trained and has this value already, so that it need not be written."""
+    if tensor.requires_grad or tensor.dtype != value.dtype or not (is_plain(tensor) and is_plain(value)):
+        return False
+    return tensor is value or torch.equal(tensor, value.to(tensor.device))

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from looplib._core import draws
+
 _MASK = (1 << 64) - 1
 _FACTOR = 0xD1342543DE82EF95
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -66,9 +68,11 @@ def _signed(value: int) -> int:
 @contextmanager
 def restored(*generators: torch.Generator) -> Iterator[None]:
     """Restore the states of these random streams at the end of the block."""
-    states = [generator.get_state() for generator in generators]
+    with draws.turn:  # between steps of other threads
+        states = [generator.get_state() for generator in generators]
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        with draws.turn:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)

@@ -6,6 +6,8 @@ The ranks here are those that divide the data: all processes of torch.distribute
 
 from __future__ import annotations
 
+import functools
+import io
 import math
 import pickle
 import threading
@@ -126,14 +128,6 @@ def new_group(members: Sequence[int], timeout: timedelta | None = None) -> Any:
     return distributed.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
 
-def any_rank(flag: Tensor | bool) -> bool:
-    """True if the flag is set on at least one process. All get the same answer, and all wait for it."""
-    if running() and distributed.get_world_size() > 1:
-        flag = torch.tensor([float(flag)])
-        _all_reduce(flag, distributed.ReduceOp.MAX, host_group(distributed.group.WORLD))
-    return bool(flag)
-
-
 def all_ranks(flag: Tensor) -> Tensor:
     """True if the flag is set on every process, as a tensor on its device, without waiting on the host."""
     if not (running() and distributed.get_world_size() > 1):
@@ -156,7 +150,7 @@ _BUCKET = 25 << 20  # bytes, as in DistributedDataParallel
 
 def add_up_over_ranks(tensors: Iterable[Tensor], factor: Tensor | float) -> None:
     """Multiply each tensor by this rank's factor and sum over all ranks, in place and in buckets."""
-    for bucket in _buckets(tensors):
+    for bucket in _buckets(shards(tensors)):
         flat = torch.cat([tensor.flatten() for tensor in bucket])
         flat *= factor.to(flat.device) if isinstance(factor, Tensor) else factor
         sum_over_ranks(flat)
@@ -234,7 +228,7 @@ def gather(value: Any) -> list[Any]:
 
 def exchange(value: Any, on: Any) -> list[Any]:
     """Values of all ranks of a group that reduces CPU tensors, in order, on each of them."""
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
     sizes = [int(size) for size in gather_tensors(torch.tensor([len(data)]), on)]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(data)] = data
@@ -242,6 +236,36 @@ def exchange(value: Any, on: Any) -> list[Any]:
         pickle.loads(received[:size].numpy().tobytes())
         for received, size in zip(gather_tensors(padded, on), sizes, strict=True)
     ]
+
+
+def pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
+class Pickler(pickle.Pickler):
+    """Pickles tensors of all dtypes. torch cannot read its own pickles of the younger ones, such as uint16 and float8."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is not Tensor or thing.layout != torch.strided or thing.is_nested or _is_readable(thing.dtype):
+            return NotImplemented
+        plain = thing.detach().cpu().resolve_conj().resolve_neg().flatten().contiguous()
+        return _tensor_of, (plain.view(torch.uint8), thing.dtype, thing.shape)
+
+
+@functools.cache
+def _is_readable(dtype: torch.dtype) -> bool:
+    """True if torch reads its own pickles of tensors of this dtype."""
+    try:
+        pickle.loads(pickle.dumps(torch.empty(0, dtype=dtype)))
+    except AttributeError:
+        return False
+    return True
+
+
+def _tensor_of(data: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return data.view(dtype).view(shape)
 
 
 def gather_tensors(values: Tensor, on: Any, limit: float = math.inf) -> list[Tensor]:
@@ -262,4 +286,23 @@ def is_sharded(leaf: Any) -> TypeGuard[Any]:
 
 def shards(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This rank's part of each DTensor, sharing its memory, and other tensors unchanged. Call it without grad mode."""
-    return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
+    return [_shard(tensor) if is_sharded(tensor) else tensor for tensor in tensors]
+
+
+def _shard(tensor: Any) -> Tensor:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(
+            f"a DTensor of shape {tuple(tensor.shape)} has placements {tensor.placements}: each rank holds a summand and "
+            "not a part. If it is a gradient that you have computed yourself, place it as its parameter is: "
+            "grad.redistribute(placements=param.placements)"
+        )
+    shard: Tensor = tensor.to_local()
+    return shard
+
+
+def placed_like(like: Tensor, tensor: Tensor) -> Tensor:
+    """A DTensor with the placements of another. Gradients of sequence parallel norms, for example, come as partial sums."""
+    if not (is_sharded(tensor) and is_sharded(like)) or tensor.placements == like.placements:
+        return tensor
+    placed: Tensor = tensor.redistribute(like.device_mesh, like.placements)
+    return placed

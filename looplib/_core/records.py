@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from looplib._core import containers
 from looplib._core.mappings import fields_of
 from looplib._core.torch_private import pytree
+from looplib._core.trees import Attribute, Node, register
 
 
-def register(cls: Any, fields: tuple[str, ...], trees: tuple[str, ...]) -> None:
+def register_record(cls: Any, fields: tuple[str, ...], trees: tuple[str, ...]) -> None:
     """Register a record as a pytree node.
 
     For torch, its trees are leaves and its counts are structure; for looplib, all fields are leaves. `torch.func` and
     `tree_map` therefore see only tensors, and a comparison sees every field.
     """
-    counts = tuple(name for name in fields if name not in trees)
+    counts = [name for name in fields if name not in trees]
+    attributes = [*map(Attribute, fields)]
 
     def flatten(record: Any) -> tuple[list[Any], Any]:
         # None is a leaf in torch's pytrees, so a missing tree belongs to the structure.
@@ -23,16 +24,12 @@ def register(cls: Any, fields: tuple[str, ...], trees: tuple[str, ...]) -> None:
         return list(present.values()), (tuple(present), fields_of(record, counts))
 
     def flatten_with_keys(record: Any) -> tuple[list[Any], Any]:
-        present, (names, numbers) = flatten(record)
-        return list(zip(map(pytree.GetAttrKey, names), present, strict=True)), (names, numbers)
+        children, structure = flatten(record)
+        return list(zip(map(pytree.GetAttrKey, structure[0]), children, strict=True)), structure
 
-    def unflatten(present: Any, structure: Any) -> Any:
+    def unflatten(children: Any, structure: Any) -> Any:
         names, numbers = structure
-        return cls(**{**dict.fromkeys(trees), **dict(zip(names, present, strict=True)), **numbers})
-
-    def taken_apart(record: Any) -> containers.Node:
-        values = [*fields_of(record, fields).values()]
-        return containers.Node(fields, values, lambda values: cls(*values), attributes=True)
+        return cls(**{**dict.fromkeys(trees), **dict(zip(names, children, strict=True)), **numbers})
 
     pytree.register_pytree_node(
         cls,
@@ -41,7 +38,7 @@ def register(cls: Any, fields: tuple[str, ...], trees: tuple[str, ...]) -> None:
         flatten_with_keys_fn=flatten_with_keys,
         serialized_type_name=f"looplib.{cls.__name__}",
     )
-    containers.register(cls, taken_apart)
+    register(cls, lambda record: Node(attributes, [*fields_of(record, fields).values()], lambda values: cls(*values)))
 
 
 def summary(state: Any, spent: bool) -> str:

@@ -59,8 +59,12 @@ class _Handler:
     def __init__(self, previous: Any) -> None:
         self.previous = previous
 
+    def note(self, number: int) -> bool:
+        """Tell the listeners of a first signal, which raises nothing and so may come at any moment."""
+        return _tell(number)
+
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _tell(number):
+        if self.note(number):
             return
         if callable(self.previous):
             self.previous(number, frame)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as wraps_tensors
 from torch.utils.data._utils import collate as _collate
 
-__all__ = ["disable_current_modes", "pytree"]
+__all__ = ["TorchDispatchMode", "disable_current_modes", "pytree", "wraps_tensors"]
 
 # Turns gradients on or off without the object that `torch.set_grad_enabled` creates: 0.1 instead of 1 µs.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -53,11 +53,10 @@ collate_functions: dict[Any, Callable[..., Any]] = _collate.default_collate_fn_m
 collate_tensors: Callable[..., Any] = _collate.collate_tensor_fn
 
 
-def stand_in(cls: Any, attributes: dict[str, Any], groups: list[dict[str, Any]], fill: Callable[..., Any]) -> Any:
-    """An optimizer with these groups and attributes, whose `step` calls this function for its lists of tensors."""
-    made = object.__new__(cls)
-    made.__dict__ = {**attributes, "param_groups": groups, "state": defaultdict(dict), "_init_group": fill}
-    return made
+def without_dataset(iterator: Any) -> Any:
+    """A DataLoader's iterator without what its workers have got: a dataset or a collate_fn may hold the loader."""
+    vars(iterator).update(_dataset=None, _collate_fn=None, _worker_init_fn=None)
+    return iterator
 
 
 def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
@@ -81,70 +80,21 @@ def _in(space: dict[str, Any], function: FunctionType) -> FunctionType:
     return copy
 
 
-class _Grouping(torch.optim.Optimizer):
-    """torch's Optimizer, which sorts tensors without turning gradients off: they are off in an update."""
-
-    _group_tensors_by_device_and_dtype = staticmethod(inspect.unwrap(_group_tensors_by_device_and_dtype))
-
-
-def _value(number: Any) -> Any:
-    """A hyperparameter or count as a number, without asking whether this is compiled."""
-    return number.item() if isinstance(number, Tensor) else number
-
-
-def eager_step(cls: Any) -> Any:
-    """The step of a torch class: its own arithmetic, without what it repeats for other callers than looplib.
-
-    It runs outside `torch.compile` and without gradients. So it need not ask at each number whether it is compiled,
-    turn gradients off again to sort tensors, or create the 1 by which functions for lists increase counts: a tenth of
-    a small update, besides the profiler hook and the grad-mode wrapper around `step`.
-    """
-    step = inspect.unwrap(cls.step)
-    if not step.__module__.startswith("torch.optim."):
-        return step  # the user's own, in place of torch's
-    one, quick = torch.tensor(1.0, device="cpu"), ModuleType("torch")
-
-    def tensor(data: Any, **options: Any) -> Tensor:
-        is_one = options == _ON_CPU and type(data) is float and data == 1.0
-        return one if is_one else torch.tensor(data, **options)
-
-    vars(quick).update(vars(torch), tensor=tensor)
-    return with_names(step, {"_get_value": _value, "Optimizer": _Grouping, "torch": quick})
-
-
-_ON_CPU = {"device": "cpu"}
-
-
 # Of a process group: its number of calls so far.
 calls_of: Callable[[Any], int] = operator.methodcaller("_get_sequence_number_for_group")
 
 # One call for many tensors.
-foreach_abs: Callable[..., Any] = torch._foreach_abs
-foreach_add: Callable[..., Any] = torch._foreach_add
 foreach_add_: Callable[..., None] = torch._foreach_add_
-foreach_addcdiv_: Callable[..., None] = torch._foreach_addcdiv_
-foreach_addcmul: Callable[..., Any] = torch._foreach_addcmul
-foreach_addcmul_: Callable[..., None] = torch._foreach_addcmul_
 foreach_clone: Callable[..., list[Tensor]] = getattr(
     torch, "_foreach_clone", lambda tensors: [tensor.clone() for tensor in tensors]
 )  # later than torch 2.11
 foreach_clamp_max_ = torch._foreach_clamp_max_
 foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_copy_: Callable[..., None] = torch._foreach_copy_
-foreach_div: Callable[..., Any] = torch._foreach_div
-foreach_div_: Callable[..., None] = torch._foreach_div_
-foreach_lerp = torch._foreach_lerp
 foreach_lerp_: Callable[..., None] = torch._foreach_lerp_
-foreach_maximum_: Callable[..., None] = torch._foreach_maximum_
 foreach_mul: Callable[..., Any] = torch._foreach_mul
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
-foreach_neg: Callable[..., Any] = torch._foreach_neg
 foreach_norm = torch._foreach_norm
-foreach_reciprocal_: Callable[..., None] = torch._foreach_reciprocal_
-foreach_sign_: Callable[..., None] = torch._foreach_sign_
-foreach_sqrt: Callable[..., Any] = torch._foreach_sqrt
-foreach_sqrt_: Callable[..., None] = torch._foreach_sqrt_
-foreach_sub: Callable[..., Any] = torch._foreach_sub
 fused_adagrad_: Callable[..., None] = torch._fused_adagrad_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
@@ -203,6 +153,11 @@ def functorch_level() -> int:
 def functorch_level_of(tensor: Tensor) -> int:
     """Level of the torch.func transform that a tensor belongs to, or a number below 1 for none."""
     return torch._C._functorch.maybe_get_level(tensor)
+
+
+def argument_names(operation: Any) -> set[str]:
+    """Names of the arguments of an operation such as `torch.ops.aten.rand.default`."""
+    return {argument.name for argument in operation._schema.arguments}
 
 
 # CPU attention kernels, for which torch's FLOP counter has no formula.

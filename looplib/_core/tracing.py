@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -79,6 +79,14 @@ class Trace:
         self.kernels_from = kernels_from
         self.stream = 0
         self.afterwards: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.copies: list[Tensor] = []
+
+    def note_copies(self, originals: Iterable[Tensor], copies: Iterable[Tensor]) -> None:
+        """Let the host be asked about copies of inputs too: an update is given copies, of numbers such as counts too."""
+        for original, copy in zip(originals, copies, strict=True):
+            if id(original) in self.inputs:
+                self.inputs[id(copy)] = self.inputs[id(original)]
+                self.copies.append(copy)  # whose id must not be that of another tensor later
 
     def ask(self, function: Callable[..., Any], values: tuple[Any, ...]) -> Any:
         sources: list[Any] = []
@@ -208,8 +216,7 @@ def where(flag: bool | Tensor, new: Any, old: Any) -> Any:
     {'count': tensor(0)}
 
     Use it in your own optimizers if a tensor decides about their state. The flag stays on its device, so nothing
-    waits for it. In a donated update `old` may already be overwritten, so decide in advance with `when=` there (see
-    `ll.types.Update`).
+    waits for it. In an update `old` may already be overwritten, so decide in advance there (see `ll.types.Decide`).
 
     Args:
         flag: a bool, which selects a whole tree, or a 0-dim bool tensor.

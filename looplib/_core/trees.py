@@ -26,26 +26,122 @@ If both readings of a list are possible (two tensors with two rows each, in a ba
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from itertools import accumulate, chain, pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from looplib._core.checks import check
-from looplib._core.containers import OWN, PLAIN, Key, Node, Path, node_of
+from looplib._core.torch_private import pytree
 
 
-def _node(tree: Any, is_leaf: Callable[[Any], bool] | None) -> Node | None:
-    return None if is_leaf is not None and is_leaf(tree) else node_of(tree)
+class Attribute(str):
+    """A name in a path that is an attribute, `.name`. Any other name in a path is an item, `[name]`."""
+
+    __slots__ = ()
 
 
-def _children(tree: Any) -> Sequence[Any]:
-    node = node_of(tree)
-    return () if node is None else node.children
+Path = tuple[Any, ...]
+
+
+class Node(NamedTuple):
+    """A container split into its children.
+
+    Attributes:
+        names: key, index or `Attribute` of each child.
+        children: trees.
+        rebuild: makes a container like this one from a list of new children.
+    """
+
+    names: Sequence[Any]
+    children: Sequence[Any]
+    rebuild: Callable[[list[Any]], Any]
+
+
+# ---- containers ----
+
+
+def _mapping(node: Mapping[Any, Any]) -> Node:
+    names = list(node)
+    if isinstance(node, MutableMapping):
+        rebuild = partial(_refilled, operator.setitem, node, names)
+    else:
+        rebuild = partial(_dict_of, names)
+    return Node(names, [node[name] for name in names], rebuild)
+
+
+def _dict_of(names: Sequence[Any], children: list[Any]) -> dict[Any, Any]:
+    return dict(zip(names, children, strict=True))
+
+
+def _sequence(node: Sequence[Any]) -> Node:
+    return Node(range(len(node)), node, type(node))
+
+
+def _dataclass(node: Any) -> Node:
+    names = [Attribute(field.name) for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    rebuild = partial(_refilled, object.__setattr__, node, names)  # also if frozen
+    return Node(names, [getattr(node, name) for name in names], rebuild)
+
+
+def _refilled(put: Callable[..., Any], node: Any, names: Sequence[Any], children: list[Any]) -> Any:
+    """A copy of a container with other children."""
+    new = copy.copy(node)
+    for name, child in zip(names, children, strict=True):
+        put(new, name, child)
+    return new
+
+
+def _registered(node: Any) -> Node:
+    """A node of torch's pytrees."""
+    kind = pytree.SUPPORTED_NODES[type(node)]
+    children, structure = kind.flatten_fn(node)
+    names: Sequence[Any] = range(len(children))
+    if kind.flatten_with_keys_fn is not None:
+        names = [_name_of(key) for key, _ in kind.flatten_with_keys_fn(node)[0]]
+    return Node(names, children, lambda children: kind.unflatten_fn(children, structure))
+
+
+def _name_of(key: Any) -> Any:
+    """The name in a key of torch's pytrees."""
+    if isinstance(key, pytree.GetAttrKey):
+        return Attribute(key.name)
+    return getattr(key, "key", getattr(key, "idx", key))
+
+
+_LEAVES = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, type)
+
+_own: dict[type, Callable[[Any], Node]] = {dict: _mapping, list: _sequence, tuple: _sequence}
+
+
+def register(kind: type, take_apart: Callable[[Any], Node]) -> None:
+    """Register one of looplib's containers with the function that splits it."""
+    _own[kind] = take_apart
+
+
+def _node_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Node | None:
+    """Split a container by one level, or return None for a leaf."""
+    if is_leaf is not None and is_leaf(tree):
+        return None
+    if (take_apart := _own.get(type(tree))) is not None:
+        return take_apart(tree)
+    if isinstance(tree, _LEAVES):
+        return None
+    if isinstance(tree, Mapping):
+        return _mapping(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return Node([*map(Attribute, tree._fields)], tree, type(tree)._make)  # type: ignore[attr-defined]
+    if isinstance(tree, (list, tuple)):
+        return _sequence(tree)
+    if dataclasses.is_dataclass(tree):
+        return _dataclass(tree)
+    return _registered(tree) if type(tree) in pytree.SUPPORTED_NODES else None
 
 
 # ---- paths ----
@@ -53,13 +149,13 @@ def _children(tree: Any) -> Sequence[Any]:
 
 def named(path: Path, root: str = "") -> str:
     """A path in Python syntax: `batch['x'][0].mask` with the root "batch"."""
-    text = root + "".join(f".{key.name}" if key.attribute else f"[{key.name!r}]" for key in path)
+    text = root + "".join(f".{name}" if isinstance(name, Attribute) else f"[{name!r}]" for name in path)
     return text if root else text.removeprefix(".")
 
 
 def pointer(path: Path) -> str:
     """A path as a JSON pointer (RFC 6901): `/x/0/mask`."""
-    return "".join("/" + str(key.name).replace("~", "~0").replace("/", "~1") for key in path)
+    return "".join("/" + str(name).replace("~", "~0").replace("/", "~1") for name in path)
 
 
 # ---- every leaf ----
@@ -67,12 +163,12 @@ def pointer(path: Path) -> str:
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Leaves of a tree in order, each with its path. `is_leaf` makes containers for which it is true leaves."""
-    node = _node(tree, is_leaf)
+    node = _node_of(tree, is_leaf)
     if node is None:
         yield path, tree
         return
-    for key, child in zip(node.keys(), node.children, strict=True):
-        yield from leaves(child, is_leaf, (*path, key))
+    for name, child in zip(node.names, node.children, strict=True):
+        yield from leaves(child, is_leaf, (*path, name))
 
 
 def map_leaves(function: Callable[..., Any], tree: Any, *others: Any, is_leaf: Any = None) -> Any:
@@ -80,7 +176,7 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any, is_leaf: A
 
     The others must have the same keys in each container. Raises ValueError if they do not.
     """
-    node = _node(tree, is_leaf)
+    node = _node_of(tree, is_leaf)
     if node is None:
         return function(tree, *others)
     columns = [node.children, *(_children_like(node, other) for other in others)]
@@ -94,9 +190,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 def _children_like(node: Node, other: Any) -> Sequence[Any]:
     """Children of another container with the same names, in the order of this one."""
-    other_node = node_of(other)
-    if other_node is not None and other_node.names == node.names:
-        return other_node.children
+    other_node = _node_of(other)
     if other_node is None or set(other_node.names) != set(node.names):
         structure = f"a {type(other).__name__}" if other_node is None else str(list(other_node.names))
         raise ValueError(f"two trees differ in their structure: {list(node.names)} and {structure}")
@@ -126,26 +220,13 @@ def paired(one: Iterable[tuple[Any, Any]], other: Iterable[tuple[Any, Any]]) -> 
 # ---- samples ----
 
 
-class UnevenBatchError(ValueError):
-    """A tensor or array in a batch, `leaf` at `path`, does not have one row per sample."""
-
-    def __init__(self, leaf: Any, path: Path, count: int) -> None:
-        self.leaf, self.path = leaf, path
-        super().__init__(
-            f"{named(path, 'batch')} has shape {tuple(leaf.shape)}, and the batch {count} samples: it cannot be cut "
-            "along its first dimension. Give tensors with one row for each sample, say how samples are counted "
-            "(batch_size=), or make smaller batches; a gradient may have its pieces as a list (accumulate(grad_fn) "
-            "without a count; a loader's collate_fn can make it)"
-        )
-
-
-def _dimensions(leaf: Any) -> bool:
+def _is_array(leaf: Any) -> bool:
     """True for a tensor, a NumPy array or a similar object with at least one dimension."""
-    if isinstance(leaf, Tensor):
-        return bool(leaf.dim())
-    if type(leaf) in OWN:
-        return False
     return bool(getattr(leaf, "ndim", 0)) and hasattr(leaf, "shape") and hasattr(leaf, "__getitem__")
+
+
+def _is_list(node: Any) -> bool:
+    return isinstance(node, (list, tuple)) and not hasattr(node, "_fields") and not isinstance(node, torch.Size)
 
 
 def batch_size(batch: Any) -> int:
@@ -166,23 +247,17 @@ def batch_size(batch: Any) -> int:
     Raises:
         TypeError: the batch has none of these lengths.
     """
-    # Each step calls this, so the common cases come first.
-    kind, first = type(batch), batch
-    if (kind is tuple or kind is list) and batch:
-        first = batch[0]
-    elif kind is dict and batch:
-        first = next(iter(batch.values()))
+    first = batch
+    if type(batch) in (tuple, list, dict) and batch:  # each step calls this, so the common cases come first
+        first = next(iter(batch.values() if type(batch) is dict else batch))
     if isinstance(first, Tensor) and first.dim():
         return first.size(0)
-    if (length := _first_length(batch)) is not None:
-        return length
-    return _length_of_list(batch)
-
-
-def _length_of_list(batch: Any) -> int:
-    """Number of samples in a batch without tensors."""
-    for members in _lists(batch):
-        return len(members)
+    for _, leaf in leaves(batch, _is_array):
+        if _is_array(leaf):
+            return len(leaf)
+    for _, leaf in leaves(batch, lambda node: _is_list(node) and all(_node_of(child) is None for child in node)):
+        if _is_list(leaf):
+            return len(leaf)
     try:
         return len(batch)
     except TypeError:
@@ -193,41 +268,19 @@ def _length_of_list(batch: Any) -> int:
         ) from None
 
 
-def _first_length(tree: Any) -> int | None:
-    """Length of the first tensor or array."""
-    return next((len(leaf) for _, leaf in leaves(tree, _dimensions) if _dimensions(leaf)), None)
-
-
-def _lists(tree: Any) -> Iterator[Sequence[Any]]:
-    """Lists and tuples that contain only leaves."""
-    return (leaf for _, leaf in leaves(tree, _is_plain_list) if _is_list(leaf))
-
-
-def _is_plain_list(node: Any) -> bool:
-    return _is_list(node) and all(node_of(child) is None for child in node)
-
-
-def _is_list(node: Any) -> bool:
-    return isinstance(node, (list, tuple)) and not hasattr(node, "_fields") and not isinstance(node, torch.Size)
-
-
 def one_for_each(node: Any, count: int) -> bool:
-    """True for a list or tuple with one item per sample, as opposed to one with fields of the batch."""
-    return _is_list(node) and len(node) == count and not _holds_fields(node, count)
+    """True for a list or tuple with one item per sample.
 
-
-def _holds_fields(node: Any, count: int) -> bool:
-    """True if the items of a list as long as the batch are fields, because every tensor has one row per sample."""
-    return set(_lengths(node, count)) == {count}
+    The items of a list as long as the batch are fields instead if every tensor in it has one row per sample.
+    """
+    return _is_list(node) and len(node) == count and set(_lengths(node, count)) != {count}
 
 
 def _lengths(node: Any, count: int) -> Iterator[int]:
     """Lengths of the tensors and arrays in a container, except those in lists with one item per sample."""
-    for child in _children(node):
-        if _dimensions(child):
-            yield len(child)
-        elif not one_for_each(child, count):
-            yield from _lengths(child, count)
+    for _, leaf in leaves(node, lambda inner: inner is not node and (_is_array(inner) or one_for_each(inner, count))):
+        if _is_array(leaf):
+            yield len(leaf)
 
 
 def split(
@@ -238,7 +291,7 @@ def split(
         sizes = [min(sizes, count - low) for low in range(0, count, sizes)]
     if len(sizes) <= 1:
         return [batch]
-    parts = _cut(batch, count, partial(_slices, sizes), len(sizes), None)
+    parts = _cut(batch, count, partial(_slices, sizes), len(sizes))
     part_sizes = [*map(batch_size, parts)]
     if sum(part_sizes) != count:
         raise ValueError(
@@ -256,15 +309,15 @@ def _slices(sizes: list[int], rows: Any) -> list[Any]:
     return [indexed[low:high] for low, high in pairwise([0, *accumulate(sizes)])]
 
 
-def without_samples(sample: Any) -> Any:
+def empty_batch(sample: Any) -> Any:
     """A batch of no samples, from a batch of one: the same dtypes and further dimensions."""
     return split(sample, 1, [0, 1])[0]
 
 
-def stand_in(batch: Any) -> Any:
-    """Two samples of ones for a batch of none, with its dtypes and further dimensions."""
-    [made] = _cut(batch, 0, _ones, 1, None)
-    return made
+def padding_batch(batch: Any) -> Any:
+    """Two samples of ones in place of a batch of none, with its dtypes and further dimensions."""
+    [ones] = _cut(batch, 0, _ones, 1)
+    return ones
 
 
 def _ones(rows: Any) -> list[Any]:
@@ -279,55 +332,46 @@ def _ones(rows: Any) -> list[Any]:
 
 def take(batch: Any, count: int, index: Sequence[int]) -> Any:
     """Samples of a batch of `count` at these indices, in this order."""
-    [taken] = _cut(batch, count, partial(_at, list(index)), 1, None)
+    [taken] = _cut(batch, count, partial(_at, list(index)), 1)
     return taken
 
 
 def _at(index: list[int], rows: Any) -> list[Any]:
     if _is_list(rows):
-        return [type(rows)(rows[place] for place in index)]
+        return [type(rows)(rows[i] for i in index)]
     return [getattr(rows, "iloc", rows)[index]]
 
 
-def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, above: Any) -> list[Any]:
-    """Copies of the tree, with the parts that `cut` makes of each leaf or list that holds samples.
-
-    `above` is the path so far, as (the same for the container, key), which is only converted to a path for messages.
-    """
-    rows = _dimensions(node)
-    if rows and len(node) != count:
-        raise UnevenBatchError(node, _path(above), count)
-    if rows or one_for_each(node, count):
+def _cut(node: Any, count: int, cut: Callable[[Any], list[Any]], parts: int, path: Path = ()) -> list[Any]:
+    """Copies of the tree, with the parts that `cut` makes of each array or list that holds samples."""
+    is_array = _is_array(node)
+    if is_array and len(node) != count:
+        raise ValueError(
+            f"{named(path, 'batch')} has shape {tuple(node.shape)}, and the batch {count} samples: it cannot be cut "
+            "along its first dimension. Give tensors with one row for each sample, say how samples are counted "
+            "(batch_size=), or make smaller batches; a gradient may have its pieces as a list (accumulate(grad_fn) "
+            "without a count; a loader's collate_fn can make it)"
+        )
+    if is_array or one_for_each(node, count):
         return cut(node)
-    inner = node_of(node)
-    if inner is None:
-        _check_whole(node, count, above)
+    inner = _node_of(node)
+    if inner is None and path and _hides_samples(node, count):
+        raise ValueError(
+            f"{named(path, 'batch')} is a {type(node).__name__}, an object that cannot be cut into "
+            f"{count} samples: each part of the batch would have all of it. Give tensors, arrays or lists with "
+            "one item for each sample, or make it a dataclass or a registered pytree"
+        )
     if inner is None or not inner.children:
         return [node] * parts
     columns = [
-        _cut(child, count, cut, parts, (above, Key(name, inner.attributes)))
-        for name, child in zip(inner.names, inner.children, strict=True)
+        _cut(child, count, cut, parts, (*path, name)) for name, child in zip(inner.names, inner.children, strict=True)
     ]
     return [inner.rebuild(list(members)) for members in zip(*columns, strict=True)]
 
 
-def _check_whole(node: Any, count: int, above: Any) -> None:
-    """Raise ValueError for an object with samples that looplib cannot see."""
-    if above is not None and _hides_samples(node, count):
-        raise ValueError(
-            f"{named(_path(above), 'batch')} is a {type(node).__name__}, an object that cannot be cut into "
-            f"{count} samples: each part of the batch would have all of it. Give tensors, arrays or lists with "
-            "one item for each sample, or make it a dataclass or a registered pytree"
-        )
-
-
-def _path(above: Any) -> Path:
-    return () if above is None else (*_path(above[0]), above[1])
-
-
 def _hides_samples(leaf: Any, count: int) -> bool:
     """True if an unknown object contains tensors, or as many items as there are samples."""
-    if isinstance(leaf, (*PLAIN, torch.nn.Module)):
+    if isinstance(leaf, (*_LEAVES, torch.nn.Module)):
         return False
     if any(isinstance(value, Tensor) and value.dim() for value in getattr(leaf, "__dict__", {}).values()):
         return True
@@ -337,66 +381,7 @@ def _hides_samples(leaf: Any, count: int) -> bool:
         return False
 
 
-def concat(parts: Sequence[Any], counts: Sequence[int], root: str = "batch") -> Any:
-    """Concatenate several batches, the inverse of `split`. `counts` are the numbers of samples of the parts.
-
-    Leaves without samples must be the same in all parts. Raises ValueError if the parts differ in structure or in
-    such a leaf, and TypeError for arrays that NumPy cannot join.
-    """
-    return _joined(list(parts), list(counts), (), root)
-
-
-def _joined(parts: list[Any], counts: list[int], path: Path, root: str) -> Any:
-    if all(map(_dimensions, parts)):
-        return _joined_rows(parts, counts, named(path, root))
-    if _are_lists_of_samples(parts, counts):
-        return type(parts[0])(chain.from_iterable(parts))
-    node = node_of(parts[0])
-    if node is None or any(type(part) is not type(parts[0]) for part in parts):
-        return _in_all(parts, named(path, root))
-    columns = zip(*(_children_like(node, part) for part in parts), strict=True)
-    return node.rebuild(
-        [
-            _joined(list(members), counts, (*path, key), root)
-            for key, members in zip(node.keys(), columns, strict=True)
-        ]
-    )
-
-
-def _are_lists_of_samples(parts: list[Any], counts: list[int]) -> bool:
-    """True for lists with one item per sample, of which at least one cannot be anything else."""
-    pairs = list(zip(parts, counts, strict=True))
-    lists = all(_is_list(part) and len(part) == count for part, count in pairs)
-    return lists and not all(_holds_fields(part, count) for part, count in pairs)
-
-
-def _in_all(parts: list[Any], name: str) -> Any:
-    """The leaf without samples that all parts share."""
-    if not all(same(parts[0], part) for part in parts):
-        raise ValueError(
-            f"{name} has no samples and differs between the parts: {', '.join(map(_short, parts[:3]))}; give the "
-            "same value with each, or one for each sample"
-        )
-    return parts[0]
-
-
-def _joined_rows(parts: list[Any], counts: list[int], name: str) -> Any:
-    for part, count in zip(parts, counts, strict=True):
-        shape = tuple(part.shape)
-        check(
-            len(part) == count, f"{name} has shape {shape} in a part of {count} samples: give one row for each sample"
-        )
-    if all(isinstance(part, Tensor) for part in parts):
-        return torch.cat(parts)
-    if {type(part).__module__ for part in parts} == {"numpy"}:
-        return sys.modules["numpy"].concatenate(parts)
-    kinds = sorted({type(part).__name__ for part in parts})
-    raise TypeError(f"{name} is a {' or a '.join(kinds)}, whose parts cannot be joined; give tensors or NumPy arrays")
-
-
-def _short(leaf: Any) -> str:
-    text = repr(leaf)
-    return text if len(text) <= 40 else f"a {type(leaf).__name__}"
+# ---- equality ----
 
 
 def same(one: Any, other: Any) -> bool:
@@ -406,14 +391,12 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return same_kind(one, other) and (torch.equal(one, other) or bool(_equal_or_nan(one, other).all()))
+        return same_kind(one, other) and (
+            torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+        )
     if hasattr(one, "tobytes") and hasattr(one, "shape"):  # NumPy values
         return bool((one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes()))
     return bool(one == other or (one != one and other != other))
-
-
-def _equal_or_nan(one: Tensor, other: Tensor) -> Tensor:
-    return (one == other) | ((one != one) & (other != other))
 
 
 def same_kind(one: Tensor, other: Tensor) -> bool:

@@ -1,97 +1,286 @@
-"""Optimizer functions with optional arguments: keyword arguments, and conditional updates.
+"""Updates: whether to make one, and making it on tensors that belong to the caller.
 
-`update(..., when=flag)` makes the update if the flag is set. Wrappers that pass the flag on, or combine it with their
-own, take `when` by name; for all others it is handled here. Conditional updates can therefore be nested, and the host
-reads one flag for all of them, before anything is overwritten.
+An optimizer decides before anything is written. What it decides is a flag, a bool or a 0-dim bool tensor, and for a
+partition one for each of its parts; wrappers combine flags with `&`. The host reads them once, together.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from looplib._core import torch_private
 from looplib._core.kinds import parameters_of
-from looplib._core.optimizer_states import kept_in, name_of, wrong_state
-from looplib._core.tracing import tracing, where
-
-F = TypeVar("F", bound=Callable[..., Any])
+from looplib._core.ranks import is_sharded
+from looplib._core.tracing import afterwards, current, tracing, where
 
 
-def with_known_arguments(function: Any) -> Any:
+class Decision:
+    """A flag whose meaning is more than its value: one for each part, or an error to raise if it is not set.
+
+    Attributes:
+        flag: a bool, a 0-dim bool tensor, or such a flag for each label of a partition.
+        checks: functions with their arguments, which may raise. They are called if some flag is not set.
+    """
+
+    __slots__ = ("checks", "flag")
+
+    def __init__(self, flag: Any, checks: Sequence[tuple[Callable[..., None], tuple[Any, ...]]] = ()) -> None:
+        self.flag, self.checks = flag, checks
+
+    def __and__(self, other: Any) -> Decision:
+        one, two = self, other if isinstance(other, Decision) else Decision(other)
+        return Decision(_both(one.flag, two.flag), (*one.checks, *two.checks))
+
+    __rand__ = __and__
+
+
+def _both(one: Any, other: Any) -> Any:
+    if isinstance(one, dict):
+        return {label: _both(flag, other) for label, flag in one.items()}
+    if isinstance(other, dict):
+        return _both(other, one)
+    if isinstance(one, bool):
+        return other if one else False
+    if isinstance(other, bool):
+        return one if other else False
+    return one & other.to(one.device)
+
+
+def flags_of(decision: Any) -> Any:
+    """The flags of a decision, which are tensors while they have not been read."""
+    return decision.flag if isinstance(decision, Decision) else decision
+
+
+def any_of(flags: Any) -> Any:
+    """True if a flag is set, for all parts together."""
+    if not isinstance(flags, dict):
+        return flags
+    parts = [any_of(flag) for flag in flags.values()]
+    if True in [flag for flag in parts if isinstance(flag, bool)]:
+        return True
+    tensors = [flag for flag in parts if isinstance(flag, Tensor)]
+    return torch.stack([flag.to(tensors[0].device) for flag in tensors]).any() if tensors else False
+
+
+def read(decision: Any) -> Any:
+    """The flags of a decision as bools, for which the host waits here. Raises what the decision says if one is not set."""
+    if decision is True:
+        return True
+    flags = flags_of(decision)
+    tensors = [flag for flag in map(checked, leaves_of(flags)) if isinstance(flag, Tensor)]
+    if len(tensors) == 1:
+        values = [bool(tensors[0])]
+    else:
+        values = torch.stack([flag.to(tensors[0].device) for flag in tensors]).tolist() if tensors else []
+    known = _with_values(flags, iter(values))
+    if isinstance(decision, Decision) and not all(leaves_of(known)):
+        for check, arguments in decision.checks:
+            check(*arguments)
+    return known
+
+
+def leaves_of(flags: Any) -> Iterator[Any]:
+    if isinstance(flags, dict):
+        for flag in flags.values():
+            yield from leaves_of(flag)
+    else:
+        yield flags
+
+
+def _with_values(flags: Any, values: Iterator[bool]) -> Any:
+    if isinstance(flags, dict):
+        return {label: _with_values(flag, values) for label, flag in flags.items()}
+    return next(values) if isinstance(flags, Tensor) else flags
+
+
+def checked(flag: Any) -> bool | Tensor:
+    """A flag, after checking its type."""
+    if isinstance(flag, bool):
+        return flag
+    if isinstance(flag, Tensor) and flag.dtype is torch.bool and flag.dim() == 0:
+        return flag
+    kind = f"a {flag.dtype} tensor of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else repr(flag)
+    raise TypeError(f"decide returned {kind} as its flag: give True, False, or a 0-dim bool tensor")
+
+
+def decided(optimizer: Any, grads: Any, opt_state: Any, metrics: Any, params: Any, step: int) -> tuple[Any, Any]:
+    """Decision of an optimizer and its state, after checking that there are two values."""
+    out = optimizer.decide(grads, opt_state, metrics, params=params, step=step)
+    if type(out) is not tuple or len(out) != 2:
+        raise TypeError(f"an optimizer's decide returned {_kind(out)}; it returns two values, (flag, opt_state)")
+    return out
+
+
+def updated(
+    optimizer: Any, grads: Any, opt_state: Any, params: Any, step: int, info: Mapping[str, Any]
+) -> tuple[Any, Any, Mapping[str, Any]]:
+    """The parameters, the state and further metrics of an update on tensors that it may overwrite."""
+    out = optimizer.update_(grads, opt_state, params, step, **info)
+    if type(out) is tuple and len(out) == 2:
+        return *out, {}
+    if type(out) is tuple and len(out) == 3 and isinstance(out[2], Mapping):
+        return out
+    raise TypeError(
+        f"an optimizer's update_ returned {_kind(out)}; it returns (params, opt_state), or with metrics of its own, "
+        "(params, opt_state, metrics)"
+    )
+
+
+def _kind(out: Any) -> str:
+    return f"{len(out)} values" if isinstance(out, tuple) else f"a {type(out).__name__}"
+
+
+def update_where(
+    flags: Any, optimizer: Any, grads: Any, opt_state: Any, params: Any, step: int, info: Mapping[str, Any]
+) -> tuple[Any, Any, Mapping[str, Any]]:
+    """An update on copies, of which tensors choose whether it is made: for graphs, whose host reads no flag."""
+    if flags is False:
+        return params, opt_state, {}
+    copies = copied_params(grads, params), copied(opt_state)
+    new_params, new_state, metrics = updated(optimizer, grads, copies[1], copies[0], step, {**info, "applied": flags})
+    flag = any_of(flags)
+    return where(flag, new_params, params), where(flag, new_state, opt_state), metrics
+
+
+def update_by_hand(
+    optimizer: Any, grads: Any, opt_state: Any, params: Any, step: int, info: Mapping[str, Any]
+) -> tuple[Any, Any, bool | Tensor]:
+    """A pure update: decide, copy, update."""
+    decision, opt_state = decided(optimizer, grads, opt_state, info.get("metrics") or {}, params, step)
+    if tracing():
+        flags = announced(decision)
+        new, opt_state, _ = update_where(flags, optimizer, grads, opt_state, params, step, info)
+        return {**params, **new}, opt_state, any_of(flags)
+    applied = read(decision)
+    if not any_of(applied):
+        return params, opt_state, False
+    own = copied_params(grads, params), copied(opt_state)
+    new, opt_state, _ = updated(optimizer, grads, own[1], own[0], step, {**info, "applied": applied})
+    return {**params, **new}, opt_state, True
+
+
+def announced(decision: Any) -> Any:
+    """The flags of a decision in a graph, whose checks are made after it has run."""
+    flags = flags_of(decision)
+    for flag in leaves_of(flags):
+        checked(flag)
+    for check, arguments in decision.checks if isinstance(decision, Decision) else ():
+        afterwards(check, *arguments)
+    return flags
+
+
+# Copies
+
+
+def copied_params(names: Iterable[str], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters, with copies of these."""
+    names = [*names]
+    given = [params[name] for name in names]
+    copies = clones(given)
+    for tensor, copy in zip(given, copies, strict=True):
+        copy.requires_grad_(tensor.requires_grad)
+    return {**params, **dict(zip(names, copies, strict=True))}
+
+
+def copied(tree: Any) -> Any:
+    """A tree of dicts, lists and tuples with copies of its tensors, and with containers of its own."""
+    tensors: list[Tensor] = []
+    _collect(tree, tensors)
+    return _rebuilt(tree, iter(clones(tensors)))
+
+
+def _collect(tree: Any, tensors: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            _collect(value, tensors)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            _collect(value, tensors)
+
+
+def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return next(copies)
+    if isinstance(tree, dict):
+        return {key: _rebuilt(value, copies) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        values = [_rebuilt(value, copies) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return tree
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors with their strides, outside of any graph."""
+    if not tensors:
+        return []
+    grad_mode = torch.is_grad_enabled()
+    try:  # a signal may arrive as soon as the mode is set
+        torch_private.set_grad_enabled(False)
+        if _PLAIN.issuperset(map(type, tensors)) and all(map(Tensor.is_contiguous, tensors)):
+            on_cpu = all(tensor.is_cpu for tensor in tensors)
+            return list(torch_private.foreach_clone(tensors)) if on_cpu else _copied_by_kernels(tensors)
+        copies = [_clone(tensor) for tensor in tensors]
+        if (trace := current()) is not None:
+            trace.note_copies(tensors, copies)
+        return copies
+    finally:
+        torch_private.set_grad_enabled(grad_mode)
+
+
+def _copied_by_kernels(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on accelerators, by one kernel for each device and dtype: launching one for each tensor takes longer."""
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for copy, tensor in zip(copies, tensors, strict=True):
+        into, of = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+        into.append(copy)
+        of.append(tensor.detach())
+    for into, of in groups.values():
+        torch_private.foreach_copy_(into, of)
+    return copies
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    """A copy with the same strides even if there are gaps, so that sums run in the same order."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or is_sharded(tensor) or _overlaps(tensor):
+        return tensor.clone()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """True if elements of a tensor may share memory with each other."""
+    end = 1
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(each for each in sizes if each[1] != 1):
+        if stride < end:
+            return True
+        end += stride * (size - 1)
+    return False
+
+
+# Functions with fewer arguments
+
+
+def ignore_extra_kwargs(function: Any) -> Any:
     """Wrap a function so that it ignores keyword arguments that it does not take."""
     accepted = keywords(function)
     if accepted is None:
         return function
 
-    def deaf(*args: Any, **extra: Any) -> Any:
+    def with_known_arguments(*args: Any, **extra: Any) -> Any:
         return function(*args, **{name: value for name, value in extra.items() if name in accepted})
 
-    return deaf
-
-
-def conditional(update: Any, init: Any, description: Mapping[str, Any]) -> Callable[..., tuple[Any, Any, Any]]:
-    """Make an `update` that accepts `when` and reports if it was applied from one that may not.
-
-    `init` and `description` belong to its optimizer, and are used in errors about a different optimizer's state.
-    """
-    if update in _complete:
-        return update  # type: ignore[no-any-return]
-    known = with_known_arguments(update)
-    if "when" in parameters_of(update):
-
-        def update_of_three(*args: Any, **extra: Any) -> tuple[Any, Any, Any]:
-            try:
-                out = known(*args, **extra)
-            except (KeyError, TypeError) as error:
-                _check_state(update, init, description, error, *args)
-                raise
-            return out if type(out) is tuple and len(out) == 3 else _refuse(update, out)
-
-        return update_of_three
-
-    def update_when(
-        grads: Any, opt_state: Any, params: Any, step: int, *, when: bool | Tensor = True, **extra: Any
-    ) -> tuple[Any, Any, Any]:
-        if when is not True:
-            return update_if(when, update_when, grads, opt_state, params, step, **extra)
-        try:
-            out = known(grads, opt_state, params, step, **extra)
-        except (KeyError, TypeError) as error:
-            _check_state(update, init, description, error, grads, opt_state, params)
-            raise
-        if type(out) is not tuple or len(out) != 3:
-            _refuse(update, out)
-        return out  # type: ignore[no-any-return]
-
-    return update_when
-
-
-def update_if(
-    when: bool | Tensor, update: Callable[..., Any], grads: Any, opt_state: Any, params: Any, step: int, **extra: Any
-) -> tuple[Any, Any, Any]:
-    """Make an update if the flag is set: on the host, which reads it here and nowhere else, or in a graph."""
-    chooses = tracing()
-    if not chooses and not when:
-        return params, opt_state, False
-    out = update(grads, opt_state, params, step, **extra)
-    if not chooses:
-        return out  # type: ignore[no-any-return]
-    new, new_state, applied = out
-    return where(when, new, params), where(when, new_state, opt_state), when & applied
-
-
-_complete: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-
-
-def complete(update: F) -> F:
-    """Declare that an `update` takes all arguments, `when` among them, and returns three values, so needs no wrapper."""
-    _complete.add(update)
-    return update
+    return with_known_arguments
 
 
 def keywords(function: Any) -> set[str] | None:
@@ -100,50 +289,3 @@ def keywords(function: Any) -> set[str] | None:
     if not parameters or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     return set(parameters)
-
-
-def _refuse(update: Any, out: Any) -> Any:
-    kind = f"{len(out)} values" if isinstance(out, tuple) else f"a {type(out).__name__}"
-    raise TypeError(
-        f"{getattr(update, '__qualname__', update)} returned {kind}; an optimizer's update returns three, "
-        "(params, opt_state, applied), where applied is True for an update that was made, and what an inner "
-        "optimizer said in a wrapper"
-    )
-
-
-def _check_state(
-    update: Any,
-    init: Any,
-    description: Mapping[str, Any],
-    error: Exception,
-    grads: Any = None,
-    opt_state: Any = None,
-    params: Any = None,
-    *args: Any,
-) -> None:
-    """Raise a clearer error for a failed update of a wrapper if the cause is a different optimizer's state."""
-    try:
-        needed = kept_in(init(params))
-    except Exception:  # it cannot initialize these parameters, so the first error is more informative
-        return
-    if not needed or kept_in(opt_state) == needed:
-        return
-    wrapper = getattr(update, "__qualname__", str(update)).partition(".")[0].lstrip("_")
-    raise wrong_state(opt_state, name_of(description, wrapper), f", which keeps {', '.join(needed)}") from error
-
-
-def read(applied: Any) -> bool:
-    """True if an update was made. If a tensor says so, the host waits for it here."""
-    return bool(checked(applied))
-
-
-def checked(applied: Any) -> bool | Tensor:
-    """The third value of an update, after checking its type."""
-    if isinstance(applied, bool):
-        return applied
-    if isinstance(applied, Tensor) and applied.dtype is torch.bool and applied.dim() == 0:
-        return applied
-    kind = (
-        f"a {applied.dtype} tensor of shape {tuple(applied.shape)}" if isinstance(applied, Tensor) else repr(applied)
-    )
-    raise TypeError(f"update returned {kind} as its third value, applied: give True, False, or a 0-dim bool tensor")

@@ -14,7 +14,6 @@ Background saves are not reported.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -22,38 +21,47 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
 from looplib._core import torch_private
+from looplib._core.checks import few
 
 
+@dataclass
+class Request:
+    """A collective call that a step has requested and not waited for yet; `broken` if the step has failed for it."""
+
+    work: Any
+    group: Any
+    began: float
+    broken: bool = False
+
+
+@dataclass
 class _Watch:
     """The watch of this process.
 
     Attributes:
-        seconds: time after which a call that waits is reported.
-        step: time after which it publishes where it waits, and then looks again.
-        requested: what a step has requested and not waited for yet, and its group.
-        broken: True after the step of the last request has failed for a broken connection.
+        seconds: time after which a call that waits is reported; infinity for never.
+        requested: what the current step has requested.
         thread: the thread that looks at it.
     """
 
-    def __init__(self) -> None:
-        self.broken = False
-        self.requested: tuple[Any, Any] | None = None
-        self.thread: threading.Thread | None = None
-        self.report_after(30.0)
+    seconds: float = 30.0
+    requested: Request | None = None
+    thread: threading.Thread | None = None
 
-    def report_after(self, seconds: float) -> None:
-        """Report a call that waits for this many seconds; infinity for never."""
-        self.seconds = seconds
-        self.step = timedelta(seconds=min(seconds / 10, 3600))
+    @property
+    def pause(self) -> float:
+        """Time after which a call that waits is published, and after which it is looked at again."""
+        return min(self.seconds / 10, 3600)
 
 
 watch = _Watch()
@@ -96,7 +104,10 @@ def _name(frame: FrameType) -> str:
     owner = frame.f_locals.get("self")
     if owner is None:
         return name
-    return type(owner).__name__ if name == "__call__" else f"{type(owner).__name__}.{name}"
+    cls = type(owner).__name__
+    if name == "__call__":
+        return "a predicate" if cls.startswith("_") else cls  # such as several with `|` between them
+    return f"{cls}.{name}"
 
 
 def wait(work: Any, group: Any, limit: float = math.inf) -> None:
@@ -104,123 +115,117 @@ def wait(work: Any, group: Any, limit: float = math.inf) -> None:
 
     `limit` is the number of seconds after which to raise, if it is to be less than the group's own time-out.
     """
-    try:
-        work.wait(watch.step)
-    except RuntimeError:
-        late = _Late(group, early=work.is_completed())
-        late.until(lambda: _ended(work, late), limit)
-        late.end()
 
+    def done() -> bool:
+        try:
+            work.wait(timedelta(seconds=watch.pause))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # raises if the call has failed
+        return True
 
-def _ended(work: Any, late: _Late) -> bool:
-    """True if the work is done after a moment. Raise if it has failed."""
-    with contextlib.suppress(RuntimeError):
-        work.wait(watch.step)
-    if not work.is_completed():
-        return False
-    try:
-        work.wait()
-    except RuntimeError as error:
-        late.fail(error)
-    return True
+    wait_for(done, group, limit)
 
 
 def wait_for(done: Callable[[], bool], group: Any, limit: float) -> None:
     """Ask until something is done that other ranks of this group do, and report if it takes long.
 
     Args:
-        done: a function that waits for a moment at most, and returns True if it is done.
+        done: a function that waits for a moment at most, returns True if it is done, and raises if it has failed.
         group: the ranks.
         limit: seconds after which to raise.
     """
-    began = time.monotonic()
-    while not done():
-        if time.monotonic() - began > watch.step.total_seconds():
-            late = _Late(group)
-            late.until(done, limit)
-            late.end()
-            return
+    late, began = None, time.monotonic()
+    try:
+        if not done():
+            late = _Late(group, began, call())
+            late.until(done, limit, threading.current_thread() is threading.main_thread())
+    except RuntimeError as error:
+        raise (late or _Late(group, began, call())).explained(error) from error
 
 
 class _Late:
-    """A call of this rank that has waited for a while, or that has failed early."""
+    """A call of this rank that waits for others, or has failed."""
 
-    def __init__(self, group: Any, where: Call | None = None, early: bool = False) -> None:
-        self.early = early
-        self.group, self.began, self.call = group, time.monotonic() - watch.step.total_seconds(), where or call()
+    def __init__(self, group: Any, began: float, where: Call) -> None:
+        self.group, self.began, self.call = group, began, where
         self.rank = distributed.get_rank()
-        self.about = [str(self.call), group.group_name, torch_private.calls_of(group)]
-        self.reported = where is None and threading.current_thread() is not threading.main_thread()
+        self.about = [str(where), group.group_name, torch_private.calls_of(group)]
 
-    def until(self, done: Callable[[], bool], limit: float) -> None:
-        """Wait, publish where, and report once."""
-        if not self.reported:
-            self._publish(json.dumps(self.about))
-        while not done():
-            waited = time.monotonic() - self.began
-            if waited > limit:
-                raise RuntimeError(f"{self._text()} The time-out of the process group, {limit:g} s, is over")
-            if waited >= watch.seconds and not self.reported:
-                self.reported = True
-                file = self.call.file or __file__
-                warnings.warn_explicit(self._text(), RuntimeWarning, file, self.call.line or 1)
+    def waited(self) -> float:
+        return time.monotonic() - self.began
 
-    def end(self) -> None:
-        """Publish that this rank waits no longer. Not after a failure, since other ranks then ask where it waited."""
-        self._publish("")
+    def until(self, done: Callable[[], bool], limit: float = math.inf, reports: bool = True) -> None:
+        """Wait, publish where, and report once.
 
-    def fail(self, error: Exception) -> NoReturn:
-        """Raise torch's error with the words of the report.
-
-        A time-out on one rank closes the connections of all, so what torch says differs between those that wait. If
-        the call has failed before it was late, nobody knows yet where the other ranks are.
+        What is published stays after a failure, since other ranks then ask where this one waited.
         """
-        broken = self.early and not any(word in str(error) for word in _TIMED_OUT)
-        text = f"rank {self.rank}, in {self.call}:" if broken else self._text()
-        raise RuntimeError(f"{text} torch says: {error}") from error
+        published = reported = not reports
+        while not done():
+            if self.waited() > limit:
+                raise RuntimeError(f"Timed out after {limit:g} s")
+            if not published and self.waited() >= watch.pause:
+                published = True
+                self.publish(json.dumps(self.about))
+            if not reported and self.waited() >= watch.seconds:
+                reported = True
+                text = self.text(_ADVICE)
+                warnings.warn_explicit(text, RuntimeWarning, self.call.file or __file__, self.call.line or 1)
+        if published and reports:
+            self.publish("")
 
-    def _publish(self, text: str) -> None:
+    def publish(self, text: str) -> None:
         with contextlib.suppress(RuntimeError):  # the rank that has the store may have ended
             torch_private.default_store().set(_key(self.rank), text)
 
-    def _text(self) -> str:
-        waited = f"rank {self.rank} has waited {time.monotonic() - self.began:.1f} s in {self.call}."
-        missing = self._missing()
-        if not missing:
-            return f"{waited} All ranks have come to this call."
-        return f"{waited} {' '.join(missing)} All ranks must make this call: {_ADVICE}."
+    def explained(self, error: Exception) -> RuntimeError:
+        """torch's error with the words of the report.
 
-    def _missing(self) -> list[str]:
-        """A sentence for each rank that has not come."""
-        found, absent = [], []
+        A time-out on one rank closes the connections of all, so what torch says differs between those that wait. A
+        rank that ends closes them too, and then no call was left out. If the call has failed before it was late,
+        nobody knows yet where the other ranks are.
+        """
+        if any(word in str(error) for word in _TIMED_OUT):
+            text = self.text(_ADVICE)
+        elif self.waited() > watch.pause:
+            text = self.text(_ENDED)
+        else:
+            text = f"rank {self.rank}, in {self.call}. {_ENDED}"
+        return RuntimeError(f"{text} torch says: {error}")
+
+    def text(self, advice: str) -> str:
+        missing = " ".join(self.missing())
+        return (
+            f"rank {self.rank} has waited {self.waited():.1f} s in {self.call}. "
+            f"{f'{missing} {advice}' if missing else 'All ranks have come to this call.'}"
+        )
+
+    def missing(self) -> list[str]:
+        """Sentences about the ranks that have not come."""
+        absent, elsewhere = [], []
         for rank in distributed.get_process_group_ranks(self.group):
-            if rank == self.rank:
-                continue
             other = _published(rank)
+            if rank == self.rank or (other and other[1:] == self.about[1:]):
+                continue
             if other is None:
                 absent.append(rank)
-            elif other[1:] != self.about[1:]:
-                found.append(f"Rank {rank} has not come, and waits in {other[0]}{self._count(other)}.")
-        if absent:
-            found.insert(0, f"{_named(absent)} not come, and {_VERB[len(absent) > 1]} in no call that waits.")
-        return found
-
-    def _count(self, other: Sequence[Any]) -> str:
-        """The numbers of calls, where two ranks wait in the same function but not in the same call of it."""
-        same = other[0] == self.about[0] and other[1] == self.about[1]
-        return f" (call {other[2]} of the group, and this is call {self.about[2]})" if same else ""
+                continue
+            count = f" (call {other[2]} of the group, and this is call {self.about[2]})"
+            same = other[:2] == self.about[:2]  # the same line, and not the same call of it
+            elsewhere.append(f"Rank {rank} has not come, and waits in {other[0]}{count if same else ''}.")
+        if len(absent) > 1:
+            return [f"Ranks {few(absent)} have not come, and are in no call that waits.", *elsewhere]
+        return [f"Rank {rank} has not come, and is in no call that waits." for rank in absent] + elsewhere
 
 
+_TIMED_OUT = ("imed out", "imeout")  # words of torch's errors
+_OF_CONNECTIONS = (*_TIMED_OUT, "onnection", "peer", "gloo", "NCCL", "XCCL")
 _ADVICE = (
-    "take it out of `if ll.distributed.is_rank_zero():` and of loops that differ between ranks; a function that one "
-    "rank runs alone goes into ll.distributed.rank_zero_only"
+    "All ranks must make this call: take it out of `if ll.distributed.is_rank_zero():` and of loops that differ between "
+    "ranks; a function that one rank runs alone goes into ll.distributed.rank_zero_only."
 )
-_VERB = {False: "is", True: "are"}
-
-
-def _named(ranks: Sequence[int]) -> str:
-    some = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
-    return f"Ranks {some} have" if len(ranks) > 1 else f"Rank {some} has"
+_ENDED = "If a rank has ended, its own output says why."
 
 
 def _key(rank: int) -> str:
@@ -232,69 +237,53 @@ def _published(rank: int) -> list[Any] | None:
     with contextlib.suppress(RuntimeError):
         store = torch_private.default_store()
         if store.check([_key(rank)]) and (text := store.get(_key(rank))):
-            published: list[Any] = json.loads(text)
-            return published
+            return json.loads(text)  # type: ignore[no-any-return]
     return None
 
 
 def request(work: Any, group: Any) -> None:
     """Watch a request that a step makes before its forward pass, and waits for later."""
-    watch.requested, watch.broken = (work, group), False
+    watch.requested = Request(work, group, time.monotonic())
     if watch.thread is None:
         watch.thread = threading.Thread(target=_look_at_requests, name="looplib-watch", daemon=True)
         watch.thread.start()
 
 
-_TIMED_OUT = ("imed out", "imeout")  # words of torch's errors
-_OF_CONNECTIONS = (*_TIMED_OUT, "onnection", "peer", "gloo", "NCCL", "XCCL")
-
-
-def explained(error: Exception) -> Exception:
+def better_error(error: Exception) -> Exception:
     """An error in a step, with the words of the report if it came while a rank was missing."""
-    if watch.requested is None or not isinstance(error, RuntimeError):
+    request = watch.requested
+    if request is None:
         return error
-    watch.broken = any(word in str(error) for word in _OF_CONNECTIONS)
-    (work, group), where, watch.requested = watch.requested, call(), None
-    if not watch.broken:
+    request.broken = isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_CONNECTIONS)
+    watch.requested = None
+    if not request.broken:
         return error
-    try:
-        work.wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        try:
-            _Late(group, where).fail(error)
-        except RuntimeError as named:
-            return named
-    return error
+    with contextlib.suppress(RuntimeError):
+        request.work.wait(timedelta(milliseconds=1))
+        return error  # all ranks have come
+    return _Late(request.group, request.began, call()).explained(error)
 
 
 def _look_at_requests() -> None:
-    seen = 0  # by its id, since work that is kept would keep its group
     while True:
-        time.sleep(watch.step.total_seconds())
-        now = watch.requested
-        if now is not None and id(now) == seen and not now[0].is_completed():
-            frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            late = _Late(now[1], call(frame))
-            del frame
-            with contextlib.suppress(Exception):  # a warning that is an error by the user's filter
-                late.until(functools.partial(_no_longer, now), math.inf)
-                if not _failed(now[0]):
-                    late.end()
-        seen = id(now)
-        del now
+        time.sleep(watch.pause)
+        with contextlib.suppress(Exception):  # a failed call, and a warning that is an error by the user's filter
+            _look_at(watch.requested)
 
 
-def _no_longer(request: tuple[Any, Any]) -> bool:
-    time.sleep(watch.step.total_seconds())
-    return bool(request[0].is_completed()) or watch.requested is not request
+def _look_at(request: Request | None) -> None:
+    """Report a request for which the main thread waits."""
+    if request is None or request.work.is_completed() or time.monotonic() - request.began < watch.pause:
+        return
 
+    def done() -> bool:
+        time.sleep(watch.pause)
+        if request.broken or request.work.is_completed():
+            request.work.wait(timedelta(milliseconds=1))  # raises if the call has failed
+            return True
+        return watch.requested is not request
 
-def _failed(work: Any) -> bool:
-    """True if the request itself has failed, or its step. A step that gave up for a reason of its own has not."""
-    if watch.broken or not work.is_completed():
-        return watch.broken
-    try:
-        work.wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return True
-    return False
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    where = call(frame)
+    del frame  # and with it what the step holds
+    _Late(request.group, request.began, where).until(done)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from looplib._core.checks import check
+from looplib._core.checks import are_counts, check, count_of, is_count
 from looplib._core.mappings import fields_of, mapped, without
 from looplib.checkpoint._directory import in_words
 from looplib.checkpoint._format import MANIFEST, sound
@@ -85,7 +84,9 @@ def describe(path: Path) -> Checkpoint:
         parts: Counter[str] = Counter()
         size = check_files(path, manifest)
         for leaf_path, entry in (*manifest["tensors"].items(), *manifest.get("shards", {}).items()):
-            parts[leaf_path.split("/")[1]] += math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize
+            parts[leaf_path.split("/")[1]] += (
+                count_of(entry["shape"], leaf_path) * getattr(torch, entry["dtype"]).itemsize
+            )
         return Checkpoint(
             path=path,
             step=counts["step"],
@@ -102,10 +103,9 @@ def describe(path: Path) -> Checkpoint:
 def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Counts and seed stored in a manifest."""
     counts: dict[str, Any] = manifest["counts"]
-    kinds = {*map(type, without(counts, ("seed", "epoch_length")).values())} == {int} and type(
-        counts["epoch_length"]
-    ) in (int, type(None))
-    check(kinds and counts.keys() == set(COUNTS), f"counts that are no counts of a state: {counts}")
+    length = counts["epoch_length"]
+    sound = are_counts(without(counts, ("seed", "epoch_length")).values()) and (length is None or is_count(length, 0))
+    check(sound and counts.keys() == set(COUNTS), f"counts that are no counts of a state: {counts}")
     seed = counts["seed"]
     return {**counts, "seed": tuple(map(int, seed)) if isinstance(seed, list) else int(seed)}
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from looplib._core.checks import check_own_file
 from looplib.checkpoint._format import WEIGHTS, sync_directory
 from looplib.checkpoint._format_read import read_manifest
 from looplib.checkpoint._format_write import Parts, write, write_document
@@ -187,6 +188,7 @@ class Lock:
     def acquire(self, folder: Path) -> None:
         import fcntl
 
+        check_own_file(folder / ".lock")
         self.file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -32,6 +32,9 @@ WHOLE, SHARDED = 1, 3  # formats; in format 2, the manifest described the chunks
 MANIFEST, DATA = "manifest.json", "tensors.safetensors"
 
 
+LARGEST = 256 << 20  # bytes of a manifest: of a million leaves
+
+
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 

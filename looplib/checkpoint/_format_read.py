@@ -10,9 +10,12 @@ import math
 import mmap
 import os
 import re
+import reprlib
+import stat
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,11 @@ import orjson
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check
+from looplib._core.checks import are_counts, check, count_of
 from looplib._core.mappings import mapped
 from looplib.checkpoint._format import (
     DATA,
+    LARGEST,
     MANIFEST,
     QUANTIZED,
     SHARDED,
@@ -50,10 +54,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 def read_document(directory: Path) -> tuple[dict[str, Any], int]:
     """Read a manifest and return it with its checksum."""
     path = directory / MANIFEST
-    try:
-        document = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise DamagedCheckpointError(f"{path} is missing, or of another kind ({error.strerror})") from None
+    document = _content(path)
     try:
         parsed = orjson.loads(document)
         checksum, manifest = int(parsed["crc32"]), parsed["manifest"]
@@ -88,11 +89,32 @@ def _shard_name(name: str) -> str:
     return name
 
 
-def _sized(path: Path, expected: int) -> int:
+def _content(path: Path) -> bytes:
+    """Content of a manifest, or of a description of chunks."""
+    check(_size(path) <= LARGEST, f"{path} is larger than any save writes it", DamagedCheckpointError)
+    with _found(path):
+        return path.read_bytes()
+
+
+@contextmanager
+def _found(path: Path) -> Iterator[None]:
+    """A missing file is damage. Another process may have deleted it since it was listed, or since it was last looked at."""
     try:
-        size = path.stat().st_size
+        yield
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedCheckpointError(f"{path} is missing ({error.strerror})") from None
+
+
+def _size(path: Path) -> int:
+    with _found(path):
+        status = path.stat()
+    # To read a pipe or a device could take forever.
+    check(stat.S_ISREG(status.st_mode), f"{path} is no file of data", DamagedCheckpointError)
+    return status.st_size
+
+
+def _sized(path: Path, expected: int) -> int:
+    size = _size(path)
     check(size == expected, f"{path} has {size} bytes; {expected} were written", DamagedCheckpointError)
     return size
 
@@ -104,9 +126,15 @@ def _dtype(leaf_path: str, name: str) -> torch.dtype:
     return dtype
 
 
-def _are_counts(numbers: Collection[Any]) -> bool:
-    """True for ints from 0 on whose products and sums stay within 64 bits."""
-    return {*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0 and max(numbers, default=0) < 2**48
+def _end(leaf_path: str, entry: Mapping[str, Any]) -> int:
+    """One past the last byte of a tensor in its run of bytes, after a check of its manifest entry."""
+    shape, strided, offset = entry["shape"], "stride" in entry, entry.get("offset", 0)
+    numbers, size = count_of(shape, leaf_path), _dtype(leaf_path, entry["dtype"]).itemsize
+    stride = entry["stride"] if strided else []
+    if not (isinstance(stride, list) and are_counts([offset, *stride]) and offset % size == 0):
+        raise ValueError(f"{leaf_path} has stride {reprlib.repr(stride)} and offset {reprlib.repr(offset)}")
+    end: int = offset + (extent(shape, stride) if strided else numbers) * size
+    return end
 
 
 class Reader:
@@ -129,72 +157,71 @@ class Reader:
             }
             if unsized := self.described.keys() - self.files.keys():
                 raise ValueError(f"there is no size of {', '.join(sorted(unsized))}")
-            for name in self.data:
-                self._check_run(name)
-            for leaf_path in self.tensors:
-                self._check_entry(leaf_path)
+            self._check_runs(self.data)
+            ends: dict[str, int] = {}
+            for leaf_path, entry in self.tensors.items():
+                ends[entry["data"]] = max(ends.get(entry["data"], 0), _end(leaf_path, entry))
+            for name, end in ends.items():
+                if end != (size := self.data[name]["bytes"]):
+                    raise ValueError(f"the bytes of {name} are {size}, and its tensors take {end}")
             for leaf_path in self.shards:
                 self._check_shards(leaf_path)
-        self._map(DATA)
 
     def describe(self, name: str) -> list[tuple[str, Chunk]]:
         """Read a file that describes the chunks of a rank, and return these with the paths of their leaves."""
         path = self.directory / name
         _sized(path, self.files[name])
-        text = path.read_bytes()
+        text = _content(path)
         unchanged = zlib.crc32(text) == self.described[name]
         check(unchanged, f"{path} has been changed since it was written: wrong checksum", DamagedCheckpointError)
         chunks = []
         with sound(path):
             description = orjson.loads(text)
             file, writer = _shard_name(description["file"]), int(name[len("chunks-") : -len(".json")])
+            runs = {}
+            for leaf_path, about in description["data"].items():
+                run = file if leaf_path == file else f"{writer}{leaf_path}"
+                self.data[run] = runs[run] = {**about, "file": file}
+            self._check_runs(runs)
             for leaf_path, chunk in description["chunks"].items():
                 run = f"{writer}{leaf_path}"
-                self.data[run] = {**description["data"][leaf_path], "file": file}
-                self._check_run(run)
                 entry, stored = self.shards[leaf_path], {**chunk, "data": run}
                 self._check_chunk(leaf_path, stored, entry["shape"], _dtype(leaf_path, entry["dtype"]))
                 entry.setdefault("chunks", []).append(stored)
                 chunks.append((leaf_path, (tuple(chunk["offsets"]), tuple(chunk["sizes"]))))
         return chunks
 
-    def _check_run(self, name: str) -> None:
-        begin, length, size = self.data[name]["begin"], self.data[name]["bytes"], self.files[self._file(name)]
-        if not (_are_counts([begin, length]) and begin + length <= size):
-            raise ValueError(f"the bytes of {name} are {length!r} from {begin!r} on, of {size}")
-
-    def _check_entry(self, leaf_path: str) -> None:
-        entry = self.tensors[leaf_path]
-        shape, stride, offset = entry["shape"], entry.get("stride"), entry.get("offset", 0)
-        length, size = self.data[entry["data"]]["bytes"], _dtype(leaf_path, entry["dtype"]).itemsize
-        numbers = math.prod(shape)
-        are_counts = type(shape) is list and _are_counts([offset, *shape, *(stride or ()), numbers])
-        # Thousands of leaves are checked, so the message is made for a wrong one alone.
-        if not (are_counts and offset % size == 0):
-            raise ValueError(f"{leaf_path} has shape {shape}, stride {stride} and offset {offset}")
-        if offset + (numbers if stride is None else extent(shape, stride)) * size > length:
-            raise ValueError(
-                f"{leaf_path} reaches beyond its {length} bytes: shape {shape}, stride {stride} and offset {offset}"
+    def _check_runs(self, runs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check that runs of bytes lie within their files, and that these end with the last of them."""
+        ends: dict[str, int] = {}
+        for name, run in runs.items():
+            begin, length, file = run["begin"], run["bytes"], self._file(name)
+            if not are_counts([begin, length]):
+                raise ValueError(f"the bytes of {name} are {length!r} from {begin!r} on")
+            ends[file] = max(ends.get(file, 0), begin + length)
+        for file, end in ends.items():
+            check(
+                end == self.files[file], f"{file} has {self.files[file]} bytes, and those of the tensors end at {end}"
             )
 
     def _check_shards(self, leaf_path: str) -> None:
         entry = self.shards[leaf_path]
         shape, chunks = entry["shape"], entry.get("chunks")
         dtype = _dtype(leaf_path, entry["dtype"])
-        check(type(shape) is list and _are_counts(shape), f"{leaf_path} has shape {shape}")
+        count = count_of(shape, leaf_path)
         if chunks is None:  # described in files of their own
             return
         for chunk in chunks:
             self._check_chunk(leaf_path, chunk, shape, dtype)
         numbers = sum(math.prod(chunk["sizes"]) for chunk in chunks)
-        check(numbers == math.prod(shape), f"{leaf_path} has shape {shape}, and chunks of {numbers} numbers")
+        check(numbers == count, f"{leaf_path} has shape {shape}, and chunks of {numbers} numbers")
 
     def _check_chunk(self, leaf_path: str, chunk: Mapping[str, Any], shape: list[int], dtype: torch.dtype) -> None:
         offsets, sizes, length = chunk["offsets"], chunk["sizes"], self.data[chunk["data"]]["bytes"]
-        check(_are_counts([*offsets, *sizes]), f"{leaf_path} has a chunk of {sizes} at {offsets}")
+        check(are_counts([*offsets, *sizes]), f"{leaf_path} has a chunk of {sizes} at {offsets}")
         inside = all(low + n <= of for low, n, of in zip(offsets, sizes, shape, strict=True))
         check(inside, f"{leaf_path} has shape {shape}, and a chunk of {sizes} at {offsets} beyond it")
-        full = math.prod(sizes) * dtype.itemsize == length
+        full = count_of(sizes, leaf_path) * dtype.itemsize == length
         check(full, f"{leaf_path} has a chunk of {sizes} in {length} bytes")
 
     def _file(self, name: str) -> str:
@@ -222,11 +249,16 @@ class Reader:
         return self._run(chunk["data"]).view(getattr(torch, entry["dtype"])).view(chunk["sizes"])
 
     def verify(self, leaf_paths: Iterable[str], chunks: Iterable[tuple[str, int]] = ()) -> None:
-        """Compare the checksums of all bytes of these unsharded leaves and of these chunks, on all cores."""
+        """Compare the checksums of all bytes of these unsharded leaves and of these chunks, on all cores.
+
+        Also those of the headers of their files, which are for other programs: looplib reads the manifest.
+        """
         chunks = [*zip(leaf_paths, repeat(0)), *chunks]
         names = {self.chunks(leaf_path)[index]["data"] for leaf_path, index in chunks}
-        for file in set(map(self._file, names)):
+        files = {DATA, *map(self._file, names)}
+        for file in files:
             self._map(file)
+        names |= files & self.data.keys()
         # The threads share one iterator, so that each takes the next run, largest first, when it has time. A task for
         # each run would cost more than most checksums, and a thread more than those of a few megabytes.
         sizes = {name: self.data[name]["bytes"] for name in names}
@@ -238,12 +270,10 @@ class Reader:
     def _map(self, file: str) -> mmap.mmap:
         if file not in self.maps:
             path = self.directory / file
-            _sized(path, self.files[file])
-            try:
+            with sound(path), _found(path):
+                _sized(path, self.files[file])
                 with open(path, "rb") as opened:
                     self.maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-            except FileNotFoundError:
-                raise DamagedCheckpointError(f"{path} is missing") from None
         return self.maps[file]
 
     def _run(self, name: str) -> Tensor:

@@ -26,6 +26,7 @@ from looplib._core.mappings import mapped
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._format import (
     DATA,
+    LARGEST,
     MANIFEST,
     QUANTIZED,
     WHOLE,
@@ -253,7 +254,12 @@ def write_document(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write and sync a small file."""
+    """Write and sync a manifest, or a description of chunks."""
+    check(
+        len(content) <= LARGEST,
+        f"{path.name} would have {len(content)} bytes, and a restore reads {LARGEST}: the state has too many leaves. Keep "
+        "many numbers, such as those of a list in state.extra, in one tensor",
+    )
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -278,9 +284,10 @@ def written_data(
     of what is written in the context.
     """
     head, offsets = _header(runs)
-    data: dict[str, dict[str, int]] = {}
-    start = end = 8 + len(head)
-    position, pieces = 0, [memoryview(len(head).to_bytes(8, "little") + head)]
+    head = len(head).to_bytes(8, "little") + head
+    start = end = len(head)
+    data = {path.name: {"begin": 0, "bytes": start, "crc32": zlib.crc32(head)}}  # checked like the runs of leaves
+    position, pieces = 0, [memoryview(head)]
     for event in ready.values():
         event.synchronize()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

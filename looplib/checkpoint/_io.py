@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from looplib._core import absent
-from looplib._core import ownership as _donation
+from looplib._core import advice, lease
 from looplib._core.checks import check, check_type
 from looplib._core.collective import Together, together
 from looplib._core.descriptions import described
 from looplib._core.mappings import mapped
+from looplib._core.provenance import warn_of_two_steps
 from looplib._core.ranks import is_alone, is_first
 from looplib.checkpoint._background import BackgroundWriter
 from looplib.checkpoint._describe import Checkpoint, Checkpoints, counts_of
@@ -33,7 +33,7 @@ from looplib.checkpoint._listing import Listing, changed_since
 from looplib.checkpoint._policy import Policy
 from looplib.checkpoint._restore import Selection, load
 from looplib.checkpoint._settings import Settings
-from looplib.predicates._best import warn_of_unrecorded
+from looplib.predicates._best import warn_of_records
 from looplib.types import TrainState, check_state
 
 
@@ -43,7 +43,7 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
     keep_last: int | None = None,
     keep_best: int = 0,
     monitor: str | None = None,
-    mode: Literal["min", "max"] = "min",
+    mode: Literal["min", "max"] | None = None,
     keep_every: int | None = None,
     keep: Callable[[Checkpoint], bool] | None = None,
     asynchronous: bool = False,
@@ -59,7 +59,7 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
     >>> ckpt = ll.checkpoint_io(folder.name, keep_last=3, keep_best=1, monitor="eval/loss")
     >>> state = ckpt.restore(ll.init_state(model, optimizer))  # no checkpoint yet: returns the given state
     >>> path = ckpt.save(state.replace(step=500), {"eval/loss": 0.3})
-    >>> path.name, ckpt.best().step, ckpt.restore(state).step
+    >>> path.name, ckpt.best().step, ckpt.restore(state, quiet=True).step
     ('step-00000500', 500, 500)
     >>> folder.cleanup()
 
@@ -88,7 +88,8 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
         keep_last: number of most recent checkpoints to keep; None keeps all.
         keep_best: number of best checkpoints by `monitor` to keep.
         monitor: name of the metric that defines the best.
-        mode: "min" if smaller is better, "max" if larger is.
+        mode: "min" if lower is better, "max" if higher is. Names that everyone knows choose their own (loss "min",
+            accuracy "max", as for `BestSoFar`); any other name needs it.
         keep_every: keep checkpoints at multiples of this many steps.
         keep: function of a `Checkpoint`; keep those for which it returns True.
         asynchronous: if True, write in the background. A state of donated steps, or bound to a module, is copied
@@ -98,7 +99,7 @@ def checkpoint_io(  # noqa: PLR0913 - policies by name
             `{"loader": loader, **vars(args)}`. Optimizer, loader and seed are known without it (see
             `CheckpointIO`). If the loader is included, `restore` compares it at once, and can also continue within an
             epoch with a different batch size. Leave out what may change from run to run, such as the number of
-            epochs.
+            epochs. What looks like a token, key or password is stored as `***`.
         select: `select(name, tensor) -> bool`, the parameters to save, such as the `trainable` of `init_state` for a model
             of which only adapters are trained. Optimizer state, buffers, counts and `extra` are saved as always. The
             others are left out, and a digest of their bits is stored: `restore` takes them from the state it is given,
@@ -156,8 +157,9 @@ class CheckpointIO:
         If the step already has a checkpoint, it is replaced atomically: at each moment one of the two is complete. If
         the new one has no metrics and the same weights, it keeps the metrics of the old one.
 
-        A warning says so if a `BestSoFar` in `state.extra` watches one of the metrics and has seen no value yet, which
-        means that `update_best` was forgotten.
+        A checkpoint whose monitored metric is NaN is saved with a warning, and is never the best. A warning also says so if
+        a `BestSoFar` in `state.extra` watches one of the metrics and has seen no value yet, which means that `update_best`
+        was forgotten, or if it has another `mode` for the monitored metric.
 
         To save only the weights, use `save(state.replace(opt_state=None))`. Restore them with `weights_only`; a run
         cannot be continued from them.
@@ -171,7 +173,7 @@ class CheckpointIO:
             The path of the checkpoint. In the background, the path that it is going to have.
 
         Raises:
-            ValueError: the monitored metric is missing or NaN; the directory has checkpoints of later steps, which
+            ValueError: the monitored metric is missing; the directory has checkpoints of later steps, which
                 belong to a different run; or the ranks' states differ.
             TypeError: a leaf is neither a dense tensor nor a plain value, or is a DTensor of partial sums.
             OSError: the disk is full, the directory cannot be written, or another process writes to it. Earlier
@@ -179,11 +181,12 @@ class CheckpointIO:
             DonatedStateError: the state was donated to a step.
         """
         check_state(state, "ckpt.save(state)")
+        warn_of_two_steps(state)
         check_type(
             "metrics is", metrics, (Mapping, type(None)), "give the scores by name, such as those of ll.evaluate"
         )
         ranks = self._meet()
-        copied = self._asynchronous and _donation.written_in_place(state)
+        copied = self._asynchronous and lease.written_in_place(state)
         taken_apart = functools.partial(self._taken_apart, state, metrics, copied and ranks.first)
         parts, about = ranks.on_each(taken_apart)
         if ranks.several:
@@ -197,7 +200,7 @@ class CheckpointIO:
             return entry.target
         writing = self._background.start(write, ranks)
         if not (copied or parts.sharded) and ranks.first:
-            _donation.let_finish(parts.storages, writing)
+            lease.let_finish(parts.storages, writing)
         return entry.target
 
     def restore(
@@ -208,8 +211,13 @@ class CheckpointIO:
         weights_only: bool = False,
         names: Callable[[str], bool] | None = None,
         convert: bool = False,
+        required: bool = False,
+        quiet: bool = False,
     ) -> TrainState:
         """Restore a checkpoint into the structure of a state and onto its devices.
+
+        The first rank prints what was restored and from where, such as "Restored step 130 (epoch 10, batch 0) from
+        runs/checkpoints/step-00000130".
 
         If `state` is bound to a module, so is the result: the values are written into the module's tensors, and
         `state` itself can no longer be used. If leaves that share a tensor in `state` were saved with different
@@ -230,6 +238,8 @@ class CheckpointIO:
             names: `names(name) -> bool`, selects parameters and buffers to restore. Everything else is kept from
                 `state`.
             convert: if True, allow dtypes that differ from the state's.
+            required: if True, raise if there is no checkpoint yet, such as for an evaluation.
+            quiet: if True, print nothing.
 
         Returns:
             The saved state, or `state` itself if "latest" is requested and there is no checkpoint yet.
@@ -237,7 +247,8 @@ class CheckpointIO:
         Raises:
             ValueError: the checkpoint does not fit the state (the message lists the leaves that differ), or was saved
                 without the parameters of a base model that is not the state's (`select`); it is within
-                an epoch of a different length; or there is no best, or no checkpoint of that step.
+                an epoch of a different length; or there is no best, no checkpoint of that step, or none at all and one
+                is `required`.
             DamagedCheckpointError: the requested checkpoint is damaged, or all of them are. If the latest one is
                 damaged, a warning names it and the one before it is used; the next save renames it to damaged-...
             DonatedStateError: the state was donated to a step.
@@ -260,7 +271,10 @@ class CheckpointIO:
             if len(set(digests := ranks.gather(loaded.checksum))) == 1:
                 if loaded.warning and ranks.first:
                     warnings.warn(loaded.warning, stacklevel=2)
-                return loaded.state()
+                restored = loaded.state()
+                if ranks.first and not quiet:
+                    print(f"Restored {selected.named(restored)} from {_within(path)}", flush=True)
+                return restored
             # It was replaced while the ranks were reading, or they see different folders.
             if not ranks.on_first(functools.partial(changed_since, path, stamp)):
                 read = ", ".join(f"{digest:08x} on rank {rank}" for rank, digest in enumerate(digests))
@@ -268,6 +282,7 @@ class CheckpointIO:
                     f"the ranks read different checkpoints at {path}, by the checksum of their manifests: {read}. Give "
                     "checkpoint_io a directory that all hosts share"
                 )
+        check(not required, f"{self._listing.folder} has no checkpoint, and required=True; is it another directory?")
         return state
 
     def steps(self) -> Checkpoints:
@@ -344,7 +359,7 @@ class CheckpointIO:
         scores = {name: _number(name, value) for name, value in (metrics or {}).items()}
         if metrics is not None:
             self._policy.check_scores(scores)
-            warn_of_unrecorded(state.extra, scores)
+            warn_of_records(state.extra, scores, self._policy.monitor, self._policy.mode)
         return {
             "counts": counts_of(state),
             "metrics": mapped(described, scores),
@@ -398,6 +413,11 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"the metric {name!r} is a {type(value).__name__}; give a number") from None
 
 
+def _within(path: Path) -> Path:
+    """A path within the working directory, relative to it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def _brief(entry: Any) -> str:
     if isinstance(entry, list):
         dtype, shape, *sharded = entry
@@ -405,4 +425,4 @@ def _brief(entry: Any) -> str:
     return repr(next(iter(entry.values()))) if isinstance(entry, dict) else repr(entry)
 
 
-absent.explain_attributes(CheckpointIO, "what ll.checkpoint_io returns", absent.OF_A_CHECKPOINT_IO)
+advice.explain_attributes(CheckpointIO, "what ll.checkpoint_io returns", advice.OF_A_CHECKPOINT_IO)

@@ -18,13 +18,16 @@ from looplib._core.notices import warn
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import version
 from looplib.checkpoint._describe import trees_of
-from looplib.checkpoint._format import leaves_of
+from looplib.checkpoint._format import MANIFEST, leaves_of, sound
 from looplib.types import TrainState
 
 Select = Callable[[str, Tensor], bool]
 
 
 _SAMPLE = 64
+
+
+_FACTS = {"tensors": int, "bytes": int, "digest": str}
 
 
 class LeftOut:
@@ -111,6 +114,11 @@ def paths_left_out(path: Path, manifest: Mapping[str, Any], leaves: Mapping[str,
     expected = manifest.get("left_out")
     if expected is None:
         return set()
+    with sound(path / MANIFEST):
+        check(
+            {name: type(fact) for name, fact in expected.items()} == _FACTS,
+            f"a description {expected} of what is left out",
+        )
     saved = manifest["tensors"].keys() | manifest.get("shards", {}).keys()
     rest = {one: leaf for one, leaf in leaves.items() if one.startswith("/params/") and one not in saved}
     found = about(rest)

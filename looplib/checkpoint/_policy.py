@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from looplib._core.checks import check, check_argument, check_optional_count
+from looplib._core.checks import check, check_optional_count
+from looplib._core.directions import mode_of
+from looplib._core.notices import warn
+from looplib._core.ranks import is_first
 from looplib.checkpoint._describe import Checkpoint
 
 
@@ -21,7 +24,7 @@ class Policy:
     keep_last: int | None = None
     keep_best: int = 0
     monitor: str | None = None
-    mode: str = "min"
+    mode: str | None = None
     keep_every: int | None = None
     keep: Callable[[Checkpoint], bool] | None = None
 
@@ -29,12 +32,12 @@ class Policy:
         check_optional_count("keep_last", self.keep_last)
         check_optional_count("keep_best", self.keep_best, 0)
         check_optional_count("keep_every", self.keep_every)
-        advice = "give 'min' where the smallest is best, or 'max'"
-        check_argument(self.mode in ("min", "max"), "mode", self.mode, advice)
         check(
             self.monitor is not None or not self.keep_best,
             f"keep_best={self.keep_best} needs monitor=, the name of the metric that the best is judged by",
         )
+        if self.monitor is not None:
+            object.__setattr__(self, "mode", mode_of(self.monitor, self.mode))
 
     def ranked(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Checkpoints that have the monitored metric, best first. Among equal ones, the earlier comes first."""
@@ -69,12 +72,10 @@ class Policy:
         return every or (self.keep is not None and self.keep(checkpoint))
 
     def check_scores(self, scores: Mapping[str, float]) -> None:
-        """Raise ValueError if the monitored metric is missing or NaN."""
+        """Raise ValueError if the monitored metric is missing, and warn if it is NaN."""
+        if self.monitor is None:
+            return
         title = f"the monitored metric {self.monitor!r} is"
-        known = self.monitor is None or self.monitor in scores
-        check(known, f"{title} not among the metrics given: {', '.join(scores) or 'none'}")
-        check(
-            not math.isnan(scores.get(self.monitor, 0.0)),  # type: ignore[arg-type]
-            f"{title} NaN, which cannot be compared with other checkpoints; to save this state all the same, leave out "
-            "the metrics",
-        )
+        check(self.monitor in scores, f"{title} not among the metrics given: {', '.join(scores) or 'none'}")
+        if math.isnan(scores[self.monitor]) and is_first():
+            warn(f"{title} NaN: the checkpoint is saved, and is never the best")

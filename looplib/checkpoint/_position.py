@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from looplib._core.lease import note_provenance
+from looplib._core.provenance import Provenance
 from looplib.types import TrainState
 
 
@@ -14,18 +16,21 @@ def position(
     counts: Mapping[str, Any],
     template: TrainState,
     resume: Callable[[TrainState], TrainState] | None,
+    known: Provenance,
 ) -> dict[str, Any]:
     """Counts to continue with, in epochs of the new state's length.
 
     Between two epochs only `epoch_length` changes. Within an epoch, a loader's `resume` finds the batch that starts
-    at the next sample. Raises ValueError within an epoch if there is no such loader.
+    at the next sample; `known` has the loaders of the saved run. Raises ValueError within an epoch if there is none.
     """
     saved_length, length = counts["epoch_length"], template.epoch_length
     per_rank = getattr(getattr(resume, "__self__", None), "batch_size_per_rank", None)
     if counts["batch"] == 0 and per_rank is None:
         return {**counts, "epoch_length": length}
     if resume is not None and None not in (saved_length, length):
-        resumed = resume(TrainState(**counts))
+        saved = TrainState(**counts)
+        note_provenance(saved, known)
+        resumed = resume(saved)
         names = ("epoch", "batch", "epoch_length", "batch_samples")
         return {**counts, **{name: getattr(resumed, name) for name in names}}
     if saved_length == length:

@@ -7,6 +7,7 @@ or not at all.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from looplib._core import interrupts as _interrupts
-from looplib._core import ownership as _donation
+from looplib._core import lease
 from looplib._core.descriptions import differences
-from looplib._core.made_with import MadeWith, known_of, other_settings, restored_into
 from looplib._core.mappings import fields_of, mapped, subset, without
+from looplib._core.overlap import same_value
+from looplib._core.provenance import Provenance, other_settings, provenance_of, restored_into
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib.checkpoint._describe import counts_in, trees_of
@@ -50,6 +52,12 @@ class Selection:
         name = leaf_path.split("/", 2)[-1].replace("~1", "/").replace("~0", "~")
         return self.names is None or self.names(name)
 
+    def named(self, restored: TrainState) -> str:
+        """Name of what was restored."""
+        if self.everything:
+            return f"step {restored.step} (epoch {restored.epoch}, batch {restored.batch})"
+        return "weights" if self.names is None else "some of the weights"
+
 
 class Loaded(NamedTuple):
     """A checkpoint that has been read and verified.
@@ -76,7 +84,7 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     left_out = paths_left_out(path, manifest, leaves)
     wanted = subset(leaves, set(filter(selected, without(leaves, left_out))))
     check_fit(path, wanted, reader, selected, convert)
-    run = _Run(fields_of(template, COUNTS), known_of(template))
+    run = _Run(fields_of(template, COUNTS), provenance_of(template))
     if selected.everything:
         made_with = manifest.get("made_with")
         known = made_with if isinstance(made_with, Mapping) else {}  # older checkpoints have none
@@ -86,7 +94,11 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
     if {isinstance(leaf, nn.Parameter) for leaf in template.params.values()} == {True}:  # bound to a module
         sharing = Sharing(leaves, wanted, saved.entry, path)
         sharing.check_weights(saved.value)
-        writes = [(_memory(leaf), saved.value(leaf_path)) for leaf_path, leaf in sharing.written.items()]
+        for leaf_path, leaf in sharing.written.items():
+            value = saved.value(leaf_path)
+            # Frozen parameters and masks, which states of pure steps share with the module, are not written.
+            if not (leaf_path.startswith(WEIGHTS) and same_value(leaf, value)):
+                writes.append((_memory(leaf), value))
         # A leaf that is not restored but shares memory with a restored one keeps its value in a copy.
         leaves |= mapped(_copied, subset(leaves, sharing.kept_apart))
         wanted = without(wanted, sharing.written)
@@ -99,7 +111,7 @@ def load(path: Path, template: TrainState, selected: Selection, convert: bool, s
 
 def _restored(trees: Mapping[str, Any], run: _Run) -> TrainState:
     state = TrainState(**{**dict.fromkeys(TREES), **trees, **run.counts})
-    _donation.note_made_with(state, run.made_with)
+    lease.note_provenance(state, run.made_with)
     return state
 
 
@@ -112,7 +124,7 @@ class _Run(NamedTuple):
     """A restored state without its trees, and the warning about settings that differ from those saved."""
 
     counts: dict[str, Any]
-    made_with: MadeWith
+    made_with: Provenance
     warning: str = ""
 
 
@@ -127,7 +139,8 @@ def _continued(
     warning = other_settings(path, changed, seed) if changed or seed else ""
     made_with = restored_into(template, saved, str(path), counts["step"], settings.compares_loader(saved))
     resume = settings.resume(saved, same_length)
-    return _Run(position(path, counts, template, resume), made_with, warning)
+    of_saved_run = restored_into(template, saved, str(path), counts["step"], False)
+    return _Run(position(path, counts, template, resume, of_saved_run), made_with, warning)
 
 
 def _copied(leaf: Tensor) -> Tensor:
@@ -183,15 +196,18 @@ def _write_over(
 ) -> TrainState:
     """Copy values into this state's tensors, like a donated step: no interrupt leaves it half done."""
     _interrupts.install()
-    chain = _donation.claim("ckpt.restore(state)", [leaf for leaf, _ in writes])
-    _interrupts.hold()
+    written = [leaf for leaf, _ in writes]
+    lease.wait_for_readers(written)
+    thread = threading.get_ident()
+    _interrupts.begin_hold(thread)
     try:
-        chain.wrote()
+        taken = lease.lease_over("ckpt.restore(state)", written)
+        taken.write()
         with torch.no_grad():
             for leaf, value in writes:
                 write(leaf, value)
         new = restored()
-        _donation.in_flight(template, new)
+        taken.step = new.step
     finally:
-        _interrupts.release()
+        _interrupts.end_hold(thread)
     return new

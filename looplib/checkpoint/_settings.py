@@ -8,7 +8,8 @@ from typing import Any
 
 from looplib._core.checks import check_type
 from looplib._core.descriptions import described, differences
-from looplib._core.made_with import known_of
+from looplib._core.provenance import provenance_of
+from looplib._core.secrets import without_secrets
 from looplib.types import TrainState
 
 
@@ -37,12 +38,13 @@ class Settings:
         return None
 
     @cached_property
-    def _described(self) -> Mapping[str, Any]:
-        return {str(name): described(setting) for name, setting in self._describe.items()}
+    def _described(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {str(name): described(setting) for name, setting in self._describe.items()}
+        return without_secrets(settings)
 
     def description(self, state: TrainState) -> dict[str, Any]:
         """Settings as stored in the manifest of a checkpoint of this state."""
-        known = known_of(state)
+        known = provenance_of(state)
         loaders = {"loaders": [*known.loaders]} if known.loaders else {}
         return loaders | self._compared(state)
 
@@ -52,7 +54,7 @@ class Settings:
 
     def _compared(self, state: TrainState) -> dict[str, Any]:
         """Settings without the loaders that a state knows, which are compared when they are called."""
-        optimizer = known_of(state).optimizer
+        optimizer = provenance_of(state).optimizer
         return {**({} if optimizer is None else {"optimizer": optimizer}), **self._described}
 
     def compares_loader(self, saved: Mapping[str, Any]) -> bool:

@@ -92,7 +92,7 @@ def _write_chunks(rank: int, entry: Entry, parts: Parts, in_thread: bool) -> _Fi
         return {}, {}
     name, description = f"tensors-{rank:05d}.safetensors", f"chunks-{rank:05d}.json"
     data, size = write_data(entry.writing / name, runs, parts.ready, in_thread)
-    chunks = mapped(_placed, pick(items, data))
+    chunks = mapped(_placed, pick(items, written))
     text = orjson.dumps({"file": name, "data": data, "chunks": chunks})
     write_file(entry.writing / description, text)
     weights = {path: [chunks[path], run["crc32"]] for path, run in data.items() if path.startswith(WEIGHTS)}

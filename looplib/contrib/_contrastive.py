@@ -8,7 +8,7 @@ for each microbatch, compute the embeddings again with a graph, and propagate th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +112,7 @@ def make_contrastive_grad_fn(
         sizes = [*map(len, torch.arange(count).tensor_split(max(1, min(microbatches, count))))]
         batches = trees.split(batch, count, sizes, batch_size)
         embeddings = [*map(_checked, _embedded(host, embed_fn, state, batches, part), sizes)]
-        loss, aux, grads, total = _loss_and_grads(embedding_loss, trees.concat(embeddings, sizes), count)
+        loss, aux, grads, total = _loss_and_grads(embedding_loss, _concatenated(embeddings), count)
         columns = zip(*(torch.split(grad, sizes) for grad in grads), strict=True)
         shares = [size / total for size in sizes]
         out = pulls(state, [*map(_Microbatch, batches, map(list, columns), shares)], part)
@@ -173,6 +173,10 @@ def _checked(embeddings: Any, count: int) -> Any:
     return embeddings
 
 
+def _concatenated(parts: Iterable[Any]) -> Any:
+    return trees.map_leaves(lambda *tensors: torch.cat(tensors), *parts)
+
+
 def _loss_and_grads(
     embedding_loss: Callable[[Any], Any], embeddings: Any, count: int
 ) -> tuple[Any, dict[str, Any], list[Tensor], int]:
@@ -203,4 +207,4 @@ def _of_all_ranks(embedded: Any, embeddings: Any, count: int, device: torch.devi
     everyone, counts = zip(*gather((trees.map_leaves(Tensor.cpu, embeddings), count)), strict=True)
     parts = [trees.map_leaves(lambda value: value.to(device), part) for part in everyone]
     parts[rank()] = embedded
-    return trees.concat(parts, counts), sum(counts)
+    return _concatenated(parts), sum(counts)

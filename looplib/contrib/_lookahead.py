@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.calls import remember
 from looplib._core.checks import check, is_count
 from looplib._core.mappings import detached_copies, pick
 from looplib._core.ranks import shards
@@ -56,23 +55,16 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
         updates = int(before) + 1
         return {"updates": torch.tensor(updates)}, updates % sync_period == 0 or None
 
-    def act(
-        meets: bool, new: Params, opt_state: Any, grads: Grads, in_place: bool, old: Params, **extra: Any
-    ) -> tuple[Params, dict[str, Any]]:
+    def act(meets: bool, params: Params, opt_state: Any, grads: Grads, **info: Any) -> tuple[Params, Any]:
         with torch.no_grad():
-            slow, fast = [*pick(opt_state["slow"], grads).values()], [*pick(new, grads).values()]
-            if in_place:
-                slow, fast = shards(slow), shards(fast)
-                torch_private.foreach_lerp_(slow, fast, slow_step_size)
-                torch_private.foreach_copy_(fast, slow)
-                return new, {}
-            moved = dict(zip(grads, torch_private.foreach_lerp(slow, fast, slow_step_size), strict=True))
-        # A parameter that the inner update has left alone is still that of the state before.
-        met = {name: t.clone().requires_grad_(old[name].requires_grad) for name, t in moved.items()}
-        return {**new, **met}, {"slow": {**opt_state["slow"], **moved}}
+            slow, fast = [*pick(opt_state["slow"], grads).values()], [*pick(params, grads).values()]
+            slow, fast = shards(slow), shards(fast)
+            torch_private.foreach_lerp_(slow, fast, slow_step_size)
+            torch_private.foreach_copy_(fast, slow)
+        return params, opt_state
 
-    made = act_after_updates(optimizer, init, moment, act, _slow_weights)
-    return remember(made, lookahead, optimizer, sync_period=sync_period, slow_step_size=slow_step_size)
+    settings = {"sync_period": sync_period, "slow_step_size": slow_step_size}
+    return act_after_updates(optimizer, lookahead, settings, init, moment, act, _slow_weights, ("slow",))
 
 
 def _slow_weights(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:

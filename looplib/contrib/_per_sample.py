@@ -85,6 +85,7 @@ def make_per_sample_grad_fn(
     host = _modules.Host(model, training=True)
     names = _modules.trainable_names(model, trainable)
     _check_model(host)
+    host.warn_of_eval_mode(names)
 
     def per_sample_grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         _check_part(part)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from looplib._core.checks import are_columns, check, check_optional_count, is_column, is_count, named
 from looplib._core.ranks import world_size
-from looplib.data._orders import Order, check_undivided, in_order
+from looplib.data._orders import Order, check_undivided, in_order, shuffled
 
 
 class NotGiven(Enum):
@@ -25,9 +25,7 @@ class NotGiven(Enum):
         return "required"
 
 
-_SAMPLES_ARE_SHUFFLED = "order=ll.data.in_order() for shuffle=False; samples are shuffled by default"
 _INSTEAD = {
-    "shuffle": _SAMPLES_ARE_SHUFFLED,
     "weights": "order=ll.data.weighted(weights, num_samples=...)",
     "num_samples": "order=ll.data.weighted(weights, num_samples=...)",
     "lengths": "order=ll.data.by_length(lengths, pool=...)",
@@ -37,7 +35,7 @@ _INSTEAD = {
     "generator": "seed=..., since the order and all draws are functions of the seed and the epoch",
     "in_order": "nothing: batches always come in the order of the epoch. (order=ll.data.in_order() does not shuffle)",
 }
-_NOT_OPTIONS = {"self", "dataset", "batch_size", "collate_fn", "drop_last"}
+_NOT_OPTIONS = {"self", "dataset", "batch_size", "collate_fn", "drop_last", "shuffle"}
 
 
 def is_stream(dataset: Any) -> bool:
@@ -61,7 +59,9 @@ def _instead_of(name: str, known: list[str]) -> str:
     """Advice for an argument that make_loader does not have."""
     if name in _INSTEAD:
         return f"write {_INSTEAD[name]}"
-    near = difflib.get_close_matches(name, [*known, "batch_size", "collate_fn", "drop_last", "order", "limit"])
+    near = difflib.get_close_matches(
+        name, [*known, "batch_size", "collate_fn", "drop_last", "shuffle", "order", "limit"]
+    )
     guess = f"did you mean {near[0]}? " if near else ""
     return f"{guess}Of torch's DataLoader it takes {', '.join(known)}"
 
@@ -117,10 +117,14 @@ def of_all_ranks(
     return size
 
 
-def check_order(order: Any) -> None:
-    """Raise TypeError for an `order` that is not an Order."""
+def order_of(order: Any, shuffle: Any) -> Order | None:
+    """The order, or that of `shuffle`. Raises TypeError for an `order` that is not an Order."""
+    check(shuffle in (None, True, False), f"shuffle is {named(shuffle)}; give True or False", TypeError)
+    check(order is None or shuffle is None, f"order={order} and shuffle={shuffle} are given: give one of them")
+    if shuffle is not None:
+        return shuffled() if shuffle else in_order()
     if order is None or isinstance(order, Order):
-        return
+        return order
     if isinstance(order, type) and issubclass(order, Order):
         raise TypeError(f"order is the function {order.__name__}; call it: order=ll.data.{order.__name__}(...)")
     raise TypeError(
@@ -156,7 +160,7 @@ def check_stream(dataset: Any, order: Order | None, limit: int | None, num_worke
     )
 
 
-def check_dataset_alone(dataset: Any, misplaced: tuple[Any, ...]) -> None:
+def check_dataset_alone(dataset: Any = None, *misplaced: Any, **_: Any) -> None:
     """Raise TypeError for positional arguments other than the dataset."""
     if not misplaced:
         return

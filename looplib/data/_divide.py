@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from looplib._core import ranks as _ranks
-from looplib._core.trees import batch_size, split, without_samples
+from looplib._core.trees import batch_size, empty_batch, split
 from looplib.data._plan import own_rows
 
 
@@ -60,7 +60,7 @@ def _parts(
 def _none_of(part: Any, epoch: int, k: int, count: int, ranks: int) -> Any:
     """A batch of no samples, for a rank that has none of this batch."""
     try:
-        return without_samples(part)
+        return empty_batch(part)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"batch {k} of epoch {epoch} has {count} samples for {ranks} ranks, and a {type(part).__name__} cannot be "

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from looplib._core import trees
+from looplib._core.advice import explain_arguments
 from looplib._core.calls import Call, Code, remember
 from looplib._core.checks import check, check_optional_count
 from looplib._core.interrupts import interruptible
 from looplib._core.kinds import instances_are
-from looplib._core.made_with import note_loader
 from looplib._core.notices import warn
+from looplib._core.provenance import note_loader, note_reading, provenance_of, warn_of_two_steps
 from looplib._core.ranks import is_alone, is_first, world_size
 from looplib.data import _arguments
 from looplib.data._arguments import NotGiven
@@ -55,7 +56,8 @@ class Loader:
     `loader(state)` returns an iterator over the remaining batches of the state's epoch. `len(loader)` is the number
     of batches in an epoch; it raises TypeError for a stream, whose end is known only when it is reached.
     `loader(state)` also notes the loader's `description` on the state, so that the run's checkpoints store it. It warns
-    if the state was restored from a checkpoint made with a different loader.
+    if the state was restored from a checkpoint made with a different loader, or has moved by several batches for each
+    batch of the last iteration, as two train steps on a batch move it if none has `same_batch=True`.
 
     Under torchrun, each batch is divided among the ranks and `loader(state)` yields this rank's part. Rank and number
     of ranks are read at each call.
@@ -89,8 +91,9 @@ class Loader:
         check_state(state, "for batch in loader(state)")
         self._say_if_epochs_have_no_end(state)
         self._check_ranks(state)
+        warn_of_two_steps(state)
         note_loader(state, self._noted)
-        return interruptible(self._batches(state, pairs=False))
+        return interruptible(self._batches(state, pairs=False), note_reading(state).note)
 
     def parts(self, state: TrainState) -> Iterator[tuple[Any, bool]]:
         """For evaluation on several ranks: pairs of this rank's part of each batch and True if it counts.
@@ -135,7 +138,9 @@ class Loader:
         At the end of an epoch, any batch size and any dataset are accepted. Within an epoch, the remaining samples
         are the same as before, in larger or smaller batches. This requires that a batch of this loader starts at the
         next sample and that the order of the samples has not changed. The order changes if the dataset does, except
-        with `in_order()`, and `by_length` and `batch_sampler` build different batches for a different batch size. Use
+        with `in_order()`, and `by_length` and `batch_sampler` build different batches for a different batch size. A state
+        knows the batch sizes of the loaders that have yielded batches for its run, so a change is seen even if the
+        epoch has as many batches as before. Use
         the same seed as before: a state does not store it, so it cannot be checked.
 
         Args:
@@ -154,7 +159,12 @@ class Loader:
         any_size = self.order.any_batch_size and source.batched
         given_per_rank = self.batch_size_per_rank is not None and isinstance(source.plan, Epochs)
         per_rank = self.batch_size if given_per_rank else None
-        restart = Restart(source.plan, source.length, repr(self.order), any_size, self.order.any_length, per_rank)
+        sizes = {loader.get("batch_size") for loader in provenance_of(state).loaders}
+        others = sizes - {self.batch_size}
+        resized = (state.batch_samples in others or sizes == others) if sizes else None
+        restart = Restart(
+            source.plan, source.length, repr(self.order), any_size, self.order.any_length, per_rank, resized
+        )
         resumed = restart.state(state)
         if per_rank is not None and resumed.epoch_length != state.epoch_length:
             self._warn_of_other_steps(state.epoch_length, resumed.epoch_length)
@@ -193,6 +203,7 @@ class Loader:
             "limit": self.limit,
             "left_out": len(self.left_out),
             **({} if self.batch_size_per_rank is None else {"batch_size_per_rank": self.batch_size_per_rank}),
+            **({} if self.divide else {"divide": False}),
         }
 
     @functools.cached_property
@@ -260,12 +271,14 @@ class Loader:
         return f"{self.call}  # {batches}"
 
 
+@explain_arguments(_arguments.check_dataset_alone)
 def make_loader(  # noqa: PLR0913 - two ways to give the batch size
     dataset: Any,
-    *misplaced: NoReturn,
+    *,
     batch_size: int | NotGiven | None = NotGiven.BATCH_SIZE,
     batch_size_per_rank: int | None = None,
     order: Order | None = None,
+    shuffle: bool | None = None,
     seed: int = 0,
     drop_last: bool = False,
     limit: int | None = None,
@@ -338,13 +351,13 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
     Args:
         dataset: anything with `__len__` and `__getitem__`; a stream; or a DataLoader (or torchdata
             StatefulDataLoader), whose settings are used, except for its generator.
-        misplaced: do not pass any; all other arguments are passed by name.
         batch_size: samples per batch over all ranks together, or None if each item of the dataset is already a batch.
             Required, except with `batch_sampler` and for a DataLoader.
         batch_size_per_rank: samples per batch and rank, instead of `batch_size`. With `drop_last`, samples that do not
             fill a rank's batch are dropped.
         order: `ll.data.shuffled()` (the default), `in_order()`, `weighted(weights)`, `by_length(lengths)`,
             `sampler(...)` or `batch_sampler(...)`. A stream has its own order.
+        shuffle: True for `order=shuffled()`, False for `order=in_order()`.
         seed: int, seed of the order and of random draws inside the dataset.
         drop_last: if True, drop the last batch of an epoch when it is incomplete.
         limit: number of batches after which each epoch ends. `len(loader)` is then `limit`, or less if the epoch has
@@ -368,7 +381,6 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
         RuntimeError: the dataset or `collate_fn` raises StopIteration, which a loop would mistake for the end of the
             data.
     """
-    _arguments.check_dataset_alone(dataset, misplaced)
     if isinstance(dataset, Loader):
         raise TypeError(f"make_loader got {dataset!r}, which is a loader already; give its dataset")
     if isinstance(dataset, DataLoader):
@@ -376,6 +388,7 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
             "batch_size": batch_size is not NotGiven.BATCH_SIZE,
             "batch_size_per_rank": batch_size_per_rank is not None,
             "order": order is not None,
+            "shuffle": shuffle is not None,
             "drop_last": drop_last,
             "collate_fn": collate_fn is not None,
             **dict.fromkeys(dataloader_options, True),
@@ -385,7 +398,7 @@ def make_loader(  # noqa: PLR0913 - two ways to give the batch size
         return make_loader(dataset.dataset, seed=seed, limit=limit, device=device, divide=divide, **settings)
 
     _arguments.check_dataloader_options(dataloader_options)
-    _arguments.check_order(order)
+    order = _arguments.order_of(order, shuffle)
     check_optional_count("limit", limit, advice="expected a number of batches, at least 1, or None for all")
     if _arguments.is_stream(dataset):
         _arguments.check_stream(dataset, order, limit, dataloader_options.get("num_workers", 0), divide)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import threading
 from ctypes import memmove, string_at
 from functools import cache
 from typing import Any
@@ -24,7 +25,8 @@ def save() -> Any:
     source = numpy.random.get_bit_generator() if hasattr(numpy.random, "get_bit_generator") else None  # before 1.24
     if type(source) is not numpy.random.MT19937 or not _layout_is_known():
         return _slow_state(numpy)
-    _interrupts.hold()
+    thread = threading.get_ident()
+    _interrupts.begin_hold(thread)
     try:
         words = _words(source)
         # Normal numbers are made in pairs, and one is kept for the next call. Only a draw tells if there is one now.
@@ -37,7 +39,7 @@ def save() -> Any:
         numpy.random.set_state(state)
         return state
     finally:
-        _interrupts.release()
+        _interrupts.end_hold(thread)
 
 
 def restore(saved: Any) -> None:

@@ -88,6 +88,7 @@ class Restart:
         any_length: appended samples do not change the order of the earlier ones.
         per_rank: samples per batch, if they are given per rank. Every epoch has the same number of samples then, and the
             position in it follows from the samples of the whole run.
+        resized: True if the state knows that its run had a loader with another batch size; None if it knows no loader.
     """
 
     plan: Callable[[int], Plan]
@@ -96,6 +97,7 @@ class Restart:
     any_batch_size: bool
     any_length: bool
     per_rank: int | None = None
+    resized: bool | None = None
 
     def state(self, state: TrainState) -> TrainState:
         """The state at the same sample, with its position and `epoch_length` counted in this loader's batches."""
@@ -140,9 +142,13 @@ class Restart:
         a `collate_fn` that drops samples, that size does not lead to the same number of batches.
         """
         size = state.batch_samples
-        if size < 1 or size == plan.size(state.batch - 1) or not self.any_batch_size:
+        if size == plan.size(state.batch - 1):
             return False
-        if not isinstance(self.plan, Epochs) or (state.epoch == 0 and state.batch * size != state.samples):
+        if self.resized is not None:
+            return self.resized
+        if size < 1 or not isinstance(self.plan, Epochs) or self.plan.batch_size is None:
+            return False
+        if state.epoch == 0 and state.batch * size != state.samples:
             return False
         return self.length == _batches_of(self.plan, state.epoch, size)
 

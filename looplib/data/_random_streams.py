@@ -7,6 +7,7 @@ on what it read before.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -14,8 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
+from looplib._core import draws
 from looplib._core import interrupts as _interrupts
 from looplib.data import _numpy_stream
 
@@ -25,12 +25,12 @@ ORDER, ITEM, COLLATE, STREAM = (int.from_bytes(word, "big") for word in (b"order
 
 def save_streams() -> tuple[Any, ...]:
     """Return the states of the three global streams."""
-    return torch.default_generator.get_state(), random.getstate(), _numpy_stream.save()
+    return draws.stream().get_state(), random.getstate(), _numpy_stream.save()
 
 
 def restore_streams(saved: tuple[Any, ...]) -> None:
     """Restore what `save_streams` returned."""
-    torch.default_generator.set_state(saved[0])
+    draws.stream().set_state(saved[0])
     random.setstate(saved[1])
     if saved[2] is not None:
         _numpy_stream.restore(saved[2])
@@ -47,7 +47,9 @@ def seed_streams(seed: int) -> None:
     _seed_python(seed)
 
 
-seed_torch = torch.default_generator.manual_seed
+def seed_torch(seed: int) -> None:
+    """Seed torch's stream on the CPU."""
+    draws.stream().manual_seed(seed)
 
 
 def _seed_python(seed: int) -> None:
@@ -73,17 +75,29 @@ def _drawn() -> tuple[float, Any]:
     return random.random(), numpy and numpy.random.random_sample()
 
 
+_reading = threading.RLock()  # of the streams of `random` and numpy, which all threads share
+
+
 @contextmanager
 def kept_streams() -> Iterator[None]:
-    """Restore the global streams at the end of the block."""
+    """Restore the global streams at the end of the block. Other threads that read wait, and steps do not."""
     _interrupts.install()
-    saved, thread = save_streams(), threading.get_ident()
-    try:
-        yield
-    finally:
-        _interrupts.begin_hold(thread)
+    thread = threading.get_ident()
+    with _reading, draws.kept():
+        saved = save_streams()
         try:
-            restore_streams(saved)
+            yield
         finally:
-            _interrupts.end_hold(thread)
-            _interrupts.deliver()
+            _interrupts.begin_hold(thread)
+            try:
+                restore_streams(saved)
+            finally:
+                _interrupts.end_hold(thread)
+
+
+def _after_fork() -> None:
+    global _reading
+    _reading = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

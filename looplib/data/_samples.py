@@ -75,24 +75,11 @@ class Samples:
         epoch, first, plan = state.epoch, state.batch, self.plan_at(state)
         divided = ranks > 1 and self.batched
         # The iterator holds no state, which a loop would keep alive until the end of the epoch.
-        jobs = self._jobs(epoch, first, plan, rank, ranks)
+        jobs = _jobs(self.reader.seed_of(epoch), epoch, first, plan, (rank, ranks), divided=self.batched)
         read = (
             (self.reader[job] for job in jobs) if self.in_process else self._through_engine(epoch, first, plan, jobs)
         )
         return ((batch, plan.size(k)) for k, batch in enumerate(read, first)) if divided else read
-
-    def _jobs(self, epoch: int, first: int, plan: Plan, rank: int, ranks: int) -> Iterator[Job]:
-        cut = (rank, ranks) if self.batched else (0, 1)
-        seed, begin, seeds = self.reader.seed_of(epoch), 0, list[int]()
-        for k in range(first, len(plan)):
-            part = plan.part(k, *cut)
-            if seed is not None and part.stop > begin + len(seeds):
-                begin = part.start
-                # For few samples it takes as long as for many. On several ranks, the next ones are read by others.
-                end = part.stop if cut[1] > 1 else max(part.stop, begin + _AHEAD)
-                seeds = mix_each(seed, *plan.numbers(slice(begin, end))).tolist()
-            own = None if seed is None else seeds[part.start - begin : part.stop - begin]
-            yield epoch, k, plan.keys[part], own, rank, ranks
 
     def _through_engine(self, epoch: int, first: int, plan: Plan, jobs: Iterator[Job]) -> Iterator[Any]:
         def start(engine: Any) -> Iterator[Any]:
@@ -106,6 +93,22 @@ class Samples:
                 if (batch := next(source, end)) is end:
                     raise RuntimeError(f"the DataLoader ended before batch {k} of epoch {epoch}, of {len(plan)}")
                 yield batch
+
+
+def _jobs(
+    seed: int | None, epoch: int, first: int, plan: Plan, at: tuple[int, int], *, divided: bool
+) -> Iterator[Job]:
+    """Jobs of the rest of an epoch. They refer to no loader, since an engine that is left early holds the rest."""
+    cut, begin, seeds = at if divided else (0, 1), 0, list[int]()
+    for k in range(first, len(plan)):
+        part = plan.part(k, *cut)
+        if seed is not None and part.stop > begin + len(seeds):
+            begin = part.start
+            # For few samples it takes as long as for many. On several ranks, the next ones are read by others.
+            end = part.stop if cut[1] > 1 else max(part.stop, begin + _AHEAD)
+            seeds = mix_each(seed, *plan.numbers(slice(begin, end))).tolist()
+        own = None if seed is None else seeds[part.start - begin : part.stop - begin]
+        yield epoch, k, plan.keys[part], own, *at
 
 
 def samples_engine(reader: Items | Rows, options: dict[str, Any]) -> DataLoader[Any]:
@@ -235,6 +238,8 @@ class Rows(Dataset[Any]):
         keys = torch.as_tensor(job[2])
         if self.rows is not None:
             keys = self.rows[keys]
+        elif len(keys) and keys.min() < 0:  # as a sampler may count from the end; `index_select` does not
+            keys = torch.where(keys < 0, keys + len(self.dataset), keys)
         return [tensor.index_select(0, keys.to(tensor.device)) for tensor in self.tensors]
 
 

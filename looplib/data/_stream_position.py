@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from looplib._core.checks import check
 from looplib._core.collective import together_with_data
+from looplib._core.notices import warn
 from looplib.data._loader import Loader
 from looplib.data._streams import KEY, Streamed
 from looplib.types import TrainState, check_state
@@ -53,8 +54,9 @@ def with_position(loader: Loader, state: TrainState) -> TrainState:
     batch it is ignored. On several ranks that read streams of their own (`divide=False`, such as
     `split_dataset_by_node`), all ranks call this together, and as many ranks continue.
 
-    What it cannot keep is what the dataset's `state_dict` does not: `datasets` fill a shuffle buffer with new samples. Draws
-    from the global random streams (torch, numpy, `random`) in the dataset differ from those of an uninterrupted run.
+    What it cannot keep is what the dataset's `state_dict` does not: `datasets` fill a shuffle buffer with new samples, so the
+    resumed run never sees those that were in the buffer, and a warning says so. Draws from the global random streams
+    (torch, numpy, `random`) in the dataset differ from those of an uninterrupted run.
 
     Args:
         loader: a loader over a stream, with `num_workers=0`.
@@ -89,7 +91,21 @@ def with_position(loader: Loader, state: TrainState) -> TrainState:
             f"the state is at batch {state.batch} of epoch {state.epoch}, and the loader has yielded {place.batch} of epoch "
             f"{place.epoch}: call with_position between two batches, with the newest state",
         )
+        if (size := _shuffle_buffer(loader.dataset)) > 1:
+            warn(
+                f"the position of this {kind} leaves out its shuffle buffer of {size} samples: a resumed run fills it with "
+                "the samples that follow, and those in it are lost until the next epoch. Shuffle the shards alone "
+                "(dataset.shuffle(buffer_size=1)), or save without with_position, and a resumed run reads past what was seen"
+            )
         own: Any = loader.dataset.state_dict()
         ranks = [own] if loader.divide else together_with_data().gather(own)
         text = json.dumps({**place._asdict(), "ranks": ranks})
     return state.replace(extra={**extra, KEY: text})
+
+
+def _shuffle_buffer(stream: Any) -> int:
+    """Size of the largest shuffle buffer in a stream of Hugging Face `datasets`, which is made of nested iterables."""
+    inner = [getattr(stream, name) for name in ("_ex_iterable", "ex_iterable") if hasattr(stream, name)]
+    sizes = [_shuffle_buffer(part) for part in (*inner, *getattr(stream, "ex_iterables", ()))]
+    own: int = stream.buffer_size if type(stream).__name__ == "BufferShuffledExamplesIterable" else 1
+    return max(own, *sizes, 1)

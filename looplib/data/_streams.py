@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,8 @@ class Streamed:
         fresh: the dataset's state before anything was read.
         divide: True if all ranks read the same samples.
         yielded: epoch, and number of its batches that were yielded, of the last pass.
-        moved: not empty once the dataset was put at a position, so that it must be put back for a pass from its start.
+        moved: not empty while the dataset is within a pass that began at a position, so that it must be put back for a
+            pass from its start.
     """
 
     engines: Engines
@@ -122,6 +123,7 @@ class Streamed:
                     break
                 count += 1
                 yield batch
+            self.moved.clear()  # the dataset stands where it would without the position
 
     def _check_end(self, epoch: int, first: int, length: int | None, count: int) -> None:
         check(count, f"{self.name} gave no batch in epoch {epoch}: is there data in it?")
@@ -173,11 +175,14 @@ class Stream(IterableDataset[Any]):
         self.pass_seeds, self.collated_batches = (self.seed, epoch, info.id if info else 0), 0
         position, before = self.starts_at
         seed_streams(mix(STREAM, *self.pass_seeds, *([before] if before else [])))
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        if position is not None:
-            cast(Any, self.dataset).load_state_dict(copy.deepcopy(position))
-        return iter(self.dataset)
+        dataset: Any = self.dataset
+        if position is not None and not before:
+            dataset.load_state_dict(copy.deepcopy(position))  # of the start, which may hold the first epoch
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        if before:
+            dataset.load_state_dict(copy.deepcopy(position))  # of this epoch, which set_epoch may start over
+        return iter(dataset)
 
     def batch(self, items: Any) -> Any:
         """collate_fn of an engine: on several ranks, this rank's part and the number of samples."""

@@ -51,9 +51,10 @@ def without_samples(loader: Loader, rows: Iterable[Any] | Tensor) -> Loader:
     rows_beyond = ", ".join(map(str, sorted(beyond)))
     check(not beyond, f"samples {rows_beyond} are not in the dataset, whose {count} samples are numbered from 0")
     planned = source.plan
+    from_the_end = {row - len(loader.dataset) for row in gone if isinstance(row, int) and count < float("inf")}
 
     def plan_of(epoch: int) -> Plan:
-        plan = planned(epoch).without(gone)
+        plan = planned(epoch).without(gone | from_the_end)
         check(
             plan.ends[0] > 0,
             f"epoch {epoch} has {len(plan)} batches and only {plan.ends[-1]} samples without the {len(gone)} samples left "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,9 @@ class Engines:
     def __init__(self, build: Callable[[], DataLoader[Any]], seed: int) -> None:
         self.build, self.seed = build, seed
         self.idle = [build()]  # built now, so that DataLoader checks its options
+        self.persist: weakref.WeakSet[DataLoader[Any]] = (
+            weakref.WeakSet()
+        )  # whose workers wait for the next iteration
 
     @contextmanager
     def run(self, epoch: int, start: Start) -> Iterator[Iterator[Any]]:
@@ -33,6 +37,12 @@ class Engines:
         assert engine.generator is not None
         engine.generator.manual_seed(mix(STREAM, self.seed, epoch))
         source: Any = start(engine)
+        if engine.persistent_workers and engine not in self.persist:
+            # Not by __del__ here either: the iterator outlives the engine, and refers to nothing that refers to it.
+            self.persist.add(engine)
+            weakref.finalize(
+                engine, torch_private.shutdown_workers, torch_private.without_dataset(source)
+            ).atexit = False
         sound = False
         try:
             yield source

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core import ownership as _donation
 from looplib._core import trees
 from looplib._core.checks import check, check_optional_count
+from looplib._core.lease import tensors_in
 from looplib._core.mappings import pick
 from looplib.checkpoint._format import local
 from looplib.checkpoint._io import CheckpointIO
@@ -125,7 +125,7 @@ def nbytes(tree: Any) -> int:
         DonatedStateError: a state was donated to a step.
     """
     storages = {}
-    for leaf in _donation.tensors_in(tree):
+    for leaf in tensors_in(tree):
         storage = local(leaf).untyped_storage()
         storages[storage.device, storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -143,7 +143,7 @@ class _Saved(Mapping[int, TrainState]):
     def __getitem__(self, step: int) -> TrainState:
         if step not in self:
             raise KeyError(step)
-        return self._ckpt.restore(self._like, which=step)
+        return self._ckpt.restore(self._like, which=step, quiet=True)
 
     def __contains__(self, step: object) -> bool:
         return step in list(self)

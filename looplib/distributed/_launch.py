@@ -237,7 +237,7 @@ def _child(call: tuple[Callable[..., Any], Any], folder: Path, method: str) -> b
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)) if method == "spawn" else 1)
     main, args = call
     try:
-        result = pickle.dumps(_result(main, args))
+        result = _ranks.pickled(_result(main, args))
     except (Exception, SystemExit):
         name = f"failed-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}"
         (folder / name).write_text(traceback.format_exc(), encoding="utf-8")

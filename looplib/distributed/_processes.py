@@ -113,7 +113,7 @@ def setup(
         get_error_handler().record_exception(error)
         raise
     _agreement.finish()
-    _ranks.any_rank(False)
+    _agreement.together().meet()
     _ranks.use(None)
     distributed.destroy_process_group()
     # A thread of gloo may still hold a tensor, and aborts the process if Python exits first.
@@ -247,7 +247,7 @@ def watch(seconds: float) -> None:
         ValueError: `seconds` is not above 0.
     """
     check_argument(seconds > 0, "seconds", seconds, "give a number of seconds above 0, or math.inf for no reports")
-    waiting.watch.report_after(seconds)
+    waiting.watch.seconds = seconds
 
 
 def barrier() -> None:

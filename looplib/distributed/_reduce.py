@@ -60,7 +60,7 @@ def _pickled(value: Any, unsent: _Unsent) -> bytes:
     return file.getvalue()
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(_ranks.Pickler):
     """Pickles the parts of a record that can be sent. Lambdas and modules are the same on each rank and are not sent."""
 
     def __init__(self, file: io.BytesIO, unsent: _Unsent) -> None:
@@ -81,7 +81,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, Tensor) and thing.device.type != "cpu":
             return _as_it_is, (thing.cpu(),)
-        return NotImplemented
+        return super().reducer_override(thing)
 
 
 def _importable(function: types.FunctionType) -> bool:

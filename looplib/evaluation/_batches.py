@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from looplib._core.checks import are_columns, check_optional_count, named
-from looplib._core.collective import together_with_data
-from looplib._core.ranks import alone, any_rank, is_first, is_sharded, rank, several, world_size
+from looplib._core.collective import together, together_with_data
+from looplib._core.ranks import alone, is_first, is_sharded, rank, several, world_size
 from looplib.types import TrainState
 
 T = TypeVar("T")
@@ -190,7 +190,7 @@ def _in_turn(batches: Iterator[Any], rank: int, ranks: int) -> Iterator[tuple[An
 def _together(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
     """For ranks with their own batches and a sharded model: one that runs out repeats its last batch until all end."""
     last: Any = _END
-    while any_rank((batch := next(batches, _END)) is not _END):
+    while together().meet((batch := next(batches, _END)) is not _END):
         if batch is _END and last is _END:
             raise ValueError(
                 f"rank {rank()} has no batch at all, and others have: with divide=False give each rank at least one "

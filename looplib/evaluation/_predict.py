@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from looplib._core import trees
+from looplib._core import draws, trees
 from looplib._core.checks import check
 from looplib._core.kinds import checked
 from looplib._core.ranks import gather, several
@@ -96,16 +96,14 @@ def predicted(
 
 def _in_own_stream(read: Callable[[], Iterator[T]]) -> Iterator[T]:
     """The batches, read with a copy of torch's random stream, so that the stream itself does not advance."""
-    stream, batches = torch.default_generator.get_state(), None
+    with draws.turn:  # between steps of other threads
+        stream, batches = draws.stream().get_state(), None
     while True:
-        outside = torch.default_generator.get_state()
-        torch.default_generator.set_state(stream)
-        try:
+        with draws.kept():
+            draws.stream().set_state(stream)
             batches = read() if batches is None else batches  # a DataLoader draws when it begins
             batch = next(batches, _END)
-        finally:
-            stream = torch.default_generator.get_state()
-            torch.default_generator.set_state(outside)
+            stream = draws.stream().get_state()
         if batch is _END:
             return
         yield batch  # type: ignore[misc]

@@ -12,7 +12,7 @@ from typing import Any
 from looplib._core.checksums import checksum
 from looplib._core.collective import together
 from looplib._core.kinds import checked
-from looplib._core.ranks import any_rank, is_first
+from looplib._core.ranks import is_first
 from looplib.checkpoint.interop._whole import whole
 from looplib.evaluation._batches import Reading
 from looplib.evaluation._evaluate import check_order
@@ -62,9 +62,10 @@ def predict_to(
         progress: if True, show a progress bar, removed when done.
 
     Raises:
-        ValueError: the path holds predictions of a different state, of batches of a different size, or a file without
-            an index; an output's columns differ in length, or change from batch to batch in name, dtype or number of
-            dimensions; two leaves have the same name, such as those of the keys 1 and "1"; or the loader shuffles.
+        ValueError: the path holds predictions of a different state, of batches of a different size, a file without an
+            index, an index that `predict_to` did not write, or a link in place of a file; an output's columns differ
+            in length, or change from batch to batch in name, dtype or number of dimensions; two leaves have the same
+            name, such as those of the keys 1 and "1"; or the loader shuffles.
         TypeError: an output contains something other than tensors and lists of strings.
     """
     check_order("predict_to", predict_step, state, "path, ")
@@ -79,7 +80,7 @@ def predict_to(
         for samples, output in predicted(predict_step, state, reading, "cpu"):
             if writer is not None:
                 writer.add(samples, output)
-    any_rank(False)  # all ranks return when everything is written
+    together().meet()  # all ranks return when everything is written
     return target
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import torch
 from torch.utils.data import BatchSampler
 
-from looplib._core.checks import check, few
+from looplib._core.checks import are_counts, check, check_own_file, count_of, few
 from looplib._core.ranks import world_size
 from looplib.evaluation._batches import is_estimate, length_of
 from looplib.evaluation._columns import TEXT, check_alike, columns_of, described, line_of, lines_of, special_runs
@@ -75,10 +76,45 @@ def index_path(target: Path) -> Path:
 def read_index(target: Path) -> Index:
     """Read the index, without a last line that is incomplete after a kill or a power failure."""
     lines: list[Any] = []
-    with suppress(FileNotFoundError, orjson.JSONDecodeError), open(index_path(target), "rb") as file:
+    if not index_path(target).is_file():  # a pipe would be waited for
+        return Index(target)
+    with suppress(orjson.JSONDecodeError), open(index_path(target), "rb") as file:
         lines.extend(takewhile(_is_record, (orjson.loads(line) for line in file if line.endswith(b"\n"))))
     head, *batches = lines or [{}]
-    return Index(target, head, batches)
+    index = Index(target, head, batches)
+    if not head:
+        return index
+    line = 1
+    try:
+        check(isinstance(head["run"], dict) and "batch_size" in head, "no description of a run")
+        for name, about in index.outputs.items():
+            count_of(about["shape"], name)
+            check(about["dtype"] == TEXT or isinstance(getattr(torch, about["dtype"]), torch.dtype), "no dtype")
+        files = {target.name} if is_lines(target) else {*file_names(index.outputs).values()}
+        before = dict.fromkeys(files, 0)
+        for line, batch in enumerate(batches, 2):  # noqa: B007 - the message says which
+            _check_line(batch, before, index.outputs)
+            before = batch["ends"]
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{index_path(target)} holds something that predict_to does not write, in line {line} ({error!r}): delete "
+            f"{target}, or give another path"
+        ) from error
+    return index
+
+
+def _check_line(batch: Mapping[str, Any], before: Mapping[str, int], outputs: Mapping[str, Any]) -> None:
+    """Raise unless this line of an index may follow one with the ends `before`."""
+    ends, samples = batch["ends"], batch["examples"]
+    check(ends.keys() == before.keys(), f"files {few(ends)}")
+    grow = are_counts(ends.values()) and all(ends[file] >= end for file, end in before.items())
+    check(grow, "ends that are smaller than those before")
+    check(samples is None or are_counts([samples]), "a number of samples")
+    check(isinstance(batch.get("checksums", {}), dict), "checksums")
+    for name, runs in batch.get("shapes", {}).items():
+        for count, shape in runs:
+            check(name in outputs, f"rows of {name!r}")
+            count_of([count, *shape], name)
 
 
 def _is_record(line: Any) -> bool:
@@ -109,6 +145,7 @@ def resume(target: Path, run: Mapping[str, Any], batches: Any) -> Index:
     """Read the index of existing predictions, and cut off incomplete data."""
     path = index_path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
+    check_own_file(path)
     if not path.exists():
         _refuse_strangers(target)
         return Index(target)
@@ -118,6 +155,8 @@ def resume(target: Path, run: Mapping[str, Any], batches: Any) -> Index:
         before.items() <= run.items(),  # an earlier version knew less of the state
         f"{target} holds predictions of another state ({before}, this one is {run}): delete it, or give another path",
     )
+    for name in index.ends:
+        check_own_file(index.file(name))
     _check_cut(index, batches)
     _drop_lost(index)
     for name, end in index.ends.items():
@@ -278,6 +317,7 @@ class Writer:
 
 def _write_after(path: Path, end: int, data: bytes) -> int:
     """Write the data at `end`, replacing what follows, and return the new end."""
+    check_own_file(path)
     path.touch()
     with open(path, "r+b") as file:
         whole = file.seek(0, os.SEEK_END) >= end

@@ -8,7 +8,7 @@ from typing import Any
 from looplib._core import first_step
 from looplib._core import ranks as _ranks
 from looplib._core.calls import remember
-from looplib._core.trees import batch_size, stand_in
+from looplib._core.trees import batch_size, padding_batch
 from looplib._objective import mean_over_ranks, uncounted
 from looplib._wrapping import check_parts
 from looplib.grads._wrapper import kept
@@ -81,7 +81,7 @@ def _is_empty(batch: Any) -> bool:
 
 def _of_no_samples(grad_fn: GradFn, state: TrainState, batch: Any, part: Part) -> Gradients:
     """Contribution of a rank without samples: the names of its metrics, and zero for everything else."""
-    out = grad_fn(state, stand_in(batch), replace(part, donate=False))
+    out = grad_fn(state, padding_batch(batch), replace(part, donate=False))
     weight = None if out.weight is None else out.weight * 0
     return out._replace(
         grads={}, metrics=uncounted(out.metrics), buffers=state.buffers, samples=0, weight=weight, params=None

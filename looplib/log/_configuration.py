@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from looplib._core.descriptions import described, described_model
-from looplib._core.made_with import known_of
+from looplib._core.descriptions import described
+from looplib._core.provenance import described_model, provenance_of
 from looplib._core.ranks import world_size
+from looplib._core.secrets import command_without_secrets, without_secrets
 from looplib.types import TrainState, check_state
 
 # Packages whose version matters to a run that has imported them.
@@ -53,6 +54,9 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
     `peft_config` if it has one. The commit is that of the folder of the program, with "-dirty" after it if tracked
     files have changed; without git or a repository there is none.
 
+    In the command and in `more`, `***` stands for what looks like a token, key or password, by its name or by its form.
+    Give secrets to a program in environment variables, which are not stored.
+
     Args:
         state: a state of the run.
         **more: further settings by name, such as `args=args` of argparse. Modules, optimizers and loaders describe
@@ -62,7 +66,7 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
         Nested dicts of plain values, such as JSON holds.
     """
     check_state(state, "configuration(state)")
-    known = known_of(state)
+    known = provenance_of(state)
     loaders = {f"loader {n}" if n > 1 else "loader": loader for n, loader in enumerate(known.loaders, 1)}
     found = {"optimizer": _with_defaults(known.optimizer or {}), "model": known.model, **loaders}
     commit = git_commit()
@@ -73,10 +77,10 @@ def configuration(state: TrainState, **more: Any) -> dict[str, Any]:
         "ranks": world_size(),
         "versions": _versions(),
         "device": _device(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([Path(sys.argv[0]).name, *command_without_secrets(sys.argv[1:])]),
         **({"git_commit": commit} if commit else {}),
         **{
-            name: described_model(value) if isinstance(value, nn.Module) else described(value)
+            name: described_model(value) if isinstance(value, nn.Module) else without_secrets(described(value), name)
             for name, value in more.items()
         },
     }

@@ -131,7 +131,7 @@ class meter:
         Raises TypeError if `optimizer` is not an `ll.optimizer(...)`.
         """
         check_kind(optimizer, "meter.optimizer", "optimizer")
-        return replace(optimizer, update=functools.partial(self._time, "update", optimizer.update))
+        return replace(optimizer, update_=functools.partial(self._time, "update", optimizer.update_))
 
     def read(self, prefix: str = "") -> dict[str, float]:
         """Return the times since the last reading, as floats for a log, and reset. Waits for the accelerator.

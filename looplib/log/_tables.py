@@ -210,7 +210,8 @@ def _put(path: Path, data: bytes) -> None:
     target = path.resolve()  # the target of a link, so that the link is kept
     beside = target.with_name(f".{target.name}.writing")
     try:
-        with open(beside, "wb") as file:
+        beside.unlink(missing_ok=True)  # what a killed process has left, or a link to elsewhere
+        with open(beside, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -207,6 +207,7 @@ class _Run:
             {"id": self._id, "steps": self._steps, "config": self._settings}, option=orjson.OPT_INDENT_2
         )
         beside = self._path.with_name(f".{self._path.name}.{os.getpid()}-{threading.get_ident()}")
+        beside.unlink(missing_ok=True)  # a link would be followed
         beside.write_bytes(data)
         beside.replace(self._path)
 

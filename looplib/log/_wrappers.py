@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from looplib._core import ownership
+from looplib._core import lease
 from looplib._core.checks import check, check_count
 from looplib._core.kinds import check_kind
 from looplib.log._sinks import CodedSink
@@ -294,7 +294,7 @@ def _counts(state: TrainState) -> TrainState:
         samples=state.samples,
         seed=state.seed,
     )
-    ownership.note_made_with(counts, ownership.made_with(state))
+    lease.note_provenance(counts, lease.provenance(state))
     return counts
 
 

@@ -136,4 +136,8 @@ _BY_CLASS = {
     "ForTokenClassification": _all_labels,
     "ForSequenceClassification": _samples,
     "ForImageClassification": _samples,
+    "MarianMTModel": _all_labels,
+    "EncoderDecoderModel": _all_labels,  # of text, speech or images
+    "XLMWithLMHeadModel": _all_labels,  # which does not shift them
+    "FlaubertWithLMHeadModel": _all_labels,
 }

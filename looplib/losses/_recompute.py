@@ -86,7 +86,6 @@ def recompute(
                 _put_back(chosen, forwards)
             finally:
                 _interrupts.end_hold(thread)
-                _interrupts.deliver()
 
     return remember(recomputing, recompute, loss_fn, modules)
 

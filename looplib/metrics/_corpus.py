@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from looplib._core import trees
+
 Column = Sequence[Any] | Tensor
 
 
@@ -55,8 +57,8 @@ class Corpus(NamedTuple):
         lengths = [len(column) for column in columns]
         if len(set(lengths)) != 1:
             raise ValueError(f"Corpus.of got columns of lengths {lengths}; give at least one, all of the same length")
-        kept = tuple(column.detach() if isinstance(column, Tensor) else list(column) for column in columns)
-        return cls(function, (kept,))
+        kept = [trees.map_leaves(_copy, column) for column in columns]
+        return cls(function, (tuple(column if isinstance(column, Tensor) else list(column) for column in kept),))
 
     def merge(self, other: Corpus) -> Corpus:
         return Corpus(self.function, self.parts + other.parts)
@@ -64,6 +66,13 @@ class Corpus(NamedTuple):
     def compute(self) -> Any:
         columns = ([row for part in parts for row in _rows(part)] for parts in zip(*self.parts, strict=True))
         return self.function(*columns)
+
+
+def _copy(leaf: Any) -> Any:
+    """A copy of a tensor or array, since the reader of the next batch may overwrite it."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    return leaf.copy() if type(leaf).__module__ == "numpy" else leaf
 
 
 def _rows(part: Column) -> Sequence[Any]:

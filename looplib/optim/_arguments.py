@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from looplib._core.advice import SCHEDULES
 from looplib._core.checks import check, few, named
 from looplib._core.updates import keywords
 
@@ -25,25 +26,8 @@ class NotGiven(Enum):
 
 _NO_RATES = bool, str, list, tuple, Mapping, type(None)
 
-# The schedule that corresponds to each of torch's schedulers.
-_SCHEDULES = {
-    "ConstantLR": "ll.schedules.join(...)",
-    "CosineAnnealingLR": "ll.schedules.cosine(...)",
-    "CosineAnnealingWarmRestarts": "ll.schedules.cosine_restarts(...)",
-    "CyclicLR": "ll.schedules.cyclic(...)",
-    "ExponentialLR": "ll.schedules.exponential(...)",
-    "LambdaLR": "the function itself, times the learning rate",
-    "LinearLR": "ll.schedules.warmup(...) or ll.schedules.linear(...)",
-    "MultiStepLR": "ll.schedules.multistep_decay(...)",
-    "OneCycleLR": "ll.schedules.one_cycle(...)",
-    "PolynomialLR": "ll.schedules.polynomial(...)",
-    "ReduceLROnPlateau": "ll.optim.injected(lr), changed by ll.optim.set_hyperparameters",
-    "SequentialLR": "ll.schedules.join(...)",
-    "StepLR": "ll.schedules.step_decay(...)",
-}
 
-
-def check_class(cls: Any, parameters: Sequence[Any]) -> None:
+def check_class(cls: Any = None, *parameters: Any, **_: Any) -> None:
     """Raise TypeError for anything but an optimizer class without parameters."""
     name = type(cls).__name__
     check(
@@ -61,8 +45,23 @@ def check_class(cls: Any, parameters: Sequence[Any]) -> None:
         TypeError,
     )
     check(
-        callable(getattr(cls, "step", None)) and "params" in inspect.signature(cls).parameters,
+        not any(kind.__module__.startswith("torch.distributed.optim") for kind in cls.__mro__),
+        f"{cls.__name__} makes another optimizer's update and talks to the other ranks itself, about its own parameters: "
+        "give the class that makes the update, ll.optimizer(torch.optim.AdamW, lr=...). To divide its state among the "
+        "ranks, shard the model with fully_shard",
+        TypeError,
+    )
+    check(
+        callable(getattr(cls, "step", None)),
         f"{cls.__name__} is no optimizer class: it needs the interface of torch.optim.Optimizer",
+        TypeError,
+    )
+    taken = [*inspect.signature(cls).parameters]
+    check(
+        "params" in taken,
+        f"{cls.__name__} takes {', '.join(taken[:1]) or 'nothing'} where optimizers take params. If it wraps another "
+        "optimizer, parameters and state are in that one, out of reach of a pure update: give the class that it "
+        "wraps; looplib's own wrappers are in ll.optim and ll.contrib",
         TypeError,
     )
     check(
@@ -79,7 +78,7 @@ def check_lr(lr: Any) -> None:
     check(lr is not NotGiven.LR, f"ll.optimizer needs a learning rate: give lr=, {advice}", TypeError)
     scheduler = lr if isinstance(lr, type) else type(lr)
     if issubclass(scheduler, LRScheduler):
-        instead = _SCHEDULES.get(scheduler.__name__, "a function of the step, such as ll.warmup_cosine(...)")
+        instead = SCHEDULES.get(scheduler.__name__, SCHEDULES["LRScheduler"])
         raise TypeError(
             f"lr is {named(lr)}, which changes an optimizer in place; give a schedule, a function of the step. In "
             f"place of {scheduler.__name__}: lr={instead}. There is no step() to call"

@@ -7,7 +7,7 @@ interrupted and checkpointed with them. It counts the updates of the optimizer i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.calls import remember
 from looplib._core.checks import check, check_argument, is_count
 from looplib._core.kinds import check_kind
 from looplib._core.mappings import in_dtypes_of, mapped, pick
@@ -71,8 +70,8 @@ def ema(
     def weight(count: int) -> float:
         return 1 - (decay(count) if callable(decay) else decay)
 
-    averaged = _averaging(optimizer, weight, start, every, buffers)
-    return remember(averaged, ema, optimizer, decay=decay, start=start, every=every, buffers=buffers)
+    settings = {"decay": decay, "start": start, "every": every, "buffers": buffers}
+    return _averaging(optimizer, ema, settings, weight, start, every, buffers)
 
 
 def ema_warmup(decay: float) -> Callable[[int], float]:
@@ -115,12 +114,18 @@ def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = Fal
     bitwise that of `torch.optim.swa_utils.AveragedModel` with `get_swa_multi_avg_fn()`, except for float64 weights,
     where torch rounds each contribution to float32.
     """
-    averaged = _averaging(optimizer, lambda count: 1 / (count + 1), start, every, buffers)
-    return remember(averaged, swa, optimizer, start=start, every=every, buffers=buffers)
+    settings = {"start": start, "every": every, "buffers": buffers}
+    return _averaging(optimizer, swa, settings, lambda count: 1 / (count + 1), start, every, buffers)
 
 
 def _averaging(
-    optimizer: Optimizer, weight: Callable[[int], float], start: int, every: int, with_buffers: bool
+    optimizer: Optimizer,
+    factory: Callable[..., Optimizer],
+    settings: Mapping[str, Any],
+    weight: Callable[[int], float],
+    start: int,
+    every: int,
+    with_buffers: bool,
 ) -> Optimizer:
     check(
         is_count(start, 0) and is_count(every),
@@ -128,12 +133,17 @@ def _averaging(
     )
 
     def act(
-        plan: tuple[bool, float], new: Params, opt_state: Any, grads: Grads, in_place: bool, **extra: Any
-    ) -> tuple[Params, dict[str, Any]]:
-        now = {"params": new, "buffers": extra.get("buffers", {})}
-        return new, {
-            "average": {kind: _moved(t, now[kind], *plan, in_place) for kind, t in opt_state["average"].items()}
-        }
+        plan: tuple[bool, float],
+        params: Params,
+        opt_state: Any,
+        grads: Grads,
+        buffers: Tensors | None = None,
+        **info: Any,
+    ) -> tuple[Params, Any]:
+        now = {"params": params, "buffers": buffers or {}}
+        for kind, average in opt_state["average"].items():
+            _move(average, now[kind], *plan)
+        return params, opt_state
 
     def moment(before: Tensor) -> tuple[dict[str, Tensor], tuple[bool, float] | None]:
         """Counters after this update, and the averaging plan (first average?, weight), or None for no average."""
@@ -145,7 +155,8 @@ def _averaging(
         return counted, (count == 0, float(weight(count)) if count else 1.0)
 
     init = partial(_first_average, optimizer, start, with_buffers)
-    return act_after_updates(optimizer, init, moment, act, partial(_evaluated, optimizer))
+    evaluation = partial(_evaluated, optimizer)
+    return act_after_updates(optimizer, factory, settings, init, moment, act, evaluation, ("average", "n_averaged"))
 
 
 def _first_average(
@@ -186,28 +197,20 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().float() if half else tensor.detach()
 
 
-def _moved(average: Tensors, now: Tensors, first: bool, weight: float, in_place: bool) -> Tensors:
+def _move(average: Tensors, now: Tensors, first: bool, weight: float) -> None:
+    """Move averages towards the values, in place; the first ones are the values."""
     if not average:  # a model without floating-point buffers; kernels over lists refuse empty ones
-        return average
+        return
     with torch.no_grad():
         old, new = [*average.values()], [*map(_wide, pick(now, average).values())]
-        if not in_place:
-            return dict(zip(average, _between(old, new, first, weight), strict=True))
         if first:
             torch_private.foreach_copy_(shards(old), shards(new))
+        elif isinstance(weight, Tensor):  # while tracing
+            for before, after in zip(old, new, strict=True):
+                # Without `to`, a tensor without dimensions would take the weight's dtype.
+                before.add_((after - before) * weight.to(before.dtype))
         else:
             torch_private.foreach_lerp_(shards(old), shards(new), weight)
-    return average
-
-
-def _between(old: list[Tensor], new: list[Tensor], first: bool, weight: float) -> Sequence[Tensor]:
-    """New averages; the first ones are copies of the weights."""
-    if first:
-        return [*map(Tensor.clone, new)]
-    if isinstance(weight, Tensor):  # while tracing
-        # Without `to`, a tensor without dimensions would take the weight's dtype.
-        return [before + (after - before) * weight.to(before.dtype) for before, after in zip(old, new, strict=True)]
-    return torch_private.foreach_lerp(old, new, weight)
 
 
 def eval_state(optimizer: Optimizer, state: TrainState) -> TrainState:

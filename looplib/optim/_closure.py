@@ -5,23 +5,23 @@ For this, `update` is given `evaluate(params) -> (loss, grads)`, as `optax.lbfgs
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from looplib._core import torch_private
 from looplib._core.checks import check
-from looplib._core.mappings import mapped, pick
+from looplib._core.mappings import mapped
 from looplib._objective import loss_over_ranks
-from looplib.optim._kernels import clone
 from looplib.optim._lbfgs_state import packed_into, unpacked
 from looplib.optim._mismatch import mismatch
 from looplib.optim._recipe import Recipe, drop_grads
 from looplib.types import Grads, Params
 
 Evaluate = Callable[[Params], tuple[Any, Grads]]
+_grad = operator.attrgetter("grad")
 
 
 def closure_over(evaluate: Any, cls: type, tensors: Params, known: list[Any]) -> Callable[[], Any]:
@@ -47,36 +47,39 @@ def closure_over(evaluate: Any, cls: type, tensors: Params, known: list[Any]) ->
     return closure
 
 
+def check_lbfgs(recipe: Recipe, opt_state: Any, grads: Grads) -> None:
+    """Raise for the state of another optimizer."""
+    states = opt_state.get("state") if isinstance(opt_state, dict) else None
+    first = next(iter(states), None) if states else None
+    if not states or "old_dirs" not in states[first]:
+        raise mismatch(recipe, opt_state, first, ["old_dirs", "old_stps", "prev_flat_grad"])
+
+
 def lbfgs_update(
     recipe: Recipe,
     grads: Grads,
-    opt_state: Mapping[str, Any],
+    opt_state: Any,
     params: Params,
     step: int,
-    donate: bool,
-    extra: Mapping[str, Any],
-) -> tuple[Params, dict[str, Any]]:
-    """LBFGS update by torch's own step. `extra` holds `evaluate`, and the metrics of `grads` if they are known.
-
-    The step works on copies, so that the given state stays as it is if an evaluation fails.
-    """
+    metrics: Mapping[str, Any] | None,
+    evaluate: Any,
+) -> tuple[Params, Any]:
+    """LBFGS update by torch's own step, in place. `metrics` are those of `grads`, if they are known."""
     states = opt_state["state"]
     first = next(iter(states))
-    if "old_dirs" not in states[first]:
-        raise mismatch(recipe, opt_state, first, ["old_dirs", "old_stps", "prev_flat_grad"])
-    tensors = {name: clone(params[name].detach()).requires_grad_(params[name].requires_grad) for name in states}
+    tensors = {name: params[name] for name in states}
     instance = recipe.build(tensors, recipe.members(tensors))
     injected = opt_state.get("hyperparameters", [{}])[0]
     recipe.move(instance, step)
     instance.param_groups[0].update(mapped(Tensor.item, injected))
     instance.state[tensors[first]] = unpacked(states[first])
     # The first evaluation is at the parameters where the gradients were taken.
-    known = [(loss_over_ranks(extra["metrics"]), grads)] if "metrics" in extra else []
-    instance.step(closure_over(extra.get("evaluate"), recipe.cls, tensors, known))
-    packed = packed_into(states[first], instance.state[tensors[first]], donate)
-    drop_grads(tensors.values())
-    if donate:
-        with torch.no_grad():
-            torch_private.foreach_copy_([*pick(params, tensors).values()], [*tensors.values()])
-        tensors = {}
-    return {**params, **tensors}, {**opt_state, "state": {**states, first: packed}}
+    known = [(loss_over_ranks(metrics), grads)] if metrics else []
+    stale = mapped(_grad, tensors)
+    try:
+        instance.step(closure_over(evaluate, recipe.cls, tensors, known))
+    finally:
+        for name, tensor in tensors.items():
+            tensor.grad = stale[name]
+    states[first] = packed_into(states[first], instance.state[tensors[first]])
+    return params, opt_state

@@ -12,6 +12,7 @@ from looplib._core.random import mix
 from looplib._core.ranks import is_sharded
 from looplib._core.torch_private import pytree
 from looplib._core.trees import same
+from looplib._core.updates import copied, copied_params
 from looplib.optim._first_state import first_state
 from looplib.optim._recipe import Recipe
 from looplib.optim._rehearsal import leaf_copies, sample_gradient, streams_at
@@ -55,7 +56,8 @@ def _pure_loop(recipe: Recipe, params: Params) -> Params:
     opt_state, structures = first_state(recipe, params), []
     for step in range(_STEPS):
         grads = mapped(partial(sample_gradient, phase=step), params)
-        params, opt_state = eager_update(plans, recipe, grads, opt_state, params, step, False, {})
+        own = copied_params(grads, params), copied(opt_state)
+        params, opt_state = eager_update(plans, recipe, grads, own[1], own[0], step)
         structures.append(pytree.tree_structure(opt_state))
     message = "it keeps more after some updates than after one, and an opt_state has one structure"
     check(structures[0] == structures[-1], message)

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private, tracing
-from looplib._core.mappings import detached_copies
-from looplib.optim._columns import FUSED
-from looplib.optim._kernels import aligned, fused_groups
+from looplib.optim._kernels import FUSED, aligned, fused_groups
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe
 from looplib.types import Grads, Params
 
@@ -74,15 +72,13 @@ def _settled(group: Mapping[str, Any]) -> bool:
 
 def by_kernels(
     recipe: Recipe, grads: Grads, states: Mapping[str, Any], tensors: Params, groups: Sequence[dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Update these tensors in place, and return copies of their states that are updated as well."""
-    made = {name: detached_copies(states[name]) for name in grads}
+) -> None:
+    """Update these tensors and their states in place."""
     names_of = {id(tensor): name for name, tensor in tensors.items()}
     for group in groups:
         names = [names_of[id(tensor)] for tensor in group["params"]]
         if names:
-            _update_in_graph(recipe, group, [grads[name] for name in names], [made[name] for name in names])
-    return made
+            _update_in_graph(recipe, group, [grads[name] for name in names], [states[name] for name in names])
 
 
 def _update_in_graph(

@@ -1,4 +1,4 @@
-"""Kernel selection: a fused kernel, a function for lists, or torch's default.
+"""Fused kernels: where they may be used, and calls of them without the class's own step.
 
 torch's fused kernels treat parameters, gradients and moments as flat memory and pair elements by position. They are
 correct only if all of these are dense, do not overlap themselves, and share their strides.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from looplib._core import torch_private
 from looplib._core.ranks import is_sharded, shards
-from looplib.optim._list_functions import IN_LISTS, agrees
 from looplib.optim._recipe import KERNEL_OPTIONS, Recipe
 from looplib.types import Params
 
@@ -67,50 +67,6 @@ def _supports(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-# Classes whose foreach functions in torch have the bits of torch's loop over the parameters, on a CPU.
-_FOREACH_ROUNDS_ALIKE = {
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.RMSprop,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.Rprop,
-}
-_LISTED_DTYPES = {torch.float32, torch.float64}
-_FEW = 1 << 17  # numbers in a group: of more, the loop has each parameter in the cache until it is done
-
-
-def listed_groups(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[bool]:
-    """For each group, True if looplib uses its function for lists, with the bits of torch's default or the user's choice.
-
-    `foreach=False` is torch's default on a CPU, and in some classes `foreach=True` has the same bits.
-    """
-    if recipe.cls not in IN_LISTS:
-        return [False] * len(members)
-    return [
-        bool(names)
-        and _takes_lists(recipe.cls, {**recipe.defaults, **overrides})
-        and _listable(tensors := [params[name] for name in names])
-        and all(agrees(recipe, number, dtype) for dtype in {tensor.dtype for tensor in tensors})
-        for number, (overrides, names) in enumerate(zip(recipe.overrides, members, strict=True))
-    ]
-
-
-def _takes_lists(cls: Any, values: Mapping[str, Any]) -> bool:
-    """True if a function for lists has the bits of the kernel that the user chose. The fused one comes before it."""
-    if "foreach" not in values and "fused" in inspect.signature(cls).parameters:
-        return False
-    if (KERNEL_OPTIONS - {"foreach"}) & values.keys():
-        return False
-    return not values.get("foreach") or cls in _FOREACH_ROUNDS_ALIKE
-
-
-def _listable(tensors: Sequence[Tensor]) -> bool:
-    kinds = {(type(tensor) in PLAIN, tensor.device.type, tensor.dtype in _LISTED_DTYPES) for tensor in tensors}
-    return kinds == {(True, "cpu", True)} and sum(tensor.numel() for tensor in tensors) <= _FEW
-
-
 _strides_of = Tensor.stride
 _is_contiguous = Tensor.is_contiguous
 
@@ -140,26 +96,6 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
         if stride != expected:
             return False
         expected *= size
-    return True
-
-
-def clone(tensor: Tensor) -> Tensor:
-    """Copy a tensor with the same strides, even if it has gaps, so that sums run in the same order."""
-    if tensor.is_contiguous() or is_sharded(tensor) or not _has_gaps(tuple(tensor.shape), tensor.stride()):
-        return tensor.clone()
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-@functools.lru_cache(maxsize=4096)
-def _has_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """True if a tensor leaves gaps in its memory and does not overlap itself."""
-    if _dense(shape, strides):
-        return False
-    end = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
-        if stride < end:
-            return False
-        end += stride * (size - 1)
     return True
 
 
@@ -194,8 +130,6 @@ def told(recipe: Recipe, plans: Sequence[Any]) -> str:
     chosen = [f"{key}={values[-1]}" for key, values in options.items() if key in recipe.defaults]
     if chosen:
         return ", ".join(chosen)
-    if any(listed and names for plan in plans for names, listed in zip(plan.members, plan.listed, strict=True)):
-        return "foreach, with the bits of torch's default"
     if not recipe.ours or "fused" not in inspect.signature(recipe.cls).parameters:
         return "torch's default" if recipe.ours else "the class's own"
     if not plans:
@@ -203,3 +137,137 @@ def told(recipe: Recipe, plans: Sequence[Any]) -> str:
     taken = {fused for plan in plans for names, fused in zip(plan.members, plan.fused, strict=True) if names}
     taken |= {False for plan in plans if plan.fell_back}
     return " and ".join(["fused"] * (True in taken) + ["torch's default"] * (False in taken))
+
+
+# Calls of fused kernels, whose own functions first sort the lists again by device and dtype
+
+Kernel = Callable[[Mapping[str, Any], Sequence[Tensor], Sequence[Tensor], Mapping[str, Sequence[Tensor]]], None]
+
+
+class Columns(NamedTuple):
+    """Tensors of one group, one for each of its parameters; `entries` holds those of the state by key."""
+
+    number: int
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    entries: dict[str, Sequence[Tensor]]
+
+
+def direct_kernels(plan: Any, params: Params) -> list[Kernel | None]:
+    """For each group, the fused kernel that updates it, or None for the class's own step."""
+    kernel = FUSED.get(plan.recipe.cls)
+    alike = all(len({(params[name].device, params[name].dtype) for name in names}) < 2 for names in plan.members)
+    if kernel is None or not alike or any(values.get("capturable") for values in plan.values):
+        return [None] * len(plan.members)
+    return [kernel if ours or asked else None for ours, asked in zip(plan.fused, plan.asked, strict=True)]
+
+
+def columns_of(
+    number: int,
+    names: Sequence[str],
+    params: Params,
+    grads: Mapping[str, Tensor],
+    states: Mapping[str, Mapping[str, Any]],
+) -> Columns | None:
+    """The tensors of these parameters for a fused kernel, on this rank; None if it would pair their elements wrongly."""
+    rows = [*map(states.__getitem__, names)]
+    keys = [*rows[0]]
+    if {*map(len, rows)} != {len(keys)}:
+        return None
+    try:
+        entries: dict[str, Any] = {key: [row[key] for row in rows] for key in keys}
+    except KeyError:
+        return None
+    own, given = [*map(params.__getitem__, names)], [*map(grads.__getitem__, names)]
+    if not PLAIN.issuperset(map(type, own)):  # it is elementwise, so each rank updates its shards
+        own, given = shards(own), shards(given)
+        entries = {key: column if key == "step" else shards(column) for key, column in entries.items()}
+    if not aligned([own, given, *(column for key, column in entries.items() if key != "step")]):
+        return None
+    return Columns(number, own, given, entries)
+
+
+def launch(kernel: Kernel, values: Mapping[str, Any], columns: Columns) -> None:
+    """Count the update and call the kernel."""
+    if "step" in columns.entries:
+        counts = columns.entries["step"]
+        if counts[0].is_cpu:  # adding a tensor takes half the time of adding a number; other backends may read it
+            torch_private.foreach_add_(counts, _ONE, alpha=1)
+        else:
+            torch_private.foreach_add_(counts, 1)
+    kernel(values, columns.params, columns.grads, columns.entries)
+
+
+_ONE = torch.ones(())
+
+
+def _adam(
+    values: Mapping[str, Any],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    entries: Mapping[str, Sequence[Tensor]],
+) -> None:
+    kernel: Any = torch_private.fused_adamw_ if values["decoupled_weight_decay"] else torch_private.fused_adam_
+    kernel(
+        params,
+        grads,
+        entries["exp_avg"],
+        entries["exp_avg_sq"],
+        entries["max_exp_avg_sq"] if values["amsgrad"] else [],
+        entries["step"],
+        lr=values["lr"],
+        beta1=values["betas"][0],
+        beta2=values["betas"][1],
+        weight_decay=values["weight_decay"],
+        eps=values["eps"],
+        amsgrad=values["amsgrad"],
+        maximize=values["maximize"],
+    )
+
+
+def _adagrad(
+    values: Mapping[str, Any],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    entries: Mapping[str, Sequence[Tensor]],
+) -> None:
+    torch_private.fused_adagrad_(
+        params,
+        grads,
+        entries["sum"],
+        entries["step"],
+        lr=values["lr"],
+        lr_decay=values["lr_decay"],
+        weight_decay=values["weight_decay"],
+        eps=values["eps"],
+        maximize=values["maximize"],
+    )
+
+
+def _sgd(
+    values: Mapping[str, Any],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    entries: Mapping[str, Sequence[Tensor]],
+) -> None:
+    torch_private.fused_sgd_(
+        params,
+        grads,
+        entries["momentum_buffer"] if values["momentum"] else [],
+        weight_decay=values["weight_decay"],
+        momentum=values["momentum"],
+        lr=values["lr"],
+        dampening=values["dampening"],
+        nesterov=values["nesterov"],
+        maximize=values["maximize"],
+        is_first_step=False,
+    )
+
+
+# Classes whose fused kernel is called directly: their functions first sort the lists again by device and dtype.
+FUSED: dict[type, Kernel] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.Adagrad: _adagrad,
+}

@@ -48,13 +48,11 @@ def unpacked(kept: Mapping[str, Any]) -> dict[str, Any]:
     return {**pick(kept, ("func_evals", "n_iter", "t", "prev_loss")), **rows, **flat}
 
 
-def packed_into(kept: Mapping[str, Any], state: Mapping[str, Any], donate: bool) -> dict[str, Any]:
-    """The state in tensors of fixed shapes. With `donate`, the existing tensors are overwritten."""
+def packed_into(kept: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state in its existing tensors of fixed shapes, which are overwritten."""
     packed = {**kept, **pick(state, ("func_evals", "n_iter"))}
     if "d" not in state:
         return packed  # it started at an optimum and has no direction
-    if not donate:
-        packed |= mapped(torch.zeros_like, pick(kept, (*_FLAT, *_ROWS)))
     with torch.no_grad():
         for key in _FLAT:
             packed[key].copy_(torch.as_tensor(state[key]))

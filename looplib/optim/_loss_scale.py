@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.calls import remember
 from looplib._core.checks import check
-from looplib._core.mappings import pick
-from looplib._core.tracing import afterwards, where
+from looplib._core.updates import Decision
 from looplib.optim._skipping import NonFiniteGradientsError, all_finite
-from looplib.optim._wrap import Flag, Updated, kept_by_wrappers, wrap
-from looplib.types import Grads, Optimizer, Params
+from looplib.optim._wrap import kept_by_wrappers, wrap
+from looplib.types import Grads, Metrics, Optimizer, Params
 
 
 def _scale_of(opt_state: Any) -> Tensor:
@@ -78,26 +76,19 @@ def dynamic_loss_scale(
             "growth_tracker": torch.zeros((), dtype=torch.int32, device=device),
         }
 
-    def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, when: Flag = True, **extra: Any
-    ) -> Updated:
+    def decide(flag: Any, opt_state: Any, grads: Grads, metrics: Metrics, step: int) -> tuple[Any, dict[str, Any]]:
         finite = all_finite(grads)
-        new, inner, applied = optimizer.update(
-            grads, opt_state["inner_state"], params, step, when=finite & when, **extra
-        )
-        before = pick(opt_state, ("loss_scale", "growth_tracker"))
-        scale, tracker = map(Tensor.clone, before.values())
+        scale, tracker = opt_state["loss_scale"].clone(), opt_state["growth_tracker"].clone()
         torch_private.amp_update_scale_(
             scale, tracker, (~finite).to(scale), growth_factor, backoff_factor, growth_interval
         )
-        if applied is not True:
-            afterwards(partial(_check_scale, min_scale), ~finite & when, scale, before["loss_scale"], step)
-        after = where(when, {"loss_scale": scale, "growth_tracker": tracker}, before)
-        return new, {"inner_state": inner, **after}, applied
+        check = partial(_check_scale, min_scale), (~finite, scale, opt_state["loss_scale"], step)
+        return Decision(finite, [check]) & flag, {**opt_state, "loss_scale": scale, "growth_tracker": tracker}
 
     factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
-    made = wrap(optimizer, init, update)
-    return remember(made, dynamic_loss_scale, optimizer, init_scale=init_scale, **factors, min_scale=min_scale)
+    settings = {"init_scale": init_scale, **factors, "min_scale": min_scale}
+    keeps = ("loss_scale", "growth_tracker")
+    return wrap(optimizer, dynamic_loss_scale, settings, init, keeps=keeps, decide=decide)
 
 
 def _check_scale(min_scale: float, overflowed: Tensor, scale: Tensor, before: Tensor, step: int) -> None:

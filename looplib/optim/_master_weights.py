@@ -8,18 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.calls import remember
 from looplib._core.checks import check
 from looplib._core.mappings import in_dtypes_of, pick
-from looplib._core.tracing import where
-from looplib.optim._wrap import Flag, Updated, wrap
+from looplib._core.updates import updated
+from looplib.optim._wrap import Updated, wrap
 from looplib.types import Grads, Optimizer, Params
-
-
-def _rounded(master: Tensor, old: Tensor, in_place: bool) -> Tensor:
-    with torch.no_grad():
-        rounded = old.copy_(master) if in_place else master.to(old.dtype)
-    return rounded.requires_grad_(old.requires_grad)
 
 
 def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
@@ -48,31 +41,24 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
     """
     check(dtype in (torch.float32, torch.float64), f"masters in {dtype}: give torch.float32 or torch.float64")
 
-    def update(
-        grads: Grads,
-        opt_state: Any,
-        params: Params,
-        step: int,
-        *,
-        donate: bool = False,
-        when: Flag = True,
-        **extra: Any,
-    ) -> Updated:
+    def within(grads: Grads, params: Params, opt_state: Any) -> tuple[Grads, Params]:
         master = opt_state["master"]
-        moved = {name: params[name] for name in master if name in grads}
-        wide = {name: grad.to(dtype) if name in moved else grad for name, grad in grads.items()}
-        full = {**params, **master}
-        new, inner, applied = optimizer.update(
-            wide, opt_state["inner_state"], full, step, donate=donate, when=when, **extra
-        )
-        if applied is False:
-            return params, {**opt_state, "inner_state": inner}, False
-        narrow = where(applied, {name: _rounded(new[name], old, donate) for name, old in moved.items()}, moved)
-        new_params = {**new, **pick(params, master), **narrow}
-        return new_params, {"inner_state": inner, "master": pick(new, master)}, applied
+        wide = {name: grad.to(dtype) if name in master else grad for name, grad in grads.items()}
+        return wide, {**params, **master}
+
+    def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
+        master = opt_state["master"]
+        wide, full = within(grads, params, opt_state)
+        new, inner, more = updated(optimizer, wide, opt_state["inner_state"], full, step, info)
+        with torch.no_grad():
+            for name in grads.keys() & master.keys():
+                params[name].copy_(new[name])
+        opt_state.update(inner_state=inner, master=pick(new, master))
+        return {**new, **pick(params, master)}, opt_state, more
 
     init, evaluation = partial(_first_state, optimizer, dtype), partial(_evaluated, optimizer)
-    return remember(wrap(optimizer, init, update, evaluation), master_weights, optimizer, dtype=dtype)
+    own: dict[str, Any] = {"keeps": ("master",), "update_": update_, "evaluation": evaluation, "within": within}
+    return wrap(optimizer, master_weights, {"dtype": dtype}, init, **own)
 
 
 def _first_state(optimizer: Optimizer, dtype: torch.dtype, params: Params, **extra: Any) -> dict[str, Any]:

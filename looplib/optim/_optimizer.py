@@ -1,37 +1,36 @@
 """Functional optimizers: any `torch.optim` class as two pure functions.
 
 torch's optimizers do the arithmetic. Their internal state, parameters in groups and moments by parameter, is passed
-in and taken out at each update. An instance of the class, empty between updates, does the work. An update writes in
-place: into the given tensors if they are donated, otherwise into copies.
+in and taken out at each update. An instance of the class, empty between updates, does the work, in place.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
+from looplib._core.advice import explain_arguments
 from looplib._core.calls import remember
 from looplib._core.mappings import detached_copies, pick
 from looplib._core.tracing import entered, tracing
-from looplib._core.updates import complete, update_if
+from looplib._core.updates import copied
 from looplib.optim._arguments import NotGiven, check_class, check_groups, check_lr
-from looplib.optim._closure import lbfgs_update
+from looplib.optim._closure import check_lbfgs, lbfgs_update
 from looplib.optim._comparison import check_against_raw_loop
 from looplib.optim._description import description_of
 from looplib.optim._first_state import first_state
 from looplib.optim._hyperparameters import numbers_of
 from looplib.optim._kernels import check_fused, told
 from looplib.optim._lbfgs_state import is_lbfgs
-from looplib.optim._recipe import Groups, Recipe, copied
+from looplib.optim._recipe import Groups, Recipe
 from looplib.optim._traced_update import traced_update
-from looplib.optim._update import Plan, check_state, eager_update, not_started
-from looplib.types import Grads, Optimizer, Params
+from looplib.optim._update import Plan, check_state, check_update, eager_update, not_started
+from looplib.types import Grads, Metrics, Optimizer, Params
 
 
-def optimizer(
-    cls: type, *parameters: NoReturn, lr: Any = NotGiven.LR, groups: Groups = (), **hyperparameters: Any
-) -> Optimizer:
+@explain_arguments(check_class)
+def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperparameters: Any) -> Optimizer:
     """Make a functional optimizer from a `torch.optim` class, or a third-party class with the same interface.
 
     >>> import looplib as ll, torch
@@ -47,10 +46,10 @@ def optimizer(
     >>> new_params, opt_state, applied = adamw.update(grads, opt_state, params, 0)
 
     An update is bitwise that of the class's own `step()` in a raw loop with the same arguments and the same kernel,
-    because it runs that step, the fused kernel that the step would call, or a function that has been compared with the
-    step. A parameter whose first gradient comes late starts at its own first update, as in torch. If a class creates
-    state only then, `opt_state["started"]` records which parameters have had an update. Random numbers that a class
-    draws from torch are derived from the state's seed and step.
+    because it runs that step, or the fused kernel that the step would call. A parameter whose first gradient comes
+    late starts at its own first update, as in torch. If a class creates state only then, `opt_state["started"]`
+    records which parameters have had an update. Random numbers that a class draws from torch are derived from the
+    state's seed and step.
 
     `opt_state["state"][name]` holds what torch keeps for a parameter, under torch's names. If a class changes values
     in its groups, as schedule-free optimizers do, they are in `opt_state["groups"]`. If it keeps an object for a
@@ -71,8 +70,7 @@ def optimizer(
         hyperparameters: further arguments of the class. Each of them, and each member of a tuple such as `betas`, may
             be a schedule. `fused`, `foreach`, `capturable` and `differentiable` are used as given, for all parameters
             or in a group. If none of these is given, looplib uses the fused kernel for tensors that torch supports
-            and that are dense and share their strides, and torch's default otherwise, or, for small parameters on a
-            CPU, functions for lists of tensors that have its bits. `repr(optimizer)` says which.
+            and that are dense and share their strides, and torch's default otherwise. `repr(optimizer)` says which.
             SGD with momentum and `foreach=True` in half precision may differ from torch by a rounding in an update in
             which a further parameter gets its first gradient.
             So may SGD with momentum, but without dampening, for sparse gradients that contain an index twice: its
@@ -89,7 +87,7 @@ def optimizer(
             are sparse where dense ones are needed, or the reverse; or a gradient belongs to a parameter that `init`
             did not see.
     """
-    check_class(cls, parameters)
+    check_class(cls)
     check_lr(lr)
     check_groups(groups)
     recipe = Recipe(cls, {"lr": lr, **hyperparameters}, groups)
@@ -104,25 +102,31 @@ def optimizer(
             check_against_raw_loop(recipe, params)
         return opt_state
 
-    @complete
-    def update(
+    def decide(grads: Grads, opt_state: Any, metrics: Metrics, params: Params, **info: Any) -> tuple[bool, Any]:
+        if entered and tracing():
+            check_state(recipe, opt_state, grads)
+        elif lbfgs:
+            check_lbfgs(recipe, opt_state, grads)
+        else:
+            check_update(plans, recipe, grads, opt_state, params)
+        return True, opt_state
+
+    def update_(
         grads: Grads,
         opt_state: Any,
         params: Params,
         step: int,
         *,
-        donate: bool = False,
-        when: bool | Tensor = True,
-        **extra: Any,
-    ) -> tuple[Params, Any, bool | Tensor]:
-        if when is not True:
-            return update_if(when, update, grads, opt_state, params, step, donate=donate, **extra)
-        check_state(recipe, opt_state, grads)
+        seed: int = 0,
+        metrics: Metrics | None = None,
+        evaluate: Any = None,
+        **info: Any,
+    ) -> tuple[Params, Any]:
         if entered and tracing():
-            return *traced_update(recipe, grads, opt_state, params, step), True
+            return traced_update(recipe, grads, opt_state, params, step)
         if lbfgs:
-            return *lbfgs_update(recipe, grads, opt_state, params, step, donate, extra), True
-        return *eager_update(plans, recipe, grads, opt_state, params, step, donate, extra), True
+            return lbfgs_update(recipe, grads, opt_state, params, step, metrics, evaluate)
+        return eager_update(plans, recipe, grads, opt_state, params, step, seed, evaluate)
 
     def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
         return evaluated(recipe, params, opt_state), buffers
@@ -134,7 +138,7 @@ def optimizer(
         return told(recipe, plans)
 
     description = description_of(cls, recipe.defaults, groups)
-    made = Optimizer(init, update, evaluation, hyperparameters_at, description, kernel)
+    made = Optimizer(init, update_, decide, evaluation, hyperparameters_at, description, kernel)
     return remember(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)
 
 

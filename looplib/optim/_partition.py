@@ -12,10 +12,12 @@ from torch import Tensor
 from looplib._core.calls import remember
 from looplib._core.checks import check
 from looplib._core.mappings import mapped, pick
+from looplib._core.optimizer_states import name_of, wrong_state
 from looplib._core.tracing import on_host
+from looplib._core.updates import Decision, any_of, flags_of, leaves_of, update_where, updated
 from looplib.optim._recipe import chosen_by_kind
-from looplib.optim._wrap import Flag, Updated, wrap
-from looplib.types import Grads, Optimizer, Params
+from looplib.optim._wrap import Updated, update_within, wrap
+from looplib.types import Grads, Metrics, Optimizer, Params
 
 _shape_of = operator.attrgetter("shape")
 _dtype_of = operator.attrgetter("dtype")
@@ -38,10 +40,9 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
     functions (`trainable=`), can therefore be trained by two steps over one state, each with its own optimizer, as in
     a GAN. All optimizers see the same `step`, so a schedule counts the updates of all of them.
 
-    If one optimizer skips an update, the others still make theirs; if all do, the step counts as skipped. Put
-    wrappers that may raise, such as `apply_if_finite`, around `partition` in donated steps: inside it, another
-    optimizer may already have written when the error is raised, and the state is lost. Classes that create their
-    state in their first update (SGD with dampening, schedule-free ones) do so in the first update of each parameter.
+    If one optimizer skips an update, the others still make theirs; if all do, the step counts as skipped. Classes that
+    create their state in their first update (SGD with dampening, schedule-free ones) do so in the first update of each
+    parameter.
 
     Args:
         optimizers: label -> optimizer, with or without wrappers.
@@ -55,28 +56,65 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
     _check_optimizers(optimizers)
     labels = _remembered(label)
 
-    def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, donate: bool = False, **extra: Any
-    ) -> tuple[Params, Any, bool | Tensor]:
-        states, new = dict(opt_state["inner_states"]), dict(params)
-        applied: bool | Tensor = False
+    def parts(grads: Grads, params: Params) -> dict[str, tuple[Grads, Params]]:
+        """The gradients and parameters of each optimizer that has a gradient."""
         label_of = labels(params)
-        members = _divided(optimizers, params, label_of)
         _check_labels(optimizers, grads, label_of)
-        for key, subset in members.items():
-            mine = {name: grads[name] for name in subset if name in grads}
-            if mine:
-                changed, states[key], acted = optimizers[key].update(
-                    mine, states[key], subset, step, donate=donate, **extra
-                )
-                new.update(changed)
-                applied = acted is True or applied is True or acted | applied
-        return (params if applied is False else new), {"inner_states": states}, applied
+        members = _divided(optimizers, params, label_of)
+        own = {key: {name: grads[name] for name in subset if name in grads} for key, subset in members.items()}
+        return {key: (mine, members[key]) for key, mine in own.items() if mine}
+
+    def decide(
+        grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
+    ) -> tuple[Any, Any]:
+        if type(opt_state) is not dict or [*opt_state] != ["inner_states"] or not _same_keys(optimizers, opt_state):
+            raise wrong_state(
+                opt_state, name_of(description, "partition"), f", which keeps inner_states of {', '.join(optimizers)}"
+            )
+        states, flags = dict(opt_state["inner_states"]), {}
+        checks: list[Any] = []
+        for key, (mine, subset) in parts(grads, params).items():
+            decision, states[key] = optimizers[key].decide(mine, states[key], metrics, params=subset, step=step)
+            flags[key] = flags_of(decision)
+            checks += decision.checks if isinstance(decision, Decision) else ()
+        if all(flag is True for flag in flags.values()):
+            return True, opt_state if _unchanged(states, opt_state) else {"inner_states": states}
+        return Decision(flags, checks), {"inner_states": states}
+
+    def update_(grads: Grads, opt_state: Any, params: Params, step: int, applied: Any = True, **info: Any) -> Updated:
+        states, metrics = opt_state["inner_states"], {}
+        for key, (mine, subset) in parts(grads, params).items():
+            flag = applied[key] if isinstance(applied, dict) else applied
+            new, states[key], more = _update_part(flag, optimizers[key], mine, states[key], subset, step, info)
+            params.update(new)
+            metrics.update({_name_within(key, name): value for name, value in more.items()})
+        return params, opt_state, metrics
 
     init, numbers = partial(_first_states, optimizers, label), partial(_hyperparameters, optimizers)
     evaluation = partial(_evaluated, optimizers, labels)
     description = mapped(operator.attrgetter("description"), optimizers)
-    return remember(Optimizer(init, update, evaluation, numbers, description), partition, optimizers, label)
+    made = Optimizer(init, update_, decide, evaluation, numbers, description)
+    return remember(made, partition, optimizers, label)
+
+
+def _same_keys(optimizers: Mapping[str, Optimizer], opt_state: Any) -> bool:
+    states = opt_state["inner_states"]
+    return isinstance(states, dict) and states.keys() == optimizers.keys()
+
+
+def _unchanged(states: Mapping[str, Any], opt_state: Any) -> bool:
+    return all(map(operator.is_, states.values(), opt_state["inner_states"].values()))
+
+
+def _update_part(
+    flag: Any, optimizer: Optimizer, grads: Grads, opt_state: Any, params: Params, step: int, info: Mapping[str, Any]
+) -> Updated:
+    """Update a part if its flag is set, or where it is set in a graph."""
+    if flag is not True and any(isinstance(one, Tensor) for one in leaves_of(flag)):
+        return update_where(flag, optimizer, grads, opt_state, params, step, info)
+    if not any_of(flag):
+        return params, opt_state, {}
+    return updated(optimizer, grads, opt_state, params, step, {**info, "applied": flag})
 
 
 def _evaluated(
@@ -104,7 +142,7 @@ def _hyperparameters(optimizers: Mapping[str, Optimizer], opt_state: Any, step: 
 
 
 def _name_within(key: str, name: str) -> str:
-    """Name of a hyperparameter with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
+    """Name of a hyperparameter or a metric with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
     first, slash, rest = name.partition("/")
     return f"{first}/{key}{slash}{rest}"
 
@@ -180,17 +218,11 @@ def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimize
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         return {"inner_state": optimizer.init(params, **extra)}
 
-    def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, when: Flag = True, **extra: Any
-    ) -> Updated:
-        if len(opt_state) != 1:
-            raise KeyError("inner_state alone")  # `Optimizer` says whose state it is
+    def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> tuple[Any, ...]:
         names = tuple(grads)
         chosen = on_host(lambda step: [name for name in names if not frozen(name, step)], step)
         if not chosen:
-            return params, opt_state, when
-        active = pick(grads, chosen)
-        new, inner, applied = optimizer.update(active, opt_state["inner_state"], params, step, when=when, **extra)
-        return new, {"inner_state": inner}, applied
+            return params, opt_state
+        return update_within(optimizer, pick(grads, chosen), opt_state, params, step, info)
 
-    return remember(wrap(optimizer, init, update), freeze, optimizer, frozen)
+    return wrap(optimizer, freeze, {"frozen": frozen}, init, update_=update_)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core.checks import check
-from looplib._core.torch_private import pytree
+from looplib._core.checks import check, few
 from looplib.optim._arguments import refuse_hyperparameters
 from looplib.types import Params
 
@@ -48,7 +47,26 @@ class Recipe:
     def needs_closure(self) -> bool:
         """True if the class's `step` evaluates the loss itself."""
         closure = inspect.signature(self.cls.step).parameters.get("closure")
-        return closure is not None and closure.default is inspect.Parameter.empty
+        if closure is None or closure.default is inspect.Parameter.empty:
+            return closure is not None
+        return not self.ours and self._fails_without_closure()
+
+    def _fails_without_closure(self) -> bool:
+        """True if a step fails without a closure and succeeds with one, although its signature has a default for it."""
+        tensor = torch.zeros(2, 2, requires_grad=True)
+
+        def closure() -> Tensor:
+            tensor.grad = torch.ones_like(tensor)
+            return torch.ones(())
+
+        def fails(*arguments: Any) -> bool:
+            try:  # without a gradient, so that other classes have nothing to do
+                self.cls.step(self.build({"": tensor}, [[""], *[[]] * len(self.groups)]), *arguments)
+            except Exception:
+                return True
+            return False
+
+        return fails() and not fails(closure)
 
     @cached_property
     def overrides(self) -> list[Mapping[str, Any]]:
@@ -84,29 +102,47 @@ class Recipe:
     def move(self, made: Any, step: int) -> None:
         """Set the hyperparameters of an instance that are schedules to their values at a step."""
         for group, moving in zip(made.param_groups, self.moving, strict=True):
-            group.update(values_at(moving, step))
+            group.update({key: as_kept(value_at(value, step), group[key]) for key, value in moving.items()})
 
     def build(self, params: Params, members: Sequence[Sequence[str]], fused: Sequence[bool] = ()) -> Any:
         """An instance over these tensors, with the hyperparameters of step 0.
 
         `fused` marks the groups that use the fused kernel without the user having asked for it.
         """
+        overrides = self.overrides
+        if not self.ours and not members[-1]:
+            # A class may need a key of its own in each group (`use_muon`), which the default group, here empty, lacks.
+            overrides = [*overrides[:-1], overrides[0]]
         groups = [
             {"params": [params[name] for name in names], **values_at(values, 0)}
-            for names, values in zip(members, self.overrides, strict=True)
+            for names, values in zip(members, overrides, strict=True)
         ]
         for group in compress(groups, fused):
             group["fused"] = True
-        made = self.cls(groups, **values_at(self.defaults, 0))
+        try:
+            made = self.cls(groups, **values_at(self.defaults, 0))
+        except (KeyError, ValueError) as error:
+            if members[-1] and self._beyond():
+                error.add_note(
+                    f"{few(members[-1])}: no group of groups= takes them, so they lack {few(self._beyond())}"
+                )
+            raise
         if not self.ours and callable(getattr(made, "train", None)):
             made.train()  # schedule-free optimizers refuse to step before this call
         return made
+
+    def _beyond(self) -> list[str]:
+        """Keys given in groups that are no parameters of a third-party class's constructor."""
+        known = inspect.signature(self.cls).parameters
+        keys = dict.fromkeys(key for values in self.overrides for key in values)
+        return [] if self.ours else [key for key in keys if key not in known]
 
     def check(self) -> None:
         """Let the class refuse a hyperparameter now instead of at the first step."""
         defaults = values_at(self.defaults, 0)
         known = inspect.signature(self.cls).parameters.keys()
-        for overrides in ({}, *self.overrides[:-1]):
+        # With keys of the class's own in the groups, a default group without them may be refused, if it has parameters.
+        for overrides in self.overrides[:-1] if self._beyond() else self.overrides:
             values = values_at(overrides, 0)
             beyond = {} if self.ours else {key: values.pop(key) for key in values.keys() - known}
             for key in beyond:
@@ -141,6 +177,13 @@ def value_at(value: Any, step: int) -> Any:
     return value
 
 
+def as_kept(value: Any, before: Any) -> Any:
+    """A number as a tensor, if the class keeps one in its groups, as torchao's classes do."""
+    if isinstance(before, Tensor) and isinstance(value, (int, float)):
+        return torch.full_like(before, value)
+    return value
+
+
 def values_at(values: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Values of several hyperparameters at a step."""
     return {key: value_at(value, step) for key, value in values.items()}
@@ -154,10 +197,3 @@ def moves(value: Any) -> bool:
 def drop_grads(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         tensor.grad = None
-
-
-def copied(value: Any) -> Any:
-    """A copy that shares no tensor and no container with the value."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    return pytree.tree_map(copied, value) if isinstance(value, (dict, list, tuple)) else value

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core import trees
+from looplib._core import draws, torch_private, trees
 from looplib._core.checks import check
 from looplib._core.mappings import without
 from looplib._core.modules import _generators
 from looplib._core.random import restored
 from looplib._core.ranks import is_sharded
-from looplib._core.torch_private import pytree
-from looplib.optim._recipe import Recipe, copied
+from looplib._core.updates import copied
+from looplib.optim._recipe import Recipe
 from looplib.types import Params
 
 _PLAIN = (Tensor, int, float, complex, str, torch.dtype, type(None))
@@ -35,15 +35,15 @@ def _of_torch() -> frozenset[str]:
 
 
 @dataclass
-class Kept:
+class Rehearsed:
     """State that a class keeps after a step.
 
     Attributes:
-        state: name -> state of a parameter. Attributes of an object are stored as a dict.
+        state: name -> state of a parameter, as `packed` stores it.
         shared: key -> entry of `state` that belongs to all parameters together, as before the first step.
         groups: for each group, the numbers that the class changes there, as before the first step; None for those
             that the first step creates.
-        objects: name -> key -> class of an object kept for a parameter.
+        objects: name -> key -> function that makes an object kept for a parameter again.
         flags: attributes of the optimizer that record that it has started.
     """
 
@@ -58,13 +58,13 @@ class Kept:
 def streams_at(seed: int, tensors: Iterable[Tensor]) -> Iterator[None]:
     """Seed the random streams of these tensors' devices inside the block and restore them afterwards."""
     generators = _generators(*(tensor.device for tensor in tensors))
-    with restored(*generators):
+    with draws.turn, restored(*generators):
         for generator in generators:
             generator.manual_seed(seed)
         yield
 
 
-def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> Kept:
+def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> Rehearsed:
     """Run one step of the class on copies, and raise if it keeps state out of reach of a pure update."""
     copies = leaf_copies(params)
     names = {id(tensor): name for name, tensor in copies.items()}
@@ -74,7 +74,7 @@ def rehearse(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -
     shared = copied(_for_all(made.state))
     _step(recipe, made, copies)
     flags = _flags(recipe, before, _pictures(made, names))
-    kept = Kept(groups=_numbers_of_groups(recipe, groups, made.param_groups), flags=flags)
+    kept = Rehearsed(groups=_numbers_of_groups(recipe, groups, made.param_groups), flags=flags)
     for key, value in _for_all(made.state).items():
         _check_plain(recipe, f"for all parameters, under {key!r},", value if isinstance(key, str) else key)
         kept.shared[key] = shared.get(key)
@@ -142,10 +142,10 @@ def _numbers_of_groups(
     recipe: Recipe, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """For each group, the class's own numbers in it, and those that its step has changed."""
-    known = inspect.signature(recipe.cls).parameters.keys()
+    known = {*inspect.signature(recipe.cls).parameters, *chain.from_iterable(recipe.overrides)}
     numbers = []
-    for old, group, moving, given in zip(before, after, recipe.moving, recipe.overrides, strict=True):
-        settings = {key for key in known | given.keys() if old.get(key) == group.get(key)}
+    for old, group, moving in zip(before, after, recipe.moving, strict=True):
+        settings = {key for key in known if old.get(key) == group.get(key)}
         own = {key: value for key, value in group.items() if isinstance(value, (int, float, Tensor))}
         changing = own.keys() - settings - moving.keys()
         numbers.append({key: copied(old.get(key)) for key in own if key in changing})
@@ -153,26 +153,39 @@ def _numbers_of_groups(
 
 
 def packed(recipe: Recipe, name: str, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State of a parameter as a pytree, and the classes of the objects in it, whose attributes are stored as dicts."""
-    plain, kinds = {}, {}
+    """State of a parameter as a pytree of plain tensors and numbers, and functions that make its objects again.
+
+    The attributes of an object, and the tensors within a tensor subclass such as torchao's, are stored as dicts.
+    """
+    plain, makers = {}, {}
     for key, value in state.items():
         kind: Any = type(value)
-        if kind.__new__ is not object.__new__ or not hasattr(value, "__dict__"):
+        if torch_private.wraps_tensors(value) and not is_sharded(value):
+            inner, context = value.__tensor_flatten__()
+            plain[key] = {part: getattr(value, part) for part in inner}
+            makers[key] = functools.partial(_subclass, kind, context, value.size(), value.stride())
+        elif kind.__new__ is not object.__new__ or not hasattr(value, "__dict__"):
             _check_plain(recipe, f"for {name}, under {key!r},", value)
             plain[key] = value
-            continue
-        plain[key], kinds[key] = dict(vars(value)), kind
-        _check_object(f"{recipe.cls.__name__} keeps a {kind.__name__} for {name}", value)
-    return plain, kinds
+        else:
+            plain[key], makers[key] = dict(vars(value)), functools.partial(_object, kind)
+            _check_object(f"{recipe.cls.__name__} keeps a {kind.__name__} for {name}", value)
+    return plain, makers
 
 
-def unpacked(state: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+def _subclass(kind: Any, context: Any, size: Any, stride: Any, parts: dict[str, Tensor]) -> Any:
+    return kind.__tensor_unflatten__(parts, context, size, stride)
+
+
+def _object(kind: Any, attributes: dict[str, Any]) -> Any:
+    made = object.__new__(kind)
+    vars(made).update(attributes)
+    return made
+
+
+def unpacked(state: Mapping[str, Any], makers: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `packed`, on copies, since it is not known which tensors an object writes to."""
-    entries = dict(state)
-    for key in kinds.keys() & state.keys():
-        entries[key] = object.__new__(kinds[key])
-        vars(entries[key]).update(pytree.tree_map(copied, state[key]))
-    return entries
+    return {key: makers[key](copied(value)) if key in makers else value for key, value in state.items()}
 
 
 def _check_plain(recipe: Recipe, where: str, value: Any) -> None:
@@ -206,7 +219,7 @@ def own_attributes(made: Any) -> dict[str, Any]:
 def _flags(recipe: Recipe, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Attributes that record that an optimizer has started. Any other attribute that its step changes is refused."""
     leaves = trees.paired(trees.leaves(before), trees.leaves(after))
-    changed = {path[0].name: after.get(path[0].name) for path, one, other in leaves if not trees.same(one, other)}
+    changed = {path[0]: after.get(path[0]) for path, one, other in leaves if not trees.same(one, other)}
     # A flag that is set after any update, such as bitsandbytes' `initialized`, is the one change allowed.
     if kept := [key for key, value in changed.items() if value is not True]:
         raise TypeError(

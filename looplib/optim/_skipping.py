@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.calls import remember
 from looplib._core.checks import check_argument, check_count, few
-from looplib._core.mappings import mapped, pick
 from looplib._core.ranks import all_ranks, shards
-from looplib._core.tracing import afterwards, tracing, where
+from looplib._core.tracing import tracing
+from looplib._core.updates import Decision
 from looplib._core.widening import stacked
 from looplib._objective import value_over_ranks
-from looplib.optim._wrap import Flag, Updated, wrap
-from looplib.types import Grads, Optimizer, Params
+from looplib.optim._wrap import wrap
+from looplib.types import Grads, Metrics, Optimizer, Params
 
 
 class NonFiniteGradientsError(ArithmeticError):
@@ -74,34 +73,25 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
         inner = optimizer.init(params, **extra)
         return {"inner_state": inner, "notfinite_count": zero, "total_notfinite": zero.clone()}
 
-    def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, when: Flag = True, **extra: Any
-    ) -> Updated:
+    def decide(flag: Any, opt_state: Any, grads: Grads, metrics: Metrics, step: int) -> tuple[Any, dict[str, Any]]:
         finite = all_finite(grads)
-        new, inner, applied = optimizer.update(
-            grads, opt_state["inner_state"], params, step, when=finite & when, **extra
-        )
-        before = pick(opt_state, ("notfinite_count", "total_notfinite"))
-        after = {**before, "notfinite_count": torch.zeros_like(before["notfinite_count"])}
-        if applied is not True:  # otherwise all was finite, and there is nothing to check
-            skipped = {name: count + 1 for name, count in before.items()}
-            after = where(when, where(finite, after, skipped), before)
-            by_name = {} if tracing() else mapped(lambda grad: _finite([grad]), grads)
-            checks = partial(_check_row, max_consecutive)
-            afterwards(checks, ~finite & when, before["notfinite_count"], step, by_name)
-        return new, {"inner_state": inner, **after}, applied
+        count = torch.where(finite, 0, opt_state["notfinite_count"] + 1)
+        counts = {"notfinite_count": count, "total_notfinite": opt_state["total_notfinite"] + ~finite}
+        check = partial(_check_row, max_consecutive), (count, step, {} if tracing() else grads)
+        return Decision(finite, [check]) & flag, {**opt_state, **counts}
 
-    return remember(wrap(optimizer, init, update), apply_if_finite, optimizer, max_consecutive=max_consecutive)
+    settings, keeps = {"max_consecutive": max_consecutive}, ("notfinite_count", "total_notfinite")
+    return wrap(optimizer, apply_if_finite, settings, init, keeps=keeps, decide=decide)
 
 
-def _check_row(max_consecutive: int, skipped: Tensor, count: Tensor, step: int, by_name: dict[str, Tensor]) -> None:
-    if not skipped or count < max_consecutive:
+def _check_row(max_consecutive: int, count: Tensor, step: int, grads: Grads) -> None:
+    if count <= max_consecutive:
         return
-    bad = [name for name, finite in by_name.items() if not finite]
-    names = f"in {len(bad)} of {len(by_name)} parameters: {few(bad, 5)}"
-    where = (names if bad else "on another rank") if by_name else "(a compiled step does not look where)"
+    bad = [name for name, grad in grads.items() if not _finite([grad])]
+    names = f"in {len(bad)} of {len(grads)} parameters: {few(bad, 5)}"
+    where = (names if bad else "on another rank") if grads else "(a compiled step does not look where)"
     raise NonFiniteGradientsError(
-        f"gradients were not finite {int(count) + 1} times in a row (max_consecutive={max_consecutive}), "
+        f"gradients were not finite {int(count)} times in a row (max_consecutive={max_consecutive}), "
         f"now at step {step} {where}. Lower the learning rate, clip the "
         "gradients, or look at the batch; the state is as it was before it"
     )
@@ -114,10 +104,10 @@ def all_finite(grads: Grads) -> Tensor:
 
 def _finite(grads: Iterable[Tensor]) -> Tensor:
     dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in shards(grads)]
-    largest = torch_private.foreach_norm([*filter(Tensor.numel, dense)], ord=float("inf"))
-    if not largest:
+    filled = [*filter(Tensor.numel, dense)]
+    if not filled:
         return torch.tensor(True, device=dense[0].device if dense else None)
-    return stacked(largest).isfinite().all()
+    return stacked(torch_private.foreach_norm(filled, ord=float("inf"))).isfinite().all()
 
 
 def skip_spikes(
@@ -174,40 +164,34 @@ def skip_spikes(
             "total_spikes": zero.clone(),
         }
 
-    def update(
-        grads: Grads, opt_state: Any, params: Params, step: int, *, when: Flag = True, **extra: Any
-    ) -> Updated:
-        recent, seen, row = opt_state["recent"], opt_state["seen"], opt_state["spikes_in_a_row"]
-        value = _value(extra.get("metrics") or {}, monitor).to(recent.device, torch.float64)
+    def decide(flag: Any, opt_state: Any, grads: Grads, metrics: Metrics, step: int) -> tuple[Any, dict[str, Any]]:
+        recent, seen = opt_state["recent"], opt_state["seen"]
+        value = _value(metrics, monitor).to(recent.device, torch.float64)
         known = ~recent.isnan()
         count, finite = known.sum(), value.isfinite()
         mean = recent.nansum() / count
         deviation = (torch.where(known, recent - mean, 0).square().sum() / (count - 1)).sqrt()
         spike = ~finite | ((count >= max(2, window // 2)) & (value > mean + sigmas * deviation))
-        new, inner, applied = optimizer.update(
-            grads, opt_state["inner_state"], params, step, when=~spike & when, **extra
-        )
         at = finite & (torch.arange(window, device=recent.device) == seen % window)
-        after = {
+        row = torch.where(spike, opt_state["spikes_in_a_row"] + 1, 0)
+        record = {
             "recent": torch.where(at, value, recent),
             "seen": seen + finite,
-            "spikes_in_a_row": torch.where(spike, row + 1, 0),
+            "spikes_in_a_row": row,
             "total_spikes": opt_state["total_spikes"] + spike,
         }
-        if applied is not True:
-            afterwards(partial(_check_spikes, monitor, max_consecutive), ~finite & when, row, value, step)
-        return new, {"inner_state": inner, **where(when, after, pick(opt_state, after))}, applied
+        check = partial(_check_spikes, monitor, max_consecutive), (finite, row, value, step)
+        return Decision(~spike, [check]) & flag, {**opt_state, **record}
 
-    made, limits = wrap(optimizer, init, update), {"window": window, "sigmas": sigmas}
-    return remember(made, skip_spikes, optimizer, **limits, monitor=monitor, max_consecutive=max_consecutive)
+    settings = {"window": window, "sigmas": sigmas, "monitor": monitor, "max_consecutive": max_consecutive}
+    keeps = ("recent", "seen", "spikes_in_a_row", "total_spikes")
+    return wrap(optimizer, skip_spikes, settings, init, keeps=keeps, decide=decide)
 
 
-def _check_spikes(
-    monitor: str, max_consecutive: int, diverged: Tensor, row: Tensor, value: Tensor, step: int
-) -> None:
-    if diverged and row >= max_consecutive:
+def _check_spikes(monitor: str, max_consecutive: int, finite: Tensor, row: Tensor, value: Tensor, step: int) -> None:
+    if not finite and row > max_consecutive:
         raise NonFiniteGradientsError(
-            f"{monitor!r} was a spike {int(row) + 1} times in a row (max_consecutive={max_consecutive}) and is "
+            f"{monitor!r} was a spike {int(row)} times in a row (max_consecutive={max_consecutive}) and is "
             f"{value.item()} at step {step}: lower the learning rate, or look at the batch; the state is as it "
             "was before it"
         )

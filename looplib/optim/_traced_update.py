@@ -21,30 +21,31 @@ from torch.overrides import TorchFunctionMode
 from looplib._core import torch_private
 from looplib._core import tracing as _tracing
 from looplib._core.checks import check
-from looplib._core.mappings import detached_copies, pick, subset
+from looplib._core.mappings import pick, subset
 from looplib._core.tracing import UntraceableError, on_host
 from looplib.optim._first_state import makes_state_late
 from looplib.optim._recipe import Recipe, drop_grads
 from looplib.optim._update import LR_IN_STATE, not_started
 from looplib.types import Grads, Params
 
-# Their plain forms need the value of a count, which torch.compile does not have; those for CUDA graphs do not.
-_BRANCHING = {torch.optim.ASGD, torch.optim.RAdam}
+# Their plain forms need the value of a count, or of a parameter without dimensions (Rprop), which torch.compile does
+# not have; those for CUDA graphs do not.
+_BRANCHING = {torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop}
 
 
 def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, step: int) -> tuple[Params, Any]:
-    """The next parameters and state, as operations of a graph."""
+    """Update these tensors in place, as operations of a graph."""
     # Imported here because it defines an operation, which takes 1.4 ms.
     from looplib.optim._fused_op import by_kernels, fits
 
     _check(recipe, grads, opt_state)
     states = opt_state["state"]
     late = _not_started(recipe, opt_state, step)
-    tensors = detached_copies(pick(params, grads))
+    tensors = pick(params, grads)
     instance, numbers = _lent(recipe, pick(params, states), tensors, opt_state, step)
     if not late and fits(recipe, grads, params, states, instance.param_groups):
-        made = by_kernels(recipe, grads, states, tensors, instance.param_groups)
-        return {**params, **tensors}, {**opt_state, "state": {**states, **made}}
+        by_kernels(recipe, grads, states, tensors, instance.param_groups)
+        return params, opt_state
     working = {name: {} if name in late else _working(states[name]) for name in grads}
     if recipe.cls in LR_IN_STATE:
         _take_rates(instance, LR_IN_STATE[recipe.cls], tensors, working)
@@ -58,7 +59,7 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     drop_grads(tensors.values())
     states = {**states, **made}
     starts = _with_started(opt_state, states) if late & grads.keys() else {}
-    return {**params, **tensors}, {**opt_state, "state": states, **starts}
+    return params, {**opt_state, "state": states, **starts}
 
 
 def _check(recipe: Recipe, grads: Grads, opt_state: Mapping[str, Any]) -> None:
@@ -150,11 +151,11 @@ def _working(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _precise(key: str, value: Any) -> Any:
-    """A copy to update in a trace, with counts in double precision, from which bias corrections are computed."""
+    """A value to update in a trace: counts in double precision, from which bias corrections are computed."""
     if not isinstance(value, Tensor):
         return value
     wide = (key, value.dtype, value.dim()) == ("step", torch.float32, 0) and value.device.type != "mps"
-    return value.double() if wide else value.clone()
+    return value.double() if wide else value
 
 
 class _Numbers(TorchFunctionMode):
@@ -238,6 +239,15 @@ def _add(func: Any, args: Any, kwargs: Any) -> Any:
     return getattr(into, func.__name__)(other.to(wide) * kwargs["alpha"])
 
 
+def _equal(func: Any, args: Any, kwargs: Any) -> Any:
+    one, other = args
+    if isinstance(other, Tensor) and not other.dim() and one.is_floating_point():
+        other = other.to(
+            one.dtype
+        )  # as a number would be; two tensors without dimensions are compared in the wider dtype
+    return func(one, other)
+
+
 def _lerp(func: Any, args: Any, kwargs: Any) -> Any:
     weight = kwargs.get("weight", args[2] if args[2:] else None)
     if not isinstance(weight, Tensor):
@@ -251,6 +261,7 @@ _WITH_TENSORS: dict[str, Callable[[Any, Any, Any], Any]] = {
     **dict.fromkeys(("addcdiv_", "addcmul_"), _if_tensor("value", _addc)),
     **dict.fromkeys(("add_", "add", "sub", "sub_"), _if_tensor("alpha", _add)),
     "lerp_": _lerp,
+    "eq": _equal,
 }
 
 

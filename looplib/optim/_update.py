@@ -1,12 +1,13 @@
-"""Eager update: a class's own step, or its fused kernel, on the state's tensors.
+"""Eager update: a class's own step, or the fused kernel that it would call, on tensors that belong to the caller.
 
-A pure update works on copies of what it writes, a donated one in place. Nothing of a run stays behind: a `Plan` holds
-only what follows from the names, shapes, dtypes and devices of the parameters.
+Everything is written in place. Nothing of a run stays behind: a `Plan` holds only what follows from the names, shapes,
+dtypes and devices of the parameters.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
@@ -16,24 +17,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looplib._core import ownership as _donation
 from looplib._core import torch_private
 from looplib._core.optimizer_states import makers_of
 from looplib._core.random import mix
-from looplib._core.ranks import is_sharded
+from looplib._core.updates import copied
 from looplib.optim._closure import Evaluate, closure_over
-from looplib.optim._columns import FUSED, Lists, kernels_of, update_columns
 from looplib.optim._first_state import first_state, makes_state_late
-from looplib.optim._kernels import PLAIN, aligned, check_fused, clone, fused_groups, listed_groups, realigned
+from looplib.optim._kernels import (
+    PLAIN,
+    Columns,
+    aligned,
+    check_fused,
+    columns_of,
+    direct_kernels,
+    fused_groups,
+    launch,
+    realigned,
+)
 from looplib.optim._mismatch import mismatch
-from looplib.optim._recipe import Recipe, copied, value_at
-from looplib.optim._rehearsal import Kept, own_attributes, packed, rehearse, streams_at, unpacked
+from looplib.optim._recipe import Recipe, as_kept, value_at
+from looplib.optim._rehearsal import Rehearsed, own_attributes, packed, rehearse, streams_at, unpacked
 from looplib.types import Grads, Params
 
 States = dict[str, dict[str, Any]]
 
-
-_dtype, _kind = operator.attrgetter("dtype"), operator.attrgetter("shape", "dtype", "layout")
+_dtype = operator.attrgetter("dtype")
 # Classes whose initial state holds the learning rate of the update that creates it, and the key of that value.
 LR_IN_STATE = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
 
@@ -48,16 +56,13 @@ class Plan:
         values: for each group, its hyperparameters as completed by the class.
         moving: for each group, those that are schedules or injected.
         fused: for each group, True if looplib uses the fused kernel, strides permitting.
-        listed: for each group, True if looplib uses its function for lists, which has the bits of torch's default.
         asked: for each group, True if the user asked for the fused kernel.
-        direct: True if all groups with a fused kernel may call it without the class's `step`.
-        kernels: for each group, the function that is called instead of the class's `step`, or None.
-        attributes: attributes of an instance, besides its groups and state.
-        by_columns: True if updates usually do not need the class's own sorting of parameters (`_columns`).
-        sharded: True if parameters are sharded over ranks.
-        lists: what `_columns` has learned about the class.
+        kernels: for each group, the fused kernel to call instead of the class's `step`, or None.
+        step: the class's step, for torch's classes without its hooks.
         sample: keys under which the class keeps the state of the first parameter of each group.
-        objects: name -> key -> class of an object that the class keeps for a parameter.
+        flags: attributes of an instance that record that it has started.
+        late: True if the class creates a parameter's state only in its first update.
+        objects: name -> key -> function that makes an object or tensor subclass that the class keeps for a parameter.
         idle: instances of the class that are not in use, each with its original attributes.
         fell_back: True if an update used torch's default kernel because strides did not permit the fused one.
     """
@@ -67,35 +72,29 @@ class Plan:
         self.members = recipe.members(params)
         check_fused(recipe, params, self.members)
         self.fused = fused_groups(recipe, params, self.members)
-        self.listed = listed_groups(recipe, params, self.members)
         self.moving = recipe.moving
         made = recipe.build(params, self.members)
         self.values = [{key: value for key, value in group.items() if key != "params"} for group in made.param_groups]
         self.mutable = [{k for k, v in values.items() if isinstance(v, (list, dict, set))} for values in self.values]
         self.asked = [recipe.ours and bool(values.get("fused")) for values in self.values]
-        self.direct = _calls_kernel(self, params)
-        self.kernels = kernels_of(self)
+        self.late = makes_state_late(recipe)
+        self.differentiable = bool(recipe.defaults.get("differentiable", False))
+        self.moves = any(self.moving)
+        no_kernel = self.late or self.differentiable or (recipe.cls in LR_IN_STATE and self.moves)
+        self.kernels = [None] * len(self.members) if no_kernel else direct_kernels(self, params)
         kept = self._rehearsed({names[0]: params[names[0]] for names in self.members if names})
         self.sample = {name: set(state) for name, state in kept.state.items()}
         self.flags = kept.flags
-        self.late = makes_state_late(recipe)
-        self.step = torch_private.eager_step(recipe.cls) if recipe.ours else recipe.cls.step
-        self.differentiable = bool(recipe.defaults.get("differentiable", False))
-        self.moves = any(self.moving)
-        self.by_columns = _takes_columns(self)
-        self.sharded = any(map(is_sharded, params.values()))
-        self.lists: dict[Any, Lists | None] = {}
+        self.step = inspect.unwrap(recipe.cls.step) if recipe.ours else recipe.cls.step
         nested = any(isinstance(value, dict) for state in states.values() for value in state.values())
         self.objects = self._rehearsed(params).objects if nested else {}
-        self.one = _one(params)
         self.idle: list[tuple[Any, dict[str, Any]]] = []
-        self.attributes = own_attributes(made)
-        self.give_back((made, self.attributes))
+        self.give_back((made, own_attributes(made)))
 
-    def _rehearsed(self, params: Params) -> Kept:
+    def _rehearsed(self, params: Params) -> Rehearsed:
         """State that the class keeps for some of the parameters, found by a rehearsal."""
         if self.recipe.ours:
-            return Kept(state=first_state(self.recipe, params)["state"])
+            return Rehearsed(state=first_state(self.recipe, params)["state"])
         return rehearse(self.recipe, params, [[name for name in names if name in params] for names in self.members])
 
     def take(self, params: Params) -> tuple[Any, dict[str, Any]]:
@@ -121,47 +120,23 @@ class Plan:
         """Hyperparameters of each group at a step, with the numbers that the class keeps in its groups."""
         own = opt_state.get("groups")
         numbers = [
-            {**v, **{k: value_at(m, step) for k, m in moving.items()}}
+            {**v, **{k: as_kept(value_at(m, step), v[k]) for k, m in moving.items()}}
             for v, moving in zip(self.values, self.moving, strict=True)
         ]
         for values, injected in zip(numbers, opt_state.get("hyperparameters", ()), strict=False):
-            values.update({key: value.item() for key, value in injected.items()})
+            values.update({key: as_kept(value.item(), values[key]) for key, value in injected.items()})
         for values, kept in zip(numbers, own or (), strict=False):
             values.update({key: copied(value) for key, value in kept.items() if value is not None})
         return numbers
-
-
-def _takes_columns(plan: Plan) -> bool:
-    """True if an update usually does not need the class's own sorting of parameters."""
-    makes_rates = plan.recipe.cls in LR_IN_STATE and plan.moves
-    return plan.recipe.ours and not (plan.late or plan.differentiable or makes_rates)
-
-
-def _calls_kernel(plan: Plan, params: Params) -> bool:
-    """True if looplib may call the class's fused kernel itself."""
-    capturable = any(values.get("capturable") for values in plan.values)
-    return plan.recipe.cls in FUSED and _alike(params, plan.members) and not capturable
-
-
-def _alike(params: Params, members: Sequence[Sequence[str]]) -> bool:
-    """True if the parameters of each group share one device and one dtype."""
-    return all(len({(params[name].device, params[name].dtype) for name in names}) < 2 for names in members)
-
-
-def _one(params: Params) -> Tensor | None:
-    """The 1 that counts of updates increase by, or None to add the number.
-
-    On a CPU, adding a tensor takes half the time of adding a number; other backends may read the tensor.
-    """
-    return torch.ones(()) if all(param.device.type == "cpu" for param in params.values()) else None
 
 
 def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[str, Any]) -> Plan:
     """The plan for these parameters, created if none of the most recent ones fits."""
     names = [*states]
     tensors = [*map(params.__getitem__, names)]
-    # Group predicates may depend on shapes; without groups nothing does.
-    shapes = [tensor.shape for tensor in tensors] if recipe.groups else None
+    # Predicates of groups may depend on shapes, and so may the entries that Adafactor or a third party's class keeps.
+    by_shape = recipe.groups or not recipe.ours or recipe.cls is torch.optim.Adafactor
+    shapes = [tensor.shape for tensor in tensors] if by_shape else None
     # Models with the same names may be sharded or not, and their kernels differ.
     foreign = None if PLAIN.issuperset(map(type, tensors)) else {*map(type, tensors)} - PLAIN
     key = names, [*map(_dtype, tensors)], tensors[0].device, shapes, foreign
@@ -172,6 +147,39 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, states: Mapping[
     plans.insert(0, plan)
     del plans[8:]
     return plan
+
+
+# Before anything is written
+
+
+def check_update(plans: list[Plan], recipe: Recipe, grads: Grads, opt_state: Any, params: Params) -> None:
+    """Raise for a state of another optimizer, and for gradients that the class cannot take."""
+    check_state(recipe, opt_state, grads)
+    plan = plan_for(plans, recipe, params, opt_state["state"])
+    check_keys(recipe, opt_state, plan.sample)
+    if [*map(_dtype, grads.values())] != plan.key[1]:
+        _check_dtypes(grads, params)
+    sparse = {*map(_is_sparse, grads.values())}
+    if recipe.ours and recipe.cls not in _TAKE_BOTH and not sparse <= {recipe.cls is torch.optim.SparseAdam}:
+        kinds = {name: "sparse" if grad.is_sparse else "dense" for name, grad in grads.items()}
+        raise ValueError(
+            f"{recipe.cls.__name__} cannot take these gradients: {kinds}. Sparse ones come from "
+            "Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters with trainable=), "
+            "SGD and Adagrad take both kinds, the others dense ones only"
+        )
+
+
+_is_sparse = operator.attrgetter("is_sparse")
+_TAKE_BOTH: set[Any] = {torch.optim.SGD, torch.optim.Adagrad}
+
+
+def _check_dtypes(grads: Grads, params: Params) -> None:
+    for name, grad in grads.items():
+        if grad.dtype is not params[name].dtype:
+            raise ValueError(
+                f"the gradient of {name} is {grad.dtype}, the parameter {params[name].dtype}: to train weights "
+                "of half precision on gradients in float32, wrap the optimizer, ll.optim.master_weights(optimizer)"
+            )
 
 
 def check_state(recipe: Recipe, opt_state: Any, grads: Grads) -> None:
@@ -197,13 +205,134 @@ def check_keys(recipe: Recipe, opt_state: Mapping[str, Any], sample: Mapping[str
             raise mismatch(recipe, opt_state, name, kept)
 
 
-def _check_dtypes(grads: Grads, params: Params) -> None:
-    for name, grad in grads.items():
-        if grad.dtype is not params[name].dtype:
-            raise ValueError(
-                f"the gradient of {name} is {grad.dtype}, the parameter {params[name].dtype}: to train weights "
-                "of half precision on gradients in float32, wrap the optimizer, ll.optim.master_weights(optimizer)"
-            )
+# The update
+
+
+def eager_update(
+    plans: list[Plan],
+    recipe: Recipe,
+    grads: Grads,
+    opt_state: Any,
+    params: Params,
+    step: int,
+    seed: int = 0,
+    evaluate: Evaluate | None = None,
+) -> tuple[Params, Any]:
+    """Update these parameters and this state by the class's own arithmetic, in place."""
+    states: States = opt_state["state"]
+    plan = plan_for(plans, recipe, params, states)
+    values = plan.values_at(opt_state, step) if plan.moves or "groups" in opt_state else plan.values
+    grad_mode = torch.is_grad_enabled()
+    torch_private.set_grad_enabled(plan.differentiable)
+    try:
+        if not recipe.ours:
+            with streams_at(mix(seed, step, STREAM), params.values()):
+                return _update_of_others(plan, values, grads, opt_state, params, step, evaluate)
+        left = _by_kernels(plan, values, grads, params, states)
+        if left:
+            _by_class(plan, values, left, grads, opt_state, params, step)
+    finally:
+        torch_private.set_grad_enabled(grad_mode)
+    return params, opt_state
+
+
+def _by_kernels(
+    plan: Plan, values: Sequence[dict[str, Any]], grads: Grads, params: Params, states: States
+) -> dict[int, list[str]]:
+    """Update groups by their fused kernels, and return the names in the other groups."""
+    left: dict[int, list[str]] = {}
+    ready: list[Columns] = []
+    for number, names in enumerate(plan.members):
+        if len(grads) < len(states):
+            names = [name for name in names if name in grads]
+        if not names:
+            continue
+        columns = None
+        if plan.kernels[number] is not None:
+            columns = columns_of(number, names, params, grads, states)
+        if columns is None:
+            left[number] = names
+        else:
+            ready.append(columns)
+    for columns in ready:  # after all groups were looked at
+        kernel = plan.kernels[columns.number]
+        assert kernel is not None
+        launch(kernel, values[columns.number], columns)
+    return left
+
+
+def _by_class(
+    plan: Plan,
+    values: Sequence[dict[str, Any]],
+    groups: Mapping[int, Sequence[str]],
+    grads: Grads,
+    opt_state: Mapping[str, Any],
+    params: Params,
+    step: int,
+) -> None:
+    """Update groups by the step of one of torch's classes."""
+    states: States = opt_state["state"]
+    lent = instance, _ = plan.take(params)
+    late = not_started(plan.recipe, opt_state, step) if plan.late else frozenset()
+    tensors = {name: params[name] for names in groups.values() for name in names}
+    given = dict(grads) if len(tensors) == len(grads) else {name: grads[name] for name in tensors}
+    working = {name: {} if name in late else states[name] for name in tensors} if late else states
+    for number, group in enumerate(instance.param_groups):
+        names = groups.get(number, ())
+        group.update(values[number])
+        group["params"] = [params[name] for name in names]
+        if plan.fused[number] and names:
+            group["fused"] = _fits(names, grads, params, working)
+            plan.fell_back |= not group["fused"]
+        elif plan.asked[number]:
+            given.update({name: realigned(name, grads[name], params[name], working[name]) for name in names})
+    if plan.recipe.cls in LR_IN_STATE:
+        _take_rates(plan, values, tensors, states)
+    instance.state = defaultdict(dict, zip(tensors.values(), map(working.__getitem__, tensors), strict=True))
+    _step_with(plan, plan.step, lent, given, tensors)
+    if late:
+        _started(opt_state, late & tensors.keys(), working)
+
+
+def _take_rates(plan: Plan, values: Sequence[Mapping[str, Any]], tensors: Params, states: States) -> None:
+    """Put this update's learning rate into an initial state that was made for a different one."""
+    key = LR_IN_STATE[plan.recipe.cls]
+    for moving, group, names in zip(plan.moving, values, plan.members, strict=True):
+        for name in names if "lr" in moving else ():
+            if name in tensors and not states[name]["step"]:
+                rate = float(group["lr"])
+                states[name][key].fill_(complex(rate, rate) if states[name][key].is_complex() else rate)
+
+
+def _fits(names: Sequence[str], grads: Grads, params: Params, states: States) -> bool:
+    """True if parameters, gradients and moments have the strides that a fused kernel needs."""
+    if len({*map(len, map(states.__getitem__, names))}) > 1:
+        return False
+    lists = [[params[name] for name in names], [grads[name] for name in names]]
+    for key, value in states[names[0]].items():
+        if isinstance(value, Tensor) and key != "step":
+            if not all(key in states[name] for name in names):
+                return False
+            lists.append([states[name][key] for name in names])
+    return aligned(lists)
+
+
+def _step_with(plan: Plan, step: Any, lent: tuple[Any, Any], grads: Grads, tensors: Params) -> Any:
+    """Run an instance's step with these gradients, return its state, and leave the instance empty."""
+    instance = lent[0]
+    stale = [tensor.grad for tensor in tensors.values()]
+    try:
+        for name, grad in grads.items():
+            tensors[name].grad = grad
+        step(instance)
+        return instance.state
+    finally:
+        for tensor, before in zip(tensors.values(), stale, strict=True):
+            tensor.grad = before
+        plan.give_back(lent)
+
+
+# Parameters whose state the class creates in their own first update
 
 
 def not_started(recipe: Recipe, opt_state: Mapping[str, Any], step: int) -> frozenset[str]:
@@ -216,158 +345,83 @@ def not_started(recipe: Recipe, opt_state: Mapping[str, Any], step: int) -> froz
     return frozenset(name for name, flag in zip(opt_state["state"], started.tolist(), strict=True) if not flag)
 
 
-def eager_update(
-    plans: list[Plan],
-    recipe: Recipe,
-    grads: Grads,
-    opt_state: Any,
-    params: Params,
-    step: int,
-    donate: bool,
-    extra: Mapping[str, Any],
-) -> tuple[Params, Any]:
-    """The next parameters and state, computed by the class's own arithmetic."""
+def _started(opt_state: Mapping[str, Any], first: Set[str], working: States) -> None:
+    """Keep what the class has created, and record which parameters have had an update.
+
+    If the class has not created state yet, the old values stay.
+    """
     states = opt_state["state"]
-    plan = plan_for(plans, recipe, params, states)
-    check_keys(recipe, opt_state, plan.sample)
-    if [*map(_dtype, grads.values())] != plan.key[1]:
-        _check_dtypes(grads, params)
-    values = plan.values_at(opt_state, step) if plan.moves or "groups" in opt_state else plan.values
-    if plan.by_columns and (made := update_columns(plan, values, grads, params, opt_state, donate)):
-        return made
-    if donate:
-        tensors = {name: params[name] for name in grads}
-        working: States = {name: states[name] for name in grads}
-    else:
-        tensors, working = _copies(grads, params, states)
-    late, kept = _first_updates(plan, opt_state, step, grads, working, donate) if plan.late else (frozenset(), {})
-    if recipe.cls in LR_IN_STATE:
-        _take_rates(plan, values, tensors, working)
-    new_state: dict[str, Any] = dict(opt_state)
-    grad_mode = torch.is_grad_enabled()
-    try:
-        if recipe.ours:
-            torch_private.set_grad_enabled(plan.differentiable)
-            _run(plan, values, grads, tensors, working, params)
+    begun = {name for name in first if working[name] or not states[name]}
+    for name in begun:
+        _put_into(states[name], working[name])
+    if "started" in opt_state:
+        for index, name in enumerate(states):
+            if name in begun:
+                opt_state["started"][index] = True
+
+
+_kind = operator.attrgetter("shape", "dtype", "layout")
+
+
+def _put_into(old: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Put new values into a state: into its own tensors where they fit, since these are the ones that a run's lease covers."""
+    for key, value in new.items():
+        into = old.get(key)
+        if (
+            isinstance(value, Tensor)
+            and isinstance(into, Tensor)
+            and into is not value
+            and _kind(into) == _kind(value)
+        ):
+            into.copy_(value)
         else:
-            evaluate = extra.get("evaluate")
-            with streams_at(mix(extra.get("seed", 0), step, STREAM), params.values()):
-                first = late & grads.keys()
-                lent = _instance_of_others(plan, values, tensors, params, opt_state, late, first)
-                new_state |= _run_others(plan, lent, grads, tensors, working, opt_state, first, donate, evaluate)
-    finally:
-        torch_private.set_grad_enabled(grad_mode)
-    _donation.writes.count += donate
-    if late:
-        new_state |= _starts(opt_state, late, working, donate)
-    for name, old in kept.items():
-        working[name] = _into_old(working[name], old)
-    new_state["state"] = {**states, **working}
-    return dict(params) if donate else {**params, **tensors}, new_state
+            old[key] = value
 
 
-def _first_updates(
-    plan: Plan, opt_state: Mapping[str, Any], step: int, grads: Grads, working: States, donate: bool
-) -> tuple[frozenset[str], States]:
-    """Parameters that have had no update, whose state is removed, and the tensors of a donated state."""
-    late = not_started(plan.recipe, opt_state, step)
-    kept = {name: dict(opt_state["state"][name]) for name in grads} if donate else {}
-    for name in late & grads.keys():
-        working[name] = {}
-    return late, kept
+# Third-party classes
 
 
-def _take_rates(plan: Plan, values: Sequence[Mapping[str, Any]], tensors: Params, working: States) -> None:
-    """Put this update's learning rate into an initial state that was made for a different one."""
-    key = LR_IN_STATE[plan.recipe.cls]
-    for moving, group, names in zip(plan.moving, values, plan.members, strict=True):
-        for name in names if "lr" in moving else ():
-            if name in tensors and not working[name]["step"]:
-                rate = float(group["lr"])
-                working[name][key].fill_(complex(rate, rate) if working[name][key].is_complex() else rate)
-
-
-def _run(
+def _update_of_others(
     plan: Plan,
     values: Sequence[dict[str, Any]],
     grads: Grads,
-    tensors: Params,
-    working: States,
-    params: Params,
-) -> None:
-    """Run the step of one of torch's classes on these tensors, in place."""
-    lent = instance, _ = plan.take(params)
-    given = dict(grads)
-    for number, names in enumerate(plan.members):
-        group = instance.param_groups[number]
-        if len(tensors) < len(plan.key[0]):
-            names = [name for name in names if name in tensors]
-        group.update(values[number])
-        group["params"] = [*map(tensors.__getitem__, names)]
-        if plan.fused[number] and names:
-            group["fused"] = _fits(names, grads, group["params"], working)
-            plan.fell_back |= not group["fused"]
-        elif plan.asked[number]:
-            given |= {name: realigned(name, grads[name], tensors[name], working[name]) for name in names}
-    instance.state = defaultdict(dict, {tensor: working[name] for name, tensor in tensors.items()})
-    _step_with(plan, plan.step, lent, given, tensors)
-
-
-def _fits(names: Sequence[str], grads: Grads, tensors: list[Tensor], working: States) -> bool:
-    """True if parameters, gradients and moments have the strides that a fused kernel needs."""
-    states = [*map(working.__getitem__, names)]
-    if len({*map(len, states)}) > 1:
-        return False
-    lists = [tensors, [*map(grads.__getitem__, names)]]
-    for key, value in states[0].items():
-        if isinstance(value, Tensor) and key != "step":
-            if not all(key in state for state in states):
-                return False
-            lists.append([state[key] for state in states])
-    return aligned(lists)
-
-
-def _run_others(
-    plan: Plan,
-    lent: tuple[Any, dict[str, Any]],
-    grads: Grads,
-    tensors: Params,
-    working: States,
     opt_state: Mapping[str, Any],
-    first: Set[str],
-    donate: bool,
+    params: Params,
+    step: int,
     evaluate: Evaluate | None,
-) -> dict[str, Any]:
-    """Run the step of a third-party class on these tensors, in place, and return what it keeps besides parameter state."""
-    recipe, instance = plan.recipe, lent[0]
+) -> tuple[Params, dict[str, Any]]:
+    """Run the step of a third-party class on these tensors, and return what it keeps."""
+    recipe, states = plan.recipe, opt_state["state"]
+    tensors = {name: params[name] for name in grads}
+    late = not_started(recipe, opt_state, step)
+    first = late & grads.keys()
+    lent = _instance_of_others(plan, values, tensors, params, opt_state, late, first)
+    instance = lent[0]
     for name in grads.keys() - first:
         kinds = plan.objects.get(name)
-        instance.state[tensors[name]] = unpacked(working[name], kinds) if kinds else working[name]
+        instance.state[tensors[name]] = unpacked(states[name], kinds) if kinds else states[name]
     for key, value in opt_state.get("shared", {}).items():
         if value is not None:
-            instance.state[key] = value if donate else copied(value)
-    step = plan.step
+            instance.state[key] = value
+    run = plan.step
     if recipe.needs_closure:
-        step = functools.partial(step, closure=closure_over(evaluate, recipe.cls, tensors, []))
-    state = _step_with(plan, step, lent, grads, tensors)
+        run = functools.partial(run, closure=closure_over(evaluate, recipe.cls, tensors, []))
+    state = _step_with(plan, run, lent, grads, tensors)
+    working: States = {}
     for name, tensor in tensors.items():
         working[name] = state[tensor]
         if name in first or name in plan.objects:
             working[name], kinds = packed(recipe, name, state[tensor])
             plan.objects |= {name: kinds} if kinds else {}
-    return _beside(instance, state, opt_state, donate)
-
-
-def _beside(instance: Any, state: Any, opt_state: Mapping[str, Any], donate: bool) -> dict[str, Any]:
-    """State that the class keeps for groups and for all parameters together."""
-    kept: dict[str, Any] = {}
+    _started(opt_state, first, working)
+    kept = {name: own for name, own in working.items() if name not in first}
+    new = {**opt_state, "state": {**states, **kept}}
     if "groups" in opt_state:
         groups = zip(instance.param_groups, opt_state["groups"], strict=True)
-        kept["groups"] = [{key: copied(group.get(key)) for key in own} for group, own in groups]
+        new["groups"] = [{key: copied(group.get(key)) for key in own} for group, own in groups]
     if "shared" in opt_state:
-        shared = {key: state.get(key) for key in opt_state["shared"]}
-        kept["shared"] = _into_old(shared, opt_state["shared"]) if donate else shared
-    return kept
+        new["shared"] = {key: state.get(key) for key in opt_state["shared"]}
+    return params, new  # a new record, since the class may have made new tensors
 
 
 def _instance_of_others(
@@ -396,68 +450,3 @@ def _instance_of_others(
         group["params"] = [tensors[name] for name in names if name in tensors]
     instance.state = defaultdict(dict, {tensors[name]: dict(instance.state[tensors[name]]) for name in first})
     return lent
-
-
-def _step_with(plan: Plan, step: Any, lent: tuple[Any, Any], grads: Grads, tensors: Params) -> Any:
-    """Run an instance's step with these gradients, return its state, and leave the instance empty."""
-    instance = lent[0]
-    stale = [tensor.grad for tensor in tensors.values()]
-    try:
-        for name, grad in grads.items():
-            tensors[name].grad = grad
-        step(instance)
-        return instance.state
-    except RuntimeError as error:
-        if "sparse" not in str(error).lower():
-            raise
-        kinds = {name: "sparse" if grad.is_sparse else "dense" for name, grad in grads.items()}
-        raise ValueError(
-            f"{plan.recipe.cls.__name__} cannot take these gradients ({error}): {kinds}. Sparse ones come from "
-            "Embedding(sparse=True): SparseAdam takes nothing else (choose those parameters with trainable=), "
-            "SGD and Adagrad take both kinds, the others dense ones only"
-        ) from error
-    finally:
-        for tensor, before in zip(tensors.values(), stale, strict=True):
-            tensor.grad = before
-        plan.give_back(lent)
-
-
-def _starts(opt_state: Mapping[str, Any], late: frozenset[str], working: States, donate: bool) -> dict[str, Any]:
-    """Record which parameters have had an update. If the class has not created state yet, the old values stay."""
-    states = opt_state["state"]
-    begun = {name for name in late & working.keys() if working[name] or not states[name]}
-    working |= {name: states[name] for name in late & working.keys() - begun}
-    if "started" not in opt_state:
-        return {}
-    started = opt_state["started"] if donate else opt_state["started"].clone()
-    for index, name in enumerate(states):
-        if name in begun:
-            started[index] = True
-    return {"started": started}
-
-
-def _into_old(new: dict[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """New values in the tensors of a donated state, so that one table covers all states that share them."""
-    return {
-        key: old[key].copy_(value)
-        if isinstance(value, Tensor)
-        and isinstance(old.get(key), Tensor)
-        and old[key] is not value
-        and _kind(old[key]) == _kind(value)
-        else value
-        for key, value in new.items()
-    }
-
-
-def _copies(grads: Grads, params: Params, states: Mapping[str, dict[str, Any]]) -> tuple[Params, States]:
-    """Copies of what an update of these parameters writes, made together."""
-    grad_mode = torch.is_grad_enabled()
-    try:
-        torch_private.set_grad_enabled(False)
-        tensors = {name: clone(params[name]) for name in grads}
-        working = {name: {key: copied(value) for key, value in states[name].items()} for name in grads}
-    finally:
-        torch_private.set_grad_enabled(grad_mode)
-    for name, tensor in tensors.items():
-        tensor.requires_grad_(params[name].requires_grad)
-    return tensors, working

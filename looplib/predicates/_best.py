@@ -15,7 +15,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from looplib._core.checks import is_count
+from looplib._core.directions import mode_of
 from looplib._core.notices import warn
+from looplib._core.ranks import is_first
 from looplib._core.torch_private import pytree
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
@@ -64,7 +66,8 @@ class BestSoFar:
 
     Attributes:
         monitor: name of the metric.
-        mode: "min" if lower is better, "max" if higher is.
+        mode: "min" if lower is better, "max" if higher is. Names that everyone knows choose their own: loss, error,
+            perplexity, ... "min"; accuracy, f1, auc, bleu, ... "max". Any other name needs it.
         min_delta: smallest difference from `reference` that counts as an improvement (exclusive), at least 0. A plain
             number is absolute, and small gains add up until they exceed it; `MinDelta` has the other meanings.
         best: the best value, or None before the first evaluation.
@@ -73,11 +76,12 @@ class BestSoFar:
         waited: evaluations since the last improvement, which `early_stopping` compares with its patience.
 
     Raises:
-        ValueError: `mode` is neither "min" nor "max", or `min_delta` is negative or not finite.
+        ValueError: `mode` is neither "min" nor "max", or is missing for a name that does not say it; or `min_delta` is
+            negative or not finite.
     """
 
     monitor: str
-    mode: Literal["min", "max"] = field(default="min", kw_only=True)
+    mode: Literal["min", "max"] | None = field(default=None, kw_only=True)
     min_delta: float | MinDelta = field(default=0.0, kw_only=True)
     best: float | None = field(default=None, kw_only=True)
     best_step: int | None = field(default=None, kw_only=True)
@@ -85,28 +89,29 @@ class BestSoFar:
     waited: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.mode not in ("min", "max"):
-            raise ValueError(f'BestSoFar({self.monitor!r}): mode is {self.mode!r}; give "min" or "max"')
+        object.__setattr__(self, "mode", mode_of(self.monitor, self.mode))
         if not 0 <= self.delta.value < math.inf:
             raise ValueError(
                 f"BestSoFar({self.monitor!r}): min_delta is {self.min_delta!r}; give a finite number of at least 0, "
-                'also where higher is better (mode="max")'
+                "also where higher is better"
             )
 
     def update(self, value: float | Tensor, step: int) -> BestSoFar:
-        """Return the record after one more evaluation, at `step`. Raises ValueError for NaN.
+        """Return the record after one more evaluation, at `step`. NaN is no improvement, and gets a warning.
 
-        >>> BestSoFar("accuracy", mode="max").update(0.5, step=10).best
+        >>> BestSoFar("accuracy").update(0.5, step=10).best
         0.5
         """
         value = float(value)
-        if math.isnan(value):
-            raise ValueError(
-                f"{self.monitor!r} is NaN at step {step}, neither better nor worse than {self.best}: go back to an "
-                "earlier state, or leave this evaluation out (no update) if the metric may well be NaN"
-            )
-        sign = 1 if self.mode == "max" else -1
         changes: dict[str, Any] = {"waited": self.waited + 1}
+        if math.isnan(value):
+            if is_first():
+                warn(
+                    f"{self.monitor!r} is NaN at step {step}, which counts as an evaluation without an improvement: go back "
+                    "to an earlier state, or leave this evaluation out (no update) if the metric may well be NaN"
+                )
+            return replace(self, **changes)
+        sign = 1 if self.mode == "max" else -1
         if self.best is None or sign * value > sign * self.best:
             changes |= {"best": value, "best_step": step}
         if self.reference is None or self.delta.reached(sign * (value - self.reference), self.reference):
@@ -174,7 +179,7 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
         key: key of the record in `state.extra`. Use one record for each metric that you watch.
 
     Raises:
-        ValueError: there is no record under `key`, or its metric is NaN or not among the scores.
+        ValueError: there is no record under `key`, or its metric is not among the scores.
     """
     record = _record(state, key)
     if record.monitor not in scores:
@@ -185,13 +190,20 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
     return state.replace(extra={**state.extra, key: record.update(scores[record.monitor], state.step)})
 
 
-def warn_of_unrecorded(extra: Any, scores: Mapping[str, float]) -> None:
-    """Warn if a state is saved with scores that a record of its own watches and has never seen."""
+def warn_of_records(extra: Any, scores: Mapping[str, float], monitor: str | None, mode: str | None) -> None:
+    """Warn of a record in a state that is saved, if it has not seen its score or has another mode than the checkpoints."""
     for key, record in extra.items() if isinstance(extra, Mapping) else ():
-        if isinstance(record, BestSoFar) and record.best is None and record.monitor in scores:
+        if not isinstance(record, BestSoFar):
+            continue
+        if record.best is None and not record.waited and record.monitor in scores:
             warn(
                 f"the state is saved with {record.monitor!r}, but state.extra[{key!r}], which watches it, has seen no value: "
                 "early_stopping would never stop the run. Write state = ll.update_best(state, scores) before you save"
+            )
+        if record.monitor == monitor and record.mode != mode:
+            warn(
+                f"checkpoint_io has mode={mode!r} for {monitor!r}, and state.extra[{key!r}] has mode={record.mode!r}: one of "
+                "them keeps the worst. Give both the same mode="
             )
 
 
@@ -222,8 +234,7 @@ class early_stopping(Predicate):
         ValueError: `patience` is not an int of at least 1; or, when called, the state has no such record.
 
     It behaves like Lightning's EarlyStopping and, with `MinDelta(..., cumulative=False)`, like transformers'
-    EarlyStoppingCallback, except for NaN: there it ends the run or counts as worse, while `update_best` raises an
-    error.
+    EarlyStoppingCallback. NaN counts as an evaluation without an improvement, with a warning.
     """
 
     patience: int

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from looplib._core.checks import is_number
-from looplib._core.ranks import any_rank
+from looplib._core.collective import together
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
 
@@ -50,7 +50,7 @@ class every_seconds(_Clock):
 
     def fires(self, state: TrainState) -> bool:
         now = self.clock()
-        if not any_rank(now >= self.due):
+        if not together().meet(now >= self.due):
             return False
         self.due = now + self.seconds
         return True
@@ -79,4 +79,4 @@ class after_seconds(_Clock):
     __slots__ = ()
 
     def fires(self, state: TrainState) -> bool:
-        return any_rank(self.clock() >= self.due)
+        return together().meet(self.clock() >= self.due)

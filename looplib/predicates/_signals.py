@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from looplib._core.collective import together
 from looplib._core.kinds import check_kind, checked, mark_alike
-from looplib._core.ranks import any_rank
 from looplib._core.signals import Listener
 from looplib.predicates._predicate import Predicate
 from looplib.types import TrainState
@@ -86,7 +86,7 @@ class after_signal(Predicate):
         self._close.atexit = False
 
     def fires(self, state: TrainState) -> bool:
-        return any_rank(bool(self._listener.came))
+        return together().meet(bool(self._listener.came))
 
     def close(self) -> None:
         """Stop listening and restore the previous handlers. The answer stays the same."""

@@ -73,7 +73,7 @@ def assert_resumes(
         for stop in range(1, steps):
             again, template = (step, state) if restart is None else restart()
             seed_streams(stop)
-            restored = checkpoint_io(folder / f"after-{stop}").restore(_spoiled(template))
+            restored = checkpoint_io(folder / f"after-{stop}").restore(_spoiled(template), quiet=True)
             for done, outputs, current in run(again, restored, batches, stop, steps):  # noqa: B007
                 if differing := differences(uninterrupted[done], outputs):
                     _fail_to_resume(stop, f"batch {done} of {steps}", differing, surroundings, state)

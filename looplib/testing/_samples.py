@@ -57,7 +57,7 @@ def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any
             "alone": [0],
         }
         for way, index in ways.items():
-            outputs = dict(leaves(function(wide, _taken(rows, count, index)), "output"))
+            outputs = dict(leaves(function(wide, trees.take(rows, count, index)), "output"))
             changed = (_rows_apart(name, t[index], outputs.get(name), index, tolerance) for name, t in whole.items())
             fail(
                 f"samples of a batch see each other: their outputs change when they stand {way}",
@@ -143,17 +143,6 @@ def _outputs_of(out: Any, count: int) -> dict[str, Tensor]:
             f"{name} is {kind_of(leaf)}, of a batch of {count} samples; return tensors with one row for each sample",
         )
     return outputs
-
-
-def _taken(batch: Any, count: int, index: list[int]) -> Any:
-    """Samples of a batch at these indices."""
-    try:
-        return trees.take(batch, count, index)
-    except trees.UnevenBatchError as error:
-        raise ValueError(
-            f"the batch has {count} samples, and in it is {kind_of(error.leaf)}: its samples cannot be taken; give tensors "
-            "with one row for each sample"
-        ) from error
 
 
 def _rows_apart(name: str, expected: Tensor, actual: Any, index: list[int], tolerance: float) -> str:

@@ -11,23 +11,25 @@ is an error. `compile_step` lists what a graph keeps of the step's Python.
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from looplib._core import tracing
+from looplib._core import draws, tracing
+from looplib._core.checks import few
 from looplib._core.modules import _generators
 from looplib._core.notices import warn
 from looplib._core.random import mix
-from looplib._core.ranks import rank, several
+from looplib._core.ranks import is_sharded, rank, several
 from looplib._core.tracing import UntraceableError
 from looplib.steps import Outcome
-from looplib.transforms._compile_clock import compile_clock
 from looplib.transforms._donation import donated, with_results_apart
 from looplib.transforms._expression import as_answer, expression, reader
 from looplib.transforms._inductor import Compiled, backend
@@ -64,6 +66,12 @@ def collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _is_watched() -> bool:
+    """True if somebody reads what is printed: on a terminal, or in a notebook."""
+    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel") or (sys.stderr is not None and sys.stderr.isatty())
 
 
 class Machine:
@@ -176,12 +184,22 @@ class Compiler:
 
     def compile(self, inputs: Inputs) -> None:
         """Make a program for such inputs and store it under the host's answers."""
-        begin = time.perf_counter()
-        with tracing.one_at_a_time(), compile_clock(), collector_paused():
+        if names := [name for name, tensor in inputs.state.params.items() if is_sharded(tensor)]:
+            raise UntraceableError(
+                f"{few(names, 3)} in the state: DTensors, whose ranks send each other parts, which a graph of a step would "
+                "leave out. Compile the model's blocks instead, ll.transforms.compile_blocks(model, Block)"
+            )
+        begin, shown = time.perf_counter(), self.options.get("backend") != "eager" and _is_watched()
+        if shown:
+            print("looplib: compiling the step ...", file=sys.stderr, flush=True)
+        with tracing.one_at_a_time(), collector_paused():
             answers, key, machine = self.make(inputs)
         answers[key] = machine
         self.compilations += 1
-        self.seconds += time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self.seconds += seconds
+        if shown:
+            print(f"looplib: compiled the step in {seconds:.0f} s", file=sys.stderr, flush=True)
         if self.compilations in _MANY:
             warn(
                 f"the step has been compiled {self.compilations} times, since it was given so many different "
@@ -214,22 +232,24 @@ class Compiler:
         if machine.generators is None:
             machine.generators = _generators(*(tensor.device for tensor in flat)) if machine.random else ()
         generators = machine.generators
-        streams = [generator.get_state() for generator in generators]
-        try:
-            if self.no_grad:
-                torch._C._set_grad_enabled(False)
-            if generators:
-                drawn = machine.draw(state, generators)
-            tensors: tuple[list[Tensor], ...] = ([], flat, answers, drawn)
-            self.intact = not self.donate
-            outputs = machine.run(
-                [value() if kind is None else tensors[kind][value] for kind, value in program.inputs]
-            )
-            outcome, arguments = machine.rebuild(outputs, flat, answers, counts)
-        finally:
-            torch._C._set_grad_enabled(grad_mode)
-            for generator, stream in zip(generators, streams, strict=True):
-                generator.set_state(stream)
+        with draws.turn if generators else nullcontext():
+            draws.takes_step(threading.get_ident())
+            streams = [generator.get_state() for generator in generators]
+            try:
+                if self.no_grad:
+                    torch._C._set_grad_enabled(False)
+                if generators:
+                    drawn = machine.draw(state, generators)
+                tensors: tuple[list[Tensor], ...] = ([], flat, answers, drawn)
+                self.intact = not self.donate
+                outputs = machine.run(
+                    [value() if kind is None else tensors[kind][value] for kind, value in program.inputs]
+                )
+                outcome, arguments = machine.rebuild(outputs, flat, answers, counts)
+            finally:
+                torch._C._set_grad_enabled(grad_mode)
+                for generator, stream in zip(generators, streams, strict=True):
+                    generator.set_state(stream)
         out = Outcome(*outcome)
         if program.afterwards:
             self.intact = not (self.donate and out.applied)

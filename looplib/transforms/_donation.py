@@ -37,13 +37,24 @@ def donated(program: Program) -> Program:
 
 
 def with_results_apart(program: Program) -> Program:
-    """A program whose results, such as metrics, share no memory with the states, which a later step may overwrite."""
+    """A program whose results share no memory with the states, which a later step may overwrite, nor within a state.
+
+    An update that copies one tensor of a state into another, such as an average's first one, leaves one result for both.
+    """
     editing = _Editing(program)
     tensors = expression(program.outcome).tensors
     count = len(expression(program.outcome[0][:3]).tensors)  # the new state comes first
     given = {(GIVEN, old) for _, old in program.successors} | {*program.outputs[:count]}
     state = {storage(editing.placeholders[source]) for source in given & editing.placeholders.keys()}
     state |= {storage(editing.returned[source]) for kind, source in program.outputs[:count] if kind == RESULT}
+    seen: set[int] = set()
+    for index, (kind, source) in enumerate(program.outputs[:count]):
+        if kind == RESULT and (memory := storage(editing.returned[source])) in seen:
+            node = editing.output(index, tensors[index])
+            editing.outputs[index] = RESULT, len(editing.returned)
+            editing.returned.append(editing.clone(node))
+        elif kind == RESULT:
+            seen.add(memory)
     for index, output in list(enumerate(program.outputs))[count:]:
         kind, source = output
         if output in given or (kind == RESULT and storage(editing.returned[source]) in state):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from looplib._core import tracing
@@ -71,7 +72,7 @@ def trace(
         return expression(recorded.outcome).tensors
 
     examples = [without_values.from_tensor(tensor.detach()) for tensor in inputs.flat]
-    with torch.no_grad(), torch.random.fork_rng(devices=()), _AsWhenCompiling():
+    with torch.no_grad(), torch.random.fork_rng(devices=()), _AsWhenCompiling(), _LSTMInParts():
         try:
             graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
         except UntraceableError:
@@ -189,6 +190,20 @@ class _DrawnOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         self.drawn[draw] = out.clone() if in_place else out  # the numbers may be overwritten
         return out
+
+
+class _LSTMInParts(TorchFunctionMode):
+    """Record an LSTM as products and sums: oneDNN's operation for it, on a CPU, can be neither mapped nor run in a graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.lstm:
+            return func(*args, **(kwargs or {}))
+        before = torch._C._get_mkldnn_enabled()
+        try:
+            torch._C._set_mkldnn_enabled(False)
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch._C._set_mkldnn_enabled(before)
 
 
 class _AsWhenCompiling:

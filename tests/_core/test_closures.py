@@ -16,7 +16,10 @@ def found(*roots, **options):
 
 def test_the_folder_of_looplib_is_known():
     # The line of the user in an error message, and what is left out of the walk, depend on it.
-    assert set(closures.LIBRARIES) == {str(Path(ll.__file__).parent), str(Path(torch.__file__).parent)}
+    assert set(closures.LIBRARIES) - {"<string>"} == {
+        str(Path(ll.__file__).parent),
+        str(Path(torch.__file__).parent),
+    }
     assert closures.is_library(ll.make_grad_fn.__code__.co_filename)
     assert not closures.is_library(__file__)
 

@@ -1,12 +1,13 @@
 """Interrupts at any moment: the user's variable holds a complete state, and the run continues bit for bit."""
 
 import contextlib
-import functools
 import gc
+import inspect
 import itertools
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -22,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 import looplib as ll
 from looplib._core import interrupts as _interrupts
-from looplib._core import ownership
 
 EPOCHS, BATCHES = 2, 6
 NOTICE = "\nlooplib: stopping at the next batch; press Ctrl-C again to stop at once\n"
@@ -136,31 +136,52 @@ def guarded():
     return isinstance(signal.getsignal(signal.SIGINT), _interrupts.Guard)
 
 
-def wait_for_interrupt():
-    begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        time.sleep(500)
-    assert time.monotonic() - begin < 400  # it wakes a thread that sleeps
+def settle():
+    """Wait until signals that are sent again have arrived. True if one of them raised."""
+    raised = False
+    while True:
+        try:
+            timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+            for timer in timers:
+                timer.join()
+            time.sleep(0.001)
+            if not timers:
+                return raised
+        except (KeyboardInterrupt, Stop):
+            raised = True
 
 
 class Stop(BaseException):
     pass
 
 
+def within_a_test(frame):
+    """False while pytest reports a test that has failed, which a signal that is sent again must not end."""
+    while frame is not None and frame.f_code.co_filename != __file__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def interrupt(signum, frame):
+    if within_a_test(frame):
+        raise KeyboardInterrupt
+
+
 def stop(signum, frame):
-    raise Stop(signal.Signals(signum).name)
+    if within_a_test(frame):
+        raise Stop(signal.Signals(signum).name)
 
 
 @pytest.fixture(autouse=True)
 def ctrl_c():
     """Ctrl-C raises, also where the tests were started in the background; nothing is left of it afterwards."""
     before = {number: signal.getsignal(number) for number in _interrupts._HELD}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, interrupt)
     yield
+    settle()  # a signal that came later would end the process of the tests
     for number, handler in before.items():
         signal.signal(number, handler)
     assert not _interrupts._holders
-    assert not _interrupts._waiting
     assert not _interrupts._stopping
     assert not _interrupts._bodies
     assert Halfway.action is None
@@ -168,34 +189,7 @@ def ctrl_c():
 
 # Real signals at random moments, in a process of their own
 
-CELL = {
-    "loader": """
-while state.epoch < EPOCHS:
-    for batch in loader(state):
-        state, metrics = step(state, batch)
-        log.append((state.step, metrics["loss"].total.item()))
-""",
-    "list": """
-while state.epoch < EPOCHS:
-    for batch in batches[state.batch:]:
-        state, metrics = step(state, batch)
-        log.append((state.step, metrics["loss"].total.item()))
-""",
-}
-FUNCTION = """
-def train(state):
-    global kept
-    try:
-        {}
-    finally:
-        kept = state
-"""
-CALL = """
-try:
-    train(state)
-finally:
-    state = kept
-"""
+
 SENDER = """
 import os, signal, sys, time
 for line in sys.stdin:
@@ -207,79 +201,49 @@ for line in sys.stdin:
 """
 
 
-class Bombardment:
-    """Runs that are hit by SIGINTs of another process until `count` of them were interrupted."""
+def bombarded(donate, over, count):
+    """Runs that are hit by SIGINTs of another process until `count` of them were interrupted; how many lost their state."""
+    armed = []
 
-    def __init__(self):
-        self.armed = False
-        signal.signal(signal.SIGINT, self.strike)
-        arrivals, wakeup = os.pipe()
-        os.set_blocking(wakeup, False)
-        signal.set_wakeup_fd(wakeup)
-        self.sender = subprocess.Popen(
-            [sys.executable, "-S", "-c", SENDER, str(arrivals)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=[arrivals],
-            start_new_session=True,
-        )
-
-    def strike(self, signum, frame):
-        if self.armed:
+    def strike(signum, frame):
+        if armed:
             raise KeyboardInterrupt
 
-    def attempt(self, code, names, delays):
-        """True if the code was interrupted. All signals have arrived when this returns."""
-        print(*delays, file=self.sender.stdin, flush=True)
-        try:
+    signal.signal(signal.SIGINT, strike)
+    arrivals, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    command = [sys.executable, "-S", "-c", SENDER, str(arrivals)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    sender = subprocess.Popen(command, **pipes, pass_fds=[arrivals], start_new_session=True)
+    parts, draw = Parts(donate), random.Random(0)
+    start, expected = ll.copy_state(parts.state), trajectory(parts, EPOCHS, over)
+    duration, interrupted, lost = 0.01, 0, 0
+    while interrupted < count:
+        state = ll.bind(parts.model, ll.copy_state(start))
+        while state.epoch < EPOCHS:
+            begin, hit = time.perf_counter(), False
+            print(draw.uniform(0, duration), file=sender.stdin, flush=True)
             try:
-                self.armed = True
-                exec(code, names)
-            finally:
-                self.armed = False
-        except KeyboardInterrupt:
-            self.armed = False
-            return True
-        finally:
-            self.sender.stdout.readline()
-            for thread in threading.enumerate():  # a signal that is sent again belongs to this attempt
-                if isinstance(thread, threading.Timer):
-                    thread.join()
-        return False
-
-    def run(self, donate, over, form, presses, count):
-        parts, draw = Parts(donate), random.Random(f"{donate}{over}{form}{presses}")
-        start = ll.copy_state(parts.state)
-        expected = trajectory(parts, EPOCHS, over)
-        function = FUNCTION.format(CELL[over].strip().replace("\n", "\n        "))
-        code = compile({"cell": CELL[over], "function": CALL}[form], "cell", "exec")
-        duration, interrupted, signals, runs, losses = 0.01, 0, 0, 0, {}
-        while interrupted < count:
-            state = ll.bind(parts.model, ll.copy_state(start))
-            names = {"state": state, "kept": state, "log": [], "EPOCHS": EPOCHS}
-            # A partial, so that the step is called by C code, after which a signal may strike before the assignment.
-            names |= {"step": functools.partial(parts.step), "loader": parts.loader, "batches": parts.batches}
-            exec(function, names)
-            runs += 1
-            while True:
-                delays = [draw.uniform(0, duration), *[draw.uniform(0, duration / 10)] * (presses - 1)]
-                begin = time.perf_counter()
-                hit = self.attempt(code, names, delays)
-                signals += presses
-                assert record(names["state"]) == expected[names["state"].step], (names["state"], runs)
-                if not hit:
-                    duration = time.perf_counter() - begin
-                    break
-                interrupted += 1
-            assert names["state"].epoch == EPOCHS
-            steps = [step for step, _ in names["log"]]
-            assert steps == sorted(set(steps))
-            if over == "loader" and presses == 1:
-                assert steps == list(range(1, EPOCHS * BATCHES + 1))
-            for step, loss in names["log"]:
-                assert losses.setdefault(step, loss) == loss
-        return {"interrupted": interrupted, "signals": signals, "runs": runs}
+                armed.append(True)
+                while state.epoch < EPOCHS:
+                    for batch in parts.loader(state) if over == "loader" else parts.batches[state.batch :]:
+                        state, _ = parts.step(state, batch)
+                duration = time.perf_counter() - begin
+            except KeyboardInterrupt:
+                hit = True
+            armed.clear()
+            sender.stdout.readline()
+            settle()
+            while select.select([arrivals], [], [], 0)[0]:  # of a signal that was sent again
+                os.read(arrivals, 1)
+            interrupted += hit
+            if "donated" in repr(state):
+                lost += 1
+                break
+            assert record(state) == expected[state.step]
+    sender.communicate("")
+    return lost
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.large)])
@@ -289,21 +253,8 @@ def test_interrupted_at_random_moments_and_run_again_it_ends_in_the_same_bits(do
     command = [sys.executable, __file__, json.dumps([donate, over, count])]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert len(found) == 4
-    assert all(figures["interrupted"] >= count for figures in found.values())
-    print(found)
-
-
-def main(donate, over, count):
-    bombardment = Bombardment()
-    found = {
-        f"{form}, {presses} signals at a time": bombardment.run(donate, over, form, presses, count)
-        for form in ("cell", "function")
-        for presses in (1, 2)
-    }
-    bombardment.sender.communicate("")
-    print(json.dumps(found))
+    # Between the return of a donated step and the assignment, a signal loses the state, unless a loader holds it back.
+    assert int(done.stdout.split()[-1]) <= (0 if over == "loader" or not donate else max(2, count / 100))
 
 
 # Every moment in turn: where the interpreter looks for signals, at a function's start and after a C function, the
@@ -314,7 +265,9 @@ def at_moment(moment, action, while_=lambda: True):
     """Profile function that acts at the n-th event and keeps counting in its attribute `seen`."""
 
     def profile(frame, event, arg):
-        if event != "c_call" and while_():
+        # Python ignores what a handler raises while a generator that is not exhausted is deleted.
+        may_be_ignored = event != "c_return" and frame.f_code.co_flags & inspect.CO_GENERATOR
+        if event != "c_call" and not may_be_ignored and while_():
             profile.seen += 1
             if profile.seen == moment:
                 action()
@@ -332,42 +285,32 @@ def profiled(profile):
         sys.setprofile(None)
 
 
+@pytest.mark.parametrize("started", [False, True])
 @both
-def test_every_moment_of_a_step(donate):
-    parts, reference = Parts(donate), Parts(donate)
-    state, wanted = parts.state, reference.state
-    for moment in itertools.count(1):  # one long run: step n is interrupted at its moment n
-        batch = parts.batches[moment % BATCHES]
-        before = record(wanted)
-        wanted, _ = reference.step(wanted, batch)
-        profile = at_moment(moment, press)
+def test_every_moment_of_a_step(donate, started):
+    """Afterwards the variable holds the state before or the result, but for the moments after the last hold."""
+    parts, lost = Parts(donate), []
+    start = parts.state if not started else parts.step(parts.state, parts.batches[0])[0]
+    start = ll.copy_state(start)
+    wanted = record(start), record(parts.step(ll.copy_state(start), parts.batches[1])[0])
+    for moment in itertools.count(1, 1 if started else 25):
+        if not started:
+            parts = Parts(donate)
+        state, profile = ll.bind(parts.model, start), at_moment(moment, press)
         try:
             with profiled(profile):
-                state, _ = parts.step(state, batch)
-            assert profile.seen < moment  # else the signal was lost
+                state, _ = parts.step(state, parts.batches[1])
+            if profile.seen < moment:
+                break
+            assert settle()  # else the signal was lost
+            assert record(state) == wanted[1]
         except KeyboardInterrupt:
-            assert record(state) in (before, record(wanted))
-            if record(state) == before:
-                state, _ = parts.step(state, batch)
-        assert record(state) == record(wanted)
-        if profile.seen < moment:
-            break
+            if "donated" in repr(state):
+                lost.append(moment)
+            else:
+                assert record(state) in wanted
     assert moment > 200
-
-
-@both
-def test_every_moment_of_the_first_step(donate):
-    expected = trajectory(Parts(donate), over="list")
-    for moment in itertools.count(1, 25):
-        parts = Parts(donate)
-        state, profile = parts.state, at_moment(moment, press)
-        with contextlib.suppress(KeyboardInterrupt), profiled(profile):
-            state, _ = parts.step(state, parts.batches[0])
-        state = train(state, parts.step, parts.batches[state.batch : 3])
-        assert record(state) == expected[3]
-        if profile.seen < moment:
-            break
-    assert moment > 200
+    assert len(lost) <= 2 * donate, lost
 
 
 @both
@@ -383,24 +326,29 @@ def test_every_moment_of_an_error_in_the_forward_pass(donate):
 
         parts.trap.forward_action = fail
         profile = at_moment(moment, press, while_=lambda failed=failed: failed)
-        with pytest.raises((ValueError, KeyboardInterrupt)) as caught, profiled(profile):
-            parts.step(state, batch)
+        try:
+            interrupted = False
+            with pytest.raises(ValueError, match="in the forward pass"), profiled(profile):
+                parts.step(state, batch)
+            interrupted = settle()
+        except KeyboardInterrupt:
+            interrupted = True
         assert record(state) == before
         if profile.seen < moment:
-            assert caught.type is ValueError
             break
-        assert caught.type is KeyboardInterrupt
+        assert interrupted
         state, _ = parts.step(state, batch)
         wanted, _ = reference.step(wanted, batch)
         assert record(state) == record(wanted)
     assert moment > 10
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.large)])
 @both
 def test_every_moment_of_a_loop_over_a_loader(donate, every, capfd):
     parts = Parts(donate)
-    start, expected = ll.copy_state(parts.state), trajectory(parts)
+    start, expected, lost = ll.copy_state(parts.state), trajectory(parts), []
     for moment in itertools.count(1, every):
         run = Run(parts, ll.copy_state(start))
         profile = at_moment(moment, press, while_=guarded)
@@ -409,8 +357,10 @@ def test_every_moment_of_a_loop_over_a_loader(donate, every, capfd):
                 run()
             if profile.seen < moment:
                 break
-            wait_for_interrupt()  # it struck while the loop was left, and comes when that is done
+            if not settle():
+                lost.append(moment)
         except KeyboardInterrupt:
+            settle()
             assert record(run.state) == expected[run.state.step]
         assert run.log == list(range(1, run.state.step + 1))
         if run.state.step < 2:
@@ -418,6 +368,9 @@ def test_every_moment_of_a_loop_over_a_loader(donate, every, capfd):
         assert run.log == [1, 2]
         assert record(run.state) == expected[2]
     assert moment > 1000
+    # Python ignores what a handler raises while it closes the generator of a loop that is left.
+    assert len(lost) <= 100 / every + 2
+    assert all(each > moment * 0.9 for each in lost), (lost, moment)
 
 
 @pytest.mark.parametrize("handler", ["raises", "notes"])
@@ -464,90 +417,19 @@ class Run:
                 break
 
 
-# The instant between a donated step's return and the assignment of its result
-
-
-class AfterStep:
-    """A step with something done before it returns, when the new state has no name but here."""
-
-    def __init__(self, step, at, action=press):
-        self.step, self.at, self.action = step, at, action
-
-    def __call__(self, state, batch):
-        new, metrics = self.step(state, batch)
-        if new.step == self.at:
-            self.action()
-        return new, metrics
-
-
-@pytest.mark.parametrize("at", [1, 2, BATCHES])
-@pytest.mark.parametrize("event", ["return", "within a wrapper"])
-def test_between_return_and_assignment_the_variable_becomes_the_next_state(event, at):
-    parts, expected = Parts(donate=True), trajectory(Parts(donate=True), over="list")
-
-    def profile(frame, kind, result):
-        if kind == event and frame.f_code.co_name == "donated_step" and result[0].step == at:
-            press()
-
-    with profiled(profile):
-        step = parts.step if event == "return" else AfterStep(parts.step, at)
-        state = train(parts.state, step, parts.batches, ended_by=KeyboardInterrupt)
-    assert f"step={at}," in repr(state)
-    assert record(state) == expected[at]
-    assert record(train(state, parts.step, parts.batches[at:])) == expected[BATCHES]
-
-
-@pytest.mark.parametrize("presses", [1, 2])
-def test_the_same_in_a_loop_over_a_loader(presses, capfd):
-    parts, expected, log = Parts(donate=True), trajectory(Parts(donate=True)), []
-    step = AfterStep(parts.step, 3, action=lambda: press(presses))
-    state = train(
-        parts.state, step, parts.loader(parts.state), lambda state: log.append(state.step), KeyboardInterrupt
-    )
-    assert log == ([1, 2, 3] if presses == 1 else [1, 2])
-    assert record(state) == expected[3]
-    assert record(train(state, step, parts.loader(state))) == expected[BATCHES]
-
-
-def test_what_a_wrapper_does_after_the_step_is_done_before_a_first_ctrl_c_is_taken(capfd):
-    parts = Parts(donate=True)
-    inner = AfterStep(parts.step, 3)
-
-    def step(state, batch):
-        state, metrics = inner(state, batch)
-        return state.replace(extra={"mean": state.params["0.bias"].mean().item()}), metrics
-
-    state = train(parts.state, step, parts.loader(parts.state), ended_by=KeyboardInterrupt)
-    assert state.step == 3
-    assert state.extra == {"mean": state.params["0.bias"].mean().item()}
-
-
-@pytest.mark.parametrize("at", [2, 3])
-def test_the_variable_need_not_be_what_the_step_was_given(at):
-    parts, expected = Parts(donate=True), trajectory(Parts(donate=True), over="list")
-    inner = AfterStep(parts.step, at)
-
-    def step(state, batch):
-        return inner(state.replace(extra="made on the way"), batch)
-
-    state = train(parts.state, step, parts.batches, ended_by=KeyboardInterrupt)
-    assert record(state) == expected[at]
-    assert state.extra == "made on the way"
-
-
 # Within the update, and in the passes before it
 
 
-@pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1"])
-def test_within_the_update_a_signal_waits_for_its_end(name, at):
+@pytest.mark.parametrize("at", [3, 1])
+def test_within_the_update_a_signal_waits_until_the_variable_holds_the_result(name, at):
     parts = Parts(donate=True, cls=Halfway)
     expected = trajectory(Parts(donate=True, cls=Halfway), over="list")
     signal.signal(getattr(signal, name), stop)
     state = train(parts.state, parts.step, parts.batches[: at - 1])
     Halfway.action = lambda: signal.raise_signal(getattr(signal, name))
     finished = Halfway.finished
-    state = train(state, parts.step, parts.batches[at - 1 :], ended_by=Stop)
+    state = train(state, parts.step, parts.batches[at - 1 : at], lambda state: time.sleep(500), Stop)
     assert Halfway.finished == finished + 1
     assert record(state) == expected[at]
     assert record(train(state, parts.step, parts.batches[at:])) == expected[BATCHES]
@@ -555,44 +437,72 @@ def test_within_the_update_a_signal_waits_for_its_end(name, at):
 
 def test_signals_that_come_together_within_an_update_all_get_to_their_handlers():
     parts, calls = Parts(donate=True, cls=Halfway), []
-    signal.signal(signal.SIGUSR1, lambda *_: calls.append("USR1"))
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGUSR2, lambda *_: calls.append("USR2"))
+    for name in ("SIGUSR1", "SIGTERM", "SIGUSR2", "SIGINT"):
+        signal.signal(getattr(signal, name), lambda signum, frame: calls.append(signal.Signals(signum).name))
 
     def action():
-        for signum in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2):
+        for signum in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             signal.raise_signal(signum)
         assert not calls
 
     Halfway.action = action
-    with pytest.raises(Stop, match="SIGTERM"):
-        parts.step(parts.state, parts.batches[0])
-    assert calls == ["USR1", "USR2"]
+    state, _ = parts.step(parts.state, parts.batches[0])
+    settle()
+    assert sorted(calls) == ["SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"]
+    assert record(state) == trajectory(Parts(donate=True, cls=Halfway))[1]
 
 
-def test_a_handler_that_only_notes_the_signal_is_called_once_and_the_run_continues(capfd):
+def test_a_second_signal_may_come_at_every_moment_while_the_first_one_is_put_off():
+    for moment in itertools.count(1):
+        parts, calls = Parts(donate=True, cls=Halfway), []
+        signal.signal(signal.SIGTERM, lambda *_, calls=calls: calls.append(True))
+        profile = at_moment(moment, lambda: signal.raise_signal(signal.SIGTERM))
+
+        def action(profile=profile):
+            with profiled(profile):
+                signal.raise_signal(signal.SIGTERM)
+
+        Halfway.action = action
+        state, _ = parts.step(parts.state, parts.batches[0])
+        settle()
+        assert state.step == 1
+        assert calls
+        if profile.seen < moment:
+            break
+    assert moment > 10
+
+
+def test_a_handler_set_in_the_body_is_guarded_in_the_next_update():
     parts, expected = Parts(donate=True, cls=Halfway), trajectory(Parts(donate=True, cls=Halfway))
-    noted, states = [], [parts.state]
-    signal.signal(signal.SIGINT, lambda signum, frame: noted.append(states[-1].step))
 
     def after(state):
-        states.append(state)
-        if state.step == 1:
-            Halfway.action = press
+        signal.signal(signal.SIGALRM, stop)
+        Halfway.action = lambda: signal.raise_signal(signal.SIGALRM)
+        if state.step == 2:
+            time.sleep(500)
 
-    assert record(train(parts.state, parts.step, parts.loader(parts.state), after)) == expected[BATCHES]
-    assert noted == [2]
-    for spent, state in enumerate(states[:-1]):  # it interrupted no step, so no record became another
-        with pytest.raises(ll.DonatedStateError, match=f"the state at step {spent} "):
-            record(state)
+    state = train(parts.state, parts.step, parts.loader(parts.state), after, Stop)
+    Halfway.action = None
+    assert record(state) == expected[2]
+    assert signal.getsignal(signal.SIGALRM) is stop
 
 
-def test_a_second_ctrl_c_within_the_update_does_not_wait_for_the_next_batch(capfd):
-    parts, log = Parts(donate=True, cls=Halfway), []
-    expected = trajectory(Parts(donate=True, cls=Halfway))
-    Halfway.action = lambda: press(3)
-    state = train(parts.state, parts.step, parts.loader(parts.state), log.append, KeyboardInterrupt)
-    assert not log
+def test_the_garbage_of_a_loop_takes_no_guard_from_an_update():
+    parts = Parts(donate=True, cls=Halfway)
+    expected = trajectory(Parts(donate=True, cls=Halfway), over="list")
+
+    def make_garbage():
+        cycle = [parts.loader(parts.state)]
+        next(cycle[0])
+        cycle.append(cycle)
+
+    gc.disable()
+    try:
+        make_garbage()
+        Halfway.action = lambda: [gc.collect(), press()]
+        state = train(parts.state, parts.step, parts.batches, lambda state: time.sleep(500), KeyboardInterrupt)
+    finally:
+        gc.enable()
     assert record(state) == expected[1]
 
 
@@ -619,25 +529,28 @@ def test_in_the_passes_it_leaves_the_state_as_it_was(donate, at, place, cause):
 # When a signal is taken in a loop over a loader
 
 
-def test_a_first_ctrl_c_waits_for_the_next_batch_and_says_so(capfd):
-    parts, done = Parts(donate=True), []
+@pytest.mark.parametrize("where", ["update", "body", "wrapper"])
+def test_a_first_ctrl_c_waits_for_the_next_batch_and_says_so(where, capfd):
+    parts, done = Parts(donate=True, cls=Halfway), []
+
+    def step(state, batch):
+        if where == "update" and state.step == 1:
+            Halfway.action = press
+        state, metrics = parts.step(state, batch)
+        if where == "wrapper" and state.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return state.replace(extra={"mean": state.params["0.bias"].mean().item()}), metrics
 
     def after(state):
-        if state.step == 2:
+        if where == "body" and state.step == 2:
             os.kill(os.getpid(), signal.SIGINT)
+        settle()
         done.append(state.step)
 
-    assert train(parts.state, parts.step, parts.loader(parts.state), after, KeyboardInterrupt).step == 2
-    assert done == [1, 2]
+    state = train(parts.state, step, parts.loader(parts.state), after, KeyboardInterrupt)
+    assert (state.step, done) == (2, [1, 2])
+    assert state.extra == {"mean": state.params["0.bias"].mean().item()}
     assert capfd.readouterr() == ("", NOTICE)
-
-
-def test_it_says_so_too_when_the_update_was_struck(capfd):
-    parts = Parts(donate=True, cls=Halfway)
-    Halfway.action = press
-    state = train(parts.state, parts.step, parts.loader(parts.state), lambda _: print("body"), KeyboardInterrupt)
-    assert state.step == 1
-    assert capfd.readouterr() == ("body\n", NOTICE)
 
 
 def test_a_second_ctrl_c_is_taken_at_once_and_the_next_run_begins_again(capfd):
@@ -668,42 +581,6 @@ def test_other_signals_are_taken_at_once(name):
 
     assert train(parts.state, parts.step, parts.loader(parts.state), after, Stop).step == 1
     assert not done
-
-
-class Key:
-    """Key of a container with weak references, such as those of SQLAlchemy and torch."""
-
-
-@pytest.mark.parametrize(
-    "container",
-    [None, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet],
-    ids=["tensor", "keys", "values", "set"],
-)
-def test_a_signal_is_not_lost_in_the_callback_that_forgets_a_freed_object(container):
-    parts, struck, key = Parts(donate=True), [], Key()
-    signal.signal(signal.SIGALRM, stop)
-    if container is weakref.WeakSet:
-        forgetful = container([key])
-    elif container:
-        forgetful = container({0: key} if container is weakref.WeakValueDictionary else {key: 0})
-    within = vars(container)["__init__"].__code__.co_consts if container else [ownership._forget.__code__]
-
-    def strike(frame, event, arg):
-        if event == "call" and frame.f_code in within and not struck:
-            struck.append(True)
-            signal.raise_signal(signal.SIGALRM)
-
-    def after(state):
-        nonlocal key
-        branch, _ = parts.step(ll.copy_state(state), parts.batches[0])
-        with profiled(strike):
-            del branch
-            key = None
-        assert not container or not len(forgetful)
-        time.sleep(60)  # the signal ends it: Python would only print an exception of the callback
-
-    assert train(parts.state, parts.step, parts.loader(parts.state), after, Stop).step == 1
-    assert struck
 
 
 def test_ctrl_c_is_taken_at_once_while_a_batch_is_read():
@@ -794,16 +671,19 @@ def test_an_evaluation_on_its_own_stops_at_its_next_batch(capfd):
 
 @pytest.mark.parametrize("way", ["break", "error"])
 def test_a_ctrl_c_that_waits_when_the_loop_is_left_comes_after_it(way, capfd):
-    parts = Parts(donate=True)
+    parts, noted = Parts(donate=True), []
+    signal.signal(signal.SIGINT, lambda *_: noted.append(guarded()))
 
     def after(state):
         press()
+        assert not noted
         if way == "error":
             raise ValueError
         return True
 
     train(parts.state, parts.step, parts.loader(parts.state), after, ValueError if way == "error" else ())
-    wait_for_interrupt()
+    settle()
+    assert noted == [False]
 
 
 def test_another_signal_does_not_make_it_forget_a_ctrl_c(capfd):
@@ -915,13 +795,14 @@ def test_code_that_saves_handlers_and_puts_them_back_works_in_the_body(place, ca
             if state.step == 1 and place == "in the update":
                 Halfway.action = press
             state, metrics = parts.step(state, batch)  # which puts a guard before the handler of this moment
+            settle()
             if state.step == 2 and place == "after the step":
                 press()
         return state, metrics
 
     train(parts.state, step, parts.loader(parts.state), lambda state: done.append(state.step), KeyboardInterrupt)
     assert done == [1, 2]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is interrupt
 
 
 def test_a_handler_that_calls_the_one_before_it_works_in_the_body(capfd):
@@ -936,37 +817,6 @@ def test_a_handler_that_calls_the_one_before_it_works_in_the_body(capfd):
 
     assert train(parts.state, parts.step, parts.loader(parts.state), after, KeyboardInterrupt).step == 2
     assert noted == [True]
-
-
-def test_a_handler_set_in_the_body_is_guarded_in_the_next_update():
-    parts, expected = Parts(donate=True, cls=Halfway), trajectory(Parts(donate=True, cls=Halfway))
-
-    def after(state):
-        signal.signal(signal.SIGALRM, stop)
-        Halfway.action = lambda: signal.raise_signal(signal.SIGALRM)
-
-    state = train(parts.state, parts.step, parts.loader(parts.state), after, Stop)
-    assert record(state) == expected[2]
-    assert signal.getsignal(signal.SIGALRM) is stop
-
-
-def test_the_garbage_of_a_loop_takes_no_guard_from_an_update():
-    parts = Parts(donate=True, cls=Halfway)
-    expected = trajectory(Parts(donate=True, cls=Halfway), over="list")
-
-    def make_garbage():
-        cycle = [parts.loader(parts.state)]
-        next(cycle[0])
-        cycle.append(cycle)
-
-    gc.disable()
-    try:
-        make_garbage()
-        Halfway.action = lambda: [gc.collect(), press()]
-        state = train(parts.state, parts.step, parts.batches, ended_by=KeyboardInterrupt)
-    finally:
-        gc.enable()
-    assert record(state) == expected[1]
 
 
 def test_a_batch_lives_no_longer_than_the_loop_needs_it():
@@ -1014,7 +864,7 @@ def test_training_in_another_thread():
     thread.start()
     thread.join()
     assert record(results[0]) == expected[BATCHES]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is interrupt
 
 
 def test_an_update_in_another_thread_holds_no_signal_up():
@@ -1048,84 +898,6 @@ def test_a_loop_in_another_thread_does_not_take_the_ctrl_c_that_waits(capfd):
     assert results[0].step == BATCHES
 
 
-# A state that does not become the next one
-
-
-def test_a_spent_state_stays_spent_without_an_interrupt():
-    parts = Parts(donate=True)
-    first = parts.state
-    second, _ = parts.step(first, parts.batches[0])
-    with pytest.raises(ll.DonatedStateError, match="the state at step 0"):
-        record(first)
-    assert (first.step, second.step) == (0, 1)
-
-
-def test_after_an_interrupt_only_the_state_before_becomes_the_next():
-    parts, expected = Parts(donate=True), trajectory(Parts(donate=True), over="list")
-    first = parts.state
-    fork, copy = first.replace(extra="fork"), ll.copy_state(first)
-    second, _ = parts.step(first, parts.batches[0])
-    second_fork, second_copy = second.replace(extra="fork"), ll.copy_state(second)
-    third, _ = parts.step(second, parts.batches[1])
-    fourth = train(third, AfterStep(parts.step, 3), parts.batches[2:], ended_by=KeyboardInterrupt)
-    for spent, at in ((first, 0), (fork, 0), (second, 1), (second_fork, 1)):
-        with pytest.raises(ll.DonatedStateError, match=f"the state at step {at} .* that run is at step 3 now"):
-            record(spent)
-        assert spent.step == at
-    assert record(fourth) == expected[3]
-    assert (record(copy), record(second_copy)) == (expected[0], expected[1])
-
-
-def test_an_interrupt_in_the_next_forward_pass_turns_no_earlier_state_into_another():
-    parts = Parts(donate=True)
-    first = parts.state
-    second, _ = parts.step(first, parts.batches[0])
-    third, _ = parts.step(second, parts.batches[1])
-    parts.trap.forward_action = press
-    train(third, parts.step, parts.batches[2:], ended_by=KeyboardInterrupt)
-    with pytest.raises(ll.DonatedStateError, match="the state at step 0"):
-        record(first)
-    assert (first.step, third.step) == (0, 2)
-
-
-def test_the_variable_need_not_be_what_the_first_step_was_given():
-    parts, expected = Parts(donate=True), trajectory(Parts(donate=True), over="list")
-    inner = AfterStep(parts.step, 1)
-
-    def step(state, batch):
-        return inner(state.replace(extra="made on the way"), batch)
-
-    assert record(train(parts.state, step, parts.batches, ended_by=KeyboardInterrupt)) == expected[1]
-
-
-def test_another_run_in_between_loses_no_state():
-    parts, other = Parts(donate=True), Parts(donate=True)
-    expected = trajectory(Parts(donate=True), over="list")
-    state = train(parts.state, AfterStep(parts.step, 1), parts.batches, ended_by=KeyboardInterrupt)
-    other.step(other.state, other.batches[0])
-    assert record(state) == expected[1]
-
-
-def test_a_fork_to_another_seed_does_not_become_the_next_state():
-    parts = Parts(donate=True)
-    state, _ = parts.step(parts.state, parts.batches[0])
-    fork = state.replace(seed=4)
-    state = train(state, AfterStep(parts.step, 2), parts.batches[1:], ended_by=KeyboardInterrupt)
-    with pytest.raises(ll.DonatedStateError, match="the state at step 1"):
-        record(fork)
-    assert (state.step, fork.step, fork.seed) == (2, 1, 4)
-
-
-def test_an_interrupt_keeps_no_memory():
-    parts = Parts(donate=True)
-    state = train(parts.state, AfterStep(parts.step, 2), parts.batches, ended_by=KeyboardInterrupt)
-    moments = [weakref.ref(leaf) for leaf in tree_leaves(state.opt_state)]
-    assert moments
-    del state, parts
-    gc.collect()
-    assert [moment() for moment in moments] == [None] * len(moments)
-
-
 # What a step borrows
 
 
@@ -1147,24 +919,24 @@ def surroundings(model):
 @pytest.mark.parametrize("kind", ["donated", "pure", "evaluation"])
 def test_a_step_gives_back_what_it_borrows_at_whatever_moment_it_is_interrupted(kind):
     parts = Parts(kind == "donated")
-    parts.model.eval()  # so that each kind of step sets modes
-    parts.model[1].train()
     parts.grad_fn = ll.make_grad_fn(
         parts.model,
         lambda model, xy: nn.functional.cross_entropy(model(xy[0]), xy[1]),
         trainable=lambda name, tensor: name != "0.bias",
     )
+    parts.model.eval()  # so that each kind of step sets modes
+    parts.model[1].train()
     parts.step = ll.make_train_step(parts.grad_fn, parts.optimizer, donate=kind == "donated")
     eval_step = ll.make_eval_step(parts.model, lambda model, xy: {"mean": ll.Mean(model(xy[0]).mean(), 1)})
-    state, _ = parts.step(ll.copy_state(parts.state), parts.batches[0])  # on tensors that are not the module's own
+    start, _ = parts.step(ll.copy_state(parts.state), parts.batches[0])  # on tensors that are not the module's own
+    start = ll.copy_state(start)
     before = surroundings(parts.model)
     for moment in itertools.count(1):
-        profile = at_moment(moment, press)
-        with contextlib.suppress(KeyboardInterrupt), profiled(profile):
-            if kind == "evaluation":
-                eval_step(state, parts.batches[1])
-            else:
-                state, _ = parts.step(state, parts.batches[1])
+        state, profile = ll.copy_state(start), at_moment(moment, press)
+        with contextlib.suppress(KeyboardInterrupt):
+            with profiled(profile):
+                (eval_step if kind == "evaluation" else parts.step)(state, parts.batches[1])
+            settle()
         assert surroundings(parts.model) == before
         if profile.seen < moment:
             break
@@ -1172,7 +944,7 @@ def test_a_step_gives_back_what_it_borrows_at_whatever_moment_it_is_interrupted(
 
 
 if __name__ == "__main__":
-    main(*json.loads(sys.argv[1]))
+    print(bombarded(*json.loads(sys.argv[1])))
 
 
 @pytest.mark.slow

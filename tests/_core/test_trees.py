@@ -1,7 +1,8 @@
-"""Trees: every kind of batch is counted, split, joined, chosen from, mapped and compared by one rule."""
+"""Trees: every kind of batch is counted, split, chosen from, mapped and compared by one rule."""
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -85,6 +86,7 @@ def leaf_of(kind, count, draw):
 
 
 LEAVES = ["tensor", "labels", "array", "strings", "ragged", "tuple of strings", "scalar", "None", "word", "number"]
+WHOLE = {"scalar", "None", "word", "number"}  # leaves without samples
 
 
 @st.composite
@@ -96,13 +98,19 @@ def batches(draw, kinds=tuple(CONTAINERS)):
     count = draw(st.integers(5, 9))
     outer, inner = draw(st.sampled_from(kinds)), draw(st.sampled_from(kinds))
     first = "tensor" if inner in ("list", "tuple", "deque") else draw(st.sampled_from(LEAVES))
-    node = CONTAINERS[inner](leaf_of(first, count, draw), leaf_of(draw(st.sampled_from(LEAVES)), count, draw))
-    batch = CONTAINERS[outer](leaf_of("tensor", count, draw), node)
+    kinds = ["tensor", first, draw(st.sampled_from(LEAVES))]
+    a, b, c = (leaf_of(kind, count, draw) for kind in kinds)
+
+    def build(select):
+        """The batch with these samples of each leaf that has samples."""
+        x, y, z = (leaf if kind in WHOLE else select(leaf) for kind, leaf in zip(kinds, (a, b, c), strict=True))
+        return CONTAINERS[outer](x, CONTAINERS[inner](y, z))
+
     sizes, left = [], count
     while left:
         sizes.append(draw(st.integers(1, left)))
         left -= sizes[-1]
-    return batch, count, sizes
+    return build, count, sizes
 
 
 def equal(one, other):
@@ -131,28 +139,31 @@ def equal(one, other):
 
 @given(batches())
 @settings(max_examples=300, deadline=None)
-def test_splitting_and_joining_is_the_identity(case):
-    batch, count, sizes = case
+def test_splitting_is_slicing_each_leaf_with_samples(case):
+    build, count, sizes = case
+    batch = build(lambda leaf: leaf)
     parts = trees.split(batch, count, sizes)
     assert trees.batch_size(batch) == count
     assert [trees.batch_size(part) for part in parts] == sizes
-    equal(trees.concat(parts, sizes), batch)
+    for part, low, high in zip(parts, accumulate(sizes, initial=0), accumulate(sizes), strict=False):
+        equal(part, build(lambda leaf, low=low, high=high: leaf[low:high]))
 
 
 @given(batches(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_taking_samples_is_taking_them_of_each_leaf(case, data):
-    batch, count, _ = case
+    build, count, _ = case
     index = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=6))
-    taken = trees.take(batch, count, index)
-    one_by_one = trees.split(batch, count, [1] * count)
-    equal(taken, trees.concat([one_by_one[i] for i in index], [1] * len(index)))
+    taken = trees.take(build(lambda leaf: leaf), count, index)
+    equal(
+        taken, build(lambda leaf: type(leaf)(leaf[i] for i in index) if type(leaf) in (list, tuple) else leaf[index])
+    )
 
 
 @given(batches())
 @settings(max_examples=100, deadline=None)
 def test_mapping_keeps_the_containers_and_leaves_have_different_paths(case):
-    batch, _, _ = case
+    batch = case[0](lambda leaf: leaf)
     equal(trees.map_leaves(lambda leaf: leaf, batch), batch)
     equal(trees.map_leaves(lambda leaf, other: other, batch, batch), batch)
     found = list(trees.leaves(batch))
@@ -165,12 +176,12 @@ def test_mapping_keeps_the_containers_and_leaves_have_different_paths(case):
 
 
 def nodes_on(tree, path):
-    for key in path:
+    for name in path:
         yield tree
         if isinstance(tree, Graphs):  # registered without names
-            tree = [tree.x, tree.y][key.name]
+            tree = [tree.x, tree.y][name]
         else:
-            tree = getattr(tree, key.name) if key.attribute else tree[key.name]
+            tree = getattr(tree, name) if isinstance(name, trees.Attribute) else tree[name]
 
 
 def test_types_of_torchs_pytrees_are_walked_alike():
@@ -219,7 +230,7 @@ def test_arrays_in_a_list_as_long_as_the_batch_are_its_fields():
     x, y = np.zeros((2, 3)), np.ones((2, 1))
     first, second = trees.split([x, y], 2, 1)
     assert [part.shape for part in first] == [(1, 3), (1, 1)]
-    equal(trees.concat([first, second], [1, 1]), [x, y])
+    equal([first, second], [[x[:1], y[:1]], [x[1:], y[1:]]])
 
 
 def test_three_fields_of_three_samples_are_fields_though_one_of_them_is_ragged():
@@ -228,12 +239,6 @@ def test_three_fields_of_three_samples_are_fields_though_one_of_them_is_ragged()
     parts = trees.split(batch, 3, 1)
     assert [part[0].tolist() for part in parts] == [[0.0], [1.0], [2.0]]
     assert [[len(box) for box in part[1]["boxes"]] for part in parts] == [[2], [5], [4]]
-    equal(trees.concat(parts, [1, 1, 1]), batch)
-
-
-def test_samples_of_which_one_looks_like_a_field_are_joined_as_samples():
-    boxes = [torch.zeros(1), torch.zeros(5)]  # a part of one sample with one box
-    equal(trees.concat([{"boxes": boxes[:1]}, {"boxes": boxes[1:]}], [1, 1]), {"boxes": boxes})
 
 
 class Boxes:
@@ -260,18 +265,10 @@ def test_an_object_that_hides_samples_is_refused(hidden):
         trees.take({"x": torch.zeros(4), "it": hidden}, 4, [0])
 
 
-def test_what_cannot_be_joined_is_named():
-    ones = torch.ones(2)
-    with pytest.raises(ValueError, match=r"batch\['y'\] has shape \(3,\) in a part of 2 samples"):
-        trees.concat([{"y": torch.ones(3)}, {"y": ones}], [2, 2])
-    with pytest.raises(ValueError, match=r"out\[0\] has no samples and differs between the parts: 1, 2"):
-        trees.concat([(1, ones), (2, ones)], [2, 2], "out")
-    with pytest.raises(ValueError, match=r"two trees differ in their structure: \['x'\] and \['y'\]"):
-        trees.concat([{"x": ones}, {"y": ones}], [2, 2])
-    with pytest.raises(TypeError, match=r"batch\.x is a Tensor or a ndarray, whose parts cannot be joined"):
-        trees.concat([Pair(ones, 0), Pair(np.ones(2), 0)], [2, 2])
-    with pytest.raises(ValueError, match=r"two trees differ in their structure: \['x'\] and a int"):
-        trees.map_leaves(lambda a, b: a, {"a": {"x": 1}}, {"a": 1})
+def test_trees_of_different_structures_are_not_mapped_together():
+    for other, words in (({"a": 1}, "a int"), ({"a": {"y": 1}}, r"\['y'\]")):
+        with pytest.raises(ValueError, match=rf"two trees differ in their structure: \['x'\] and {words}"):
+            trees.map_leaves(lambda a, b: a, {"a": {"x": 1}}, other)
 
 
 def test_equal_leaves():

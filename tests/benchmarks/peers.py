@@ -119,7 +119,7 @@ def looplib(run: Run, donate: bool = True) -> None:
     ckpt = ll.checkpoint_io(run.folder, asynchronous=True) if run.folder else None
     if run.resume:
         assert ckpt
-        state = ckpt.restore(state)
+        state = ckpt.restore(state, quiet=True)
     if run.batch_size:
         order = ll.data.shuffled() if run.shuffle else ll.data.in_order()
         batches = ll.make_loader(run.data, batch_size=run.batch_size, order=order)(state)

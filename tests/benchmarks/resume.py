@@ -100,7 +100,7 @@ def looplib(dataset: Dataset[Any], model: nn.Module, path: Path, workers: int) -
     state = ll.init_state(model, optimizer, epoch_length=len(loader))
 
     start = time.perf_counter()
-    state = ckpt.restore(state)
+    state = ckpt.restore(state, quiet=True)
     loaded = time.perf_counter()
     batches = loader(state)
     batch = next(batches)

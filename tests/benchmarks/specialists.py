@@ -559,7 +559,7 @@ def checkpoints(parameters: float, loading: bool) -> Contenders:
             ckpt.save(last[0])
 
         def load() -> None:
-            last[0] = ckpt.restore(last[0])
+            last[0] = ckpt.restore(last[0], quiet=True)
 
         def restored() -> bool:
             saved = {name: tensor.detach().clone() for name, tensor in last[0].params.items()}

@@ -1,5 +1,6 @@
 """Saves that are whole or not there, policies against brute force, and restores that fit or say why not."""
 
+import contextlib
 import errno
 import json
 import os
@@ -130,9 +131,9 @@ def test_policies_that_cannot_be(tmp_path):
     for options, message in [
         ({"keep_last": 0}, "keep_last is 0; give a whole number of at least 1"),
         ({"keep_every": True}, "keep_every is True"),
-        ({"keep_best": -1, "monitor": "x"}, "keep_best is -1; give a whole number of at least 0"),
+        ({"keep_best": -1, "monitor": "loss"}, "keep_best is -1; give a whole number of at least 0"),
         ({"keep_best": 2}, "keep_best=2 needs monitor="),
-        ({"mode": "least"}, "mode is 'least'; give 'min' where the smallest is best, or 'max'"),
+        ({"mode": "least", "monitor": "x"}, 'mode is \'least\'; give "min" if lower is better, or "max"'),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             ll.checkpoint_io(tmp_path, **options)
@@ -143,12 +144,11 @@ def test_policies_that_cannot_be(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_monitor_that_is_missing_or_nan_is_an_error_and_nothing_is_written(tmp_path, asynchronous):
+def test_a_monitor_that_is_missing_is_an_error_and_nothing_is_written(tmp_path, asynchronous):
     ckpt = ll.checkpoint_io(tmp_path / "c", monitor="eval/loss", asynchronous=asynchronous)
     for metrics, message in [
         ({"loss": 1.0, "acc": 2.0}, r"'eval/loss' is not among the metrics given: loss, acc"),
         ({}, r"'eval/loss' is not among the metrics given: none"),
-        ({"eval/loss": float("nan")}, r"'eval/loss' is NaN"),
     ]:
         with pytest.raises(ValueError, match=message):
             ckpt.save(fresh(), metrics)
@@ -163,7 +163,7 @@ def test_a_monitor_that_is_missing_or_nan_is_an_error_and_nothing_is_written(tmp
     ckpt.save(fresh().replace(step=3))  # without metrics it is no candidate
     assert ckpt.best().step == 0
     # A metric that was NaN when nobody monitored it is no candidate either.
-    assert ll.checkpoint_io(tmp_path / "c", monitor="other").best() is None
+    assert ll.checkpoint_io(tmp_path / "c", monitor="other", mode="min").best() is None
 
 
 def test_later_steps_of_another_run_are_refused(tmp_path):
@@ -324,6 +324,21 @@ except BlockingIOError as error:
     assert names_in(tmp_path) == ["step-00000000"]
 
 
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
+def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_written(tmp_path, kind):
+    outside, folder = tmp_path / "outside", tmp_path / "checkpoints"
+    outside.write_text("mine")
+    folder.mkdir()
+    if kind == "pipe":
+        os.mkfifo(folder / ".lock")
+    else:
+        (folder / ".lock").symlink_to(outside if kind == "link" else tmp_path / "new")
+    with pytest.raises(ValueError, match=r"checkpoints/\.lock is a link, or no file.*delete"):
+        ll.checkpoint_io(folder).save(unbound())
+    assert outside.read_text() == "mine"
+    assert sorted(tmp_path.iterdir()) == [folder, outside]
+
+
 def test_what_killed_saves_left_is_cleared_by_the_next_run(tmp_path):
     ll.checkpoint_io(tmp_path).save(unbound())
     for name in (".writing-step-00000003-aaaaaa", ".deleting-bbbbbb-step-00000001"):
@@ -403,7 +418,7 @@ def test_a_large_checkpoint_is_verified_completely_by_several_threads(tmp_path, 
 
 
 def test_the_damaged_one_that_was_asked_for_is_an_error(tmp_path):
-    ckpt = ll.checkpoint_io(tmp_path, monitor="x")
+    ckpt = ll.checkpoint_io(tmp_path, monitor="x", mode="min")
     for step in range(3):
         damage(ckpt.save(unbound().replace(step=step), {"x": step}))
     given_state, kept = fresh(3), ll.copy_state(fresh(3))
@@ -466,7 +481,7 @@ def test_a_forged_description_is_damage(tmp_path, about):
 
 
 def test_nothing_there_is_a_start(tmp_path):
-    ckpt = ll.checkpoint_io(tmp_path / "none", monitor="x")
+    ckpt = ll.checkpoint_io(tmp_path / "none", monitor="x", mode="min")
     state = fresh()
     assert ckpt.restore(state) is state
     assert ckpt.latest() is ckpt.best() is None
@@ -480,6 +495,39 @@ def test_nothing_there_is_a_start(tmp_path):
             ckpt.restore(state, which)
         assert not isinstance(error.value, ll.checkpoint.DamagedCheckpointError)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_checkpoint_that_is_required_and_not_there_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"runs has no checkpoint, and required=True"):
+        ll.checkpoint_io(tmp_path / "runs").restore(fresh(), required=True)
+    ll.checkpoint_io(tmp_path / "runs").save(unbound().replace(step=3))
+    assert ll.checkpoint_io(tmp_path / "runs").restore(fresh(), required=True).step == 3
+
+
+def test_a_restore_says_what_it_restored_and_from_where(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    ckpt = ll.checkpoint_io("runs/first")
+    assert ckpt.restore(fresh()).step == 0
+    assert capsys.readouterr().out == ""
+    ckpt.save(unbound().replace(step=13, epoch=2, batch=1))
+    where = "from runs/first/step-00000013\n"
+    ckpt.restore(fresh())
+    assert capsys.readouterr().out == "Restored step 13 (epoch 2, batch 1) " + where
+    ckpt.restore(fresh(), 13, weights_only=True)
+    assert capsys.readouterr().out == "Restored weights " + where
+    ckpt.restore(fresh(), names=lambda name: name.startswith("0."))
+    assert capsys.readouterr().out == "Restored some of the weights " + where
+    monkeypatch.chdir("runs/first")
+    ll.checkpoint_io(tmp_path / "runs/first").restore(fresh())
+    assert capsys.readouterr().out.endswith("from step-00000013\n")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    ckpt.restore(fresh())
+    assert (
+        capsys.readouterr().out == f"Restored step 13 (epoch 2, batch 1) from {tmp_path}/runs/first/step-00000013\n"
+    )
+    ckpt.restore(fresh(), quiet=True)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_record_of_a_checkpoint_in_place_of_its_step_is_refused_with_the_step(tmp_path):
@@ -642,7 +690,9 @@ def test_another_epoch_length_is_refused_within_an_epoch_but_for_weights(tmp_pat
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_checkpoint_of_the_weights_alone_is_a_state_without_the_optimizers(tmp_path, asynchronous):
-    ckpt = ll.checkpoint_io(tmp_path, keep_last=1, keep_best=1, monitor="score", asynchronous=asynchronous)
+    ckpt = ll.checkpoint_io(
+        tmp_path, keep_last=1, keep_best=1, monitor="score", mode="min", asynchronous=asynchronous
+    )
     states = [advanced(unbound(), steps) for steps in (1, 2, 3)]
     for state, score in zip(states, (0.5, 0.3, 0.4), strict=True):
         ckpt.save(state.replace(opt_state=None), {"score": score})
@@ -707,11 +757,16 @@ def test_an_interrupt_amid_a_bound_restore_waits(tmp_path, monkeypatch):
         return copy_(self, *args)
 
     monkeypatch.setattr(torch.Tensor, "copy_", interrupting)
-    with pytest.raises(KeyboardInterrupt):
-        ckpt.restore(state)
+    before = state
+    with contextlib.suppress(KeyboardInterrupt):
+        state = ckpt.restore(state)
+        time.sleep(300)  # the signal comes once the restored state has its name
+        pytest.fail("the signal was lost")
     monkeypatch.undo()
     assert len(calls) > 10
-    assert same(state, unbound(1))  # the name that was given stands for what it became
+    assert same(state, unbound(1))
+    with pytest.raises(ll.DonatedStateError, match=r"ckpt.restore\(state\) has written"):
+        _ = before.params
     assert torch.equal(model[0].weight, net(1)[0].weight)
 
 

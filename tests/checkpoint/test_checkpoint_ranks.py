@@ -731,3 +731,14 @@ def test_a_killed_rank_takes_the_others_down_and_leaves_whole_ones(tmp_path, rou
         command, capture_output=True, text=True, timeout=500, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def restored_on_ranks(folder):
+    with ll.distributed.setup():
+        assert ll.checkpoint_io(folder).restore(ll.TrainState(params={"w": torch.zeros(2)})).step == 7
+
+
+def test_the_first_rank_says_what_was_restored(tmp_path):
+    path = ll.checkpoint_io(tmp_path).save(ll.TrainState(step=7, params={"w": torch.ones(2)}))
+    printed = launch(2, restored_on_ranks, str(tmp_path))
+    assert printed.count(f"Restored step 7 (epoch 0, batch 0) from {path}\n") == printed.count("Restored") == 1

@@ -752,6 +752,7 @@ def test_optimizers_that_do_not_match_are_refused():
     sgd = torch.optim.SGD(params, momentum=0.9)
     with pytest.raises(ValueError, match="this SGD keeps nothing for any parameter: it has made no step"):
         load_optimizer_state_dict(model, state, sgd)
+    ll.bind(model, state)  # which is no longer the module of a pure run, then
     raw_steps(model, sgd, 0, 1)
     with pytest.raises(ValueError, match=r"for 0.weight, this SGD keeps \['momentum_buffer'\], and the state keeps"):
         load_optimizer_state_dict(model, state, sgd)

@@ -80,7 +80,7 @@ def kill_again_and_again(folder, kills, seed):
 
     def run(log):
         ckpt = ll.checkpoint_io(folder, keep_last=1)
-        value = ckpt.restore(state_of(-1)).samples
+        value = ckpt.restore(state_of(-1), quiet=True).samples
         while True:
             value += 1
             ckpt.save(state_of(value))
@@ -108,7 +108,7 @@ def kill_again_and_again(folder, kills, seed):
         inside += any(not name.endswith("step-00000003") or name[0] == "." for name in names_in(folder))
         ckpt = ll.checkpoint_io(folder)
         (found,) = ckpt.steps()
-        restored = ckpt.restore(state_of(-1))
+        restored = ckpt.restore(state_of(-1), quiet=True)
         assert found.samples == restored.samples in (acknowledged, acknowledged + 1)
         assert set(restored.params["w"].tolist()) == {float(restored.samples)}
         reached.append(restored.samples)

@@ -91,7 +91,7 @@ def test_a_run_that_is_done_says_so_too(tmp_path):
         (
             lambda: ll.ema(adamw(), decay=0.9),
             lambda: ll.ema(adamw(), decay=0.99),
-            "averaging weight was weight (1, decay=0.9), is weight (1, decay=0.99)",
+            "ema decay was 0.9, is 0.99",
         ),
         (
             lambda: ll.optim.apply_if_finite(adamw(), max_consecutive=3),

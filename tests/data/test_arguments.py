@@ -22,7 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 @pytest.mark.parametrize(
     ("options", "instead"),
     [
-        ({"shuffle": False}, r"order=ll.data.in_order\(\) for shuffle=False"),
         ({"weights": [1] * 4}, r"order=ll.data.weighted\(weights, num_samples=...\)"),
         ({"num_samples": 4}, r"order=ll.data.weighted\("),
         ({"lengths": [1] * 4}, r"order=ll.data.by_length\(lengths, pool=...\)"),
@@ -38,6 +37,30 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 def test_an_argument_that_there_is_not_is_named_with_what_to_write(options, instead):
     with pytest.raises(TypeError, match=f"make_loader has no argument {next(iter(options))}.*{instead}"):
         make_loader(range(4), batch_size=2, **options)
+
+
+def test_shuffle_is_the_order_that_everyone_types():
+    orders = {True: ll.data.shuffled(), False: ll.data.in_order(), None: None}
+    for shuffle, order in orders.items():
+        loader, same = (
+            make_loader(range(9), batch_size=2, **which) for which in ({"shuffle": shuffle}, {"order": order})
+        )
+        assert (repr(loader), loader.description) == (repr(same), same.description)
+        assert batches_of(loader) == batches_of(same)
+    assert len(batches_of(make_loader(AugmentedStream(4), batch_size=2, shuffle=False))) == 2
+    for data, options, error, words in (
+        (
+            range(9),
+            {"shuffle": True, "order": ll.data.in_order()},
+            ValueError,
+            "order=in_order.* and shuffle=True are",
+        ),
+        (range(9), {"shuffle": "yes"}, TypeError, "shuffle is the text 'yes'; give True or False"),
+        (AugmentedStream(4), {"shuffle": True}, ValueError, "given for a stream"),
+        (DataLoader(range(9)), {"shuffle": True}, ValueError, "shuffle given together with a DataLoader"),
+    ):
+        with pytest.raises(error, match=words):
+            make_loader(data, **options, **({} if isinstance(data, DataLoader) else {"batch_size": 2}))
 
 
 def test_every_option_of_torchs_dataloader_is_taken_or_refused_by_name():

@@ -1,9 +1,11 @@
 # ruff: noqa: NPY002 (numpy's global stream is what is tested here)
+import gc
 import itertools
 import multiprocessing
 import os
 import random
 import signal
+import time
 import tracemalloc
 import weakref
 from collections import Counter
@@ -628,6 +630,37 @@ def test_a_tensor_dataset_of_ones_own_keeps_its_getitem():
 
 
 # Workers
+
+
+@pytest.mark.parametrize("make", [lambda: Augmented(12), lambda: AugmentedStream(12)], ids=["samples", "stream"])
+@pytest.mark.parametrize("within", [False, True], ids=["dropped", "in a cycle"])
+def test_workers_that_persist_end_with_their_loader_at_once(make, within, monkeypatch):
+    # If torch waits for a worker, it waits for a minute.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60.0)
+    gc.collect()
+    gc.disable()
+    try:
+        before, began = set(multiprocessing.active_children()), time.monotonic()
+        collate = Collate()
+        loader = make_loader(make(), batch_size=2, num_workers=2, persistent_workers=True, collate_fn=collate)
+        batches = loader(TrainState())
+        next(batches)
+        del batches  # left early
+        assert len(set(multiprocessing.active_children()) - before) == 2
+        if within:
+            collate.loader = loader
+        del loader, collate
+        if within:
+            gc.collect()
+        assert set(multiprocessing.active_children()) <= before
+        assert time.monotonic() - began < 50
+    finally:
+        gc.enable()
+
+
+class Collate:
+    def __call__(self, items):
+        return len(items)
 
 
 def test_persistent_workers_are_kept_and_never_shared():

@@ -112,3 +112,20 @@ def test_a_loader_describes_itself_in_plain_values():
         "limit": None,
         "left_out": 0,
     }
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("order", [ll.data.sampler([-1, 2, -6]), ll.data.batch_sampler([[-1, 2], [-6]])])
+def test_negative_indices_count_from_the_end_as_in_torchs_loader(order, workers):
+    data = torch.utils.data.TensorDataset(torch.arange(6), torch.arange(6) + 10)
+    size = None if order.whole_batches else 2
+    loader = make_loader(data, batch_size=size, order=order, num_workers=workers)
+    theirs = torch.utils.data.DataLoader(data, 2, sampler=[-1, 2, -6])
+    seen = list(loader(ll.TrainState()))
+    assert all(
+        torch.equal(x, y) for one, two in zip(seen, theirs, strict=True) for x, y in zip(one, two, strict=True)
+    )
+    assert [batch[0].tolist() for batch in without_samples(loader, [5])(ll.TrainState())] == [[2], [0]]
+    too_low = ll.data.sampler([-7])
+    with pytest.raises(IndexError):
+        next(make_loader(data, batch_size=2, order=too_low)(ll.TrainState()))

@@ -161,3 +161,39 @@ def test_another_batch_size_is_seen_where_an_epoch_has_as_many_batches():
     limited = make_loader(range(12), batch_size=4, limit=3)
     with pytest.raises(ValueError, match="3 batches of 2 samples are not an epoch of the 12 samples"):
         limited.resume(consume(TrainState(epoch_length=3), 2))
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("count", "old", "new", "order"),
+    [
+        (9, {"batch_size": 4}, {"batch_size": 3}, "by_length"),
+        (9, {"batch_size": 3}, {"batch_size": 4}, "by_length"),
+        (12, {"batch_size": 2, "limit": 3}, {"batch_size": 4}, "shuffled"),
+        (20, {"batch_size": 2, "limit": 5}, {"batch_size": 4}, "by_length"),
+        (12, {"batch_size": 2, "limit": 3}, {"batch_size": 4, "limit": 3}, "shuffled"),
+    ],
+)
+def test_another_batch_size_is_seen_whatever_the_order_and_the_limit(count, old, new, order, known, tmp_path):
+    order = {"shuffled": ll.data.shuffled(), "by_length": ll.data.by_length([*range(1, count + 1)])}[order]
+    one, two = (make_loader(range(count), order=order, **options) for options in (old, new))
+    assert len(one) == len(two)
+    for batches in (1, 2):
+        state = TrainState(epoch_length=len(one))
+        if known:  # a loader that has yielded batches for the run
+            next(one(state))
+        for _ in range(len(one) + batches):
+            state = consume(state, old["batch_size"])
+        if not known and "limit" not in new and "limit" in old:
+            continue  # a collate_fn that drops samples would look the same
+        with pytest.raises(ValueError, match=f"cannot continue within epoch 1 at batch {batches}"):
+            two.resume(state)
+        assert one.resume(state) is state
+        if known:
+            for name, described in (("noted", {}), ("described", {"loader": one})):
+                ll.checkpoint_io(tmp_path / name, describe=described).save(state)
+            template = TrainState(epoch_length=len(two))
+            with pytest.raises(ValueError, match="cannot continue within epoch 1"):
+                two.resume(ll.checkpoint_io(tmp_path / "noted").restore(template))
+            with pytest.raises(ValueError, match="cannot continue within epoch 1"):
+                ll.checkpoint_io(tmp_path / "described", describe={"loader": two}).restore(template)

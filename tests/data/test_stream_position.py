@@ -1,5 +1,7 @@
 """Streams that know their position: a resumed run continues there, and reads nothing before it."""
 
+import contextlib
+
 import pytest
 import torch
 from datasets import Dataset
@@ -104,3 +106,65 @@ def test_what_has_no_position_is_named():
             ll.data.with_position(ll.make_loader(data, batch_size=4, **options), ll.TrainState(batch=1))
     with pytest.raises(TypeError, match="extra is a Tensor; give a dict"):
         ll.data.with_position(loader, ll.TrainState(extra=torch.ones(1)))
+
+
+class Shuffled(torch.utils.data.IterableDataset):
+    """Numbers in an order of the epoch, which its state_dict holds; `counts` the epochs itself, without set_epoch."""
+
+    def __init__(self, counts):
+        self.epoch, self.at, self.counts = 0, 0, counts
+        if not counts:
+            self.set_epoch = lambda epoch: vars(self).update(epoch=epoch)
+
+    def __iter__(self):
+        order = torch.randperm(22, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.at < len(order):
+            self.at += 1
+            yield order[self.at - 1]
+        self.at, self.epoch = 0, self.epoch + self.counts
+
+    def state_dict(self):
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, saved):
+        vars(self).update(saved)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_each_epoch_after_a_resume_has_its_own_order_if_the_state_dict_holds_the_epoch(counts):
+    def epochs(loader, state, count):
+        seen = []
+        for _ in range(count):
+            seen.append([batch.tolist() for batch in loader(state)])
+            state = ll.end_epoch(state)
+        return seen
+
+    def make():
+        return ll.make_loader(Shuffled(counts), batch_size=4)
+
+    new = ll.TrainState(extra={"stream": ""})
+    whole = epochs(make(), new, 4)
+    assert len({str(epoch) for epoch in whole}) == 4
+    loader = make()
+    epochs(loader, new, 1)
+    _, state = first_batches(loader, ll.end_epoch(new), 2)
+    state = ll.data.with_position(loader, state)
+    loader = make()
+    assert epochs(loader, state, 3) == [whole[1][2:], *whole[2:]]
+    if not counts:  # a pass that begins at the position and is left
+        assert next(loader(state)).tolist() == whole[1][2]
+        assert epochs(loader, ll.end_epoch(state), 1) == whole[2:3]
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_a_shuffle_buffer_whose_samples_a_position_leaves_out_is_warned_of(size):
+    data = Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)
+    for stream in (
+        data.shuffle(1, buffer_size=size),
+        data.shuffle(1, buffer_size=size).map(lambda row: row).take(30),
+    ):
+        loader = ll.make_loader(stream, batch_size=4)
+        _, state = first_batches(loader, ll.TrainState(extra={"stream": ""}), 2)
+        expected = pytest.warns(UserWarning, match="shuffle buffer of 8") if size > 1 else contextlib.nullcontext()
+        with expected:
+            ll.data.with_position(loader, state)

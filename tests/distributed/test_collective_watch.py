@@ -1,7 +1,9 @@
 """Ranks that do not come: each collective call is named, with the user's line and the ranks that are missing."""
 
 import itertools
+import os
 import re
+import signal
 import time
 import warnings
 from datetime import timedelta
@@ -46,6 +48,7 @@ def one_rank_alone(name, folder):
         "reduce": lambda: ll.distributed.reduce({"loss": ll.Mean(1.0, 1)}),
         "barrier": ll.distributed.barrier,
         "after_seconds": lambda: ll.predicates.after_seconds(100)(state),
+        "after_signal": lambda: ll.after_signal(signal.SIGUSR1)(state),
         "train_step": lambda: step(state, batches[0]),
     }
     if rank == 0:
@@ -70,19 +73,27 @@ def waiting(name, folder):
 NAMES = ["evaluate", "CheckpointIO.save", "train_step", "reduce", "predict", "CheckpointIO.restore", "barrier"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "after_seconds"])
+@pytest.mark.parametrize("name", [*NAMES, "after_seconds", "after_signal"])
 def test_a_call_to_which_one_rank_does_not_come_is_named_with_its_line_and_that_rank(tmp_path, name):
     launch(2, waiting, name, str(tmp_path))
 
 
-def in_different_calls():
-    ll.distributed.watch(seconds=0.5)
-    with ll.distributed.setup(timeout=4):
+def in_different_calls(other, asked):
+    ll.distributed.watch(seconds=0.3)
+    with ll.distributed.setup(timeout=2):
         rank, batch = ll.distributed.rank(), torch.ones(2, 2)
         step, eval_step, _, state = parts(DistributedDataParallel(torch.nn.Linear(2, 2)))
         state, _ = step(state, batch)
-        calls = {"train_step": lambda: step(state, batch), "evaluate": lambda: ll.evaluate(eval_step, state, [batch])}
-        names = list(calls)
+        stop, late = ll.after_signal(signal.SIGUSR1), ll.predicates.every_seconds(100)
+        calls = {
+            "train_step": lambda: step(state, batch),
+            "evaluate": lambda: ll.evaluate(eval_step, state, [batch]),
+            "after_signal": lambda: stop(state),
+            "every_seconds": lambda: late(state),
+        }
+        if asked:  # as a loop does, which then makes another number of steps on one of the ranks
+            calls[other]()
+        names = ["train_step", other]
         said, error, _ = fails(calls[names[rank]])
         words = (
             rf"in {names[rank]}, called at .*Rank {1 - rank} has not come, and waits in {names[1 - rank]}, called at"
@@ -95,8 +106,31 @@ def in_different_calls():
 
 
 @pytest.mark.slow
-def test_when_torchs_timeout_ends_the_wait_the_errors_of_all_ranks_name_the_missing_one():
-    launch(2, in_different_calls)
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("other", ["after_signal", "every_seconds", "evaluate"])
+def test_when_torchs_timeout_ends_the_wait_the_errors_of_all_ranks_name_the_missing_one(other, asked):
+    launch(2, in_different_calls, other, asked)
+
+
+def a_peer_that_ends():
+    ll.distributed.watch(seconds=0.3)
+    with ll.distributed.setup(timeout=60):
+        step, _, _, state = parts(DistributedDataParallel(torch.nn.Linear(2, 2)))
+        state, _ = step(state, torch.ones(2, 2))
+        if ll.distributed.rank() == 1:
+            time.sleep(1)
+            os._exit(0)
+        said, error, _ = fails(lambda: step(state, torch.ones(2, 2)))
+        assert "is_rank_zero" in said[0], said  # nobody knows yet that the process is going to end
+        assert "is_rank_zero" not in error, error
+        assert re.search(
+            r"in train_step, called at .*Rank 1 has not come.* If a rank has ended, its own output says why", error
+        )
+        os._exit(0)
+
+
+def test_the_error_about_a_peer_that_has_ended_points_to_its_output():
+    launch(2, a_peer_that_ends)
 
 
 def wrong_shape_while_late():
@@ -142,11 +176,14 @@ def in_different_functions(folder):
     with ll.distributed.setup(timeout=60):
         rank = ll.distributed.rank()
         step, eval_step, _, state = parts(DistributedDataParallel(torch.nn.Linear(2, 2)))
-        ckpt = ll.checkpoint_io(folder)
+        ckpt, stop, late = ll.checkpoint_io(folder), ll.after_signal(signal.SIGUSR1), ll.predicates.every_seconds(100)
         calls = {
             "CheckpointIO.save": lambda: ckpt.save(state),
             "evaluate": lambda: ll.evaluate(eval_step, state, [torch.ones(1, 2)]),
             "train_step": lambda: step(state, torch.ones(1, 2)),  # the first one
+            "after_signal": lambda: stop(state),
+            "every_seconds": lambda: late(state),
+            "a predicate": lambda: (late | stop)(state),
         }
         for pair in itertools.permutations(calls, 2):
             found = raised(calls[pair[rank]], RuntimeError)

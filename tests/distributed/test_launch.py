@@ -61,9 +61,10 @@ def test_a_closure_runs_on_each_rank_and_nothing_is_left_changed():
         with ll.distributed.setup():
             mine = torch.tensor([float(offset + factor * ll.distributed.rank())])
             torch.distributed.all_reduce(mine)
-            return mine, ll.distributed.world_size(), torch.get_num_threads()
+            return mine, mine.to(torch.uint16), ll.distributed.world_size(), torch.get_num_threads()
 
-    assert ll.distributed.launch(main, 2, nproc=2) == [(torch.tensor([22.0]), 2, 1)] * 2
+    expected = torch.tensor([22.0]), torch.tensor([22], dtype=torch.uint16), 2, 1
+    assert ll.distributed.launch(main, 2, nproc=2) == [expected] * 2
     assert before == (
         dict(os.environ),
         [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],

@@ -583,3 +583,126 @@ def test_a_line_of_the_index_that_says_nothing_is_the_end_of_it(tmp_path, line):
     ll.predict_to(path, lambda state, x: x, state, batches)
     assert index.read_bytes() == whole
     assert ll.evaluation.read_predictions(path)["output"].tolist() == list(range(9))
+
+
+FORGED_SHAPES = [-1], ["x", 5 * 10**9], [2**47] * 10**5
+
+
+def files_of(path):
+    """A file of data of these predictions, and their index."""
+    if path.is_dir():
+        return path / "output.bin", path / "index.jsonl"
+    return path, path.with_name(path.name + ".index")
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"ends": {file: 4}} for file in ("OUTSIDE", "../outside.txt", "outside.bin")),
+        *({"ends": ends} for ends in ({"FILE": -1}, {"FILE": 1}, {"FILE": "9"}, {"FILE": 4, "outside.bin": 4}, [])),
+        *({"examples": examples} for examples in (-1, "3", 1.5, True)),
+        *({"shapes": {"output": runs}} for runs in ([[-3, []]], [["x", []]], [3], 3)),
+        *({"shapes": {"output": [[3, shape]]}} for shape in FORGED_SHAPES),
+    ],
+    ids=lambda change: str(change)[:60],
+)
+def test_an_index_that_predict_to_does_not_write_is_refused(tmp_path, name, change):
+    (tmp_path / "outside.txt").write_bytes(bytes(100))
+    path, batches = tmp_path / name, torch.arange(9.0).split(3)
+
+    def predict():
+        return ll.predict_to(path, lambda state, x: x, ll.TrainState(), batches)
+
+    predict()
+    file, index = files_of(path)
+    head, first, second, *_ = index.read_bytes().splitlines(keepends=True)
+    text = orjson.dumps({**orjson.loads(second), **change}).replace(b"FILE", file.name.encode())
+    line = text.replace(b"OUTSIDE", str(tmp_path / "outside.txt").encode()) + b"\n"
+    index.write_bytes(head + first + line)
+    for call in (predict, lambda: ll.evaluation.read_predictions(path)):
+        with pytest.raises(ValueError, match=rf"{index.name} holds .* does not write, in line 3.*: delete"):
+            call()
+    assert (tmp_path / "outside.txt").read_bytes() == bytes(100)
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": 0},
+        {"outputs": 0},
+        {"outputs": {"output": 0}},
+        {"outputs": {"output": {"dtype": "load", "shape": []}}},
+        {"outputs": {"output": {"dtype": "str", "shape": 1}}},
+        *({"outputs": {"output": {"dtype": "float32", "shape": shape}}} for shape in FORGED_SHAPES),
+    ],
+    ids=lambda change: str(change)[:60],
+)
+def test_a_head_that_predict_to_does_not_write_is_refused(tmp_path, name, change):
+    path = ll.predict_to(tmp_path / name, lambda state, x: x, ll.TrainState(), torch.arange(9.0).split(3))
+    _, index = files_of(path)
+    head, *lines = index.read_bytes().splitlines(keepends=True)
+    index.write_bytes(orjson.dumps({**orjson.loads(head), **change}) + b"\n" + b"".join(lines))
+    with pytest.raises(ValueError, match=rf"{index.name} holds .* does not write, in line 1.*: delete"):
+        ll.evaluation.read_predictions(path)
+
+
+@pytest.mark.parametrize("name", ["arrays", "lines.jsonl"])
+@pytest.mark.parametrize("lines", [0, 1, 4])  # nothing yet, a head, and all batches
+@pytest.mark.parametrize("linked", [0, 1])
+def test_links_are_not_followed(tmp_path, name, lines, linked):
+    path, outside, batches = tmp_path / name, tmp_path / "outside", torch.arange(9.0).split(3)
+    ll.predict_to(path, lambda state, x: x, ll.TrainState(), batches)
+    link, index = files_of(path)[linked], files_of(path)[1]
+    index.write_bytes(b"".join(index.read_bytes().splitlines(keepends=True)[:lines]))
+    link.rename(outside)
+    link.symlink_to(outside)
+    before = outside.read_bytes()
+    with pytest.raises(ValueError, match=rf"{link.name} is a link"):
+        ll.predict_to(path, lambda state, x: x, ll.TrainState(), batches)
+    assert outside.read_bytes() == before
+
+
+RARE = [
+    *(torch.uint16, torch.uint32, torch.uint64, torch.complex32),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+]
+
+
+def of_rare_dtypes(model, x):
+    """Outputs of all dtypes that torch does not pickle, each from the same bytes; some are views."""
+    data = x.view(torch.uint8)
+    outputs = {str(dtype): data.view(dtype) for dtype in RARE}
+    whole, scalar = outputs["torch.complex32"], data.view(torch.uint16)[0, 0]
+    return {
+        **outputs,
+        "conj": whole.conj(),
+        "column": whole[:, 1:],
+        "row": scalar.expand(len(x), 2),
+        "none": whole[:, :0],
+    }
+
+
+def exact(outputs):
+    return {
+        name: (out.dtype, out.shape, out.resolve_conj().contiguous().view(torch.uint8).tolist())
+        for name, out in outputs.items()
+    }
+
+
+def rare_on_ranks():
+    x = torch.arange(40.0, dtype=torch.float64).view(10, 4)
+    model = nn.Linear(4, 1)
+    state, step = ll.init_state(model), ll.make_predict_step(model, of_rare_dtypes)
+    expected = [exact(of_rare_dtypes(model, part)) for part in x.split(4)]
+    with ll.distributed.setup():
+        for batches in ll.make_loader(x, batch_size=4, order=ll.data.in_order()), list(x.split(4)):
+            assert [exact(out) for out in ll.predict(step, state, batches)] == expected
+        columns = of_rare_dtypes(model, x)["torch.uint16"].T[:2]
+        own = ll.metrics.Corpus.of(sum, columns[ll.distributed.rank()])
+        assert ll.compute(ll.distributed.reduce({"sum": own})) == {"sum": sum(columns.flatten().tolist())}
+
+
+def test_outputs_of_all_dtypes_are_sent_between_ranks():
+    launch(2, rare_on_ranks)

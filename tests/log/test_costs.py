@@ -104,11 +104,11 @@ def test_time_is_found_where_it_was_spent(slow, clock):
         pause("gradients")
         return loss_fn(model, x)
 
-    def update(*args, **extra):
+    def update_(*args, **extra):
         pause("update")
-        return inner.update(*args, **extra)
+        return inner.update_(*args, **extra)
 
-    optimizer = cost.optimizer(ll.types.Optimizer(inner.init, update))
+    optimizer = cost.optimizer(ll.types.Optimizer(inner.init, update_))
     train_step = ll.make_train_step(cost.grad_fn(ll.make_grad_fn(model, slow_loss)), optimizer)
     state = ll.init_state(model, optimizer)
     for x in cost.data(slowly(batches(5), 0.03, clock) if slow == "data" else batches(5)):

@@ -96,6 +96,16 @@ def test_rows_of_the_same_names_are_appended_and_a_new_name_keeps_the_file_mode_
     assert read_columns(path)["b"] == [None, None, 3]
 
 
+def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path, path):
+    log = csv_file(path)
+    log(at(1), {"a": 1})
+    (tmp_path / "outside").write_text("mine")
+    (tmp_path / f".{path.name}.writing").symlink_to(tmp_path / "outside")
+    log(at(2), {"b": 2})
+    assert (tmp_path / "outside").read_text() == "mine"
+    assert read_columns(path)["b"] == [None, 2]
+
+
 def test_a_table_cut_at_any_byte_loses_at_most_its_last_row(path):
     values = [{"x": math.inf, "text": 'é\n"5",'}, {"x": -0.5, "text": "\r\n"}]
     for step, row in enumerate(values):

@@ -169,3 +169,23 @@ def test_two_ranks_have_the_value_of_one_process():
     expected = ll.evaluate(ll.make_eval_step(model, metric_fn), ll.init_state(model), loader)["bleu"]
     printed = [float(line.split()[1]) for line in launch(2, on_two_ranks).splitlines() if line.startswith("bleu")]
     assert printed == pytest.approx([expected, expected], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        torch.tensor,
+        np.array,
+        lambda rows: list(torch.tensor(rows)),
+        lambda rows: [{"row": np.array(r)} for r in rows],
+    ],
+    ids=["tensor", "array", "list of tensors", "list of dicts"],
+)
+def test_a_corpus_keeps_its_rows_when_a_reader_overwrites_its_batch(column):
+    buffer = column([[1, 2], [3, 4]])
+    record = ll.metrics.Corpus.of(lambda rows: str(rows), buffer)
+    expected = record.compute()
+    rows = [buffer] if isinstance(buffer, (torch.Tensor, np.ndarray)) else buffer
+    for row in rows:
+        (row["row"] if isinstance(row, dict) else row)[:] = 0
+    assert record.compute() == expected

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from shared import update
 from torch import optim
 
 import looplib as ll
@@ -89,7 +90,7 @@ def run(optimizer, params, layout, late, donate):
         grads = grads_at(params, step, layout, late)
         before = None if donate else copy.deepcopy((params, opt_state, grads))
         given = params, opt_state, grads
-        params, opt_state, _ = optimizer.update(grads, opt_state, params, step, donate=donate)
+        params, opt_state = update(optimizer, grads, opt_state, params, step, donate)
         assert before is None or same(before, given), "a pure update wrote what it was given"
         assert torch.utils._pytree.tree_structure(opt_state) == structure
     return {name: tensor.detach() for name, tensor in params.items()}
@@ -216,7 +217,7 @@ def test_foreach_given_by_the_user_has_the_bits_of_torchs_class(cls, donate, dat
     def run_looplib():
         found, opt_state = {name: tensor.clone() for name, tensor in params.items()}, optimizer.init(params)
         for step in range(8):
-            found, opt_state, _ = optimizer.update(grads_of(step), opt_state, found, step, donate=donate)
+            found, opt_state = update(optimizer, grads_of(step), opt_state, found, step, donate)
         return found, opt_state
 
     try:

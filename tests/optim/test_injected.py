@@ -327,8 +327,8 @@ def test_a_rate_that_the_class_itself_changes_is_told():
 
 def test_one_made_by_hand_tells_what_it_says():
     plain = ll.optimizer(torch.optim.SGD, lr=0.1)
-    quiet = ll.types.Optimizer(plain.init, plain.update)
-    says = ll.types.Optimizer(plain.init, plain.update, hyperparameters=lambda opt_state, step: {"lr": 0.5 * step})
+    quiet = ll.types.Optimizer(plain.init, plain.update_)
+    says = ll.types.Optimizer(plain.init, plain.update_, hyperparameters=lambda opt_state, step: {"lr": 0.5 * step})
     state = ll.init_state(model(), plain).replace(step=4)
     assert [ll.optim.hyperparameters(one, state) for one in (quiet, says)] == [{}, {"lr": 2.0}]
 

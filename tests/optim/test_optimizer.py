@@ -1,7 +1,9 @@
 """Optimizers against torch's own loops: groups, schedules, third parties, refusals."""
 
 import copy
+import importlib
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -367,6 +369,94 @@ def test_a_third_partys_class_reads_keys_of_its_own_from_a_group(donate, tmp_pat
         assert same(again, model)
 
 
+class Keyed(torch.optim.Optimizer):
+    """Needs a key in each group, as the Muon of pytorch_optimizer does."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            if "use_muon" not in group:
+                raise ValueError("`use_muon` must be set.")
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                moment = self.state[p].setdefault("moment", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                p.sub_(group["lr"] * (moment / moment.norm() if group["use_muon"] else moment.sign()))
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_every_group_of_a_class_may_need_a_key(donate, tmp_path):
+    model = net()
+    muon, others = ([p for p in model.parameters() if (p.ndim == 2) is use] for use in (True, False))
+    raw = Keyed([{"params": muon, "use_muon": True}, {"params": others, "use_muon": False}], lr=1e-2)
+    for batch in batches(5):
+        raw.zero_grad()
+        loss_fn(model, batch).backward()
+        raw.step()
+    groups = [(is_matrix, {"use_muon": True}), (is_vector, {"use_muon": False})]
+    state = train(ll.optimizer(Keyed, lr=1e-2, groups=groups), 5, donate)
+    assert same(state, model)
+    assert state.opt_state.keys() == {"state", "started"}
+    by_schedule = [(predicate, {**values, "lr": lambda step: 1e-2}) for predicate, values in groups]
+    assert same(train(ll.optimizer(Keyed, lr=1.0, groups=by_schedule), 5, donate), model)
+
+    with pytest.raises(ValueError, match=r"`use_muon` must be set") as raised:
+        ll.init_state(net(), ll.optimizer(Keyed, lr=1e-2, groups=groups[:1]))
+    assert "0.bias" in raised.value.__notes__[0]
+    assert "use_muon" in raised.value.__notes__[0]
+
+
+class PolyakStep(torch.optim.Optimizer):
+    """Needs a closure, although `step` has a default for it, as AliG of pytorch_optimizer does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        if closure is None:
+            raise RuntimeError("a closure is needed")
+        loss = closure()
+        every = [p for group in self.param_groups for p in group["params"]]
+        size = min(self.param_groups[0]["lr"], loss.item() / sum(p.grad.square().sum().item() for p in every))
+        with torch.no_grad():
+            for p in every:
+                p.sub_(p.grad, alpha=size)
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_a_class_may_need_a_closure_that_its_signature_leaves_out(donate):
+    model = net()
+    raw = PolyakStep(model.parameters(), lr=0.1)
+
+    def closure(batch):
+        raw.zero_grad()
+        loss = loss_fn(model, batch)
+        loss.backward()
+        return loss
+
+    for batch in batches(5):
+        raw.step(partial(closure, batch))
+    assert same(train(ll.optimizer(PolyakStep, lr=0.1), 5, donate), model)
+
+
+def test_a_wrapper_around_an_optimizer_is_refused_as_one():
+    class Masked:
+        """As Magma of pytorch_optimizer is."""
+
+        def __init__(self, optimizer, mask_prob=0.5, **kwargs):
+            self.optimizer = optimizer
+
+        def step(self, closure=None):
+            self.optimizer.step(closure)
+
+    with pytest.raises(
+        TypeError, match=r"Masked takes optimizer where optimizers take params.*give the class that it wraps"
+    ):
+        ll.optimizer(Masked, lr=0.1)
+
+
 class Half:
     def __init__(self, grad):
         self.seen, self.factor = [torch.zeros_like(grad)], 0.5
@@ -397,6 +487,47 @@ class ByKind(torch.optim.Optimizer):
                     p.sub_(state["kind"].seen[0] * state["kind"].factor * group["lr"])
                 state["plain"]["sum"].add_(p.grad)
                 p.sub_(state["plain"]["sum"] * group["lr"])
+
+
+class Factored(torch.optim.Optimizer):
+    """A third party's class whose state depends on a parameter's number of dimensions."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["row" if p.ndim > 1 else "whole"] = torch.zeros_like(p.sum(-1) if p.ndim > 1 else p)
+                moment = (
+                    state["row"].add_(p.grad.sum(-1)).unsqueeze(-1) if p.ndim > 1 else state["whole"].add_(p.grad)
+                )
+                p.sub_(moment * group["lr"])
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@pytest.mark.parametrize("cls", [torch.optim.Adafactor, Factored, torch.optim.AdamW])
+def test_one_optimizer_trains_models_with_the_same_names_and_other_shapes(cls, donate):
+    class Sum(nn.Module):
+        def __init__(self, shape):
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(0, 1, math.prod(shape)).reshape(shape))
+
+        def forward(self, x):
+            return (self.weight * x.mean()).cos().sum()
+
+    pure = ll.optimizer(cls, lr=1e-2)
+    for shape in [(4, 3), (3,), (2, 2, 3), (), (4, 3)]:
+        model = Sum(shape)
+        raw = cls(model.parameters(), lr=1e-2, **({"fused": True} if cls is torch.optim.AdamW else {}))
+        for batch in batches(3):
+            raw.zero_grad()
+            loss_fn(model, batch).backward()
+            raw.step()
+        assert same(train(pure, 3, donate, Sum(shape)), model)
 
 
 @pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
@@ -521,6 +652,15 @@ def test_sparse_gradients():
         step, state = ll.make_train_step(ll.make_grad_fn(model, embedding_loss), pure), ll.init_state(model, pure)
         with pytest.raises(ValueError, match=message):
             step(state, tokens)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, when it is imported
+@pytest.mark.parametrize("name", ["ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"])
+def test_optimizers_that_talk_to_other_ranks_are_refused_by_name(name):
+    cls = getattr(importlib.import_module("torch.distributed.optim"), name)
+    for refused in cls, type("Mine", (cls,), {}):
+        with pytest.raises(TypeError, match=rf"{refused.__name__} .*the class that makes the update.*fully_shard"):
+            ll.optimizer(refused, optimizer_class=torch.optim.Adam, lr=0.1)
 
 
 def test_refusals_say_what_to_do():

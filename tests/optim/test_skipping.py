@@ -336,3 +336,24 @@ def test_ranks_skip_together_what_one_of_them_has_to(tmp_path):
         assert (at, where in message) == (6, True), message
         assert ends["spikes_give_up"]["error"][0] == 6
         assert "'loss' was a spike 2 times in a row (max_consecutive=1)" in ends["spikes_give_up"]["error"][1]
+
+
+@pytest.mark.parametrize("kind", ["pure", "donated", "compiled"])
+def test_parameters_without_elements_are_finite(kind):
+    class Empty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, 0))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    model, optimizer = Empty(), ll.optim.apply_if_finite(adamw(), max_consecutive=0)
+    step = ll.make_train_step(
+        ll.make_grad_fn(model, lambda model, x: model(x).sum()), optimizer, donate=kind == "donated"
+    )
+    if kind == "compiled":
+        step = ll.compile_step(step, backend="eager")
+    state, _ = step(ll.init_state(model, optimizer), torch.ones(2, 3))
+    assert state.step == 1
+    assert not state.skipped

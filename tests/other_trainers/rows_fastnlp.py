@@ -558,18 +558,21 @@ def _(loader):
 @here(
     "TorchWarmupCallback.warmup",
     "TorchWarmupCallback.schedule",
-    text="'linear' and 'constant'. fastNLP counts the update that is about to be made, so its first one has a "
-    "learning rate and its last has none: for the same values, `lambda step: lr(step + 1)`.",
+    text="'linear' and 'constant', with warmup and total in updates. fastNLP counts the batches until the next update is "
+    "made, so its first one has a learning rate and its last has none: for the same values with "
+    "`accumulation_steps=a`, `lambda step: lr(step + 2 - 1 / a)`.",
 )
 def _():
     linear = ll.schedules.warmup_linear(1e-2, warmup=2, total=20)
     constant = ll.schedules.warmup(ll.schedules.constant(1e-2), steps=2)
     # shows
-    for done in range(20):  # the formulas of torch_lr_sched_callback.py
-        progress, part = (done + 1) / 20, 2 / 20
-        rising = progress / part
-        assert linear(done + 1) == pytest.approx(1e-2 * (rising if progress < part else (progress - 1) / (part - 1)))
-        assert constant(done + 1) == pytest.approx(1e-2 * (rising if progress < part else 1))
+    for a in (1, 2, 4):  # the formulas of torch_lr_sched_callback.py
+        for done in range(20):
+            progress, part, step = (done * a + 2 * a - 1) / (20 * a), 2 / 20, done + 2 - 1 / a
+            rising = progress / part
+            falling = max(0.0, (progress - 1) / (part - 1))
+            assert linear(step) == pytest.approx(1e-2 * (rising if progress < part else falling))
+            assert constant(step) == pytest.approx(1e-2 * (rising if progress < part else 1))
 
 
 nothing(
@@ -1405,8 +1408,9 @@ def _(optimizer, model, state, batch):
         return F.cross_entropy(logits, batch[1]), {"largest": logits.detach().max()}
 
     # shows
+    largest = model(batch[0]).max().item()
     _, metrics = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)(state, batch)
-    assert ll.compute(metrics)["largest"] == pytest.approx(model(batch[0]).max().item())
+    assert ll.compute(metrics)["largest"] == pytest.approx(largest)
 
 
 @here(

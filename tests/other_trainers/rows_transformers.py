@@ -3,6 +3,7 @@
 # Snippets are printed as a user writes them: with metrics that are not used, and a loop that continues with `state`.
 # ruff: noqa: RUF059, B020
 
+import copy
 import inspect
 import math
 import sys
@@ -55,9 +56,9 @@ TABLE = Table(
     - **Scale**: tests run up to 4 processes, on one host.
     - **`nn.DataParallel`** on several GPUs. Use `DistributedDataParallel`.
     - **Context parallelism** (`torch.distributed.tensor.experimental.context_parallel`).
-    - **FP8** training (torchao, TransformerEngine).
+    - **FP8** training (torchao, TransformerEngine). An optimizer with FP8 moments, torchao's `AdamWFp8`, is run by the tests.
     - **`device_map`**: models that accelerate spreads over several devices.
-    - **Packages** that need a GPU: bitsandbytes, galore_torch, apollo_torch. Tests run optimizers that are written like theirs.
+    - **Packages** that need a GPU: galore_torch, apollo_torch. Tests run optimizers that are written like theirs.
 
     [What looplib refuses](REFUSED.md) is a page of its own, with the error messages.
 
@@ -201,6 +202,7 @@ def raw_updates(model, loss_fn, batch, optimizer, updates=3):
 
 
 def looplib_updates(model, loss_fn, batch, optimizer, updates=3):
+    model = copy.deepcopy(model)  # the raw loop trains the module itself
     state = ll.init_state(model, optimizer)
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
     for _ in range(updates):
@@ -286,6 +288,17 @@ def trained_by_the_trainer(**options):
     trainer = transformers.Trainer(Regression(), arguments(**quiet, **options), train_dataset=rows)
     trainer.train()
     return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def evaluations_of_the_trainer(**options):
+    """Steps at which transformers' Trainer evaluates, in a run with five batches per epoch."""
+    rows = [{"x": torch.randn(2), "labels": torch.randn(1)} for _ in range(40)]
+    quiet = {"save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False}
+    trainer = transformers.Trainer(
+        Regression(), arguments(**quiet, eval_strategy="steps", **options), train_dataset=rows, eval_dataset=rows
+    )
+    trainer.train()
+    return [row["step"] for row in trainer.state.log_history if "eval_loss" in row]
 
 
 @here(
@@ -679,14 +692,21 @@ def _(model, loss_fn, batch):
     "OptimizerNames.ademamix_8bit",
     "OptimizerNames.lion_8bit",
     "OptimizerNames.rmsprop_bnb_8bit",
-    text="State may have any dtype, so quantized classes are given as they are. The tests run a `Lion8bit` written "
-    "for them, with int8 moments, and not the classes of bitsandbytes or torchao.",
+    text="Quantized classes are given as they are: the tests train with torchao's `AdamW8bit`, `AdamW4bit` and `AdamWFp8`, "
+    "save and resume. bitsandbytes' 8-bit classes were run once, on a CPU (version 0.50.2): equal bits, and after a resume too.",
 )
 def _(model, loss_fn, batch):
-    optimizer = ll.optimizer(Lion8bit, lr=1e-4)
+    import torchao.optim
+
+    optimizer = ll.optimizer(torchao.optim.AdamW8bit, lr=1e-4)
     # shows
-    ours = looplib_updates(model, loss_fn, batch, optimizer)
-    assert equal(ours, raw_updates(model, loss_fn, batch, Lion8bit(model.parameters(), lr=1e-4)))
+    with torch.compiler.set_stance("force_eager"):
+        ours = looplib_updates(model, loss_fn, batch, optimizer)
+        theirs = torchao.optim.AdamW8bit(model.parameters(), lr=1e-4)
+        assert equal(ours, raw_updates(model, loss_fn, batch, theirs))
+        optimizer = ll.optimizer(Lion8bit, lr=1e-4)
+        ours = looplib_updates(model, loss_fn, batch, optimizer)
+        assert equal(ours, raw_updates(model, loss_fn, batch, Lion8bit(model.parameters(), lr=1e-4)))
 
 
 @here(
@@ -703,14 +723,15 @@ def _(model, loss_fn, batch, metric_fn, test_batches):
     state = ll.init_state(model, optimizer)
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
     # shows
+    raw = copy.deepcopy(model)
     for _ in range(3):
         state, _ = train_step(state, batch)
-    theirs = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01, warmup_steps=2)
+    theirs = schedulefree.AdamWScheduleFree(raw.parameters(), lr=0.01, warmup_steps=2)
     theirs.train()
-    trained = raw_updates(model, loss_fn, batch, theirs)
+    trained = raw_updates(raw, loss_fn, batch, theirs)
     assert close(state.params, trained)
     theirs.eval()
-    assert close(ll.eval_state(optimizer, state).params, {n: p.detach() for n, p in model.named_parameters()})
+    assert close(ll.eval_state(optimizer, state).params, {n: p.detach() for n, p in raw.named_parameters()})
     for cls in (schedulefree.SGDScheduleFree, schedulefree.RAdamScheduleFree):
         assert looplib_updates(model, loss_fn, batch, ll.optimizer(cls, lr=0.01))
 
@@ -756,7 +777,8 @@ nothing(
     "OptimizerNames.paged_ademamix_8bit",
     "OptimizerNames.paged_lion_32bit",
     "OptimizerNames.paged_lion_8bit",
-    text="Paged state lies in memory that bitsandbytes allocates by itself, and a state here is made of tensors "
+    text="Paged state lies in memory that bitsandbytes allocates by itself on a GPU (on a CPU nothing is paged, and a "
+    "paged class trains like the others), and a state here is made of tensors "
     "that can be copied, saved and forked; `fully_shard` with a `CPUOffloadPolicy` keeps state on the host.",
 )
 nothing(
@@ -1144,17 +1166,19 @@ TABLE.section("Evaluation")
 @here(
     "TrainingArguments.eval_strategy",
     "TrainingArguments.eval_steps",
-    text="A predicate, asked after the step. The Trainer takes a number below 1, here and for `logging_steps` and "
+    text="A predicate, asked after the step; the Trainer also evaluates after the last one. "
+    "It takes a number below 1, here and for `logging_steps` and "
     "`save_steps`, as a share of all steps, rounded up: `ll.every_n_steps(math.ceil(0.1 * steps))`.",
 )
 def _(train_step, state, loader, eval_step, test_batches, log, rows):
-    eval_now = ll.every_n_steps(2)  # or ll.at_epoch_end()
+    done = ll.after_epochs(1)
+    eval_now = ll.every_n_steps(2) | done  # or ll.at_epoch_end()
     for batch in loader(state):
         state, metrics = train_step(state, batch)
         if eval_now(state):
             log(state, ll.evaluate(eval_step, state, test_batches, prefix="eval/"))
     # shows
-    assert [row["step"] for row in rows] == [2, 4]
+    assert [row["step"] for row in rows] == [2, 4, 5] == evaluations_of_the_trainer(max_steps=5, eval_steps=2)
     assert set(rows[0]) >= {"eval/loss", "eval/accuracy"}
     history = trained_by_the_trainer(max_steps=13, logging_steps=0.1)
     assert [row["step"] for row in history][:3] == [math.ceil(0.1 * 13) * k for k in (1, 2, 3)]
@@ -1296,15 +1320,17 @@ TABLE.section("Checkpoints")
 @here(
     "TrainingArguments.save_strategy",
     "TrainingArguments.save_steps",
-    text='A predicate says when; for `"best"` it is `ll.predicates.at_best()`, asked after `ll.update_best(state, scores)`.',
+    text='A predicate says when; the Trainer also saves after the last step. For `"best"` it is '
+    "`ll.predicates.at_best()`, asked after `ll.update_best(state, scores)`.",
 )
 def _(ckpt, state, train):
-    save_now = ll.every_n_steps(2)  # or ll.predicates.at_best()
+    done = ll.after_steps(5)
+    save_now = ll.every_n_steps(2) | done  # or ll.predicates.at_best()
     for state in train(state, 5):
         if save_now(state):
             ckpt.save(state)
     # shows
-    assert [checkpoint.step for checkpoint in ckpt.steps()] == [2, 4]
+    assert [checkpoint.step for checkpoint in ckpt.steps()] == [2, 4, 5]
     state = state.replace(extra={"best": ll.predicates.BestSoFar("eval/loss")})
     at_best, saved = ll.predicates.at_best(), []
     for loss in (0.5, 0.6, 0.4):

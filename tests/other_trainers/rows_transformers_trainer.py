@@ -3,6 +3,7 @@
 # Snippets are printed as a user writes them: with metrics that are not used, and a loop that continues with `state`.
 # ruff: noqa: RUF059, B020
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -137,18 +138,19 @@ def _(model, loss_fn, batch):
     lr = ll.schedules.warmup_linear(0.01, warmup=2, total=10)
     optimizer = ll.optimizer(torch.optim.SGD, lr=lr, momentum=0.9)
     # shows
+    raw = copy.deepcopy(model)
     state = ll.init_state(model, optimizer)
     train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
     for _ in range(6):
         state, _ = train_step(state, batch)
-    theirs = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    theirs = torch.optim.SGD(raw.parameters(), lr=0.01, momentum=0.9, fused=True)
     scheduler = transformers.get_scheduler("linear", theirs, 2, 10)
     for _ in range(6):
         theirs.zero_grad()
-        loss_fn(model, batch).backward()
+        loss_fn(raw, batch).backward()
         theirs.step()
         scheduler.step()
-    assert close(state.params, {name: tensor.detach() for name, tensor in model.named_parameters()})
+    assert close(state.params, {name: tensor.detach() for name, tensor in raw.named_parameters()})
 
 
 @here(
@@ -1080,14 +1082,28 @@ def _(loader, state, train_step, terminal):
 
 @here(
     "Callbacks.DefaultFlowCallback",
-    text="Predicates, asked after the step; `done` among them logs and saves at the end, whichever step that is.",
+    text="Predicates, asked after the step; `done` among them evaluates and saves at the end, whichever step that is.",
 )
 def _(state):
     done = ll.after_steps(25)
-    log_now, save_now = ll.every_n_steps(10) | done, ll.every_n_steps(20) | done
+    log_now = ll.every_n_steps(5)
+    eval_now, save_now = ll.every_n_steps(10) | done, ll.every_n_steps(20) | done
     # shows
-    assert [step for step in range(26) if log_now(state.replace(step=step))] == [10, 20, 25]
-    assert [step for step in range(26) if save_now(state.replace(step=step))] == [20, 25]
+    settings = transformers.TrainingArguments(
+        "unused", eval_strategy="steps", save_strategy="steps", logging_steps=5, eval_steps=10, save_steps=20
+    )
+    theirs = transformers.TrainerState(max_steps=25, logging_steps=5, eval_steps=10, save_steps=20)
+    for step in range(1, 26):
+        theirs.global_step, at = step, state.replace(step=step)
+        asked = transformers.trainer_callback.DefaultFlowCallback().on_step_end(
+            settings, theirs, transformers.TrainerControl()
+        )
+        assert (asked.should_log, asked.should_evaluate, asked.should_save, asked.should_training_stop) == (
+            log_now(at),
+            eval_now(at),
+            save_now(at),
+            done(at),
+        )
 
 
 @here(

@@ -51,14 +51,16 @@ def test_both_scripts_train_alike(default_dtype, tmp_path, monkeypatch, capsys):
     theirs, ours = (runpy.run_path(HERE / f"script_{name}.py") for name in ("transformers", "looplib"))
     history, rows = theirs["trainer"].state.log_history, ll.log.read_jsonl("runs/loop/log.jsonl")
 
+    # In float32 a loss is averaged in another order, and the machine's kernels decide how far Adam carries the last bits.
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-6}[default_dtype]  # the Trainer's log has six digits
     losses = [[row["step"], row["loss"]] for row in history if "loss" in row]
     found = [[row["step"], row["train/loss"]] for row in rows if "train/loss" in row]
-    assert found == [pytest.approx(row, abs=1e-6) for row in losses]
+    assert found == [pytest.approx(row, abs=tolerance) for row in losses]
     assert losses[-1][1] < losses[0][1] / 2
 
     scores = [[row["step"], row["eval_loss"], row["eval_accuracy"]] for row in history if "eval_loss" in row]
     found = [[row["step"], row["eval/loss"], row["eval/accuracy"]] for row in rows if "eval/loss" in row]
-    assert found == [pytest.approx(row, abs=1e-6) for row in scores[:-1]]  # the last is evaluate() at the end
+    assert found == [pytest.approx(row, abs=tolerance) for row in scores[:-1]]  # the last is evaluate() at the end
 
     best = theirs["trainer"].state.best_global_step
     assert ours["best_state"].step == best < ours["state"].step == scores[-1][0] < 144  # of 12 epochs of 12 steps
@@ -73,7 +75,7 @@ def test_both_scripts_train_alike(default_dtype, tmp_path, monkeypatch, capsys):
 
     (path,) = (tmp_path / "runs/loop").glob("events.out.tfevents.*")
     events = EventAccumulator(str(path)).Reload().Scalars("train/loss")
-    assert [[event.step, pytest.approx(event.value)] for event in events] == losses
+    assert [[event.step, pytest.approx(event.value, abs=tolerance)] for event in events] == losses
 
 
 # Forgetting one of these lines changes nothing that the others compute.

@@ -471,7 +471,7 @@ RUN = """
 
         ckpt = ll.checkpoint_io(folder)
         extra = {"best": BestSoFar("loss")}
-        state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader), extra=extra))
+        state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader), extra=extra), quiet=True)
         print("from", state.step)
         try:
             while not done(state):

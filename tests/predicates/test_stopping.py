@@ -1,5 +1,6 @@
 """Best-so-far and early stopping against transformers' callback, torch's own bookkeeping and plain definitions."""
 
+import contextlib
 import dataclasses
 import math
 import pickle
@@ -30,7 +31,8 @@ def begin(record, step=0):
 def run(state, values, patience=None):
     """The state after these evaluations, ten steps apart, or after the one at which it stops."""
     for value in values:
-        state = update_best(state.replace(step=state.step + 10), {"eval_loss": value})
+        scores = {"eval_loss": value, "score": value}  # a score has the direction that it is given
+        state = update_best(state.replace(step=state.step + 10), scores)
         if patience is not None and early_stopping(patience)(state):
             break
     return state
@@ -45,7 +47,7 @@ def test_it_stops_where_transformers_does_with_the_same_best(values, mode, patie
     args = SimpleNamespace(metric_for_best_model="eval_loss", greater_is_better=mode == "max", save_strategy="steps")
     theirs, control, callback = TrainerState(), TrainerControl(), EarlyStoppingCallback(patience)
     stopped = []
-    state, stop = begin(BestSoFar("eval_loss", mode=mode)), early_stopping(patience)
+    state, stop = begin(BestSoFar("score", mode=mode)), early_stopping(patience)
     for value in values:
         theirs.global_step += 10
         callback.on_evaluate(args, theirs, control, metrics={"eval_loss": value})
@@ -65,11 +67,11 @@ def test_it_stops_where_transformers_does_with_the_same_best(values, mode, patie
 def test_the_best_is_saved_where_transformers_does(values, mode, delta, moving):
     args = SimpleNamespace(metric_for_best_model="eval_loss", greater_is_better=mode == "max", save_strategy="best")
     theirs = TrainerState()
-    state, save_now = begin(BestSoFar("eval_loss", mode=mode, min_delta=delta if moving else 0.0)), at_best()
+    state, save_now = begin(BestSoFar("score", mode=mode, min_delta=delta if moving else 0.0)), at_best()
     assert not save_now(state)
     for value in values:
         theirs.global_step += 10 if moving else 0  # or several evaluations at one step
-        state = update_best(state.replace(step=theirs.global_step), {"eval_loss": value})
+        state = update_best(state.replace(step=theirs.global_step), {"score": value})
         best = Trainer._determine_best_metric(SimpleNamespace(args=args, state=theirs), {"eval_loss": value}, None)
         assert save_now(state) is best
         assert not save_now(state.replace(step=state.step + 1))
@@ -81,7 +83,7 @@ def test_at_best_survives_a_restore_and_a_second_evaluation_there_is_not_better(
     assert at_best()(state)
     assert at_best()(stored(state))
     assert not at_best()(update_best(stored(state), {"eval_loss": 0.3}))
-    two = state.replace(extra={**state.extra, "accuracy": BestSoFar("accuracy", mode="max", best=1.0, best_step=3)})
+    two = state.replace(extra={**state.extra, "accuracy": BestSoFar("accuracy", best=1.0, best_step=3)})
     assert not at_best(key="accuracy")(two)
     assert at_best(key="accuracy")(update_best(two, {"accuracy": 1.5}, "accuracy"))
 
@@ -93,7 +95,7 @@ def test_it_waits_as_torchs_plateau_does(values, mode, delta):
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
         sgd, mode=mode, threshold=delta, threshold_mode="abs", patience=len(values)
     )
-    record = BestSoFar("eval_loss", mode=mode, min_delta=delta)
+    record = BestSoFar("score", mode=mode, min_delta=delta)
     for step, value in enumerate(values):
         plateau.step(value)
         record = record.update(value, step)
@@ -116,7 +118,7 @@ def test_it_improves_by_more_than_transformers_threshold(values, delta, patience
 @given(some_values, modes, some_deltas, st.integers(1, 5))
 def test_compared_with_the_best_it_waits_as_transformers_callback_does(values, mode, delta, patience):
     args, callback = SimpleNamespace(greater_is_better=mode == "max"), EarlyStoppingCallback(patience, delta)
-    record, best = BestSoFar("eval_loss", mode=mode, min_delta=MinDelta(delta, cumulative=False)), None
+    record, best = BestSoFar("score", mode=mode, min_delta=MinDelta(delta, cumulative=False)), None
     for step, value in enumerate(values):
         callback.check_metric_value(args, SimpleNamespace(best_metric=best), None, value)
         best = (
@@ -134,7 +136,7 @@ def test_a_relative_improvement_is_that_of_torchs_plateau(values, mode, delta):
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
         sgd, mode=mode, threshold=delta / 2, threshold_mode="rel", patience=len(values)
     )
-    record = BestSoFar("eval_loss", mode=mode, min_delta=MinDelta(delta / 2, relative=True))
+    record = BestSoFar("score", mode=mode, min_delta=MinDelta(delta / 2, relative=True))
     for step, value in enumerate(value + 100 for value in values):  # above 0, where torch's rule has a meaning
         plateau.step(value)
         record = record.update(value, step)
@@ -145,7 +147,7 @@ def test_a_relative_improvement_is_that_of_torchs_plateau(values, mode, delta):
 @given(some_values.filter(len) | st.lists(st.floats(allow_nan=False), min_size=1), modes, some_deltas)
 def test_the_best_is_the_first_of_the_best_whatever_the_delta(values, mode, delta):
     best = {"min": min, "max": max}[mode](values)
-    record = run(begin(BestSoFar("eval_loss", mode=mode, min_delta=delta)), values).extra["best"]
+    record = run(begin(BestSoFar("score", mode=mode, min_delta=delta)), values).extra["best"]
     assert record.best == best
     assert record.best_step == 10 * (values.index(best) + 1)
 
@@ -153,8 +155,8 @@ def test_the_best_is_the_first_of_the_best_whatever_the_delta(values, mode, delt
 @quick
 @given(some_values, some_deltas)
 def test_max_is_min_of_the_negative(values, delta):
-    low = run(begin(BestSoFar("eval_loss", min_delta=delta)), values).extra["best"]
-    high = run(begin(BestSoFar("eval_loss", mode="max", min_delta=delta)), [-value for value in values]).extra["best"]
+    low = run(begin(BestSoFar("score", mode="min", min_delta=delta)), values).extra["best"]
+    high = run(begin(BestSoFar("score", mode="max", min_delta=delta)), [-value for value in values]).extra["best"]
     assert (low.best_step, low.waited) == (high.best_step, high.waited)
     assert not values or (low.best, low.reference) == (-high.best, -high.reference)
 
@@ -189,7 +191,7 @@ def through_leaves(state):
 @quick
 @given(some_values, st.sets(st.integers(0, 40)), modes, some_deltas, st.integers(1, 5))
 def test_a_resumed_run_continues_as_the_uninterrupted(values, cuts, mode, delta, patience):
-    start = begin(BestSoFar("eval_loss", mode=mode, min_delta=delta))
+    start = begin(BestSoFar("score", mode=mode, min_delta=delta))
     expected = run(start, values, patience)
     for resume in (stored, through_leaves, ll.copy_state):
         state = start
@@ -219,7 +221,7 @@ def test_a_checkpoint_holds_what_was_counted_and_the_settings_are_the_new_ones(t
     assert restored.extra["best"] == expected
     assert (expected.best, expected.best_step, expected.waited) == (0.1, 20, 1)
     assert ckpt.restore(fresh(BestSoFar("eval_loss"))).extra == state.extra
-    for other in (BestSoFar("eval_accuracy"), BestSoFar("eval_loss", mode="max")):
+    for other in (BestSoFar("eval_accuracy"), BestSoFar("score", mode="max")):
         with pytest.raises(ValueError, match=f"{other.mode} {other.monitor}"):
             ckpt.restore(fresh(other))
 
@@ -261,7 +263,7 @@ def test_records_do_not_change_and_states_keep_their_own():
 
 
 def test_several_records_stand_side_by_side():
-    extra = {"loss": BestSoFar("eval/loss"), "accuracy": BestSoFar("eval/accuracy", mode="max"), "mine": 7}
+    extra = {"loss": BestSoFar("eval/loss"), "accuracy": BestSoFar("eval/accuracy"), "mine": 7}
     state = ll.TrainState(extra=extra)
     for step, scores in enumerate([(0.5, 0.8), (0.4, 0.7), (0.6, 0.9)]):
         scores = dict(zip(("eval/loss", "eval/accuracy"), scores, strict=True))
@@ -300,7 +302,8 @@ def test_records_read_as_the_code_that_made_them(text):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: BestSoFar("loss", mode="low"), r"""BestSoFar\('loss'\): mode is 'low'; give "min" or "max"$"""),
+        (lambda: BestSoFar("loss", mode="low"), r"""mode is 'low'; give "min".* or "max"$"""),
+        (lambda: BestSoFar("fitness"), "mode is None; 'fitness' may be .*give mode="),
         (lambda: BestSoFar("loss", min_delta=-0.1), r"min_delta is -0.1; give a finite number of at least 0"),
         (lambda: BestSoFar("loss", min_delta=MinDelta(-1.0)), r"min_delta is MinDelta\(value=-1.0.*; give a finite"),
         (lambda: BestSoFar("loss", min_delta=math.inf), r"min_delta is inf; give a finite number"),
@@ -314,17 +317,13 @@ def test_records_read_as_the_code_that_made_them(text):
         ),
         (lambda: update_best(begin(BestSoFar("eval/loss")), {}), r"is not among the scores, which have nothing$"),
         (
-            lambda: update_best(begin(BestSoFar("loss", best=0.5), step=7), {"loss": math.nan}),
-            r"'loss' is NaN at step 7, neither better nor worse than 0.5: go back to an earlier state",
-        ),
-        (
             lambda: early_stopping(1)(ll.TrainState()),
             r"no BestSoFar in state.extra\['best'\]: state.extra is None; begin",
         ),
         (lambda: early_stopping(1)(ll.TrainState(extra=[1])), r"state.extra is a list; begin with"),
         (lambda: at_best()(ll.TrainState(extra={})), r"state.extra has nothing; begin with"),
         (
-            lambda: early_stopping(1, key="x")(begin(BestSoFar("a"))),
+            lambda: early_stopping(1, key="x")(begin(BestSoFar("loss"))),
             r"in state.extra\['x'\]: state.extra has 'best'; begin",
         ),
         (lambda: early_stopping(1)(ll.TrainState(extra={})), r"state.extra has nothing; begin with"),
@@ -339,10 +338,68 @@ def test_errors_name_what_was_found(make, message):
         make()
 
 
+@pytest.mark.parametrize(
+    ("names", "mode"),
+    [
+        ("loss eval/loss train_loss loss/val error_rate dev/ppl perplexity mean_absolute_error", "min"),
+        ("accuracy eval/top5_accuracy acc@1 macro_f1_score eval/all/user_auc bleu4 rougeL mAP@50 r2", "max"),
+        ("score eval/sum x -loss neg_loss 1-accuracy one_minus_acc accuracy_drop best_loss_step", None),
+    ],
+)
+def test_a_name_that_everyone_knows_chooses_its_direction_and_others_are_asked_for_it(names, mode, tmp_path):
+    for name in names.split():
+        if mode is None:
+            for make in (BestSoFar, lambda name: ll.checkpoint_io(tmp_path, monitor=name)):
+                with pytest.raises(ValueError, match=f"{name}.* give mode="):
+                    make(name)
+            continue
+        assert BestSoFar(name).mode == mode
+        ckpt = ll.checkpoint_io(tmp_path / name.replace("/", "."), monitor=name)
+        for step, value in enumerate([0.5, 0.1, 0.9]):
+            ckpt.save(ll.TrainState(step=step), {name: value})
+        assert ckpt.best().metrics[name] == {"min": 0.1, "max": 0.9}[mode]
+
+
+def test_a_direction_that_the_name_contradicts_is_warned_of_once(tmp_path):
+    with pytest.warns(UserWarning, match="mode='min' takes the lowest 'accuracy' for the best") as caught:
+        record = BestSoFar("accuracy", mode="min")
+    assert record.update(0.5, 1).update(0.4, 2).best == 0.4
+    assert (len(caught), caught[0].filename) == (1, __file__)
+    with pytest.warns(UserWarning, match="mode='max' takes the highest 'eval/loss'"):
+        ll.checkpoint_io(tmp_path, monitor="eval/loss", mode="max")
+    ckpt = ll.checkpoint_io(tmp_path, monitor="score", mode="max")
+    state = run(begin(BestSoFar("score", mode="min")), [0.5])
+    with pytest.warns(UserWarning, match="mode='max' for 'score', and state.extra.* has mode='min'"):
+        ckpt.save(state, {"score": 0.5})
+
+
+def test_nan_is_an_evaluation_without_an_improvement(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path, monitor="eval/loss", keep_last=1)
+    state = ll.TrainState(extra={"best": BestSoFar("eval/loss")})
+    for step, value in enumerate([math.nan, 0.5, math.nan, math.nan]):
+        state, scores = state.replace(step=step), {"eval/loss": value}
+        with (
+            contextlib.nullcontext() if value == value else pytest.warns(UserWarning, match=f"is NaN at step {step}")
+        ):
+            state = update_best(state, scores)
+        with (
+            contextlib.nullcontext()
+            if value == value
+            else pytest.warns(UserWarning, match="NaN: the checkpoint is sav")
+        ):
+            ckpt.save(state, scores)
+        assert at_best()(state) == (step == 1)
+        assert early_stopping(2)(state) == (step == 3)
+    record = state.extra["best"]
+    assert (record.best, record.best_step, record.reference, record.waited) == (0.5, 1, 0.5, 2)
+    assert [checkpoint.step for checkpoint in ckpt.steps()] == [1, 3]  # the best and the latest
+    assert (ckpt.best().step, ckpt.latest().step) == (1, 3)
+
+
 @given(st.lists(eighths, max_size=5), modes)
 def test_infinity_is_a_value_like_others(values, mode):
     worst, best = (math.inf, -math.inf) if mode == "min" else (-math.inf, math.inf)
-    record = run(begin(BestSoFar("eval_loss", mode=mode)), [worst, worst, *values, best, best]).extra["best"]
+    record = run(begin(BestSoFar("score", mode=mode)), [worst, worst, *values, best, best]).extra["best"]
     assert (record.best, record.best_step, record.waited) == (best, 10 * (len(values) + 3), 1)
 
 

@@ -103,7 +103,7 @@ def test_a_sweep_that_was_interrupted_ends_as_one_that_was_not(tmp_path, monkeyp
             recipe.main(**settings, directory=str(tmp_path / "parts"))
     scores = recipe.main(**settings, directory=str(tmp_path / "parts"))
     assert {**scores, "seconds": 0} == {**expected, "seconds": 0}
-    assert "continuing from step 22 of 44" in capsys.readouterr().out
+    assert "Restored step 22 (" in capsys.readouterr().out
     again = recipe.main(**settings, directory=str(tmp_path / "parts"))
     assert {**again, "seconds": 0} == {**expected, "seconds": 0}
     assert "already finished at step 44; delete" in capsys.readouterr().out

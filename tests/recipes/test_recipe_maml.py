@@ -105,6 +105,7 @@ def test_tuning_is_gradient_descent_on_each_task_alone(recipe):
     tasks = recipe.draw_tasks(3, 25, seed=1)
     found = recipe.tuned_errors(model, params, 0.02, tasks, 5)
     expected = torch.zeros(11)
+    model = recipe.make_model(1, 8)  # for the raw loop, since pure steps have moved on from the one above
     for x, y in zip(*tasks, strict=True):
         model.load_state_dict(params)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import looplib as ll
 from looplib import recipes
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +77,7 @@ def test_the_sdist_holds_looplib_and_its_recipes(built):
 
 def test_the_wheel_holds_looplib_and_its_recipes(built):
     (path,) = built.glob("*.whl")
+    assert path.name.startswith(f"looplib-{ll.__version__}-")
     with zipfile.ZipFile(path) as wheel:
         found = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
     recipes = {f"looplib/_{name}": text for name, text in files_in(built / "tree", ["recipes"]).items()}

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import signal
+import time
 import warnings
 from functools import partial
 
@@ -145,7 +146,7 @@ def test_compile_as_an_argument_is_refused_with_what_to_write(compile):
         TypeError, match=r"takes no compile=.*ll.compile_step\(ll.make_train_step\(grad_fn, optimizer\)"
     ):
         ll.make_train_step(grad_fn, adamw(), compile=compile)
-    with pytest.raises(TypeError, match=r"takes donate= and same_batch=, and got donated"):
+    with pytest.raises(TypeError, match=r"make_train_step.* unexpected keyword argument 'donated'"):
         ll.make_train_step(grad_fn, adamw(), donated=True)
 
 
@@ -197,17 +198,54 @@ def test_the_garbage_of_a_loop_takes_no_guard_from_a_compiled_update():
         next(cycle[0])
         cycle.append(cycle)
 
+    def loop():
+        nonlocal state
+        state, _ = step(state, data()[1])
+        time.sleep(60)
+
     gc.disable()
     try:
         make_garbage()
         asked.append(True)
         machine.run = struck
         with pytest.raises(KeyboardInterrupt):
-            step(state, data()[1])
+            loop()
     finally:
         gc.enable()
-    assert state.step == 2  # the interrupt waited for the update, and the state became its successor
+    assert state.step == 2  # the interrupt waited for the update and the assignment
     close(state.params, expected.params)
+
+
+def test_the_garbage_of_a_loop_takes_no_guard_from_an_eager_update():
+    model, struck = plain_net(), []
+
+    def lr(step):  # asked for within the update
+        if step:
+            struck.append(signal.raise_signal(signal.SIGINT))
+        return 1e-2
+
+    def loss(model, batch):
+        gc.collect()
+        return model(batch[0]).square().mean()
+
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=lr)
+    step = ll.make_train_step(ll.make_grad_fn(model, loss), optimizer, donate=True)
+    loader = ll.make_loader(torch.utils.data.TensorDataset(*data(1)[0]), batch_size=2)
+    state, _ = step(ll.init_state(model, optimizer), data()[0])
+
+    def loop():
+        nonlocal state
+        cycle = [loader(state)]
+        next(cycle[0])
+        cycle.append(cycle)
+        del cycle
+        state, _ = step(state, data()[1])
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert (state.step, len(struck)) == (2, 1)
+    assert state.params["0.weight"].isfinite().all()
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -5,7 +5,6 @@ written down raises. What is counted instead is how often a graph is handed to t
 """
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -15,9 +14,7 @@ import math
 import os
 import re
 import signal
-import threading
 import time
-import types
 import weakref
 from typing import NamedTuple
 
@@ -207,6 +204,30 @@ def test_every_optimizer_of_torch_is_that_of_the_eager_step(name, donate):
     assert step.compiler.compilations == (2 if name == "SGD dampening" else 1)
 
 
+class Numbers(nn.Module):
+    """Parameters without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = (nn.Parameter(torch.tensor(value).double()) for value in (0.5, -1.0))
+
+    def forward(self, x):
+        return x[:, :3] * self.scale + self.shift
+
+
+@pytest.mark.parametrize("name", ["Rprop", *sorted(OPTIMIZERS.keys() - {"Rprop", "Muon"})])
+def test_parameters_without_dimensions(name):
+    model, optimizer = Numbers(), OPTIMIZERS[name]()
+    compare(model, ll.make_grad_fn(model, loss_fn), optimizer, batches(6), donate=False, rtol=ROUGH.get(name, 1e-10))
+
+
+def test_scheduled_factors_of_rprop_in_float32():
+    model = Numbers().float()
+    optimizer = ll.optimizer(optim.Rprop, lr=0.5, etas=(lambda step: 0.3, lambda step: 1.2))
+    data = batches(6, dtype=torch.float32)
+    compare(model, ll.make_grad_fn(model, loss_fn), optimizer, data, donate=False, rtol=1e-6, atol=1e-6)
+
+
 def test_every_first_order_class_of_torch_is_among_these():
     classes = {
         cls.__name__ for cls in vars(optim).values() if isinstance(cls, type) and issubclass(cls, optim.Optimizer)
@@ -311,12 +332,28 @@ class Images(nn.Module):
 
 
 @both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cls", [Sequences, Images])
-def test_recurrent_and_convolutional_models(cls, donate):
+def test_recurrent_and_convolutional_models(cls, dtype, donate):
     torch.manual_seed(0)
-    model = cls().double()
-    step, _ = compare(model, ll.make_grad_fn(model, loss_fn), adamw(), batches(10), donate)
+    model, optimizer = cls().to(dtype), ll.optimizer(optim.SGD, lr=0.1)
+    # oneDNN's operation for an LSTM rounds elsewhere than those of a graph.
+    rtol = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 0.05}[dtype]
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    step, _ = compare(model, grad_fn, optimizer, batches(10, dtype=dtype), donate, rtol=rtol, atol=rtol)
     assert step.compiler.compilations == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_in_machine_code(cls):
+    torch.manual_seed(0)
+    layer = cls(4, 5, num_layers=2, bidirectional=True)
+    grad_fn = ll.make_grad_fn(
+        layer, lambda model, batch: model(batch[0].unsqueeze(1).expand(-1, 3, -1))[0].square().mean()
+    )
+    optimizer = ll.optimizer(optim.SGD, lr=0.1)
+    compare(layer, grad_fn, optimizer, batches(2, dtype=torch.float32), False, compile=True, rtol=1e-5, atol=1e-6)
 
 
 @both
@@ -713,12 +750,12 @@ def test_numbers_that_are_asked_for(donate):
         factor = ll.transforms.on_host(lambda step, extra: extra["by"] if step % 3 else 1.0, state.step, state.extra)
         return out._replace(grads={key: grad * factor for key, grad in out.grads.items()})
 
-    def update(grads, opt_state, params, step, *, donate=False, **extra):
+    def update_(grads, opt_state, params, step):
         negative = ll.transforms.on_host(lambda step: step >= 4, step)
         grads = {key: -grad for key, grad in grads.items()} if negative else grads
-        return plain.update(grads, opt_state, params, step, donate=donate)
+        return plain.update_(grads, opt_state, params, step)
 
-    optimizer = ll.types.Optimizer(plain.init, update)
+    optimizer = ll.types.Optimizer(plain.init, update_)
     state = ll.init_state(model, optimizer, extra={"by": 0.5})
     expected, _ = train(ll.make_train_step(grad_fn, optimizer), ll.copy_state(state), batches(10))
     step = make_train_step(grad_fn, optimizer, donate=donate, compile=QUICK)
@@ -876,17 +913,16 @@ def test_tensors_of_a_state_may_change_places(donate):
         zeros = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
         return {"last": zeros, "swapped": [torch.zeros(()), torch.ones(())]}
 
-    def update(grads, opt_state, params, step, *, donate=False, **extra):
-        with torch.no_grad():
-            new = {
-                name: tensor - 0.1 * grads[name] + 0.05 * (tensor - opt_state["last"][name])
-                for name, tensor in params.items()
-            }
+    def update_(grads, opt_state, params, step):
+        new = {
+            name: tensor - 0.1 * grads[name] + 0.05 * (tensor - opt_state["last"][name])
+            for name, tensor in params.items()
+        }
         last = {name: tensor.detach() for name, tensor in params.items()}
-        return new, {"last": last, "swapped": opt_state["swapped"][::-1]}, True
+        return new, {"last": last, "swapped": opt_state["swapped"][::-1]}
 
     model = net()
-    compare(model, ll.make_grad_fn(model, loss_fn), ll.types.Optimizer(init, update), batches(3), donate)
+    compare(model, ll.make_grad_fn(model, loss_fn), ll.types.Optimizer(init, update_), batches(3), donate)
 
 
 @both
@@ -966,10 +1002,15 @@ def test_an_interrupt_waits_for_the_step(donate):
     machine = next(iter(questions[None].answers.values()))
     machine.run = Struck(machine.run)
     machine.run.strike = True
-    with pytest.raises(KeyboardInterrupt):
+
+    def loop():
+        nonlocal state
         state, _ = step(state, data[1])
-    # A donated state has become its successor; a pure one is as it was.
-    assert state.step == (2 if donate else 1)
+        time.sleep(60)  # it comes some milliseconds after the step, when the variable holds the result
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert state.step == 2
     state, _ = train(step, state, data[state.step :])
     assert same(expected, state)
 
@@ -1140,63 +1181,20 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("ends", ["well", "with an error"])
-def test_a_terminal_shows_how_long_the_step_has_been_compiling(monkeypatch, ends):
-    def slow(model, batch):
-        assert waited.wait(300)
-        if ends == "with an error":
-            raise ArithmeticError
-        return loss_fn(model, batch)
-
-    waited = threading.Event()
-    step, state, _, _ = quick_step(loss_fn=slow)
-    terminal = Terminal()
-    monkeypatch.setattr(terminal, "flush", waited.set)  # after the first line
-    monkeypatch.setattr("sys.stderr", terminal)
-    with pytest.raises(ArithmeticError) if ends == "with an error" else contextlib.nullcontext():
-        step(state, batches(1)[0])
-    lines = terminal.getvalue().replace("\r\x1b[K", "\n").strip().splitlines()
-    assert re.fullmatch(r"compiling the step: \d+ s", lines[0])
-    last = "compiled the step in" if ends == "well" else "compiling the step stopped after"
-    assert re.fullmatch(last + r" \d+ s", lines[-1])
-    shown = terminal.getvalue()
-    if ends == "well":
-        step(state, batches(1)[0])
-    assert terminal.getvalue() == shown
-    assert not [thread for thread in threading.enumerate() if thread.name == "compile clock"]
-
-
 @pytest.mark.slow
-def test_a_notebook_shows_one_line_while_the_step_compiles(monkeypatch):
-    IPython = pytest.importorskip("IPython")
-    shown, waited = [], threading.Event()
-
-    class Handle:
-        def update(self, data, raw):
-            shown.append(data["text/plain"])
-            waited.set()
-
-    def display(data, raw, display_id):
-        shown.append(data["text/plain"])
-        return Handle()
-
-    def slow(model, batch):
-        assert waited.wait(300)
-        return loss_fn(model, batch)
-
-    monkeypatch.setattr(IPython, "get_ipython", lambda: types.SimpleNamespace(kernel=True))
-    monkeypatch.setattr(IPython.display, "display", display)
-    monkeypatch.setattr("sys.stderr", io.StringIO())
-    step, state, _, _ = quick_step(loss_fn=slow)
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO], ids=["terminal", "file"])
+def test_a_terminal_shows_that_the_step_compiles_and_how_long_it_took(monkeypatch, stream):
+    shown = stream()
+    monkeypatch.setattr("sys.stderr", shown)
+    model, optimizer = net(), adamw()
+    step = make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, compile=True)
+    state = ll.init_state(model, optimizer)
     step(state, batches(1)[0])
-    assert all(re.fullmatch(r"compiling the step: \d+ s", text) for text in shown[:-1])
-    assert re.fullmatch(r"compiled the step in \d+ s", shown[-1])
-
-
-@pytest.mark.slow
-def test_a_file_shows_nothing_while_the_step_compiles(monkeypatch):
-    file = io.StringIO()
-    monkeypatch.setattr("sys.stderr", file)
-    step, state, _, _ = quick_step(loss_fn=lambda model, batch: (time.sleep(1.2), loss_fn(model, batch))[1])
     step(state, batches(1)[0])
-    assert file.getvalue() == ""
+    lines = shown.getvalue().splitlines()
+    if stream is io.StringIO:
+        assert lines == []
+    else:
+        assert lines[0] == "looplib: compiling the step ..."
+        assert re.fullmatch(r"looplib: compiled the step in \d+ s", lines[1])
+        assert len(lines) == 2

@@ -185,6 +185,18 @@ def test_members_whose_first_state_has_their_learning_rate_begin_with_their_own(
     check(optimizer, start=optimizer, tolerance=tolerance)
 
 
+def test_rprop_for_a_parameter_without_dimensions():
+    class Scaled(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(6, 3))
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    check(lambda number: ll.optimizer(optim.Rprop, lr=of(LRS)(number)), make=Scaled)
+
+
 def test_nadam():
     check(lambda number: ll.optimizer(optim.NAdam, lr=of(LRS)(number)), tolerance=1e-6)  # see ASGD
 
@@ -424,6 +436,30 @@ MODELS = {
 def test_models(name):
     make, loss_fn, data = MODELS[name]
     check(sgd, make, data(), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("LSTM", torch.float32),
+        ("LSTM", torch.bfloat16),
+        *((name, torch.float32) for name in MODELS if name != "LSTM"),
+    ],
+)
+def test_models_of_less_precision(name, dtype):
+    make, loss_fn, data = MODELS[name]
+    optimizer, tolerance = ll.optimizer(optim.SGD, lr=0.1), 1e-4 if dtype is torch.float32 else 0.05
+    data = [
+        tree_map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, one) for one in data()
+    ]
+    step = ll.make_train_step(ll.make_grad_fn(member(make, 0, dtype), loss_fn), optimizer)
+    states = [ll.init_state(member(make, number, dtype), optimizer, seed=number) for number in range(2)]
+    stack, mapped = ll.transforms.stack_states(states), ll.vmap_step(step)
+    for batch in data:
+        stack, _ = mapped(stack, batch)
+        states = [step(state, batch)[0] for state in states]
+    for one, state in zip(ll.transforms.unstack_states(stack), states, strict=True):
+        close((one.params, one.buffers), (state.params, state.buffers), tolerance)
 
 
 # Random numbers

@@ -108,7 +108,7 @@ def test_two_traces_at_once(batches, expected):
 
 def test_a_trace_within_a_trace_waits_for_nothing(batches):
     inner_step, start = made(averaged=False)
-    inner_step = ll.transforms.differentiable(inner_step)
+    inner_step, start = ll.transforms.differentiable(inner_step), ll.copy_state(start)
     model = nn.Linear(3, 1, bias=False)
 
     def meta_loss(model, x):

@@ -412,6 +412,8 @@ def test_a_forged_manifest_gives_damage_and_no_crash(tmp_path, data):
         ("/turned", {"stride": [-1, 3]}),
         ("/turned", {"stride": [1, 300]}),
         ("/turned", {"stride": [1]}),
+        ("/turned", {"stride": None}),
+        ("/turned", {"stride": {}}),
         ("/turned", {"offset": -4}),
         ("/turned", {"offset": 3}),
         ("/turned", {"offset": 4}),

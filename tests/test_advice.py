@@ -1,10 +1,13 @@
 """Names that users of other libraries look for: what to write instead, and nothing that `hasattr` would take for true."""
 
 import copy
+import inspect
 import pickle
+import re
 
 import pytest
 import torch
+from public import public_names
 from torch import nn
 
 import looplib as ll
@@ -68,3 +71,22 @@ def test_what_a_newcomer_tries_first_is_answered(tmp_path):
             train_step(torch.ones(2))
     with pytest.raises(TypeError, match=r"^log\(\) missing 1 required positional argument: 'values'"):
         log({"loss": 1.0})
+
+
+@pytest.mark.parametrize("name", torch.optim.lr_scheduler.__all__)
+def test_a_scheduler_of_torch_is_answered_with_the_schedule_that_its_object_is_answered_with(name):
+    with pytest.raises(TypeError, match="In place of") as error:
+        ll.optimizer(torch.optim.SGD, lr=getattr(torch.optim.lr_scheduler, name))
+    instead = re.search(r": (lr=.*)\. There is", str(error.value))[1]
+    for module in (ll, ll.schedules, ll.optim):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'.*{re.escape(instead)}"):
+            getattr(module, name)
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_a_signature_shows_only_arguments_that_can_be_given(name):
+    try:
+        text = str(inspect.signature(public_names()[name]))
+    except (TypeError, ValueError):  # a value, or a class without a signature
+        return
+    assert "NoReturn" not in text

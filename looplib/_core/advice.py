@@ -5,10 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import FrozenInstanceError
-from functools import cache, partial
+from functools import partial, wraps
 from importlib import import_module
+from inspect import signature
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _LOOP = "there is no Trainer: write the loop, `for batch in loader(state): state, metrics = train_step(state, batch)`"
 
@@ -44,6 +48,26 @@ OF_A_CHECKPOINT_IO = {
     "load": "ckpt.restore(state) reads the latest checkpoint",
     "resume": "ckpt.restore(state) reads the latest checkpoint",
 }
+# The schedule that corresponds to each of torch's schedulers.
+SCHEDULES = {
+    "ConstantLR": "ll.schedules.join(...)",
+    "CosineAnnealingLR": "ll.schedules.cosine(...)",
+    "CosineAnnealingWarmRestarts": "ll.schedules.cosine_restarts(...)",
+    "CyclicLR": "ll.schedules.cyclic(...)",
+    "ExponentialLR": "ll.schedules.exponential(...)",
+    "LambdaLR": "the function itself, times the learning rate",
+    "LinearLR": "ll.schedules.warmup(...) or ll.schedules.linear(...)",
+    "MultiStepLR": "ll.schedules.multistep_decay(...)",
+    "OneCycleLR": "ll.schedules.one_cycle(...)",
+    "PolynomialLR": "ll.schedules.polynomial(...)",
+    "ReduceLROnPlateau": "ll.optim.injected(lr), changed by ll.optim.set_hyperparameters",
+    "SequentialLR": "ll.schedules.join(...)",
+    "StepLR": "ll.schedules.step_decay(...)",
+    **dict.fromkeys(
+        ("ChainedScheduler", "LRScheduler", "MultiplicativeLR"),
+        "a function of the step, such as ll.warmup_cosine(...)",
+    ),
+}
 OF_LOOPLIB = {
     "Trainer": _LOOP,
     "fit": _LOOP,
@@ -70,6 +94,10 @@ OF_LOOPLIB = {
     "eval_step": "ll.make_eval_step makes one",
     "loader": "ll.make_loader makes one",
     "save": "it is ll.checkpoint_io(folder).save(state)",
+    **{
+        name: f"a schedule is a function of the step: give ll.optimizer lr={schedule}"
+        for name, schedule in SCHEDULES.items()
+    },
 }
 
 
@@ -102,40 +130,38 @@ def explain_names(package: ModuleType, late: Mapping[str, Collection[str]]) -> N
     """
     homes = {name: room for room, names in late.items() for name in (room, *names)}
 
-    @cache
-    def where() -> dict[str, str]:
-        found = {name: f"ll.{room}.{name}" for room, module in _rooms(package).items() for name in module.__all__}
-        return found | {name: f"ll.{name}" for name in package.__all__}
+    def refuse(module: ModuleType, name: str) -> NoReturn:
+        # Names with an underscore are asked for by imports; this imports the late rooms.
+        known = {} if name.startswith("_") else _public_names(package)
+        advice = ""
+        if name in known:
+            advice = f": it is {known[name]}"
+        elif name in OF_LOOPLIB:
+            advice = f": {OF_LOOPLIB[name]}"
+        elif near := difflib.get_close_matches(name, known, 1, 0.75):
+            advice = f"; did you mean {known[near[0]]}?"
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}{advice}", name=name)
 
     def __getattr__(name: str) -> Any:
         if name not in homes:
-            _refuse_name(package, name, where)
+            refuse(package, name)
         room = import_module(f"{package.__name__}.{homes[name]}")
-        vars(room)["__getattr__"] = partial(_refuse_name, room, where=where)
+        vars(room)["__getattr__"] = partial(refuse, room)
         vars(package).update({other: getattr(room, other) for other in late[homes[name]]})
         return getattr(package, name)
 
-    for room in _rooms(package, homes).values():
-        vars(room)["__getattr__"] = partial(_refuse_name, room, where=where)
+    for name in package.__all__:
+        if name not in homes and isinstance(room := getattr(package, name), ModuleType):
+            vars(room)["__getattr__"] = partial(refuse, room)
     vars(package).update(__getattr__=__getattr__, __dir__=lambda: sorted({*vars(package), *homes}))
 
 
-def _rooms(package: ModuleType, but: Collection[str] = ()) -> dict[str, ModuleType]:
-    members = {name: getattr(package, name) for name in package.__all__ if name not in but}
-    return {name: member for name, member in members.items() if isinstance(member, ModuleType)}
-
-
-def _refuse_name(module: ModuleType, name: str, where: Callable[[], Mapping[str, str]]) -> NoReturn:
-    more = ""
-    # Names with an underscore are asked for by imports; `where` imports the late rooms.
-    known = {} if name.startswith("_") else where()
-    if name in known:
-        more = f": it is {known[name]}"
-    elif name in OF_LOOPLIB:
-        more = f": {OF_LOOPLIB[name]}"
-    elif near := difflib.get_close_matches(name, known, 1, 0.75):
-        more = f"; did you mean {known[near[0]]}?"
-    raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}{more}", name=name)
+def _public_names(package: ModuleType) -> dict[str, str]:
+    """The code for each public name of a package and of its rooms: name -> `ll.room.name`."""
+    members = {name: getattr(package, name) for name in package.__all__}
+    rooms = {name: member for name, member in members.items() if isinstance(member, ModuleType)}
+    in_rooms = {name: f"ll.{room}.{name}" for room, module in rooms.items() for name in module.__all__}
+    return in_rooms | {name: f"ll.{name}" for name in members}
 
 
 def explain_assignment(cls: type, owner: str, advice: str) -> None:
@@ -145,3 +171,20 @@ def explain_assignment(cls: type, owner: str, advice: str) -> None:
         raise FrozenInstanceError(f"cannot assign to {name!r}: {owner} does not change; {advice.format(name=name)}")
 
     cls.__setattr__ = __setattr__  # type: ignore[method-assign, assignment]
+
+
+def explain_arguments(explain: Callable[..., object]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator: if the arguments of a call do not fit, `explain(*args, **kwargs)` may say what to write instead."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                signature(function).bind(*args, **kwargs)
+            except TypeError:
+                explain(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

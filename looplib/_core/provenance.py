@@ -1,0 +1,188 @@
+"""Provenance of a run: recorded on the marks of its states, stored in checkpoints, and compared by later runs.
+
+`init_state` records the optimizer, a loader records itself on the state for which it yields batches, and a restore
+records what the checkpoint contains. Steps and `replace` pass on one reference, so a step costs nothing extra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from looplib._core import lease
+from looplib._core.checks import few
+from looplib._core.descriptions import MANY, described, differences, settings_of
+from looplib._core.lease import Leased
+from looplib._core.mappings import pick
+from looplib._core.modules import named_modules
+from looplib._core.notices import warn
+from looplib._core.ranks import rank
+
+_MOST_STEPS = 8  # on one batch, of several networks
+_KEPT = 8  # limits the size of checkpoints of runs that make a loader for each of many shards
+
+
+@dataclass(slots=True)
+class Reading:
+    """A loader's iteration over the rest of an epoch: where it began, and the number of batches drawn so far."""
+
+    epoch: int
+    batch: int
+    epoch_length: int | None
+    drawn: int = 0
+
+    def note(self) -> None:
+        self.drawn += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Descriptions, as plain values, of what a state was made with.
+
+    Attributes:
+        optimizer: that of `init_state`, or None.
+        loaders: those that have yielded batches for the run, latest last.
+        restored: path of the checkpoint from which the state or an earlier one was restored, if its loaders are
+            known; otherwise "".
+        at_step: step of that restored state.
+        model: that of `init_state`, or None.
+        reading: the last iteration of a loader, which the states of its loop share.
+    """
+
+    optimizer: Mapping[str, Any] | None = None
+    loaders: tuple[Mapping[str, Any], ...] = ()
+    restored: str = ""
+    at_step: int = 0
+    model: Mapping[str, Any] | None = None
+    reading: Reading | None = None
+
+
+def provenance_of(state: Leased) -> Provenance:
+    """Provenance of a state. Nothing is known of one created directly from its fields."""
+    known: Provenance | None = lease.provenance(state)
+    return known or Provenance()
+
+
+def note_reading(state: Any) -> Reading:
+    """Record that a loader begins to yield batches for a state."""
+    reading = Reading(state.epoch, state.batch, state.epoch_length)
+    lease.note_provenance(state, replace(provenance_of(state), reading=reading))
+    return reading
+
+
+def warn_of_two_steps(state: Any) -> None:
+    """Warn if a state has moved by several batches for each batch that its loader has yielded.
+
+    A batch may be trained on many times on purpose, so it takes two batches, with the same few steps for each.
+    """
+    reading = provenance_of(state).reading
+    if reading is None or reading.drawn < 2 or state.epoch_length != reading.epoch_length:
+        return
+    if state.epoch_length is None and state.epoch != reading.epoch:
+        return
+    moved = (state.epoch - reading.epoch) * (state.epoch_length or 0) + state.batch - reading.batch
+    each, rest = divmod(moved, reading.drawn)
+    if 1 < each <= _MOST_STEPS and not rest and rank() == 0:
+        warn(
+            f"the state has moved by {each} batches for each batch of the loader, so epochs end too early, "
+            "and a resumed run leaves samples out: if several train steps use one batch, make all but the first by "
+            "ll.make_train_step(..., same_batch=True)"
+        )
+
+
+def note_loader(state: Any, description: Mapping[str, Any]) -> None:
+    """Record the loader that yields batches for a state.
+
+    If the state was restored from a checkpoint, warn about a loader that differs from those of the saved run. Later
+    states may use different loaders, as they could have without the restore.
+    """
+    known = provenance_of(state)
+    loaders = known.loaders
+    if description in loaders:
+        return
+    if known.restored and known.at_step == state.step:
+        before = [loader for loader in loaders if _same_data(loader, description)] or loaders
+        # Settings that vary between the loaders of the saved run are not compared.
+        shared = {
+            key: value
+            for key, value in before[0].items()
+            if key in description and all(each.get(key) == value for each in before)
+        }
+        changed = differences({"loader": shared}, {"loader": pick(description, shared)})
+        if changed:
+            loaders = tuple(loader for loader in loaders if loader not in before)
+            if rank() == 0:
+                warn(other_settings(known.restored, changed))
+    lease.note_provenance(state, replace(known, loaders=(*loaders, description)[-_KEPT:]))
+
+
+def _same_data(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one.get(key) == other.get(key) for key in ("dataset", "samples"))
+
+
+def restored_into(
+    template: Leased, saved: Mapping[str, Any], path: str, step: int, loader_is_compared: bool
+) -> Provenance:
+    """Provenance of a restored state; `saved` is the manifest's entry."""
+    known, optimizer, loaders = (
+        replace(provenance_of(template), reading=None),
+        saved.get("optimizer"),
+        saved.get("loaders"),
+    )
+    if known.optimizer is None and isinstance(optimizer, Mapping):
+        known = replace(known, optimizer=optimizer)
+    if loader_is_compared or not isinstance(loaders, list):
+        return known
+    described = tuple(loader for loader in loaders if isinstance(loader, Mapping))
+    return replace(known, loaders=described, restored=path if described else "", at_step=step)
+
+
+def other_settings(path: Any, changed: Sequence[str], seed: Sequence[str] = ()) -> str:
+    """Warning about settings that differ from those of the saved run.
+
+    Args:
+        path: path of the checkpoint.
+        changed: settings with which the run continues, each in words.
+        seed: the seed in words, if the restored state takes a different one from the checkpoint.
+    """
+    taken = {few(changed, 10, "; "): "the new ones"} if changed else {}
+    taken |= dict.fromkeys(seed, "the checkpoint's seed (state.replace(seed=...) changes it)")
+    return (
+        f"{path} was saved with other settings: {'; '.join(taken)}. The run continues from it with "
+        f"{' and '.join(taken.values())}; to start over, give checkpoint_io another directory or delete this one"
+    )
+
+
+def described_model(model: nn.Module) -> dict[str, Any]:
+    """Describe a model by its class, its size, its `config`, and the configs of its adapters.
+
+    >>> described_model(nn.Linear(2, 1))
+    {'class': 'Linear', 'parameters': 3}
+    """
+    model = [module for name, module in named_modules(model) if not name][-1]  # within torch's wrappers
+    adapters = getattr(model, "peft_config", None)
+    try:
+        config = _config_of(model)
+    except Exception as error:  # the user's own, which may be anything, and no reason to end the run
+        config = {"config": f"not described: {error!r}"}
+    return {
+        "class": type(model).__qualname__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **config,
+        **({"adapters": described(adapters)} if isinstance(adapters, Mapping) else {}),
+    }
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    config: Any = getattr(model, "config", None)
+    if callable(to_dict := getattr(config, "to_dict", None)):
+        config = to_dict()
+    settings = config if isinstance(config, Mapping) else settings_of(config) or {}
+    # A dict of many, such as the names of a thousand classes, is no setting that one reads.
+    return {
+        str(name): f"dict of {len(value)}" if isinstance(value, Mapping) and len(value) > MANY else described(value)
+        for name, value in settings.items()
+    }

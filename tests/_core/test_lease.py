@@ -1,0 +1,480 @@
+"""Leases: a state can be read until one of its tensors is written by a step, and not afterwards."""
+
+import copy
+import pickle
+import threading
+from functools import partial
+
+import pytest
+import torch
+from shared import bits
+from torch import nn, testing
+from torch.utils._pytree import tree_leaves, tree_map
+
+import looplib as ll
+from looplib.types import TREES, Optimizer, TrainState
+
+ROWS = torch.linspace(-1, 1, 24).view(8, 3)
+EAGER = partial(ll.compile_step, backend="eager")
+
+each_kind = pytest.mark.parametrize("transform", [lambda step: step, EAGER], ids=["eager", "graph"])
+
+
+def squares(model, x):
+    return model(x).square().mean()
+
+
+class Run:
+    """A donated run with momentum and batch norm, of a new module or of this one."""
+
+    def __init__(self, optimizer=None, model=None, loss_fn=squares, transform=lambda step: step, trainable=None):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)) if model is None else model
+        self.optimizer = optimizer or ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        self.grad_fn = ll.make_grad_fn(self.model, loss_fn, trainable=trainable, allow_unused=True)
+        self.step = transform(ll.make_train_step(self.grad_fn, self.optimizer, donate=True))
+        self.state = ll.init_state(self.model, self.optimizer, trainable=trainable)
+
+    def train(self, steps=1):
+        for _ in range(steps):
+            self.state, _ = self.step(self.state, ROWS)
+        return self.state
+
+
+def spent(state, tree="params", message="donated"):
+    with pytest.raises(ll.DonatedStateError, match=message):
+        getattr(state, tree)
+    assert "donated" in repr(state)
+    return True
+
+
+# Whatever shares memory with a state
+
+
+SHARING = {
+    "the record": lambda state: state,
+    "replace": lambda state: state.replace(epoch=5),
+    "another dict": lambda state: state.replace(params=dict(state.params)),
+    "tree_map": lambda state: tree_map(lambda leaf: leaf, state),
+    "detach": lambda state: TrainState(params={"w": state.params["0.weight"].detach()}),
+    "data": lambda state: TrainState(params={"w": state.params["0.weight"].data}),
+    "Parameter": lambda state: TrainState(params={"w": nn.Parameter(state.params["0.weight"])}),
+    "rows": lambda state: TrainState(params={"w": state.params["0.weight"][1:]}),
+    "transposed": lambda state: TrainState(params={"w": state.params["0.weight"].detach().T}),
+    "buffers": lambda state: TrainState(buffers={"mean": state.buffers["1.running_mean"].view(1, -1)}),
+    "opt_state": lambda state: TrainState(opt_state=state.opt_state),
+    "extra": lambda state: TrainState(extra={"ema": [state.params["0.weight"].view(-1)]}),
+}
+
+
+@pytest.mark.parametrize("started", [True, False])
+@each_kind
+def test_records_that_share_a_written_tensor_are_spent(transform, started):
+    run = Run(transform=transform)
+    run.train(2 * started)
+    sharing = {way: share(run.state) for way, share in SHARING.items()}
+    kept = {way: ll.copy_state(state) for way, state in sharing.items()}
+    values = bits(kept)
+    step = run.train().step
+    for again in (f"that run is at step {step} now", "donated"):
+        for state in sharing.values():
+            tree = next(name for name in TREES if getattr(state, f"_{name}"))
+            assert spent(state, tree, f"{tree} of the state at step .*{again}")
+        run = None  # they stay so when the run is gone
+    assert bits(kept) == values
+
+
+@pytest.mark.parametrize("way", [ll.copy_state, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_copy_of_a_donated_state_is_a_state_of_its_own(way):
+    run = Run()
+    kept = way(run.train(2))
+    values = bits(kept)
+    run.train(2)
+    assert bits(kept) == values
+    again, _ = run.step(kept, ROWS)
+    again, _ = run.step(again, ROWS)
+    assert bits(again.params) == bits(run.state.params)
+    assert spent(kept)
+
+
+def test_two_runs_over_one_module_hand_the_parameters_to_each_other():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    raw = copy.deepcopy(model)
+    first, second = (Run(model=model, trainable=lambda name, _, part=part: name[0] == part) for part in "01")
+    sgds = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9, fused=True) for part in raw]
+    for _ in range(3):
+        for run, other, sgd in ((first, second, sgds[0]), (second, first, sgds[1])):
+            before = run.state
+            run.train()
+            assert spent(before)
+            assert spent(other.state)
+            other.state = other.state.replace(params=run.state.params)  # whose moments are its own
+            raw.zero_grad()
+            squares(raw, ROWS).backward()
+            sgd.step()
+    assert bits(second.state.params) == bits(dict(raw.named_parameters()))
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_another_run_within_the_loss_is_no_write_of_this_one(skipped):
+    other = Run(model=nn.Linear(3, 2))
+
+    def loss_fn(model, x):
+        other.train()
+        return squares(model, x)
+
+    run = Run(ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), 9), loss_fn=loss_fn)
+    before = run.train()
+    values = bits(ll.copy_state(before))
+    run.state, _ = run.step(before, ROWS * torch.inf if skipped else ROWS)
+    assert run.state.skipped == skipped
+    if skipped:
+        assert bits(before.params) == bits(run.state.params)
+        assert bits(before) == values
+    else:
+        assert spent(before)
+    assert (run.train().step, other.state.step) == (3 - skipped, 3)
+
+
+def test_runs_in_threads_leave_each_other_alone():
+    expected, found = bits(Run().train(60)), []
+
+    def train(run):
+        for _ in range(60):
+            before = run.state
+            run.train()
+            found.append(spent(before) and len(run.state.params))
+        found.append(bits(run.state) == expected)
+
+    threads = [threading.Thread(target=train, args=[Run()]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == sorted([4] * 120 + [True] * 2)
+
+
+def test_parameters_replaced_between_steps_are_written_from_then_on():
+    run = Run()
+    for _ in range(4):
+        fresh = {name: tensor.detach().clone().requires_grad_() for name, tensor in run.state.params.items()}
+        before, sharing = run.state, TrainState(params=fresh)
+        values = bits(before.params)
+        run.state = before.replace(params=fresh)
+        run.train()
+        assert spent(sharing)
+        assert spent(before, "opt_state")
+        assert bits(before.params) == values
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts, self.frozen = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]), nn.Linear(2, 2)
+        self.frozen.requires_grad_(False)
+        self.chosen = 0
+
+    def forward(self, x):
+        return self.frozen(self.experts[self.chosen](x))
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_what_a_pure_step_shares_is_spent_once_a_donated_step_writes_it(started):
+    run = Run(model=Experts())
+    pure = ll.make_train_step(run.grad_fn, run.optimizer)
+    start = run.train(started)
+    one, _ = pure(start, ROWS)
+    assert all(one.params[name] is start.params[name] for name in ("experts.1.weight", "frozen.weight"))
+    values, moments = bits(start.params), bits(start.opt_state)
+    two, _ = run.step(one, ROWS)
+    assert spent(one)
+    assert bits(start.params) == values  # the second expert is shared, and not yet written
+    run.model.chosen = 1
+    run.step(two, ROWS)
+    assert spent(start)
+    assert bits(start.opt_state) == moments  # which the pure step has copied
+    frozen = TrainState(params={"w": two._params["frozen.weight"]})
+    assert frozen.params["w"] is run.model.frozen.weight
+
+
+def test_experts_that_are_reached_late_are_given_up_too():
+    run = Run(model=Experts())
+    state = run.train(2)
+    late = TrainState(params={"w": state.params["experts.1.weight"]})
+    run.train()
+    assert late.params["w"] is state._params["experts.1.weight"]
+    run.model.chosen = 1
+    run.train()
+    assert spent(late)
+
+
+def test_buffers_are_given_up_from_the_step_on_that_writes_them():
+    late = []
+    model = nn.ModuleDict(
+        {"all": nn.Linear(3, 2), "late": nn.BatchNorm1d(2, affine=False), "never": nn.BatchNorm1d(2)}
+    )
+    model["never"].requires_grad_(False)
+    run = Run(model=model, loss_fn=lambda model, x: squares(nn.Sequential(model["all"], *late), x))
+    states = [run.train() for _ in range(2)]
+    assert all(state.buffers for state in states)
+    late.append(model["late"])
+    run.train()
+    constant = TrainState(buffers={"mean": states[0]._buffers["never.running_mean"]})
+    late.clear()
+    run.train(2)
+    for state in states:
+        assert spent(state, "buffers")
+    assert constant.buffers
+
+
+def test_moments_that_are_made_late_are_given_up_from_then_on():
+    def update_(grads, opt_state, params, step):
+        with torch.no_grad():
+            for name, grad in grads.items():
+                params[name].sub_(grad, alpha=0.1)
+            if step < 2:
+                opt_state = {"seen": opt_state["seen"] + 1}
+            else:
+                opt_state["seen"] += 1
+        return params, opt_state
+
+    run, states = Run(Optimizer(lambda params: {"seen": torch.zeros(2)}, update_)), []
+    for _ in range(4):
+        states.append(run.state)
+        run.train()
+    assert run.state.opt_state["seen"].tolist() == [4, 4]
+    for state in states[2:]:
+        assert spent(state, "opt_state")
+
+
+def test_binding_again_and_again_spends_the_state_that_was_bound():
+    run, other = Run(), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    run.train()
+    for _ in range(3):
+        before, shared = run.state, TrainState(params=run.state.params)
+        run.state = ll.bind(run.model, ll.bind(other, before))
+        for each in (before, shared):
+            assert spent(each, message=r"ll.bind\(model, state\) has written over")
+        run.train()
+
+
+# Updates that fail
+
+
+class Failing(torch.optim.SGD):
+    """Fails once when one of two parameters is written. A rehearsal, of one parameter alone, is no update."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                tensor.sub_(tensor.grad, alpha=group["lr"])
+                if len(group["params"]) > 1 and Failing.fails:
+                    Failing.fails = False
+                    raise MemoryError("halfway")
+
+
+def failing_by_hand():
+    def update_(grads, opt_state, params, step):
+        new = {}
+        for name, grad in grads.items():
+            with torch.no_grad():
+                new[name] = params[name].sub_(grad, alpha=0.1)
+            if Failing.fails:
+                Failing.fails = False
+                raise MemoryError("halfway")
+        return {**params, **new}, opt_state
+
+    return Optimizer(lambda params: {"mean": torch.zeros(2)}, update_)
+
+
+@pytest.fixture
+def fails():
+    yield partial(setattr, Failing, "fails", True)
+    Failing.fails = False
+
+
+FAILING = {
+    "function": failing_by_hand,
+    "class": lambda: ll.optimizer(Failing, lr=0.1, momentum=0.9),
+    "average": lambda: ll.ema(ll.optimizer(Failing, lr=0.1), 0.5),
+}
+
+
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("make", FAILING.values(), ids=FAILING)
+def test_an_update_that_fails_halfway_leaves_no_state_that_can_be_read(make, started, fails):
+    run = Run(make())
+    run.train(started)
+    kept, before = ll.copy_state(run.state), run.state
+    sharing = [before.replace(extra=1), TrainState(params={"w": before.params["0.weight"].detach()})]
+    fails()
+    with pytest.raises(MemoryError, match="halfway"):
+        run.train()
+    assert not torch.equal(run.model[0].weight, kept.params["0.weight"])
+    for state in (before, *sharing):
+        assert spent(state, message="when it failed, so there is no state after it.*copy_state")
+    assert spent(before, "opt_state", "when it failed")
+    with pytest.raises(ll.DonatedStateError, match="failed"):
+        run.step(before, ROWS)
+    run.state = ll.bind(run.model, kept)
+    assert bits(run.train(2).params) == bits(Run(make()).train(2 + started).params)
+
+
+def test_an_update_that_returns_another_shape_fails_by_name_and_spends_the_state():
+    def update_(grads, opt_state, params, step):
+        return {name: tensor.detach()[:1] for name, tensor in params.items()}, opt_state
+
+    run = Run(Optimizer(lambda params: {}, update_))
+    with pytest.raises(ValueError, match=r"update_ returned 0.weight as torch.float32 of shape \(1, 3\).*\(2, 3\)"):
+        run.train()
+    assert spent(run.state, message="when it failed")
+
+
+def test_a_functional_update_is_copied_into_the_tensors_of_the_module():
+    def update_(grads, opt_state, params, step):
+        new = {name: (params[name] - 0.1 * grad).detach().requires_grad_() for name, grad in grads.items()}
+        return {**params, **new}, opt_state
+
+    run, reference = Run(Optimizer(lambda params: {}, update_)), Run(ll.optimizer(torch.optim.SGD, lr=0.1))
+    before = run.state
+    run.train(3)
+    testing.assert_close(run.state.params, reference.train(3).params)
+    assert all(run.state.params[name] is parameter for name, parameter in run.model.named_parameters())
+    assert spent(before)
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.linear = nn.Embedding(8, 3, sparse=True), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.linear(self.rows(torch.arange(8)) * x)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
+def test_gradients_that_a_group_cannot_take_are_refused_before_anything_is_written(cls):
+    groups = [(lambda name, _: name.startswith("linear"), {"lr": 0.01})]
+    run = Run(ll.optimizer(cls, lr=0.1, groups=groups), Sparse())
+    values = bits(ll.copy_state(run.state))
+    with pytest.raises((ValueError, RuntimeError), match="sparse"):
+        run.train()
+    assert bits(run.state) == values
+
+
+def refuse(*arguments, **info):
+    raise ValueError("refused")
+
+
+def test_a_decision_that_fails_leaves_the_state_with_its_statistics():
+    sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
+    run = Run(Optimizer(sgd.init, sgd.update_, refuse))
+    values = bits(ll.copy_state(run.state))
+    with pytest.raises(ValueError, match="refused"):
+        run.train()
+    assert bits(run.state) == values
+
+
+# What `extra` keeps
+
+
+KEPT = {
+    "parameters": lambda state: {"start": state.params},
+    "a view of one": lambda state: [state.params["0.weight"].detach().view(-1)[:2]],
+    "moments": lambda state: state.opt_state["state"],
+    "statistics": lambda state: (state.buffers["1.running_mean"],),
+}
+
+
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
+@each_kind
+def test_a_donated_step_refuses_to_write_what_extra_keeps(transform, keep, started):
+    run = Run(transform=transform)
+    run.train(started)
+    before = ll.copy_state(run.state)
+    sharing = run.state.replace(extra=keep(run.state))
+    with pytest.raises(ValueError, match=r"extra\[.* shares memory with .* donate=True writes in place.*copy_state"):
+        run.step(sharing, ROWS)
+    testing.assert_close(tree_leaves(sharing), tree_leaves(before.replace(extra=keep(before))), rtol=0, atol=0)
+    run.state = sharing.replace(extra=keep(ll.copy_state(run.state)))  # as the message says
+    values = bits(keep(before))
+    assert bits(run.train(2).extra) == values
+
+
+def test_extra_may_share_what_no_step_writes():
+    run = Run()
+    start = run.state.params["0.weight"].clone()
+    pure = ll.make_train_step(run.grad_fn, run.optimizer)
+    run.state, _ = pure(run.state.replace(extra={"start": run.state.params}), ROWS)  # new tensors
+    run.train(2)
+    assert torch.equal(run.state.extra["start"]["0.weight"], start)
+
+
+# Functions of the user's own
+
+
+def counting(inner, update_):
+    """An optimizer that keeps a count beside the inner one's state."""
+
+    def init(params, **extra):
+        return {"inner_state": inner.init(params, **extra), "count": torch.zeros(())}
+
+    def decide(grads, opt_state, metrics, **info):
+        flag, state = inner.decide(grads, opt_state["inner_state"], metrics, **info)
+        return flag, {**opt_state, "inner_state": state}
+
+    return Optimizer(init, update_, decide)
+
+
+def test_a_spent_state_stays_spent_if_an_update_puts_new_tensors_into_its_dict():
+    sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
+
+    def update_(grads, opt_state, params, step, **info):
+        params, opt_state["inner_state"] = sgd.update_(grads, opt_state["inner_state"], params, step, **info)
+        opt_state["count"] = opt_state["count"] + 1
+        return params, opt_state
+
+    run = Run(counting(sgd, update_))
+    first, second = run.state, run.train()
+    run.train()
+    assert spent(first, "opt_state")
+    assert spent(second, "opt_state")
+    assert run.state.opt_state["count"] == 2
+
+
+def test_an_optimizer_that_keeps_a_parameter_itself_is_refused_before_it_is_overwritten():
+    def update_(grads, opt_state, params, step, **info):
+        new = {name: params[name] - 0.1 * grad for name, grad in grads.items()}
+        return {**params, **new}, {"last": {name: params[name].detach() for name in grads}}
+
+    run = Run(Optimizer(lambda params, **extra: {"last": {}}, update_))
+    state = run.train()
+    with pytest.raises(
+        ValueError, match=r"opt_state\['last'\]\['0.weight'\] shares memory with params\['0.weight'\]"
+    ):
+        run.train()
+    assert state.params["0.weight"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_step_that_fails_leaves_memory_alone_that_another_one_was_given_meanwhile(fails):
+    run = Run()
+    taken = []
+
+    def greedy(model, x):
+        if not taken:
+            taken.append(run.train())
+        if fails:
+            raise KeyError("the loss function's own")
+        return squares(model, x)
+
+    step = ll.make_train_step(ll.make_grad_fn(run.model, greedy), run.optimizer, donate=True)
+    start = run.state
+    with pytest.raises(KeyError if fails else ll.DonatedStateError):
+        step(start, ROWS)
+    if fails:
+        assert run.state.buffers["1.num_batches_tracked"] == 1

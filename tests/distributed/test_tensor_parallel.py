@@ -1,0 +1,234 @@
+"""Tensor and sequence parallelism in real processes, beside a raw loop in one process, in float64."""
+
+import itertools
+
+import pytest
+import torch
+from ranks import launch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import looplib as ll
+
+TOKENS, WIDTH, STEPS = 16, 8, 10
+MODELS = [*itertools.product(["sequence", "loss", "sharded"], [2, 4]), ("replicas", 4)]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(TOKENS, WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(self.last(x + self.down(torch.tanh(self.up(self.norm(x))))))
+
+
+def made():
+    torch.manual_seed(0)
+    model = Model().double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms too, whose gradients would otherwise be alike
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, TOKENS, (8, 4), generator=generator) for _ in range(STEPS)]
+
+
+def loss_fn(model, tokens):
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def with_total(model, tokens):
+    loss = loss_fn(model, tokens)
+    return loss, {"total": ll.Mean(loss * tokens.numel(), tokens.numel())}
+
+
+def by_hand(clip):
+    """Weights, their moving average and metrics after a raw loop in one process."""
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    log = []
+    for tokens in batches():
+        optimizer.zero_grad()
+        loss = loss_fn(model, tokens)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        log.append({"loss": loss.item(), "total": loss.item(), "grad_norm": norm.item()})
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            average[name].lerp_(parameter.detach(), 0.1)
+    return dict(model.named_parameters()), average, log
+
+
+def parallel(model, kind):
+    """The model over all ranks: sequence parallel, with a parallel loss, or in replicas or shards over the data as well."""
+    ranks = torch.distributed.get_world_size()
+    data = 2 if kind in ("sharded", "replicas") and ranks == 4 else 1
+    mesh = init_device_mesh("cpu", (data, ranks // data), mesh_dim_names=("data", "tensor"))
+    ll.distributed.set_data_parallel_group(mesh["data"])
+    parts = (
+        {"output_layouts": Shard(-1), "use_local_output": False}
+        if kind == "loss"
+        else {"output_layouts": Replicate()}
+    )
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "last": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), **parts),
+    }
+    parallelize_module(model, mesh["tensor"], plan)
+    if kind == "sharded":
+        fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+def whole(tree):
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tree.items()}
+
+
+def trained(kind, donate, ways):
+    clip = 0.5 if "clip" in ways else 1e9
+    expected, average, log = by_hand(clip)
+    with ll.distributed.setup():
+        model = parallel(made(), kind)
+        grad_fn = ll.make_grad_fn(model, with_total)
+        optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
+        if "accumulate" in ways:
+            grad_fn = ll.accumulate(grad_fn, microbatches=2)
+        if kind == "replicas":
+            grad_fn = ll.grads.reduce_gradients(grad_fn)
+        if "clip" in ways:
+            grad_fn = ll.clip_by_global_norm(grad_fn, clip)
+        if "ema" in ways:
+            optimizer = ll.ema(ll.optim.apply_if_finite(optimizer, 5), 0.9)
+        train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
+        state = ll.init_state(model, optimizer)
+        rank, data = ll.distributed.rank(), ll.distributed.world_size()
+        for tokens, values in zip(batches(), log, strict=True):
+            with loss_parallel() if kind == "loss" else torch.enable_grad():
+                state, metrics = train_step(state, tokens.tensor_split(data)[rank])
+            found = ll.compute(ll.distributed.reduce(metrics))
+            assert found == pytest.approx({name: values[name] for name in found}, rel=1e-12)
+        close = {"rtol": 1e-12, "atol": 1e-12}
+        torch.testing.assert_close(whole(state.params), {k: v.detach() for k, v in expected.items()}, **close)
+        eval_step = ll.make_eval_step(model, lambda model, tokens: with_total(model, tokens)[1])
+        with loss_parallel() if kind == "loss" else torch.enable_grad():
+            total = ll.evaluate(eval_step, state, batches())["total"]
+        reference = made()
+        reference.load_state_dict(whole(state.params))
+        assert total == pytest.approx(sum(loss_fn(reference, tokens).item() for tokens in batches()) / STEPS)
+        if "ema" in ways:
+            torch.testing.assert_close(whole(ll.eval_state(optimizer, state).params), average, **close)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), MODELS)
+@pytest.mark.parametrize("ways", ["accumulate clip ema", "alone"])
+def test_a_parallel_model_trains_as_one_process_does(kind, ranks, ways):
+    launch(ranks, trained, kind, True, ways)
+
+
+def test_pure_steps_of_a_sequence_parallel_model():
+    launch(2, trained, "sequence", False, "accumulate clip ema")
+
+
+def gradients_by_hand():
+    with ll.distributed.setup():
+        model = parallel(made(), "sequence")
+        optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
+        state = ll.init_state(model, optimizer)
+        name, mesh = "norm.weight", state.params["norm.weight"].device_mesh
+        summand = torch.arange(WIDTH).double() - 10 * torch.distributed.get_rank()
+        grads = {name: DTensor.from_local(summand, mesh, [Partial()])}
+        with pytest.raises(ValueError, match=r"Partial.*redistribute\(placements=param.placements\)"):
+            optimizer.update(grads, state.opt_state, state.params, 0)
+        grads = {name: grads[name].redistribute(placements=state.params[name].placements)}
+        params, _, _ = optimizer.update(grads, state.opt_state, state.params, 0)
+        moved = state.params[name].full_tensor() * (1 - 1e-4) - 1e-2 * grads[name].full_tensor().sign()
+        torch.testing.assert_close(params[name].full_tensor(), moved)
+
+
+def test_partial_sums_as_gradients_are_refused_by_name():
+    launch(2, gradients_by_hand)
+
+
+CLASSES = {
+    torch.optim.LBFGS: {"lr": 0.1, "max_iter": 3},
+    torch.optim.SGD: {"lr": 0.1, "momentum": 0.9},
+    torch.optim.RMSprop: {"lr": 1e-2},
+    torch.optim.Adagrad: {"lr": 1e-2},
+    torch.optim.Adamax: {"lr": 1e-2},
+    torch.optim.NAdam: {"lr": 1e-2},
+    torch.optim.RAdam: {"lr": 1e-2},
+    torch.optim.Adadelta: {"lr": 1.0},
+    torch.optim.ASGD: {"lr": 1e-2},
+}
+
+
+def of_class(cls, options):
+    model = made()
+    raw = cls(model.parameters(), **options)
+    for tokens in batches():
+
+        def closure(tokens=tokens):
+            raw.zero_grad()
+            loss = loss_fn(model, tokens)
+            loss.backward()
+            return loss
+
+        raw.step(closure)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def classes(chosen):
+    with ll.distributed.setup():
+        for cls in chosen:
+            expected, optimizer = of_class(cls, CLASSES[cls]), ll.optimizer(cls, **CLASSES[cls])
+            for donate in True, False:
+                model = parallel(made(), "sequence")
+                train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+                state = ll.init_state(model, optimizer)
+                for tokens in batches():
+                    state, _ = train_step(state, tokens)
+                torch.testing.assert_close(whole(state.params), expected, rtol=1e-9, atol=1e-11, msg=str(cls))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [[torch.optim.LBFGS], [cls for cls in CLASSES if cls is not torch.optim.LBFGS]])
+def test_classes_of_torch_train_a_sequence_parallel_model_as_one_process_does(chosen):
+    launch(2, classes, chosen)
+
+
+def traced():
+    with ll.distributed.setup():
+        model = parallel(made(), "sequence")
+        optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+        state, tokens = ll.init_state(model, optimizer), batches()[0]
+        train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+        eval_step = ll.make_eval_step(model, lambda model, tokens: {"loss": loss_fn(model, tokens)})
+        graphs = [ll.compile_step(step, backend="eager") for step in (train_step, eval_step)]
+        for step in ll.transforms.differentiable(train_step), ll.compile_step(train_step), *graphs:
+            with pytest.raises(ll.transforms.UntraceableError, match=r"embed.weight.*DTensor.*compile_blocks"):
+                step(state, tokens)
+
+
+def test_graphs_of_parameters_that_are_dtensors_are_refused_by_name():
+    launch(2, traced)

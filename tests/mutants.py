@@ -1,0 +1,181 @@
+"""Mutants: change one thing at a time in the code, and see whether the tests next to it notice.
+
+    python tests/mutants.py --count 200            # the heart: steps, gradients, state, grads/ and optim/
+    python tests/mutants.py --count 20 --only optim
+
+Each mutant is one change of a comparison, a condition, a call whose result is not used, an operator, a number or the order
+of two arguments. They are drawn with a fixed seed, in proportion to the size of the files, and run in copies of the
+repository, two at a time. A mutant that no test notices is printed as a diff: write a test, or say in `EQUIVALENT` why it
+changes nothing.
+"""
+
+import argparse
+import ast
+import copy
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# For each part of the heart, the tests next to it, and a scenario on two ranks.
+RANKS = ["tests/distributed/test_replicas.py"]
+TESTS = {
+    "steps.py": ["tests/test_steps.py", "tests/test_forward_writes.py", "tests/_core/test_lease.py", *RANKS],
+    "gradients.py": ["tests/test_gradients.py", "tests/test_another_network.py", "tests/grads", *RANKS],
+    "state.py": ["tests/test_state.py", "tests/test_steps.py", "tests/_core/test_lease.py"],
+    "grads": ["tests/grads", *RANKS],
+    "optim": ["tests/optim", "tests/_core/optim", "tests/test_write_your_own.py"],
+}
+
+# Mutants that change nothing a user could see: (file, line of the original, why).
+EQUIVALENT: list[tuple[str, str, str]] = []
+
+FLIPPED = {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt}
+FLIPPED |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
+SWAPPED = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+
+
+def changes_of(node):
+    """Functions that change a node in place, each in one way."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in FLIPPED:
+        yield lambda new: new.ops.__setitem__(0, FLIPPED[type(new.ops[0])]())
+    if isinstance(node, (ast.If, ast.IfExp)):
+        yield lambda new: setattr(new, "test", ast.UnaryOp(ast.Not(), new.test))
+    if isinstance(node, ast.BoolOp):
+        yield lambda new: setattr(new, "op", ast.Or() if isinstance(new.op, ast.And) else ast.And())
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield lambda new: setattr(new, "value", ast.Constant(None))
+    if isinstance(node, ast.BinOp) and type(node.op) in SWAPPED:
+        yield lambda new: setattr(new, "op", SWAPPED[type(new.op)]())
+    if (
+        isinstance(node, ast.Call)
+        and len(node.args) > 1
+        and not any(isinstance(arg, ast.Starred) for arg in node.args)
+    ):
+        yield lambda new: new.args.__setitem__(slice(0, 2), new.args[1::-1])
+    if isinstance(node, ast.Constant) and type(node.value) in (bool, int):
+        yield lambda new: setattr(new, "value", (not new.value) if type(new.value) is bool else new.value + 1)
+
+
+def in_code(tree):
+    """The nodes of functions, without docstrings, annotations and what stands in a raise statement or a check."""
+    waiting = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Raise):
+            continue
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "check":
+            waiting.append(node.args[0])  # and not the message
+            continue
+        yield node
+        for name, value in ast.iter_fields(node):
+            if name not in ("annotation", "returns", "decorator_list", "bases"):
+                waiting += [
+                    child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)
+                ]
+
+
+def mutants_of(path):
+    """(line, function that changes a copy of the file's tree) for each place that can be changed."""
+    tree = ast.parse(path.read_text())
+    for number, node in enumerate(in_code(tree)):
+        for kind, _ in enumerate(changes_of(node)):
+            yield node.lineno if hasattr(node, "lineno") else 0, number, kind
+
+
+def mutated(path, number, kind):
+    tree = copy.deepcopy(ast.parse(path.read_text()))
+    node = next(node for at, node in enumerate(in_code(tree)) if at == number)
+    [*changes_of(node)][kind](node)
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def drawn(count, only, seed=0):
+    files = [ROOT / "looplib" / name for name in TESTS]
+    files = [file for name in files for file in ([name] if name.suffix else sorted(name.glob("_*.py")))]
+    places = [(file, *place) for file in files if file.name != "__init__.py" for place in mutants_of(file)]
+    chosen = random.Random(seed).sample(places, min(count, len(places)))  # each place is equally likely
+    return [place for place in chosen if only in str(place[0].relative_to(ROOT))]
+
+
+def part_of(file):
+    inside = file.relative_to(ROOT / "looplib")
+    return inside.parts[0]
+
+
+def noticed(place, folder):
+    """True if a test fails on this mutant, in a copy of the repository."""
+    file, _, number, kind = place
+    target = folder / file.relative_to(ROOT)
+    original = target.read_text()
+    target.write_text(mutated(file, number, kind))
+    paths = [path for path in TESTS[part_of(file)] if (ROOT / path).exists()]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "300", *paths]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=1200)
+        return done.returncode != 0
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        target.write_text(original)
+
+
+def run(places):
+    """Yield (place, noticed) for each of these, from a copy of the repository of its own."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "copy"
+        names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+        for name in filter(None, names.split("\0")):
+            if (ROOT / name).exists():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(ROOT / name, folder / name)
+        for place in places:
+            found = noticed(place, folder)
+            file, line, _, _ = place
+            print("noticed " if found else "SURVIVED", f"{file.relative_to(ROOT)}:{line}", flush=True)
+            if not found:
+                show(place)
+            yield place, found
+
+
+def show(place):
+    """The line before and after."""
+    file, _, number, kind = place
+    before = ast.unparse(ast.parse(file.read_text())).splitlines()
+    after = mutated(file, number, kind).splitlines()
+    for old, new in zip(before, after, strict=False):
+        if old != new:
+            print(f"    - {old.strip()}\n    + {new.strip()}", flush=True)
+            return
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="number of mutants drawn")
+    parser.add_argument("--only", default="", help="part of a path: run only the drawn mutants of these files")
+    parser.add_argument("--workers", type=int, default=2, help="mutants at a time")
+    options = parser.parse_args()
+    places = drawn(options.count, options.only)
+    shares = [places[index :: options.workers] for index in range(options.workers)]
+    with ThreadPoolExecutor(options.workers) as pool:
+        results = [result for share in pool.map(lambda share: list(run(share)), shares) for result in share]
+    count = sum(found for _, found in results)
+    print(f"{count} of {len(results)} mutants were noticed ({count / max(len(results), 1):.0%})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,563 @@
+"""Decide, then update: wrappers of a user's own against a raw loop with an `if` in it, and what spends no state."""
+
+import dataclasses
+
+import pytest
+import torch
+from shared import bits, make_train_step
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import looplib as ll
+
+QUICK = {"backend": "eager"}
+LIMIT = 0.6
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 6, generator=generator) * (3.0 if at % 3 == 1 else 0.5) for at in range(count)]
+
+
+def loss_fn(model, x):
+    return (model(x) - x[:, :2]).square().mean()
+
+
+def adamw():
+    return ll.optimizer(torch.optim.AdamW, lr=1e-2)
+
+
+# What a user writes
+
+
+def skip_large(optimizer, limit):
+    """No update where a gradient has an element above the limit."""
+
+    def decide(grads, opt_state, metrics, **info):
+        flag, opt_state = optimizer.decide(grads, opt_state, metrics, **info)
+        return flag & (torch.stack([grad.abs().max() for grad in grads.values()]).max() < limit), opt_state
+
+    return dataclasses.replace(optimizer, decide=decide)
+
+
+def count(optimizer):
+    """Counts of its own: of batches, which move also if the update is skipped, and of updates."""
+
+    def init(params, **extra):
+        return {"inner": optimizer.init(params, **extra), "seen": torch.tensor(0), "made": torch.tensor(0)}
+
+    def decide(grads, opt_state, metrics, **info):
+        flag, inner = optimizer.decide(grads, opt_state["inner"], metrics, **info)
+        return flag, {**opt_state, "inner": inner, "seen": opt_state["seen"] + 1}
+
+    def update_(grads, opt_state, params, step, **info):
+        new, inner, *reported = optimizer.update_(grads, opt_state["inner"], params, step, **info)
+        return new, {**opt_state, "inner": inner, "made": opt_state["made"] + 1}, *reported
+
+    return ll.types.Optimizer(init, update_, decide)
+
+
+def momentum(lr=0.1):
+    """Momentum in plain functions, which return new tensors and write nothing."""
+
+    def init(params):
+        return {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+
+    def update_(grads, opt_state, params, step):
+        opt_state = {name: 0.9 * old + grads[name] if name in grads else old for name, old in opt_state.items()}
+        return {**params, **{name: params[name] - lr * opt_state[name] for name in grads}}, opt_state
+
+    return ll.types.Optimizer(init, update_)
+
+
+def report(optimizer, name="moved"):
+    """The norm of the update, as a metric beside those of the step."""
+
+    def update_(grads, opt_state, params, step, **info):
+        before = {key: params[key].detach().clone() for key in grads}
+        new, opt_state, *reported = optimizer.update_(grads, opt_state, params, step, **info)
+        moved = ll.grads.global_norm([new[key].detach() - old for key, old in before.items()])
+        return new, opt_state, {name: ll.Mean(moved, 1), **(reported[0] if reported else {})}
+
+    return dataclasses.replace(optimizer, update_=update_)
+
+
+def raw_loop(data, limit=LIMIT):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)  # the kernel that looplib takes
+    made = []
+    for x in data:
+        optimizer.zero_grad()
+        loss_fn(model, x).backward()
+        made.append(max(p.grad.abs().max() for p in model.parameters()) < limit)
+        if made[-1]:
+            optimizer.step()
+    return model, made
+
+
+WAYS = {
+    "pure": lambda step: step(),
+    "donated": lambda step: step(donate=True),
+    "compiled": lambda step: step(compile=QUICK),
+    "compiled, donated": lambda step: step(compile=QUICK, donate=True),
+}
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "unbound"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: count(skip_large(inner, LIMIT)),
+        lambda inner: skip_large(count(inner), LIMIT),
+        lambda inner: skip_large(skip_large(count(skip_large(inner, 1e3)), LIMIT), 1e4),
+    ],
+    ids=["inside", "around", "nested"],
+)
+def test_a_wrapper_of_a_users_own_is_an_if_in_a_raw_loop(wrap, way, bound):
+    data = batches(12)
+    raw, made = raw_loop(data)
+    assert 3 <= sum(made) <= 9
+    model = net()
+    optimizer = wrap(adamw())
+    grad_fn = ll.make_grad_fn(model, loss_fn)
+    step = WAYS[way](lambda **options: make_train_step(grad_fn, optimizer, **options))
+    state = ll.init_state(model, optimizer)
+    state = state if bound else ll.copy_state(state)
+    for at, x in enumerate(data):
+        state, _ = step(state, x)
+        assert state.skipped is not made[at]
+        assert state.step == state.opt_state["made"] == sum(made[: at + 1])
+        assert state.opt_state["seen"] == at + 1  # each wrapper judges every batch, whatever the others say
+    for name, tensor in raw.named_parameters():
+        torch.testing.assert_close(state.params[name], tensor, rtol=1e-5, atol=1e-7)
+        if way in ("pure", "donated"):
+            assert torch.equal(state.params[name], tensor)
+    if bound and way == "donated":
+        assert all(torch.equal(one, two) for one, two in zip(model.parameters(), raw.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_each_member_of_a_stack_decides_for_itself(donate):
+    data = batches(12)
+    model = net()
+    optimizer = count(skip_large(adamw(), LIMIT))
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    stack = ll.transforms.stack_states([ll.init_state(model, optimizer, seed=seed) for seed in range(3)])
+    scales = [0.1, 1.0, 10.0]  # own batches: one member never skips, one does at times, one does most often
+    mapped = ll.vmap_step(step, own_batches=True)
+    for x in data:
+        stack, _ = mapped(stack, torch.stack([scale * x for scale in scales]))
+    counts = []
+    for number, scale in enumerate(scales):
+        raw, made = raw_loop([scale * x for x in data])
+        counts.append(sum(made))
+        for name, tensor in raw.named_parameters():
+            torch.testing.assert_close(stack.params[name][number], tensor, rtol=1e-4, atol=1e-6)
+    assert stack.opt_state["made"].tolist() == counts
+    assert stack.opt_state["seen"].tolist() == [12] * 3
+    assert counts[0] == len(data)
+    assert len(set(counts)) == 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_partition_has_one_flag_for_each_part(way):
+    """Of two parts within a partition within a wrapper, each skips by its own gradients, or all do."""
+
+    def split(inner, outer):
+        parts = {"in": count(skip_large(adamw(), inner)), "out": count(adamw())}
+        return skip_large(ll.optim.partition(parts, lambda name, p: "in" if name[0] == "0" else "out"), outer)
+
+    model, data = net(), batches(12)
+    raw = net()
+    own = {
+        key: torch.optim.AdamW(raw[number].parameters(), lr=1e-2, fused=True)
+        for key, number in (("in", 0), ("out", 2))
+    }
+    optimizer = split(0.15, LIMIT)
+    step = WAYS[way](lambda **options: make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, **options))
+    state, updates = ll.init_state(model, optimizer), {"in": 0, "out": 0}
+    for x in data:
+        raw.zero_grad()
+        loss_fn(raw, x).backward()
+        largest = {key: max(p.grad.abs().max() for p in one.param_groups[0]["params"]) for key, one in own.items()}
+        made = {"in": largest["in"] < 0.15 and max(largest.values()) < LIMIT, "out": max(largest.values()) < LIMIT}
+        for key in own:
+            if made[key]:
+                own[key].step()
+                updates[key] += 1
+        state, _ = step(state, x)
+        assert state.skipped is not any(made.values())
+    assert 0 < updates["in"] < updates["out"] < 12
+    inner = state.opt_state["inner_states"]
+    assert {key: int(inner[key]["made"]) for key in own} == updates
+    assert [int(inner[key]["seen"]) for key in own] == [12, 12]
+    for name, tensor in raw.named_parameters():
+        torch.testing.assert_close(state.params[name], tensor, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "wrap", [lambda inner: inner, ll.ema, lambda inner: skip_large(inner, 1e6)], ids=["", "ema", "own"]
+)
+def test_an_update_in_plain_functions_works_in_every_step_and_a_bound_module_stays_bound(wrap, way):
+    model, raw, optimizer = net(), net(), wrap(momentum())
+    sgd = torch.optim.SGD(raw.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    step = WAYS[way](lambda **options: make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, **options))
+    state, first = ll.init_state(model, optimizer), None
+    for x in batches(8):
+        sgd.zero_grad()
+        loss_fn(raw, x).backward()
+        sgd.step()
+        first, (state, _) = first or state, step(state, x)
+    for name, tensor in raw.named_parameters():
+        torch.testing.assert_close(state.params[name], tensor, rtol=1e-5, atol=1e-6)
+        if "donated" in way:
+            assert state.params[name] is model.get_parameter(name)
+    if "donated" in way:
+        with pytest.raises(ll.DonatedStateError):
+            _ = first.params
+    else:
+        assert all(torch.equal(first.params[name], p) for name, p in net().named_parameters())
+
+
+def test_what_an_update_returns_must_fit_the_parameters():
+    def wide():
+        inner = momentum()
+
+        def update_(grads, opt_state, params, step):
+            new, opt_state = inner.update_(grads, opt_state, params, step)
+            return {name: tensor.double() for name, tensor in new.items()}, opt_state
+
+        return dataclasses.replace(inner, update_=update_)
+
+    model, optimizer = net(), wide()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    with pytest.raises(
+        ValueError, match=r"update_ returned 0\.weight as torch.float64 .*the parameter is torch.float32"
+    ):
+        step(ll.init_state(model, optimizer), batches(1)[0])
+
+
+# Metrics of an update
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (report, "moved"),
+        (lambda inner: report(report(inner, "inner"), "outer"), "inner"),
+        (lambda inner: ll.ema(report(inner)), "moved"),
+        (lambda inner: ll.contrib.lookahead(report(inner)), "moved"),
+        (lambda inner: ll.optim.apply_if_finite(report(inner), 3), "moved"),
+        (lambda inner: ll.optim.freeze(report(inner), lambda name, step: False), "moved"),
+        (lambda inner: ll.optim.partition({"a": report(inner)}, lambda name, p: "a"), "moved/a"),
+    ],
+    ids=["alone", "two", "ema", "lookahead", "apply_if_finite", "freeze", "partition"],
+)
+def test_an_update_adds_metrics_to_those_of_the_step(wrap, name, way):
+    model, optimizer = net(), wrap(adamw())
+    step = WAYS[way](lambda **options: make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, **options))
+    state = ll.copy_state(ll.init_state(model, optimizer))
+    for x in batches(2):
+        before = ll.copy_state(state).params
+        state, metrics = step(state, x)
+        moved = ll.grads.global_norm([state.params[key].detach() - before[key].detach() for key in before])
+        torch.testing.assert_close(ll.compute(metrics)[name], moved.item())
+        assert "loss" in metrics
+
+
+def test_master_weights_pass_on_the_metrics_of_an_update():
+    model, optimizer = net().bfloat16(), ll.optim.master_weights(report(adamw()))
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    _, metrics = step(ll.init_state(model, optimizer), batches(1)[0].bfloat16())
+    assert ll.compute(metrics)["moved"] > 0
+
+
+# What it costs
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host asks for the value of a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: ll.optim.apply_if_finite(inner, 3),
+        lambda inner: ll.optim.dynamic_loss_scale(ll.ema(ll.optim.apply_if_finite(inner, 3))),
+        lambda inner: skip_large(ll.optim.apply_if_finite(ll.optim.skip_spikes(inner), 3), 1e3),
+        lambda inner: ll.optim.dynamic_loss_scale(ll.contrib.lookahead(skip_large(ll.optim.skip_spikes(inner), 1e3))),
+    ],
+    ids=["one", "two around an average", "three", "three around lookahead"],
+)
+def test_conditional_updates_cost_one_read_together(wrap, donate):
+    def reads(optimizer):
+        model = net()
+        step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+        state = ll.init_state(model, optimizer)
+        for x in batches(3):
+            state, _ = step(state, x)
+        with Reads() as counter:
+            step(state, batches(4)[3])
+        return counter.count
+
+    # The average and lookahead count their updates on tensors of the host, which they read.
+    plain = reads(ll.ema(adamw())) if "ema" in wrap.__code__.co_names else reads(adamw())
+    plain = reads(ll.contrib.lookahead(adamw())) if "lookahead" in wrap.__code__.co_names else plain
+    assert reads(wrap(adamw())) == plain + 1
+
+
+# Refused before anything is spent
+
+
+def refused(optimizer, error, message, model=None, other=None, data=None, **options):
+    """The step raises, and the state that it was given can be used as before."""
+    model = model or net()
+    step = make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, **options)
+    state = ll.init_state(model, other or optimizer)
+    before = ll.copy_state(state)
+    with pytest.raises(error, match=message):
+        step(state, batches(1)[0] if data is None else data)
+    assert bits((state.params, state.opt_state)) == bits((before.params, before.opt_state))
+    assert bits(dict(model.named_parameters())) == bits(dict(before.params))
+
+
+def decides(answer):
+    def decide(grads, opt_state, metrics):
+        return answer(opt_state)
+
+    return dataclasses.replace(adamw(), decide=decide)
+
+
+@pytest.mark.parametrize("options", [{}, {"donate": True}, {"compile": QUICK, "donate": True}], ids=str)
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda state: True, r"decide returned a bool; it returns two values, \(flag, opt_state\)"),
+        (lambda state: (True, state, {}), r"decide returned 3 values; it returns two values, \(flag, opt_state\)"),
+        (lambda state: (None, state), r"decide returned None as its flag: give True, False, or a 0-dim bool tensor"),
+        (lambda state: (torch.ones(2) > 0, state), r"torch.bool tensor of shape \(2,\) as its flag"),
+        (lambda state: (torch.tensor(1.0), state), r"float32 tensor of shape \(\) as its flag"),
+    ],
+    ids=["flag alone", "three", "none", "shape", "dtype"],
+)
+def test_what_decide_must_return(answer, message, options):
+    refused(decides(answer), TypeError, message, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"donate": True}, {"compile": QUICK, "donate": True}], ids=str)
+def test_errors_of_decide_spend_nothing(options):
+    def fails(state):
+        raise KeyError("perplexity")
+
+    refused(decides(fails), KeyError, "perplexity", **options)
+
+
+AROUND = {
+    "ema": ll.ema,
+    "swa": lambda inner: ll.optim.swa(inner, start=0),
+    "lookahead": ll.contrib.lookahead,
+    "apply_if_finite": lambda inner: ll.optim.apply_if_finite(inner, 3),
+    "skip_spikes": ll.optim.skip_spikes,
+    "dynamic_loss_scale": ll.optim.dynamic_loss_scale,
+    "freeze": lambda inner: ll.optim.freeze(inner, lambda name, step: False),
+    "partition": lambda inner: ll.optim.partition({"all": inner}, lambda name, tensor: "all"),
+}
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+@pytest.mark.parametrize("name", AROUND)
+def test_the_state_of_another_optimizer_is_refused(name, donate):
+    adamw = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    sgd = ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    own, who = AROUND[name](adamw), f"and {name} around AdamW is to update it"
+    step = ll.make_train_step(ll.make_grad_fn(model := net(), loss_fn), own, donate=donate)
+    with pytest.raises(ValueError, match=f"the state was made without an optimizer, {who}"):
+        step(ll.init_state(model), batches(1)[0])
+    who += ", which keeps .*inner_state"
+    refused(own, ValueError, f"opt_state is that of Adam or AdamW.*, {who}", other=adamw, donate=donate)
+    refused(own, ValueError, "of SGD or Muon.*AdamW is to update it", other=AROUND[name](sgd), donate=donate)
+    for other in AROUND.keys() - {name, *({"ema", "swa"} if name in ("ema", "swa") else ())}:
+        refused(own, ValueError, who, other=AROUND[other](adamw), donate=donate)
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
+def test_gradients_that_a_class_cannot_take_are_refused(donate):
+    def half_grads(grad_fn):
+        def halved(state, batch, part=ll.types.WHOLE):
+            out = grad_fn(state, batch, part)
+            return out._replace(grads={name: grad.half() for name, grad in out.grads.items()})
+
+        return halved
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.words = nn.Linear(2, 1), nn.Embedding(4, 2, sparse=True)
+
+        def forward(self, x):
+            return self.first(self.words(x))
+
+    def mean(model, x):
+        return model(x).square().mean()
+
+    sparse = ll.optimizer(torch.optim.SparseAdam, lr=0.1)
+    by_kind = {"sparse": sparse, "dense": adamw()}
+    for model, wrap, optimizer, x, message in [
+        (net(), half_grads, adamw(), torch.ones(2, 6), r"gradient of 0\.weight is torch.float16"),
+        (Words(), lambda grad_fn: grad_fn, adamw(), torch.tensor([1]), r"AdamW cannot take these gradients"),
+        (Words(), lambda grad_fn: grad_fn, sparse, torch.tensor([1]), r"SparseAdam cannot take these gradients"),
+        (
+            Words(),  # issue 29 (a): the group of the first layer would already be written
+            lambda grad_fn: grad_fn,
+            ll.optimizer(torch.optim.RMSprop, lr=0.1, groups=[(lambda name, p: "first" in name, {"lr": 0.2})]),
+            torch.tensor([1]),
+            r"RMSprop cannot take these gradients",
+        ),
+        (
+            Words(),
+            lambda grad_fn: grad_fn,
+            ll.optim.partition(by_kind, lambda name, p: "dense" if "words" in name else "sparse"),
+            torch.tensor([1]),
+            r"cannot take these gradients",
+        ),
+    ]:
+        step = ll.make_train_step(wrap(ll.make_grad_fn(model, mean)), optimizer, donate=donate)
+        state = ll.init_state(model, optimizer)
+        before = ll.copy_state(state)
+        with pytest.raises(ValueError, match=message):
+            step(state, x)
+        assert bits((state.params, state.opt_state)) == bits((before.params, before.opt_state))
+
+
+# An update that fails
+
+
+class Halfway(torch.optim.SGD):
+    """A third party's class that writes one parameter and fails."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self):
+        self.param_groups[0]["params"][0].data.add_(1.0)  # which torch does not count, as it counts no fused kernel
+        if self.fails:
+            raise MemoryError("out of memory after the first kernel")
+
+
+@pytest.mark.parametrize("name", ["class", "own", "count", "ema", "partition"])
+def test_an_update_that_fails_spends_a_donated_state_and_leaves_a_pure_one(name, monkeypatch):
+    def own():
+        def update_(grads, opt_state, params, step):
+            next(iter(params.values())).data.add_(1.0)
+            if Halfway.fails:
+                raise MemoryError
+            return params, opt_state
+
+        return ll.types.Optimizer(lambda params: {}, update_)
+
+    made = {
+        "class": lambda: ll.optimizer(Halfway, lr=0.1),
+        "own": own,
+        "count": lambda: count(own()),
+        "ema": lambda: ll.ema(own()),
+        "partition": lambda: ll.optim.partition({"0": adamw(), "2": own()}, lambda name, p: name[0]),
+    }[name]
+    model, optimizer = net(), made()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+    state = ll.init_state(model, optimizer)
+    step(state, batches(1)[0])  # a class is first tried on copies
+    monkeypatch.setattr(Halfway, "fails", True)
+    kept, detached = ll.copy_state(state), state.replace(extra={"of": "another record of the same tensors"})
+    with pytest.raises(MemoryError):
+        step(state, batches(1)[0])
+    assert bits((state.params, state.opt_state)) == bits((kept.params, kept.opt_state))
+    donated = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=True)
+    with pytest.raises(MemoryError):
+        donated(state, batches(1)[0])
+    for spent in (state, detached):
+        with pytest.raises(ll.DonatedStateError, match="was writing over its tensors when it failed"):
+            _ = spent.params
+    with pytest.raises(ll.DonatedStateError):
+        donated(state, batches(1)[0])
+    assert bits(kept.params) == bits(dict(net().named_parameters()))
+
+
+class Halving(nn.Module):
+    """Its forward pass writes a parameter that has no gradient, as `max_norm=` does with a frozen embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(6, 2), nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+        return self.first(x) * self.scale.detach()
+
+
+def test_what_a_forward_pass_writes_is_given_up_with_the_rest():
+    model = Halving()
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), adamw(), donate=True)
+    state = ll.init_state(model, adamw())
+    for x in batches(2):
+        older = ll.TrainState(params={"scale": state.params["scale"]})
+        state, _ = step(state, x)
+        with pytest.raises(ll.DonatedStateError):
+            _ = older.params
+    assert state.params["scale"].tolist() == [0.25, 0.25]
+
+
+def test_a_donated_step_of_another_run_inside_the_loss_is_not_this_ones_write():
+    """Issue 29 (b): a skipped batch leaves this run's state valid, and the other run continues."""
+    other, model = nn.Linear(2, 1), net()
+    sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
+    inner = ll.make_train_step(ll.make_grad_fn(other, lambda model, x: model(x).mean()), sgd, donate=True)
+    running = [ll.init_state(other, sgd)]
+
+    def with_another_run(model, x):
+        running.append(inner(running.pop(), x[:, :2])[0])
+        return loss_fn(model, x)
+
+    optimizer = skip_large(adamw(), LIMIT)
+    step = ll.make_train_step(ll.make_grad_fn(model, with_another_run), optimizer, donate=True)
+    data = batches(12)
+    raw, made = raw_loop(data)
+    state = ll.init_state(model, optimizer)
+    for x in data:
+        state, _ = step(state, x)
+    assert (state.step, running[0].step) == (sum(made), 12)
+    assert all(torch.equal(state.params[name], tensor) for name, tensor in raw.named_parameters())
+
+
+def test_where_takes_trees_of_one_kind():
+    new, old = (
+        {"a": torch.ones(2), "b": [torch.tensor(1)], "c": 3},
+        {"a": torch.zeros(2), "b": [torch.tensor(0)], "c": 3},
+    )
+    for flag in (True, torch.tensor(True)):
+        chosen = ll.optim.where(flag, new, old)
+        assert (chosen["a"].tolist(), chosen["b"][0].item(), chosen["c"]) == ([1.0, 1.0], 1, 3)
+    for flag in (False, torch.tensor(False)):
+        chosen = ll.optim.where(flag, new, old)
+        assert (chosen["a"].tolist(), chosen["b"][0].item(), chosen["c"]) == ([0.0, 0.0], 0, 3)
+    with pytest.raises(ValueError, match=r"keeps the shapes and dtypes"):
+        ll.optim.where(torch.tensor(True), torch.ones(2), torch.ones(1))
+    with pytest.raises(ValueError, match=r"keeps the shapes and dtypes"):
+        ll.optim.where(torch.tensor(True), torch.ones(2), torch.ones(2).double())
+    weight = nn.Parameter(torch.ones(2))
+    assert ll.optim.where(torch.tensor(True), weight, torch.zeros(2)).requires_grad

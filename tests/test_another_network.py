@@ -1,0 +1,235 @@
+"""Two networks, two states: what a loss that calls another module trains, touches and warns of."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from ranks import launch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import looplib as ll
+
+EAGER = partial(ll.compile_step, backend="eager")
+
+
+class Pair:
+    """A generator and a critic whose losses call each other, as steps and as a raw loop."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.generator, self.critic = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.batches = [(torch.randn(8, 4), torch.randn(8, 3)) for _ in range(6)]
+
+    def critic_loss(self, critic, batch):
+        real, noise = batch[:2]
+        return critic(self.generator(noise).detach()).mean() - critic(real).mean()
+
+    def generator_loss(self, generator, batch):
+        return -self.critic(generator(batch[1])).mean()
+
+    def steps(self, **options):
+        made = []
+        for model, loss in ((self.critic, self.critic_loss), (self.generator, self.generator_loss)):
+            optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+            step = ll.make_train_step(
+                ll.make_grad_fn(model, loss), optimizer, same_batch=model is self.generator, **options
+            )
+            made.append((step, ll.init_state(model, optimizer)))
+        return made
+
+    def raw(self):
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.critic, self.generator)]
+        for batch in self.batches:
+            for optimizer, model, loss in zip(
+                optimizers, (self.critic, self.generator), (self.critic_loss, self.generator_loss), strict=True
+            ):
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+        return [dict(model.named_parameters()) for model in (self.critic, self.generator)]
+
+
+def test_donated_steps_are_the_raw_loop_without_a_warning():
+    pair, raw = Pair(), Pair().raw()
+    (critic_step, critic), (generator_step, generator) = pair.steps(donate=True)
+    for batch in pair.batches:
+        critic, _ = critic_step(critic, batch)
+        generator, _ = generator_step(generator, batch)
+    torch.testing.assert_close([critic.params, generator.params], raw)
+
+
+@pytest.mark.parametrize("transform", [lambda step: step, EAGER], ids=["eager", "graph"])
+def test_pure_steps_against_the_other_weights_in_the_batch_are_the_raw_loop(transform):
+    pair, raw = Pair(), Pair().raw()
+    of_critic, of_generator = pair.critic_loss, pair.generator_loss
+
+    def critic_loss(critic, batch):
+        pair.generator = partial(functional_call, generator, batch[2])
+        return of_critic(critic, batch)
+
+    def generator_loss(generator, batch):
+        pair.critic = partial(functional_call, critic_module, batch[2])
+        return of_generator(generator, batch)
+
+    generator, critic_module = pair.generator, pair.critic
+    pair.critic_loss, pair.generator_loss = critic_loss, generator_loss
+    (critic_step, critic), (generator_step, generator_state) = pair.steps()
+    critic_step, generator_step = transform(critic_step), transform(generator_step)
+    for batch in pair.batches:
+        critic, _ = critic_step(critic, (*batch, generator_state.params))
+        generator_state, _ = generator_step(generator_state, (*batch, critic.params))
+    torch.testing.assert_close([critic.params, generator_state.params], raw)
+
+
+@pytest.mark.parametrize(("transform", "count"), [(lambda step: step, 2), (EAGER, 1)], ids=["eager", "graph"])
+def test_pure_steps_that_call_each_others_modules_are_warned_of_once_for_each(transform, count):
+    pair = Pair()
+    (critic_step, critic), (generator_step, generator) = pair.steps()
+    critic_step, generator_step = transform(critic_step), transform(generator_step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in pair.batches:
+            critic, _ = critic_step(critic, batch)
+            generator, _ = generator_step(generator, batch)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == count, messages  # a graph calls no module again
+    for message in messages:
+        assert "donate=True" in message
+        assert "functional_call" in message
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_pure_step_names_what_its_loss_reaches_and_does_not_train(donate):
+    model, teacher, scale = nn.Linear(3, 1), nn.Linear(1, 1), torch.ones(1, requires_grad=True)
+    frozen = nn.Linear(1, 1).requires_grad_(False)
+
+    def loss_fn(model, x):
+        x = x.detach().clone().requires_grad_()  # no network's
+        return (frozen(teacher(model(x))) * scale).mean()
+
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
+    state = ll.init_state(model, optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            state, _ = step(state, torch.randn(5, 3))
+    assert len(caught) == (not donate)
+    for warning in caught:
+        assert all(name in str(warning.message) for name in ("teacher.weight", "teacher.bias", "scale"))
+        assert "frozen" not in str(warning.message)
+        assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_batch_with_a_graph_is_refused_by_name(donate):
+    pair = Pair()
+    (step, state), _ = pair.steps(donate=donate)
+    real, noise = pair.batches[0]
+    with pytest.raises(ValueError, match=r"batch/0.*detach\(\)"):
+        step(state, (nn.Linear(4, 4)(real), noise))
+    step(state, (real, noise))
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_gradients_of_another_network_are_left_alone(reentrant, before):
+    generator, critic, sigma = nn.Linear(3, 4), nn.Linear(4, 1), torch.ones(1, requires_grad=True)
+    if before:
+        critic(torch.randn(2, 4)).sum().backward()
+    grads = [(critic.weight.grad, critic.weight.grad.clone()) if before else (None, None), (None, None)]
+
+    def loss_fn(model, x):
+        x = torch.sigmoid(model(x))
+        x = critic(x) if reentrant is None else checkpoint(critic, x, use_reentrant=reentrant)
+        return (x * sigma).mean()
+
+    state, x = ll.init_state(generator), torch.randn(5, 3)
+    out = ll.make_grad_fn(generator, loss_fn)(state, x)
+    for tensor, (grad, values) in zip((critic.weight, sigma), grads, strict=True):
+        assert tensor.grad is grad
+        assert grad is None or torch.equal(grad, values)
+    loss_fn(generator, x).backward()
+    torch.testing.assert_close(out.grads["weight"], generator.weight.grad)
+
+
+class Blocks(nn.Module):
+    """Two blocks; each may be recomputed in a reentrant checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(3, 3), nn.Linear(3, 1), True
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()  # as for a frozen embedding before the first block
+        for block in (self.first, self.second):
+            x = checkpoint(block, x, use_reentrant=True) if self.reentrant else block(x)
+        return x
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_reentrant_checkpoints_are_trained_in_full(donate):
+    model, optimizer = Blocks(), ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean(), allow_unused=True)
+    step, x = ll.make_train_step(grad_fn, optimizer, donate=donate), torch.randn(5, 3)
+    raw = Blocks()
+    raw.load_state_dict(model.state_dict())
+    raw_optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
+    state = ll.init_state(model, optimizer)
+    for _ in range(3):
+        state, _ = step(state, x)
+        raw_optimizer.zero_grad()
+        raw(x).square().mean().backward()
+        raw_optimizer.step()
+    torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()))
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_reentrant_checkpoints_from_a_later_step_on_are_named(allow_unused):
+    model = Blocks()
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean(), allow_unused=allow_unused)
+    state, x = ll.init_state(model), torch.randn(5, 3)
+    model.reentrant = False
+    grad_fn(state, x)
+    model.reentrant = True
+    with pytest.raises(RuntimeError, match=r"use_reentrant=True.*make_grad_fn"):
+        grad_fn(state, x)
+
+
+def engine_beside_another_network(engine):
+    """Two donated steps with microbatches, of a model in an engine whose loss calls another model in one."""
+    torch.manual_seed(0)
+    generator, critic = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 1), nn.Tanh())
+    if engine == "ddp":
+        generator, critic = DistributedDataParallel(generator), DistributedDataParallel(critic)
+    if engine == "fsdp":
+        mesh = init_device_mesh("cpu", (2,))
+        generator, critic = fully_shard(generator, mesh=mesh), fully_shard(critic, mesh=mesh)
+    kept = [parameter.grad for parameter in critic.parameters()]
+    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.accumulate(ll.make_grad_fn(generator, lambda model, x: critic(model(x)).mean()), 2)
+    step, state = ll.make_train_step(grad_fn, optimizer, donate=True), ll.init_state(generator, optimizer)
+    samples = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        state, _ = step(state, samples.tensor_split(2)[ll.distributed.rank()] if engine else samples)
+        assert [parameter.grad for parameter in critic.parameters()] == kept == [None, None]
+    return {name: p.full_tensor() if engine == "fsdp" else p for name, p in state.params.items()}
+
+
+def engines_beside_another_network():
+    alone = engine_beside_another_network(None)
+    with ll.distributed.setup():
+        for engine in ("ddp", "fsdp"):
+            torch.testing.assert_close(engine_beside_another_network(engine), alone)
+        print("left alone")
+
+
+@pytest.mark.slow
+def test_engines_leave_the_gradients_of_another_network_alone():
+    assert launch(2, engines_beside_another_network).count("left alone") == 2
