@@ -121,7 +121,7 @@ def _scalar(value: Any) -> Tensor:
             "the loss does not depend on any trainable parameter: it was computed without them, detached, or "
             "under no_grad"
         )
-    return _gathered(value)
+    return value if type(value) is Tensor else _gathered(value)
 
 
 def _summed(value: Tensor, weight: Tensor | float, times: int, normalizer: Tensor | float | None) -> Objective:
@@ -191,7 +191,8 @@ def record(name: str, value: Any, samples: int) -> Metric:
     if isinstance(value, Mean):
         return Mean(_detached(value.total), _detached(value.weight), value.times)
     if isinstance(value, Tensor) and value.numel() == 1:
-        return as_record(Mean, (_detached(value), 1, samples))
+        value = value if type(value) is Tensor else _gathered(value)
+        return as_record(Mean, (value.detach(), 1, samples))
     if isinstance(value, (int, float)):
         return Mean(value, 1, samples)
     if isinstance(value, Metric) and not isinstance(value, Tensor):

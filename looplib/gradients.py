@@ -42,7 +42,7 @@ from looplib._objective import (
     weight_on_host,
 )
 from looplib.metrics._mean import Mean
-from looplib.types import WHOLE, GradFn, Gradients, LossFn, Part, TrainState, check_state, trees_of
+from looplib.types import WHOLE, GradFn, Gradients, LossFn, Part, TrainState, trees_of
 
 __all__ = ["make_grad_fn"]
 
@@ -159,8 +159,8 @@ def make_grad_fn(
                 _interrupts.end_hold(thread)
         if passes.deferred:
             outs[-1] = outs[-1]._replace(finish=finish)
-        elif part.context.last:
-            _check_reached(outs[-1], needed)
+        elif part.context.last and len(outs[-1].grads) < len(needed):
+            _refuse_unreached(outs[-1], needed)
         if writes is not None:
             host.unwritten.check(given, writes)
             outs[-1] = outs[-1]._replace(buffers=mapped(_without_graph, outs[-1].buffers))
@@ -243,16 +243,16 @@ def _writes(grads: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
     return {name: (grad, torch_private.version(grad)) for name, grad in grads.items()}
 
 
-def _check_reached(out: Gradients, names: Sequence[str]) -> None:
+def _refuse_unreached(out: Gradients, needed: Sequence[str]) -> None:
     """Raise if any of these parameters has no gradient."""
-    if len(out.grads) < len(names):
-        raise ValueError(unreached(name for name in names if name not in out.grads))
+    if missing := [name for name in needed if name not in out.grads]:
+        raise ValueError(unreached(missing))
 
 
 def _finished(host: _modules.Host, needed: Sequence[str], state: TrainState, out: Gradients) -> Gradients:
     """Combine the sums and buffers of all ranks, for an engine that has not sent anything yet."""
     out = mean_over_ranks(out, state.params)
-    _check_reached(out, needed)
+    _refuse_unreached(out, needed)
     if out.buffers:
         host.run(state.params, out.buffers, 0, host.engine.share_buffers)
     return out
@@ -372,11 +372,7 @@ def indices(part: Part, count: int) -> Iterable[int]:
 
 
 def of_this_model(host: _modules.Host, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    try:
-        params, buffers, _ = trees_of(state)
-    except AttributeError:
-        check_state(state, "step(state, batch)")
-        raise
+    params, buffers, _ = trees_of(state)
     if params.keys() != host.slots.params.keys() or buffers.keys() != host.slots.buffers.keys():
         host.explain(params, buffers, None)
     return params, buffers

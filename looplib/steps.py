@@ -49,7 +49,6 @@ from looplib.types import (
     PredictStep,
     TrainState,
     TrainStep,
-    check_state,
     extra_of,
     trees_of,
 )
@@ -210,16 +209,16 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
     own = _given_up if donate else _copied
     part = Part(donate=donate, context=context)
     writes = Writes(name for one in chain(grad_fn) for name in one.renormed)
-    watch = None if donate else Watch(grad_fn)
+    watch = Watch(grad_fn)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Metric]]:
-        params, buffers, opt_state = _checked(state)
-        step = state.step
-        if watch is not None:
-            watch.see(state, batch)
+        params, buffers, opt_state = trees_of(state, "train_step(state, batch)")
+        step, kept = state.step, NOTHING
         if donate:
             wait_for_readers((params, buffers))  # of a save in the background: the forward pass may write
-        kept = Kept(params, buffers, writes) if donate else NOTHING
+            kept = Kept(params, buffers, writes)
+        else:
+            watch.see(state, batch)
         thread, grad_mode = threading.get_ident(), torch.is_grad_enabled()
         try:
             try:
@@ -228,11 +227,11 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
                 if donate:
                     writes.learn(kept)
                 decision, next_opt_state = decided(optimizer, grads, opt_state, metrics, params, step)
-                applied = read(decision)
+                applied = decision is True or read(decision)
             finally:
                 _interrupts.begin_hold(thread)
             if applied is not True and not any_of(applied):
-                _checked(state)  # whose memory a step within the loss may have been given
+                trees_of(state)  # whose memory a step within the loss may have been given
                 kept.restore()
                 return advanced(
                     state, params, buffers, next_opt_state, samples, False, same_batch, lease_of(state)
@@ -264,14 +263,6 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
 
     train_step.__qualname__ = "train_step"  # in Python's error for a call without the batch
     return train_step
-
-
-def _checked(state: Any) -> tuple[Params, dict[str, Tensor], Any]:
-    try:
-        return trees_of(state)
-    except AttributeError:
-        check_state(state, "train_step(state, batch)")
-        raise
 
 
 Owned = tuple[Params, Any, Lease | None]

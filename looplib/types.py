@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -89,8 +90,7 @@ class TrainState(lease.Leased):
     seed: int = 0
     extra: Any = None
 
-    def __post_init__(self) -> None:
-        lease.begin(self)
+    __post_init__ = lease.begin
 
     @property
     def skipped(self) -> bool:
@@ -184,16 +184,21 @@ def _spent(state: TrainState, name: str, writer: lease.Lease) -> str:
     )
 
 
-def trees_of(state: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    """The `params`, `buffers` and `opt_state` of a state, checked once for all."""
-    if state._at != clock.time:
+def trees_of(state: Any, call: str = "step(state, batch)") -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """The `params`, `buffers` and `opt_state` of a state, checked once for all. `call` is for messages."""
+    try:
+        written_since = state._at != clock.time
+    except AttributeError:
+        check_state(state, call)
+        raise
+    if written_since:
         _check_valid(state)
     return state._params, state._buffers, state._opt_state
 
 
-def extra_of(state: Any) -> Any:
-    """The `extra` of a state that is or was valid: no step writes it."""
-    return state._extra
+extra_of: Callable[[TrainState], Any] = operator.attrgetter(
+    "_extra"
+)  # also of a state that is spent: no step writes it
 
 
 def check_state(value: Any, call: str) -> None:

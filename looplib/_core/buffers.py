@@ -36,9 +36,9 @@ class Writes:
         self.buffers: set[str] | None = None
 
     def learn(self, kept: Kept) -> None:
-        counted = kept.counted()
-        if not counted and self.buffers is not None:
+        if self.buffers is not None and _versions(kept.params, kept.buffers) == kept.versions:
             return
+        counted = kept.counted()
         self.params |= counted & kept.params.keys()
         in_buffers = counted & kept.buffers.keys()
         if self.buffers is None or not in_buffers <= self.buffers:
@@ -48,20 +48,20 @@ class Writes:
 class Kept:
     """Values from before a forward pass: of all buffers, and of the parameters that it is known to write."""
 
-    __slots__ = ("_copies", "_tensors", "_versions", "buffers", "params")
+    __slots__ = ("_copies", "_tensors", "buffers", "params", "versions")
 
     def __init__(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], writes: Writes) -> None:
         self.params, self.buffers = params, buffers
         self._tensors = {**buffers, **{name: params[name] for name in writes.params}} if writes.params else buffers
         self._copies = clones([*self._tensors.values()]) if self._tensors else []
-        self._versions = _versions(params, buffers)
+        self.versions = _versions(params, buffers)
 
     def counted(self) -> set[str]:
         """Names of parameters and buffers of which torch has counted a write since."""
         now = _versions(self.params, self.buffers)
-        if now == self._versions:
+        if now == self.versions:
             return set()
-        names = zip((*self.params, *self.buffers), self._versions, now, strict=False)
+        names = zip((*self.params, *self.buffers), self.versions, now, strict=False)
         return {name for name, old, new in names if old != new}
 
     def differing(self) -> set[str]:

@@ -182,8 +182,11 @@ def give_up(state: Any, params: Set[str], buffers: Collection[str] = ()) -> tupl
         _check_shared("opt_state", state.opt_state, of_model, "params[name].detach().clone()")
         lease = lease_over("a train step with donate=True", tensors_in(trees), known_params, known_buffers)
         _set_lease(state, lease)
-    # Reading the trees raises if they were given up since the step began, by another thread or within the loss.
-    wait_for_readers((state.params, state.buffers, state.opt_state))
+    if state._at != clock.time:  # something was written since the step began, by another thread or within the loss
+        for tree in ("params", "buffers", "opt_state"):
+            getattr(state, tree)  # raises if it was this tree
+    if _reading:
+        wait_for_readers((state.params, state.buffers, state.opt_state))
     before = lease.written
     lease.write()
     return lease, before

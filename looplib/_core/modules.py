@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain, compress
 from typing import Any, NamedTuple, TypeVar
 
@@ -235,13 +236,13 @@ class Host:
 
     def run(self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
         """Run `body()` with these tensors in the module and the random streams seeded with `seed`."""
-        if _tracing.entered and _tracing.tracing():  # takes long, and draws no numbers
-            return self._run(params, buffers, seed, body)
-        with draws.turn:
-            draws.takes_step(threading.get_ident())
+        # A trace takes long, and draws no numbers.
+        with draws.turn if not (_tracing.entered and _tracing.tracing()) else nullcontext():
             return self._run(params, buffers, seed, body)
 
     def _run(self, params: dict[str, Tensor], buffers: Mapping[str, Tensor], seed: int, body: Callable[[], R]) -> R:
+        thread = threading.get_ident()
+        draws.takes_step(thread)
         swaps = self._swaps(params, buffers)
         engine = self.engine if self.engine.name else None
         if lent := engine.lend(params, self.params) if engine else None:
@@ -256,7 +257,6 @@ class Host:
             self.devices, self.generators = ends, _generators(*(tensor.device for tensor in values))
         generators = self.generators
         streams = [generator.get_state() for generator in generators]
-        thread = threading.get_ident()
         hosted, depth = running.models, len(running.models)
         try:
             hosted.append(self.model)
@@ -293,7 +293,7 @@ class Host:
             owners, keys, _ = zip(*self.unfilled, strict=True)
             parts.append(Swaps(owners, keys, [None] * len(keys), [None] * len(keys)))
         places = self.places[0]
-        own, lent = places.own(), places.of_state(params)
+        own, lent = [*map(operator.getitem, places.owners, places.keys)], [*map(params.__getitem__, places.names)]
         if not all(map(operator.is_, own, lent)):
             if not all(map(operator.is_, own, self.known)):
                 self.known, self.shapes = own, [*map(_shape, own)]

@@ -72,17 +72,17 @@ def group() -> Any:
 
 def rank() -> int:
     """This process's rank; 0 without torch.distributed."""
-    return distributed.get_rank(_group) if running() else 0
+    return distributed.get_rank(_group) if _available and distributed.is_initialized() else 0
 
 
 def world_size() -> int:
     """Number of ranks; 1 without torch.distributed."""
-    return distributed.get_world_size(_group) if running() else 1
+    return distributed.get_world_size(_group) if _available and distributed.is_initialized() else 1
 
 
 def several() -> bool:
     """True if there are other processes to agree with."""
-    return running() and distributed.get_world_size(_group) > 1
+    return world_size() > 1
 
 
 def is_first() -> bool:

@@ -195,25 +195,23 @@ def copied(tree: Any) -> Any:
 
 
 def _collect(tree: Any, tensors: list[Tensor]) -> None:
-    if isinstance(tree, Tensor):
-        tensors.append(tree)
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            _collect(value, tensors)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
+    # Leaves are looked at in the loop: a call for each would be most of the time for a state of many tensors.
+    for value in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else (tree,):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (dict, list, tuple)):
             _collect(value, tensors)
 
 
 def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        return next(copies)
     if isinstance(tree, dict):
-        return {key: _rebuilt(value, copies) for key, value in tree.items()}
+        return {
+            key: next(copies) if isinstance(value, Tensor) else _rebuilt(value, copies) for key, value in tree.items()
+        }
     if isinstance(tree, (list, tuple)):
         values = [_rebuilt(value, copies) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return tree
+    return next(copies) if isinstance(tree, Tensor) else tree
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}
