@@ -11,13 +11,13 @@ import torch
 @contextmanager
 def _as_before():
     """Undo what torch's test suite sets for the whole process when it is imported."""
-    variables = dict(os.environ)
+    variables, profile = dict(os.environ), hypothesis.settings.get_current_profile_name()
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(variables)
-        hypothesis.settings.load_profile("any machine")
+        hypothesis.settings.load_profile(profile)
         torch.backends.__allow_nonbracketed_mutation_flag = True
 
 
