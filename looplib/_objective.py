@@ -181,9 +181,14 @@ def split_loss(out: Any, counts: bool = True) -> tuple[Any, Mapping[str, Any]]:
 def records(loss: Any, aux: Mapping[str, Any], samples: int, apart: bool, counts: bool = True) -> dict[str, Metric]:
     """Metric records of a loss and its additional values. With `apart`, parameters and buffers among them are copied."""
     metrics = {"loss": record("loss", loss, samples)}
-    for name, value in aux.items():
-        metrics[name] = record(name, _apart(value) if apart else value, samples)
+    if aux:
+        metrics |= aux_records(aux, samples, apart)
     return metrics if counts else uncounted(metrics)
+
+
+def aux_records(aux: Mapping[str, Any], samples: int, apart: bool) -> dict[str, Metric]:
+    """Metric records of values beside a loss. With `apart`, tensors that later steps may overwrite are copied."""
+    return {name: record(name, _apart(value) if apart else value, samples) for name, value in aux.items()}
 
 
 def record(name: str, value: Any, samples: int) -> Metric:

@@ -34,7 +34,7 @@ from looplib._core.ranks import rank, several
 from looplib._core.tracing import tracing, where
 from looplib._core.trees import batch_size
 from looplib._core.updates import announced, any_of, copied, copied_params, decided, read, update_where, updated
-from looplib._objective import loss_over_ranks, record
+from looplib._objective import aux_records, loss_over_ranks, record
 from looplib._wrapping import check_whole
 from looplib.gradients import of_this_model
 from looplib.metrics._mean import Mean
@@ -253,7 +253,7 @@ def _train_step(grad_fn: GradFn, optimizer: Optimizer, donate: bool, same_batch:
             new = advanced(state, new_params, new_buffers, new_opt_state, samples, True, same_batch, kept_lease)
             if lease is not None:
                 lease.step = new.step
-            return new, {**metrics, **more} if more else metrics
+            return new, {**metrics, **aux_records(more, samples, apart=True)} if more else metrics
         except BaseException:
             kept.restore_after_failure(state)
             raise
@@ -325,7 +325,7 @@ def _core(grad_fn: GradFn, optimizer: Optimizer) -> Callable[[TrainState, Any], 
         if in_forward:
             before = {name: params[name] for name in in_forward}
             new_params |= where(applied, {name: new_params[name] for name in in_forward}, before)
-        metrics = {**out.metrics, **more}
+        metrics = {**out.metrics, **aux_records(more, out.samples, apart=False)}
         return Outcome({**params, **new_params}, opt_state, out.buffers, metrics, out.samples, applied)
 
     return core

@@ -374,7 +374,8 @@ class Update(Protocol):
     before as well.
 
     `grads` names the parameters to change; the others are returned unchanged. `step` is the number of earlier updates,
-    which schedules depend on. A third value, a dict of metrics, is added to those that the train step returns.
+    which schedules depend on. A third value, a dict of scalars and metrics, is added to those that the train step
+    returns. (A compiled step that skips the update returns those of the update that it has not made.)
 
     Args:
         info: from a train step, the `metrics` and `buffers` of the gradients (see `Gradients`), the state's `seed`,

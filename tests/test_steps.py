@@ -873,3 +873,24 @@ def test_the_first_donated_step_grows_with_the_tensors_and_not_with_their_square
         ll.make_train_step(grad_fn, optimizer, donate=True)(ll.init_state(model, optimizer), torch.ones(4))
         found.append(asked)
     assert found[1] <= 9 * found[0]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_metric_of_the_update_keeps_its_value_when_a_later_step_writes_the_optimizers_state(donate):
+    sgd = ll.optimizer(torch.optim.SGD, lr=0.1)
+
+    def init(params, **info):
+        return {"inner_state": sgd.init(params, **info), "made": torch.zeros(())}
+
+    def update_(grads, opt_state, params, step, **info):
+        params, opt_state["inner_state"] = sgd.update_(grads, opt_state["inner_state"], params, step, **info)
+        return params, opt_state, {"made": opt_state["made"].add_(1)}
+
+    model = nn.Linear(2, 1)
+    optimizer = ll.types.Optimizer(init, update_)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer, donate=donate)
+    state, metrics = ll.init_state(model, optimizer), []
+    for _ in range(3):
+        state, of_step = train_step(state, torch.ones(4, 2))
+        metrics.append(of_step)
+    assert [ll.compute(of_step)["made"] for of_step in metrics] == [1, 2, 3]
