@@ -7,6 +7,7 @@ partition one for each of its parts; wrappers combine flags with `&`. The host r
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -195,8 +196,12 @@ def copied(tree: Any) -> Any:
 
 
 def _collect(tree: Any, tensors: list[Tensor]) -> None:
-    # Leaves are looked at in the loop: a call for each would be most of the time for a state of many tensors.
-    for value in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else (tree,):
+    # A container of tensors alone is read at once: a call for each would be most of the time for a state of thousands.
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else (tree,)
+    if _PLAIN.issuperset(map(type, values)):
+        tensors += values
+        return
+    for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, (dict, list, tuple)):
@@ -204,17 +209,20 @@ def _collect(tree: Any, tensors: list[Tensor]) -> None:
 
 
 def _rebuilt(tree: Any, copies: Iterator[Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return next(copies)
     if isinstance(tree, dict):
-        return {
-            key: next(copies) if isinstance(value, Tensor) else _rebuilt(value, copies) for key, value in tree.items()
-        }
+        if _PLAIN.issuperset(map(type, tree.values())):
+            return dict(zip(tree, copies, strict=False))  # which takes no more copies than there are keys
+        return {key: _rebuilt(value, copies) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         values = [_rebuilt(value, copies) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return next(copies) if isinstance(tree, Tensor) else tree
+    return tree
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}
+_is_cpu = operator.attrgetter("is_cpu")
 
 
 def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -225,7 +233,7 @@ def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     try:  # a signal may arrive as soon as the mode is set
         torch_private.set_grad_enabled(False)
         if _PLAIN.issuperset(map(type, tensors)) and all(map(Tensor.is_contiguous, tensors)):
-            on_cpu = all(tensor.is_cpu for tensor in tensors)
+            on_cpu = all(map(_is_cpu, tensors))
             return list(torch_private.foreach_clone(tensors)) if on_cpu else _copied_by_kernels(tensors)
         copies = [_clone(tensor) for tensor in tensors]
         if (trace := current()) is not None:
