@@ -19,7 +19,7 @@ def at(step, samples=0):
 
 
 def mix(*values):
-    """The seed of a draw, as the stored fixtures have it: the finalizer of splitmix64 over a polynomial in the values."""
+    """The seed of a draw, by the published formula: the finalizer of splitmix64 over a polynomial in the values."""
     seed = len(values)
     for value in values:
         seed = (seed * 0xD1342543DE82EF95 + value + 1) % 2**64
