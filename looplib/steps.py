@@ -23,8 +23,7 @@ from looplib._core.advice import explain_arguments
 from looplib._core.buffers import NOTHING, Kept, Writes
 from looplib._core.calls import bare, remember
 from looplib._core.checks import check, check_type, named
-from looplib._core.engines import NO_CONTEXT, Context
-from looplib._core.first_step import described_program
+from looplib._core.engines import NO_CONTEXT, Context, described_program
 from looplib._core.forgotten import Watch
 from looplib._core.kinds import chain
 from looplib._core.lease import Lease, follows, give_up, lease_of, may_be_written, tensors_in, wait_for_readers

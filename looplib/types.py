@@ -10,12 +10,13 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from looplib._core import advice, lease, records, updates
+from looplib._core import advice, lease, updates
 from looplib._core.calls import Call
 from looplib._core.checks import named
 from looplib._core.engines import NO_CONTEXT, Context
 from looplib._core.kinds import instances_are
 from looplib._core.lease import clock
+from looplib._core.trees import register_record
 
 __all__ = [
     "Decide",
@@ -90,8 +91,6 @@ class TrainState(lease.Leased):
     seed: int = 0
     extra: Any = None
 
-    __post_init__ = lease.begin
-
     @property
     def skipped(self) -> bool:
         """True if the last batch made no update, so that `step` did not advance."""
@@ -120,7 +119,7 @@ class TrainState(lease.Leased):
 
     def __repr__(self) -> str:
         trees = (self._params, self._buffers, self._opt_state, self._extra)  # type: ignore[attr-defined]
-        return records.summary(self, lease.overwritten(self, trees) is not None)
+        return _summary(self, lease.overwritten(self, trees) is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (lease.provenance(self), *(getattr(self, name) for name in FIELDS))
@@ -156,7 +155,25 @@ def _guard(name: str) -> None:
 for _tree in TREES:
     _guard(_tree)
 
-records.register_record(TrainState, FIELDS, TREES)
+register_record(TrainState, FIELDS, TREES)
+
+
+def _summary(state: Any, spent: bool) -> str:
+    """A state in one line: its position and its size."""
+    position = state.batch if state.epoch_length is None else f"{state.batch}/{state.epoch_length}"
+    parts = [f"step={state.step}", f"epoch={state.epoch}", f"batch={position}", f"samples={state.samples}"]
+    if spent:
+        return f"TrainState({', '.join(parts)}, donated)"
+    parts += [
+        f"{name}={len(tensors)} tensors ({sum(tensor.numel() for tensor in tensors.values()):,} numbers)"
+        for name in ("params", "buffers")
+        if (tensors := getattr(state, name))
+    ]
+    parts.append(f"seed={state.seed}")
+    if state.extra is not None:
+        keys = f" of {', '.join(map(str, state.extra))}" if isinstance(state.extra, dict) else ""
+        parts.append(f"extra={type(state.extra).__name__}{keys}")
+    return f"TrainState({', '.join(parts)})"
 
 
 def _check_valid(state: Any, names: Sequence[str] = TREES) -> None:

@@ -76,17 +76,16 @@ class Leased:
     _lease: Lease | None
     _provenance: Any
 
+    def __post_init__(self) -> None:
+        """A record is valid from now on."""
+        _set_time(self, clock.time)
+        _set_lease(self, None)
+        _set_provenance(self, None)
+
 
 _set_time, _set_lease, _set_provenance = (
     vars(Leased)[name].__set__ for name in ("_at", "_lease", "_provenance")
 )  # of a record that does not let its attributes be assigned
-
-
-def begin(record: Leased) -> None:
-    """A record is valid from now on."""
-    _set_time(record, clock.time)
-    _set_lease(record, None)
-    _set_provenance(record, None)
 
 
 def follows(record: Leased, before: Leased, lease: Lease | None) -> None:

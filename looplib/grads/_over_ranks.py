@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from looplib._core import first_step
+from looplib._core import engines
 from looplib._core import ranks as _ranks
 from looplib._core.calls import remember
 from looplib._core.trees import batch_size, padding_batch
@@ -55,7 +55,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
             )
         nonlocal compared
         if not compared:
-            first_step.compare(state, (batch,), part.context.program)
+            engines.compare(state, (batch,), part.context.program)
             compared = True
         own = replace(part, reduction="sum", context=replace(part.context, local=True))
         out = _of_no_samples(grad_fn, state, batch, own) if _is_empty(batch) else grad_fn(state, batch, own)
