@@ -346,10 +346,8 @@ def _without_graph(buffer: Tensor) -> Tensor:
 def _seeds(state: TrainState, part: Part, count: int, traced: bool) -> list[int]:
     if traced:
         return [*indices(part, count)]
-    step, seed = state.step, state.seed
-    if count == 1:
-        return [mix(seed, step, rank(), part.index)]
-    return [mix(seed, step, rank(), index) for index in indices(part, count)]
+    step, seed, own = state.step, state.seed, rank()
+    return [mix(seed, step, own, index) for index in indices(part, count)]
 
 
 def _objective_of_all(

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeGuard, cast
@@ -284,8 +284,16 @@ def is_sharded(leaf: Any) -> TypeGuard[Any]:
     return type(leaf) not in _PLAIN and isinstance(leaf, Tensor) and hasattr(leaf, "to_local")
 
 
+def any_sharded(tensors: Collection[Tensor]) -> bool:
+    """True if there is a DTensor among these."""
+    return not _PLAIN.issuperset(map(type, tensors)) and any(map(is_sharded, tensors))
+
+
 def shards(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This rank's part of each DTensor, sharing its memory, and other tensors unchanged. Call it without grad mode."""
+    tensors = list(tensors)
+    if not any_sharded(tensors):
+        return tensors
     return [_shard(tensor) if is_sharded(tensor) else tensor for tensor in tensors]
 
 

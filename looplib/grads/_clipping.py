@@ -16,7 +16,7 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.calls import remember
 from looplib._core.checks import check_argument
-from looplib._core.ranks import is_sharded
+from looplib._core.ranks import any_sharded
 from looplib._core.widening import stacked
 from looplib._objective import multiply
 from looplib._wrapping import check_whole, of_whole_step
@@ -75,7 +75,7 @@ def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         norm_type: order of the norm, such as 2 or `math.inf`.
     """
     tensors = list(tensors)
-    if any(map(is_sharded, tensors)):
+    if any_sharded(tensors):
         return _norm_of_shards(tensors, norm_type)
     if len({tensor.dtype for tensor in tensors}) > 1:
         return torch.nn.utils.get_total_norm(tensors, norm_type)
