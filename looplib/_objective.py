@@ -287,7 +287,7 @@ def mean_over_ranks(out: Gradients, params: Mapping[str, Tensor]) -> Gradients:
     reached = compress(params, counts)
     grads = {name: out.grads[name] if name in out.grads else torch.zeros_like(params[name]) for name in reached}
     add_up_over_ranks(grads.values(), out.normalizer / (total + (total == 0)))
-    return out._replace(grads=grads, samples=round(samples), weight=None, normalizer=1.0, finish=None)
+    return out._replace(grads=grads, samples=round(samples), weight=None, normalizer=1.0)
 
 
 def _factor(normalizer: Tensor | float, total: Tensor | float) -> Tensor | float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -34,7 +33,6 @@ from looplib._core.tracing import differentiated, entered, tracing
 from looplib._core.trees import batch_size as count_examples
 from looplib._objective import (
     Objective,
-    mean_over_ranks,
     objective_of,
     records,
     scalar_like,
@@ -106,7 +104,6 @@ def make_grad_fn(
     reach = Reach(model, loss_fn, plain=host.engine.gathers)
     microbatch = _microbatch_of(host, loss_fn, batch_size, reach)
     renormed = tuple(name for name in host.renormed if name in names)
-    finish = partial(_finished, host, needed)
 
     def grad_fn(state: TrainState, batch: Any, part: Part = WHOLE) -> Gradients:
         return microbatches(state, (batch,), part)[0]
@@ -139,13 +136,12 @@ def make_grad_fn(
         grad_mode, thread = torch.is_grad_enabled(), threading.get_ident()
         try:
             torch_private.set_grad_enabled(True)
-            passes.begin()
             host.run(leaves.all, lent, seeds[0], body)
         except Exception as error:
             if torch.is_inference_mode_enabled():
                 raise RuntimeError(_IN_INFERENCE_MODE) from error
             batch = batches[min(len(outs), len(batches) - 1)]
-            raise passes.failure(host.explained(error, params, buffers, batch), finish)  # noqa: B904
+            raise passes.failure(host.explained(error, params, buffers, batch))  # noqa: B904
         finally:
             _interrupts.begin_hold(thread)
             try:
@@ -157,9 +153,7 @@ def make_grad_fn(
                     passes.end()
             finally:
                 _interrupts.end_hold(thread)
-        if passes.deferred:
-            outs[-1] = outs[-1]._replace(finish=finish)
-        elif part.context.last and len(outs[-1].grads) < len(needed):
+        if part.context.last and len(outs[-1].grads) < len(needed):
             _refuse_unreached(outs[-1], needed)
         if writes is not None:
             host.unwritten.check(given, writes)
@@ -225,8 +219,7 @@ def _microbatch_of(
         counted = passes.samples(samples, first) if shared else samples
         ranks = passes.ranks
         added_up = _writes(grads) if summed and ranks > 1 else None
-        params = finish = None
-        left_open = weight, normalizer, ranks, params, finish, part.scale, added_up
+        left_open = weight, normalizer, ranks, None, part.scale, added_up
         return as_record(Gradients, (grads, metrics, after, counted, *left_open))
 
     def padding_passes(batch: Any, part: Part, passes: Alone, inputs: tuple[Tensor, ...]) -> None:
@@ -247,15 +240,6 @@ def _refuse_unreached(out: Gradients, needed: Sequence[str]) -> None:
     """Raise if any of these parameters has no gradient."""
     if missing := [name for name in needed if name not in out.grads]:
         raise ValueError(unreached(missing))
-
-
-def _finished(host: _modules.Host, needed: Sequence[str], state: TrainState, out: Gradients) -> Gradients:
-    """Combine the sums and buffers of all ranks, for an engine that has not sent anything yet."""
-    out = mean_over_ranks(out, state.params)
-    _refuse_unreached(out, needed)
-    if out.buffers:
-        host.run(state.params, out.buffers, 0, host.engine.share_buffers)
-    return out
 
 
 _IN_INFERENCE_MODE = (

@@ -267,8 +267,6 @@ class Gradients(NamedTuple):
         ranks: number of ranks over which an engine such as DDP has averaged `grads`.
         params: name -> value after the forward pass, for parameters that the forward pass itself writes, such as
             those of `nn.Embedding(max_norm=...)`. None for most models.
-        finish: `finish(state, gradients)`, which combines the sums of all ranks if an engine has not sent anything
-            yet (see `retry_on_oom`); otherwise None.
         scale: the `Part.scale` by which the loss was multiplied, else None.
         added_up: name -> gradient and the number of writes to it, where an engine adds up the microbatches itself, so
             that a wrapper within `accumulate` that changes them is refused; else None.
@@ -282,7 +280,6 @@ class Gradients(NamedTuple):
     normalizer: Tensor | float = 1.0
     ranks: int = 1
     params: Params | None = None
-    finish: Callable[[TrainState, Gradients], Gradients] | None = None
     scale: Tensor | None = None
     added_up: dict[str, tuple[Tensor, int]] | None = None
 

@@ -74,15 +74,13 @@ def raw(engine, weighed=False, pieces=1, counted=True, clip=False, buffers=False
     return step
 
 
-def looped(engine, weighed=False, pieces=1, clip=False, buffers=False, scaled=False, retried=False, around=None):
+def looped(engine, weighed=False, pieces=1, clip=False, buffers=False, scaled=False, around=None):
     model = wrapped(engine, buffers)
     if engine == "fsdp-kept":
         model.set_reshard_after_backward(False)
     grad_fn = ll.make_grad_fn(model, weighed_loss if weighed else mean_loss)
     if pieces > 1:
         grad_fn = ll.accumulate(grad_fn, pieces)
-    if retried:
-        grad_fn = ll.grads.retry_on_oom(grad_fn)
     if engine == "reduce":
         grad_fn = ll.grads.reduce_gradients(grad_fn)
     if scaled:
@@ -175,8 +173,6 @@ with ll.distributed.setup():
         found["fsdp-hybrid pieces"] = each(looped("fsdp-hybrid", **ways["pieces"]))
     for name in ("mean", "pieces", "weighed"):
         found[f"reduce {name}"] = each(looped("reduce", **ways[name]))
-    for name in ("mean", "pieces", "weighed", "buffers"):
-        found[f"ddp {name} retried"] = each(looped("ddp", retried=True, **ways[name]))
     for engine in ("ddp", "fsdp"):
         found[f"{engine} uncounted raw"] = each(raw(engine, counted=False))
         found[f"{engine} finite"] = each(looped(engine, around=lambda inner: ll.optim.apply_if_finite(inner, 3)))
@@ -204,7 +200,6 @@ with ll.distributed.setup():
     found["norms"] = each(reduced(tensors, torch.float32))
     found["reached"] = each(reduced(1 + tensors + 1))
     found["reached, weighed"] = each(reduced(1 + tensors))
-    found["reached, with buffers"] = each(reduced(1 + tensors + 2 + 1))
     everyone = [None] * world
     distributed.all_gather_object(everyone, found)
     if rank == 0:
@@ -311,12 +306,6 @@ def test_what_stands_around_a_step_sends_numbers_and_no_tensors(counted):
     assert sent["ddp finite"] == sent["ddp scaled"] == plus(sent["ddp mean"], sent["flag"])
     assert sent["ddp spikes"] == plus(sent["ddp mean"], sent["pair"])
     assert sent["fsdp finite"] == sent["fsdp scaled"] == plus(sent["fsdp mean"], sent["flag"])
-    # The same for retry_on_oom, and before it whether there was room, and for how many.
-    for name in ("mean", "pieces"):
-        assert sent[f"ddp {name} retried"] == plus(sent["reduce mean"], sent["pair"])
-    assert sent["ddp weighed retried"] == plus(sent["reduce weighed"], sent["pair"])
-    usual = plus(sent["ddp buffers retried"], sent["count"])
-    assert usual == plus(sent["ddp buffers"], sent["reached, with buffers"], sent["pair"])
     # Samples, weight and one number for each tensor in one all-reduce; a weight on the device in one of its own.
     assert sent["reduce mean"] == sent["reduce pieces"] == plus(sent["ddp uncounted raw"], sent["reached"])
     assert sent["reduce weighed"] == plus(sent["ddp uncounted raw"], sent["reached, weighed"], sent["count"])

@@ -3,8 +3,8 @@
 A single process runs a loss and its gradient, microbatch by microbatch. An engine that reduces gradients over ranks
 must be told which backward pass is the last one. It divides by the number of ranks, which is right only if all ranks
 know the weight of the whole batch, and it may need the same number of passes on each rank. `Together` does all of
-this; `Alone` has the same methods and does nothing, and `Apart` is for passes that one rank may abandon (see
-`retry_on_oom`). Before the first step, ranks compare what must be the same on all of them.
+this; `Alone` has the same methods and does nothing. Before the first step, ranks compare what must be the same on all
+of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from looplib._core import kinds, lease, torch_private, trees, waiting
 from looplib._core.collective import together_with_data
 from looplib._core.descriptions import described, described_arguments
 from looplib._core.notices import warn
-from looplib._core.ranks import Sums, is_alone, is_sharded, largest_over_ranks, shards, world_size
+from looplib._core.ranks import Sums, is_alone, largest_over_ranks, shards, world_size
 from looplib._core.tracing import UntraceableError, tracing
 from looplib._core.trees import padding_batch
 
@@ -39,8 +39,6 @@ class Context:
         ranks: number of ranks over which an engine is going to average.
         last: True if no further microbatch of this step follows, so an engine now reduces the gradients.
         local: True if the caller adds up the ranks' gradients itself.
-        retryable: True if the caller may abandon the pass and repeat it, so an engine must not send anything. The
-            result then has a `finish`, and errors of the pass are raised as `PassFailed`.
         program: function that describes the train step, at its first call on several ranks.
     """
 
@@ -49,7 +47,6 @@ class Context:
     samples: int | None = None
     last: bool = True
     local: bool = False
-    retryable: bool = False
     program: Callable[[], Mapping[str, Any]] | None = None
 
 
@@ -69,23 +66,11 @@ class Asked(Protocol):
     def context(self) -> Context: ...
 
 
-class PassFailed(Exception):
-    """An error in a retryable pass that other ranks make too, so that all must learn of it."""
-
-    def __init__(self, error: Exception, finish: Callable[..., Any]) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.finish = finish
-
-
 class Alone:
     """Passes of a single process: does nothing."""
 
     ranks = 1
     spare: Sequence[int] = ()  # passes that all ranks make and this one does not need: how many are left after each
-    deferred = False
-
-    def begin(self) -> None: ...
 
     def before(self, final: bool, batch: Any, samples: int) -> tuple[Any, bool]:
         """The batch to run the model on, and True if it counts: it is a stand-in if this rank has no sample of it."""
@@ -100,7 +85,7 @@ class Alone:
     def samples(self, count: int, first: bool) -> int:
         return count
 
-    def failure(self, error: Exception, finish: Callable[..., Any]) -> Exception:
+    def failure(self, error: Exception) -> Exception:
         """The exception to raise for an error in a pass."""
         return error
 
@@ -108,26 +93,6 @@ class Alone:
 
 
 ALONE = Alone()
-
-
-class Apart(Alone):
-    """Passes through replicas that send nothing, so that this rank may abandon one alone."""
-
-    def __init__(self, engine: Engine, deferred: bool) -> None:
-        self.engine, self.deferred = engine, deferred
-
-    def begin(self) -> None:
-        for replica in self.engine.replicas:
-            # Discard what is left of an earlier pass, which the next forward pass would finish with the other ranks.
-            torch_private.rebuild_buckets(replica.reducer)
-            replica.require_backward_grad_sync = replica.require_forward_param_sync = False
-
-    def failure(self, error: Exception, finish: Callable[..., Any]) -> Exception:
-        return PassFailed(error, finish) if self.deferred else error
-
-    def end(self) -> None:
-        for replica in self.engine.replicas:
-            replica.require_backward_grad_sync = replica.require_forward_param_sync = True
 
 
 class Together(Alone):
@@ -184,7 +149,7 @@ class Together(Alone):
         assert self.counted is not None
         return self.counted.read()[0]
 
-    def failure(self, error: Exception, finish: Callable[..., Any]) -> Exception:
+    def failure(self, error: Exception) -> Exception:
         return waiting.better_error(error)
 
     def end(self) -> None:
@@ -228,8 +193,6 @@ class NoEngine:
 
     def take_back(self, lent: Lent | None) -> None: ...
 
-    def share_buffers(self) -> None: ...
-
 
 class Lent(NamedTuple):
     """Values written into an engine's own parameters for the duration of a call."""
@@ -242,7 +205,7 @@ class Lent(NamedTuple):
 class Engine(NoEngine):
     """A module in DistributedDataParallel, or sharded by FSDP2."""
 
-    def __init__(self, model: nn.Module, name: str, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()
         self.name = name
         self.buffers = model.buffers
@@ -254,8 +217,6 @@ class Engine(NoEngine):
         self.sends: list[tuple[DistributedDataParallel, bool]] = []  # True if one sends buffers in its next pass
         self.shards = [module for module in modules if _is_sharded(module)]
         self.gathers = bool(self.shards)
-        self.waits = [type(module).__name__ for module in modules if isinstance(module, nn.SyncBatchNorm)]
-        self.waits += [name for name, tensor in params.items() if is_sharded(tensor)]
 
     def passes(
         self,
@@ -275,11 +236,7 @@ class Engine(NoEngine):
         if ranks > 1 and not self.compared:
             compare(state, batches, context.program)
             self.compared = True  # only now, since all ranks compare again after one that was not in this step
-        if not context.retryable:
-            return Together(self, ranks, part, batches, batch_size) if ranks > 1 else ALONE
-        if (reason := self.only_together()) and ranks > 1:
-            raise RuntimeError(f"retry_on_oom cannot give up a pass of this model on one rank alone: {reason}")
-        return ALONE if reason else Apart(self, deferred=ranks > 1)
+        return Together(self, ranks, part, batches, batch_size) if ranks > 1 else ALONE
 
     def _refuse_strangers(self, bound: bool) -> None:
         if tracing():
@@ -308,31 +265,6 @@ class Engine(NoEngine):
             self.learned.add(replica)
         for shard in self.shards:
             shard.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
-
-    def only_together(self) -> str | None:
-        """Reason why all ranks must make a pass or none, with advice; None if one rank may abandon it."""
-        hooks = [hook for replica in self.replicas for hook, _ in torch_private.comm_hooks(replica)]
-        if self.shards:
-            return (
-                f"{self.name} gathers its shards in each forward pass, on all ranks together. Give it batches that "
-                "fit, in microbatches by ll.accumulate; if the model fits one device, DistributedDataParallel will do"
-            )
-        if self.waits:  # for statistics over all ranks, or results of ranks that hold the rest of a layer
-            return (
-                f"{self.waits[0]} waits for other ranks in each forward pass. Give it batches that fit, in microbatches by "
-                "ll.accumulate"
-            )
-        if any(replica.static_graph for replica in self.replicas):
-            return (
-                "DistributedDataParallel(static_graph=True) learns the graph in a first backward pass that reduces. "
-                "Leave out static_graph=True"
-            )
-        if hooks:
-            return (
-                f"its communication hook {getattr(hooks[0], '__name__', hooks[0])} acts in the backward pass. Leave "
-                "out the hook"
-            )
-        return None
 
     def lend(self, params: Mapping[str, Tensor], module_params: Callable[[], Mapping[str, Tensor]]) -> Lent | None:
         """Write values into FSDP2's own parameters for the call, since FSDP2 gathers these and ignores the slots."""
@@ -374,17 +306,11 @@ class Engine(NoEngine):
             with torch.no_grad():
                 torch_private.foreach_copy_(lent.shards, lent.saved)
 
-    def share_buffers(self) -> None:
-        """Send the first rank's buffers to all replicas, if DDP is set to do so."""
-        for replica in self.replicas:
-            if replica.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-                torch_private.sync_buffers(replica)
 
-
-def engine_of(model: nn.Module, params: Mapping[str, Tensor]) -> NoEngine:
+def engine_of(model: nn.Module) -> NoEngine:
     """The engine that a module is wrapped in, or NoEngine."""
     owners = [module for module in model.modules() if _owns_parameters(module)]
-    return Engine(model, type(owners[0]).__name__, params) if owners else NoEngine()
+    return Engine(model, type(owners[0]).__name__) if owners else NoEngine()
 
 
 def _owns_parameters(module: nn.Module) -> bool:

@@ -210,7 +210,7 @@ class Host:
         self.known: list[Any] = [None] * len(self.places[0].names)
         self.shapes: list[torch.Size] = []
         self.renormed = _renormed(model, tensors(self.slots.params))
-        self.engine = engine_of(model, tensors(self.slots.params))
+        self.engine = engine_of(model)
         self.unwritten = Unwritten()
 
     def _read_modules(self) -> None:

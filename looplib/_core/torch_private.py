@@ -40,10 +40,7 @@ own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgett
 BatchNorm: type[nn.modules.batchnorm._BatchNorm] = nn.modules.batchnorm._BatchNorm
 Dropout: type[nn.modules.dropout._DropoutNd] = nn.modules.dropout._DropoutNd
 
-# Of DistributedDataParallel, of its reducer, of an iterator of a DataLoader, and of an optimizer.
-comm_hooks: Callable[[Any], list[tuple[Any, Any]]] = operator.attrgetter("_comm_hooks")
-sync_buffers: Callable[[Any], None] = operator.methodcaller("_sync_buffers")
-rebuild_buckets: Callable[[Any], None] = operator.methodcaller("_rebuild_buckets")
+# Of an iterator of a DataLoader, and of an optimizer.
 shutdown_workers: Callable[[Any], None] = operator.methodcaller("_shutdown_workers")
 init_group: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_init_group")
 

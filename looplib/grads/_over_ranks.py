@@ -28,8 +28,7 @@ def reduce_gradients(grad_fn: GradFn) -> GradFn:
     DistributedDataParallel sends gradients while the backward pass is still running, which is faster.
     `reduce_gradients` sends them afterwards and is a function like any other: states need not be bound or donated, so
     you can keep and branch them, and it can go around functions that need a whole rank's batch, such as
-    `retry_on_oom` and `clip_per_sample`. (`retry_on_oom` over a model in DistributedDataParallel does the same by
-    itself, with microbatches that all ranks agree on.)
+    `retry_on_oom` and `clip_per_sample`.
 
     The result is the gradient of the global batch even if the ranks' batches differ in weight: the weights, in
     samples or of a loss `Mean(total, weight)`, are summed first, and then the gradients, in buckets of 25 MiB. A
