@@ -1,4 +1,4 @@
-"""Published techniques, and callbacks of another trainer: gradient functions and optimizers go in and come out."""
+"""Published techniques: gradient functions and optimizers go in and come out."""
 
 from looplib.contrib._adaptive_clipping import adaptive_grad_clip
 from looplib.contrib._contrastive import make_contrastive_grad_fn
@@ -9,11 +9,9 @@ from looplib.contrib._noise_scale import gradient_noise_scale
 from looplib.contrib._per_sample import make_per_sample_grad_fn
 from looplib.contrib._privacy import add_noise, clip_per_sample
 from looplib.contrib._sam import sam
-from looplib.contrib._trainer_callbacks import TrainerCallbacks
 
 __all__ = [
     "LRCurve",
-    "TrainerCallbacks",
     "adaptive_grad_clip",
     "add_noise",
     "clip_per_sample",

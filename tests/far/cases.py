@@ -797,7 +797,6 @@ EXCEPTIONS = {
     "checkpoint.Hub": "it copies files of checkpoints",
     "checkpoint.hub": "it copies files of checkpoints",
     "checkpoint.model_card": "a text about a checkpoint",
-    "contrib.TrainerCallbacks": "it calls a train step, evaluations and saves, which have cases of their own",
     "checkpoint.CheckpointVersionError": "an error about a file",
     "checkpoint.DamagedCheckpointError": "an error about a file",
     "debug.LeafDifference": _RECORD,

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from trainer_rows import close, equal
+from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 
 import looplib as ll
 
@@ -156,23 +157,27 @@ def _(model, loss_fn, batch):
 @here(
     "Trainer.callbacks",
     text="What a callback does is a line at its place in the loop, which you see; the events are "
-    "[below](#trainercallback-on-init-end). Callbacks that you have run unchanged: `ll.contrib.TrainerCallbacks` calls "
-    "them in the Trainer's order, does what they request and restores them with the run. `args` says when to log, "
-    "evaluate and save, and that the best model is loaded at the end.",
+    "[below](#trainercallback-on-init-end). Callbacks that you have run unchanged: transformers' `CallbackHandler` calls "
+    "them. These lines call the event that early stopping uses; "
+    "[the cookbook](COOKBOOK.md#use-callbacks-of-transformers-trainer) has a loop with all events, which logs, evaluates "
+    "and saves as `args` say.",
 )
-def _(model, grad_fn, optimizer, state, loader, eval_step, test_batches):
-    when = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
-    args = transformers.TrainingArguments("runs/small", num_train_epochs=9, report_to="none", **when)
+def _(model, train_step, state, loader, eval_step, test_batches):
+    args = transformers.TrainingArguments("runs/small", metric_for_best_model="loss", report_to="none")
     early = transformers.EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.1)
-    held = {"eval_step": eval_step, "eval_batches": test_batches}
-    callbacks = ll.contrib.TrainerCallbacks(args, [early], model, loader, **held)
-    train_step = callbacks.make_train_step(grad_fn, optimizer)
-    for state, batch in callbacks.loop(state):
-        state, metrics = train_step(state, batch)
-    state = callbacks.state
+    ckpt = ll.checkpoint_io("runs/small", monitor="eval_loss")
+    # given
+    handler = CallbackHandler([early], model, None, None, None)
+    progress, control = TrainerState(), TrainerControl()
+    while state.epoch < 9 and not control.should_training_stop:
+        for batch in loader(state):
+            state, metrics = train_step(state, batch)
+        ckpt.save(state, scores := ll.evaluate(eval_step, state, test_batches, prefix="eval_"))
+        handler.on_evaluate(args, progress, control, scores)
+        progress.best_metric = min(scores["eval_loss"], progress.best_metric or math.inf)
+    state = ckpt.restore(state, "best")
     # shows
-    history = [row for row in callbacks.trainer_state.log_history if "eval_loss" in row]
-    losses = [row["eval_loss"] for row in history]
+    losses = [found.metrics["eval_loss"] for found in ckpt.steps()]
     assert stopped_by_callback(losses, 2, 0.1) == len(losses) - 1 < 8
     assert ll.evaluate(eval_step, state, test_batches)["loss"] == min(losses)
 
