@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_named(call, message):
 def test_within_accumulate_and_compiled_it_is_refused():
     model = encoder(mask=False)
     grad_fn = ll.contrib.make_contrastive_grad_fn(model, embed, loss_fn, microbatches=2)
-    with pytest.raises(ValueError, match=r"make_contrastive_grad_fn within accumulate .*: leave accumulate out$"):
+    with pytest.raises(ValueError, match=r"make_contrastive_grad_fn within accumulate "):
         ll.accumulate(grad_fn, 2)
     optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
     step = ll.transforms.compile_step(ll.make_train_step(grad_fn, optimizer), backend="eager")

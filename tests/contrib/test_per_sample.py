@@ -9,7 +9,6 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import mix
 from torch import nn
 from torch.nn import functional as F
 
@@ -100,19 +99,6 @@ def test_each_example_has_the_gradient_that_it_has_alone(kind, bound):
     assert not any(grad.requires_grad for grad in out.grads.values())
     assert all(torch.equal(state.params[name], tensor) for name, tensor in before.items())
     assert all(p.grad is None and isinstance(p, nn.Parameter) for p in model.parameters())
-
-
-def test_only_what_is_trained_has_a_gradient():
-    model, loss_fn, batch = a_model_and_batch("perceptron")
-    expected = one_by_one(model, loss_fn, batch, 7)
-    out = ll.contrib.make_per_sample_grad_fn(model, loss_fn, trainable=lambda name, tensor: name == "0.bias")(
-        ll.init_state(model), batch
-    )
-    close(out.grads, {"0.bias": expected["0.bias"]})
-    assert not out.grads["0.bias"].requires_grad
-    model[0].requires_grad_(False)
-    out = ll.contrib.make_per_sample_grad_fn(model, loss_fn)(ll.init_state(model), batch)
-    close(out.grads, {name: expected[name] for name in ("2.weight", "2.bias")})
 
 
 def test_metrics_merge_as_those_of_the_whole_batch():
@@ -232,63 +218,6 @@ def test_a_buffer_that_is_written_is_refused_and_stays(model, name):
     assert model.get_buffer(name) is state.buffers[name]
 
 
-def test_batch_norm_is_refused_but_in_eval_mode():
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    with pytest.raises(ValueError, match=r"^1 \(BatchNorm1d\) would normalise .* use GroupNorm .* eval mode"):
-        ll.contrib.make_per_sample_grad_fn(model, mean_loss)
-    with pytest.raises(ValueError, match=r"the model \(BatchNorm2d\)"):
-        ll.contrib.make_per_sample_grad_fn(nn.BatchNorm2d(4), mean_loss)
-    with pytest.raises(ValueError, match=r"0 \(BatchNorm1d\).* eval mode, with running statistics"):
-        ll.contrib.make_per_sample_grad_fn(
-            nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False).eval(), nn.Linear(4, 3)), mean_loss
-        )
-    model[1].eval()
-    batch = torch.randn(7, 5).double(), torch.randint(0, 3, (7,))
-    out = ll.contrib.make_per_sample_grad_fn(model, mean_loss)(ll.init_state(model), batch)
-    close(out.grads, one_by_one(model, mean_loss, batch, 7))
-
-
-def test_what_has_no_gradients_of_its_examples_is_refused():
-    model, loss_fn, (x, y) = a_model_and_batch("perceptron")
-    grad_fn, state = ll.contrib.make_per_sample_grad_fn(model, loss_fn), ll.init_state(model)
-    with pytest.raises(ValueError, match=r"do not add up within accumulate: .* accumulate\(clip_per_sample"):
-        ll.accumulate(grad_fn, 2)(state, (x, y))
-    with pytest.raises(ValueError, match=r"within scale_loss are not supported: .*bfloat16"):
-        grad_fn(state, (x, y), ll.types.Part(scale=torch.tensor(2.0)))
-    with pytest.raises(ValueError, match=r"shape \(6,\), and the batch 7 samples"):
-        grad_fn(state, (x, y[:6]))
-    with pytest.raises(TypeError, match="the batch has a ndarray; per-sample gradients need tensors"):
-        grad_fn(state, (x, np.zeros(7)))
-    with pytest.raises(ValueError, match=r"the loss has shape \(1, 3\); return a scalar"):
-        ll.contrib.make_per_sample_grad_fn(model, lambda model, batch: model(batch[0]))(state, (x, y))
-    with pytest.raises(ValueError, match="does not depend on any trainable parameter"):
-        ll.contrib.make_per_sample_grad_fn(model, lambda model, batch: batch[0].sum())(state, (x, y))
-    with pytest.raises(TypeError, match="'counts' is a Counts; with per-sample gradients give"):
-        ll.contrib.make_per_sample_grad_fn(model, lambda model, batch: (loss_fn(model, batch), {"counts": Counts()}))(
-            state, (x, y)
-        )
-    with pytest.raises(ValueError, match="the state's parameters are not those of this Sequential"):
-        grad_fn(ll.init_state(nn.Linear(2, 2)), (x, y))
-
-
-class Counts:
-    def merge(self, other):
-        return self
-
-    def compute(self):
-        return 0
-
-
-def test_a_module_within_an_engine_is_refused(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
-        with pytest.raises(ValueError, match=r"DistributedDataParallel works on .* give the module that it wraps"):
-            ll.contrib.make_per_sample_grad_fn(model, mean_loss)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 # clip_per_sample
 
 
@@ -358,49 +287,6 @@ def test_parts_add_up_to_the_whole(sizes, max_norm, per, wrapper):
     close({name: grad * given / weight for name, grad in grads.items()}, whole.grads)
 
 
-def test_clipping_by_pieces_trains_as_by_the_whole_donated_or_not():
-    model, loss_fn, batch = a_model_and_batch("convolution")
-    clip = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 0.5)
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
-    start = ll.copy_state(ll.init_state(model, optimizer))
-    ends = []
-    for grad_fn, donate in ((clip, False), (clip, True), (ll.accumulate(clip, size=2), True)):
-        state = ll.copy_state(start)
-        train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
-        for _ in range(3):
-            state, metrics = train_step(state, batch)
-        assert state.step == 3
-        assert state.samples == 21
-        assert "clipped" in ll.compute(metrics)
-        ends.append({name: tensor.detach() for name, tensor in state.params.items()})
-    close(ends[1], ends[0], 0, 0)
-    close(ends[2], ends[0], 1e-9, 1e-9)
-
-
-def test_an_empty_batch_has_a_clipped_gradient_of_zero():
-    model, loss_fn, (x, y) = a_model_and_batch("perceptron")
-    out = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 1.0)(
-        ll.init_state(model), (x[:0], y[:0])
-    )
-    close(out.grads, {name: torch.zeros_like(p) for name, p in model.named_parameters()}, 0, 0)
-    assert out.samples == 0
-
-
-def test_clipping_refuses_what_it_cannot_clip():
-    model, loss_fn, batch = a_model_and_batch("perceptron")
-    whole = ll.make_grad_fn(model, loss_fn)
-    for wrong in (0, -1.0, math.nan):
-        with pytest.raises(ValueError, match=r"max_norm is .*above 0"):
-            ll.contrib.clip_per_sample(whole, wrong)
-    for wrapper in (lambda fn: ll.contrib.clip_per_sample(fn, 1.0), ll.contrib.gradient_noise_scale):
-        with pytest.raises(ValueError, match=r"\(6, 5\) for 0.weight, .* 7 samples have \(7, 6, 5\): put it around"):
-            wrapper(whole)(ll.init_state(model), batch)
-        with pytest.raises(ValueError, match="within scale_loss are not supported"):
-            wrapper(ll.contrib.make_per_sample_grad_fn(model, loss_fn))(
-                ll.init_state(model), batch, ll.types.Part(scale=torch.ones(()))
-            )
-
-
 # add_noise
 
 
@@ -441,23 +327,6 @@ def test_noise_has_its_standard_deviation_and_its_place():
         assert abs(torch.corrcoef(pair)[0, 1]) < 5 / math.sqrt(n)
 
 
-def test_noise_has_the_same_bits_each_time_and_a_stream_of_its_own():
-    model, x = dropout_model(), torch.randn(6, 4)
-    clip = ll.contrib.clip_per_sample(
-        ll.contrib.make_per_sample_grad_fn(model, lambda model, x: model(x).mean()), 1.0
-    )
-    state, stream = ll.init_state(model, seed=3), torch.get_rng_state()
-    quiet, plain = ll.contrib.add_noise(clip, 1.0, 0.0)(state, x), clip(state, x)
-    close(quiet.grads, plain.grads, 1e-6, 1e-7)  # dropout is where it was
-    noisy = ll.contrib.add_noise(clip, 1.0, 1.3)
-    one, two = noisy(state, x), noisy(state, x)
-    close(one.grads, two.grads, 0, 0)
-    assert ll.compute(one.metrics) == ll.compute(two.metrics) == ll.compute(plain.metrics)
-    assert torch.equal(stream, torch.get_rng_state())
-    torch.manual_seed(mix(3, 0, 0, 0))  # dropout's own stream would give this
-    assert not torch.allclose((one.grads["0.weight"] - plain.grads["0.weight"]) * 6 / 1.3, torch.randn(64, 4))
-
-
 def test_an_empty_batch_is_noise_alone():
     model, loss_fn, (x, y) = a_model_and_batch("perceptron")
     clip = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 2.0)
@@ -470,28 +339,6 @@ def test_an_empty_batch_is_noise_alone():
         assert noise.samples == 0
         with pytest.raises(ValueError, match=r"the batch is empty: .*expected_batch_size"):
             ll.contrib.add_noise(inner, 2.0, 1.5)(state, empty)
-
-
-def test_noise_refuses_what_it_does_not_make_private():
-    model, loss_fn, batch = a_model_and_batch("perceptron")
-    clip = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 1.0)
-    with pytest.raises(ValueError, match=r"clip_per_sample has max_norm=1.0 and add_noise max_norm=2.0"):
-        ll.contrib.add_noise(clip, 2.0, 1.0)
-    with pytest.raises(ValueError, match="not clipped sample by sample"):
-        ll.contrib.add_noise(ll.make_grad_fn(model, loss_fn), 1.0, 1.0)(ll.init_state(model), batch)
-    with pytest.raises(ValueError, match="clip_by_global_norm within add_noise"):
-        ll.contrib.add_noise(ll.clip_by_global_norm(clip, 1.0), 1.0, 1.0)
-    with pytest.raises(ValueError, match=r"put it around, add_noise\(accumulate"):
-        ll.accumulate(ll.contrib.add_noise(clip, 1.0, 1.0), 2)
-    for name, value, least in (
-        ("max_norm", math.inf, "above 0"),
-        ("max_norm", 0.0, "above 0"),
-        ("noise_multiplier", -0.1, "0 or more"),
-        ("noise_multiplier", math.nan, "0 or more"),
-        ("expected_batch_size", 0, "above 0"),
-    ):
-        with pytest.raises(ValueError, match=f"{name} is {value}; give a finite number {least}"):
-            ll.contrib.add_noise(clip, **{"max_norm": 1.0, "noise_multiplier": 1.0, name: value})
 
 
 # gradient_noise_scale
@@ -514,32 +361,6 @@ def test_noise_scale_is_that_of_the_paper_and_the_gradient_the_mean(kind):
     torch.testing.assert_close(scale.weight, squared, rtol=1e-11, atol=1e-14)
 
 
-@pytest.mark.parametrize("size", [None, 4])
-def test_noise_scale_of_a_known_distribution(size):
-    # A loss of w @ x has the gradient x: here with a mean of norm 0.7 and a variance of 0.04 + ... + 0.32.
-    count, steps, dim = 16, 300, 8
-    model = nn.Linear(dim, 1, bias=False).double()
-    grad_fn = ll.contrib.gradient_noise_scale(
-        ll.contrib.make_per_sample_grad_fn(model, lambda model, x: model(x).mean())
-    )
-    grad_fn = grad_fn if size is None else ll.accumulate(grad_fn, size=size)
-    generator = torch.Generator().manual_seed(0)
-    mean, variance = torch.full((dim,), 0.7 / math.sqrt(dim)).double(), torch.arange(1, dim + 1).double() * 0.04
-    records, state = [], ll.init_state(model)
-    for _ in range(steps):
-        x = mean + variance.sqrt() * torch.randn(count, dim, generator=generator, dtype=torch.double)
-        records.append(grad_fn(state, x).metrics)
-    n, m = size or count, steps * count // (size or count)  # m microbatches of n samples
-    merged = ll.merge(*records)["gradient_noise_scale"]
-    total, weight = merged.total / m, merged.weight / m
-    # their standard errors, for normal numbers: 5 of them
-    trace, squares = variance.sum(), variance.square().sum()
-    assert abs(total - trace) < 5 * math.sqrt(2 * squares / (n - 1) / m)
-    error = math.sqrt((4 * (mean**2 * variance).sum() / n + 2 * squares / (n * (n - 1))) / m)
-    assert abs(weight - 0.49) < 5 * error
-    assert ll.compute({"scale": merged})["scale"] == pytest.approx(float(total / weight), rel=1e-12)
-
-
 def test_one_example_has_no_noise_scale():
     model, loss_fn, (x, y) = a_model_and_batch("perceptron")
     grad_fn, state = (
@@ -551,16 +372,6 @@ def test_one_example_has_no_noise_scale():
     rest = grad_fn(state, (x[1:], y[1:])).metrics
     name = "gradient_noise_scale"
     assert ll.compute(ll.merge(alone, rest))[name] == pytest.approx(ll.compute(rest)[name], rel=1e-12)
-
-
-def test_another_max_norm_is_found_through_accumulate_too():
-    model = nn.Linear(2, 1)
-    clipped = ll.contrib.clip_per_sample(
-        ll.contrib.make_per_sample_grad_fn(model, lambda model, x: model(x).mean()), 1.0
-    )
-    for grad_fn in (clipped, ll.accumulate(clipped, size=4)):
-        with pytest.raises(ValueError, match=r"max_norm=1.0 and add_noise max_norm=2.0"):
-            ll.contrib.add_noise(grad_fn, max_norm=2.0, noise_multiplier=1.0)
 
 
 @pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
@@ -600,3 +411,79 @@ def test_noise_of_a_traced_step_is_new_in_each_step_and_has_its_standard_deviati
     correlations = torch.corrcoef(torch.cat([one, other])).triu(1)
     assert correlations.abs().max() < 5 / math.sqrt(n)
     assert torch.equal(noise(1), one)
+
+
+# refusals
+
+
+def whole(model):
+    return ll.make_grad_fn(model, mean_loss)
+
+
+def per_sample(model, loss_fn=mean_loss, **options):
+    return ll.contrib.make_per_sample_grad_fn(model, loss_fn, **options)
+
+
+def clip(model, max_norm=1.0):
+    return ll.contrib.clip_per_sample(per_sample(model), max_norm)
+
+
+def add_noise(model, inner=clip, **options):
+    return ll.contrib.add_noise(inner(model), **{"max_norm": 1.0, "noise_multiplier": 1.0, **options})
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda m: per_sample(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))), "0.*BatchNorm1d.*GroupNorm"),
+        (
+            lambda m: per_sample(nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False).eval())),
+            "0.*BatchNorm1d.*running statistics",
+        ),
+        (lambda m: ll.contrib.clip_per_sample(per_sample(m), 0), "max_norm is 0"),
+        (lambda m: ll.contrib.clip_per_sample(per_sample(m), math.nan), "max_norm is nan"),
+        (lambda m: add_noise(m, max_norm=2.0), "clip_per_sample has max_norm=1.0 .* max_norm=2.0"),
+        (lambda m: add_noise(m, lambda m: ll.accumulate(clip(m), 2), max_norm=2.0), "max_norm=1.0 .* max_norm=2.0"),
+        (lambda m: add_noise(m, lambda m: ll.clip_by_global_norm(clip(m), 1.0)), "clip_by_global_norm"),
+        (lambda m: add_noise(m, whole), "clip_per_sample"),
+        (lambda m: ll.accumulate(add_noise(m), 2), "add_noise"),
+        (lambda m: add_noise(m, max_norm=math.inf), "max_norm is inf"),
+        (lambda m: add_noise(m, noise_multiplier=-0.1), "noise_multiplier is -0.1"),
+        (lambda m: add_noise(m, expected_batch_size=0), "expected_batch_size is 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_it_is_made(make, named):
+    with pytest.raises(ValueError, match=named):
+        make(perceptron())
+
+
+SCALED = ll.types.Part(scale=torch.tensor(2.0))
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "error", "named"),
+    [
+        (lambda m: ll.accumulate(per_sample(m), 2), {}, ValueError, "accumulate.*clip_per_sample"),
+        (per_sample, {"part": SCALED}, ValueError, "scale_loss"),
+        (clip, {"part": SCALED}, ValueError, "scale_loss"),
+        (per_sample, {"y": torch.zeros(6)}, ValueError, r"\(6,\).* 7 samples"),
+        (per_sample, {"y": np.zeros(7)}, TypeError, "ndarray"),
+        (lambda m: per_sample(m, lambda m, b: m(b[0])), {}, ValueError, r"\(1, 3\)"),
+        (lambda m: per_sample(m, lambda m, b: b[0].sum()), {}, ValueError, "depend"),
+        (
+            lambda m: per_sample(m, lambda m, b: (mean_loss(m, b), {"auc": ll.metrics.AUC.empty()})),
+            {},
+            TypeError,
+            "auc.*AUC",
+        ),
+        (lambda m: per_sample(nn.Linear(2, 2)), {}, ValueError, "Linear"),
+        (lambda m: ll.contrib.clip_per_sample(whole(m), 1.0), {}, ValueError, r"\(6, 5\) for 0.weight"),
+        (lambda m: ll.contrib.gradient_noise_scale(whole(m)), {}, ValueError, r"\(6, 5\) for 0.weight"),
+        (add_noise, {"x": torch.zeros(0, 5).double(), "y": torch.zeros(0).long()}, ValueError, "expected_batch_size"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_it_is_called(make, change, error, named):
+    model, _, (x, y) = a_model_and_batch("perceptron")
+    values = {"x": x, "y": y, "part": ll.types.Part(), **change}
+    with pytest.raises(error, match=named):
+        make(model)(ll.init_state(model), (values["x"], values["y"]), values["part"])
