@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from looplib._core.checks import check, check_count
-from looplib._core.mappings import mapped
+from looplib._core import trees
+from looplib._core.checks import check_count
+from looplib._core.kinds import check_kind
 from looplib._core.tracing import UntraceableError
+from looplib.metrics._mean import compute
 from looplib.state import copy_state
-from looplib.steps import Parts, parts_of
-from looplib.testing._compare import copied, differences, leaves
+from looplib.testing._compare import copied, differing
 from looplib.testing._float64 import WithoutDropout, in_float64
-from looplib.testing._report import fail, kind_of
-from looplib.testing._surroundings import streams_kept, users_own
-from looplib.transforms._compile_step import GraphParts, step_of_graphs
-from looplib.transforms._compiler import Compiler
-from looplib.transforms._program import Question
-from looplib.transforms._watch import changed
+from looplib.testing._report import fail
+from looplib.testing._surroundings import streams_kept
+from looplib.transforms import compile_step
 from looplib.types import TrainState, TrainStep
-
-Outcome = dict[str, dict[str, Any]]  # leaves of the metrics and of each tree of the state, by name
 
 
 def assert_compiles(
@@ -50,7 +45,7 @@ def assert_compiles(
     dropout of torch's own layers, since a compiled step draws different numbers for microbatches.
 
     Args:
-        step: from `make_train_step`, compiled or not, pure or donated. For a stack, pass the step of one member.
+        step: from `make_train_step`, pure or donated, before `compile_step`. For a stack, pass the step of one member.
         state: initial state.
         batch: batch for all steps. Every new shape would compile once more.
         steps: number of steps, at least 2.
@@ -60,129 +55,80 @@ def assert_compiles(
         backend: backend of torch.compile; pass "inductor" to check the machine code of a real run.
 
     Raises:
-        AssertionError: a line cannot be traced, the step is recompiled (with the reason), or results differ.
-        TypeError: the step was not made by looplib.
-        ValueError: there is only one step, or the loss draws its own random numbers, which differ when compiled.
+        AssertionError: a line cannot be traced, the step is recompiled (with the values that changed), or results
+            differ.
+        TypeError: the step was not made by looplib, or is compiled already.
+        ValueError: `steps` is below 2.
     """
     __tracebackhide__ = True
-    parts = parts_of(step, "assert_compiles")
-    kind = f"assert_compiles got a step of kind {parts.kind!r}: give what ll.make_train_step returned"
-    check(parts.kind == "train", kind, TypeError)
-    advice = "give 2 or more: the second step shows if it is compiled again"
-    check_count("steps", steps, 2, advice)
-    compiler = Compiler(parts.core, parts.donate, _options(parts, backend), parts.watched)
-    compiled = step_of_graphs(step, parts, compiler)
-    first: list[Any] = []
-    with streams_kept(state), WithoutDropout(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*changed since the step was compiled")  # reported below
-        begin, inputs, _ = in_float64(parts.core, state, batch)
+    check_kind(step, "assert_compiles", "train_step")
+    check_count("steps", steps, 2, "give 2 or more: the second step shows if it is compiled again")
+    # Inductor draws different random numbers than eager torch.
+    options = {"fallback_random": True} if backend == "inductor" else None
+    compiled: Any = compile_step(step, options=options, backend=backend)
+
+    def eager(state: TrainState, batch: Any) -> Any:
+        return step(copy_state(state), copied(batch))
+
+    with streams_kept(state), WithoutDropout(), warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", ".*since the step was compiled")
+        begin, inputs, _ = in_float64(eager, state, batch)
         plain, current = begin, copy_state(begin)
         for number in range(1, steps + 1):
             before = plain
-            plain, expected = _by_core(parts, before, inputs)
+            plain, expected = eager(before, inputs)
             current, metrics = _compiled_or_refused(compiled, current, inputs)
-            first = first or _machines(compiler)
-            if compiler.compilations > programs:
+            if compiled.compiler.compilations > programs:
                 fail(
-                    f"the step was compiled again in step {number}: {compiler.compilations} graphs so far",
-                    _reasons(compiler, first, begin, before),
+                    f"the step was compiled again in step {number}: {compiled.compiler.compilations} graphs so far",
+                    [
+                        *(str(warning.message) for warning in caught),
+                        *differing(_plain_values(begin), _plain_values(before)),
+                    ]
+                    or ["no value of the state has changed: look at what schedules and on_host return"],
                     "A graph keeps its plain Python numbers, texts and bools for ever, so that each new value of one "
                     "takes another graph. Let schedules and ll.transforms.on_host return floats, and keep counts as "
                     "tensors in opt_state or in buffers. What is switched on purpose within these steps, such as a "
                     "layer that is thawed, is allowed for by programs=, one more for each.",
                 )
-            _check_outcome(number, expected, _outcome(current, metrics), compiler, tolerance)
-
-
-def _options(parts: Parts, backend: str) -> dict[str, Any]:
-    options = parts.compiler.options_for("assert_compiles") if isinstance(parts, GraphParts) else {}
-    if backend != "inductor":
-        return {"backend": backend}
-    # Inductor draws different random numbers than eager torch.
-    return {**options, "backend": backend, "options": {**(options.get("options") or {}), "fallback_random": True}}
+            fail(
+                f"the compiled step is not the eager one: after step {number} numbers differ",
+                _differing(plain, expected, current, metrics, tolerance),
+                "Usually Python that is to run in each step and runs once, while the graph is written down: a draw of "
+                "random or NumPy, the time, a list or dict that is appended to or read, a global or an attribute of an "
+                "object that is set elsewhere. Give what changes in the batch, the state or by ll.transforms.on_host. "
+                "Or a loss that draws from torch, of which each microbatch of a compiled step draws others: turn off "
+                "what draws (dropout of torch's own layers is off already). Or rounding, where code insists on float32 "
+                "or less, or where a gradient is nothing else (that of a bias before BatchNorm) and the optimizer blows "
+                "it up: a larger tolerance.",
+            )
 
 
 def _compiled_or_refused(compiled: Any, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     __tracebackhide__ = True
     try:
         result: tuple[TrainState, Any] = compiled(state, copied(batch))
-        return result
     except UntraceableError as error:
-        refusal = error
-    fail(
-        "the step cannot be compiled whole",
-        [str(refusal)],
-        "Where that is no fault, compile the blocks of the model alone: ll.transforms.compile_blocks(model, Block).",
-    )
-    raise refusal
+        advice = "Where that is no fault, compile the blocks of the model alone: ll.transforms.compile_blocks(model, Block)."
+        raise AssertionError(f"the step cannot be compiled whole:\n  {error}\n{advice}") from error
+    return result
 
 
-def _check_outcome(number: int, expected: Outcome, outcome: Outcome, compiler: Any, tolerance: float) -> None:
-    __tracebackhide__ = True
-    differing = [line for name in expected for line in differences(expected[name], outcome[name], tolerance)]
-    draws = any(machine.random for machine in _machines(compiler))
-    check(
-        not (differing and draws),
-        "the loss draws random numbers by itself, and a compiled step other ones than an eager one, so there is nothing "
-        "to compare. Turn off what draws (dropout of torch's own layers is off already)",
-    )
-    fail(
-        f"the compiled step is not the eager one: after step {number} numbers differ",
-        differing,
-        "Usually Python that is to run in each step and runs once, while the graph is written down: a draw of random or "
-        "NumPy, the time, a list or dict that is appended to or read, a global or an attribute of an object that is set "
-        "elsewhere. Give what changes in the batch, the state or by ll.transforms.on_host. Or rounding, where code "
-        "insists on float32 or less, or where a gradient is nothing else (that of a bias before BatchNorm) and the "
-        "optimizer blows it up: a larger tolerance.",
-    )
+def _differing(one: TrainState, metrics: Any, other: TrainState, other_metrics: Any, tolerance: float) -> list[str]:
+    """What differs between two states and metrics, by more than a fraction of the largest number in each tree."""
+    pairs = {"metrics": (compute(metrics), compute(other_metrics)), "step": (one.step, other.step)}
+    pairs |= {name: (getattr(one, name), getattr(other, name)) for name in _TREES}
+    lines = (differing({name: first}, {name: second}, tolerance) for name, (first, second) in pairs.items())
+    return [line for of_tree in lines for line in of_tree]
 
 
-def _by_core(parts: Parts, state: TrainState, batch: Any) -> tuple[TrainState, Outcome]:
-    """One step by the step's own Python."""
-    out = parts.core(state, copied(batch))
-    applied = bool(out.applied)
-    new = {"params": out.params, "opt_state": out.opt_state, "buffers": out.buffers if applied else state.buffers}
-    later = state.replace(**new, step=state.step + applied)
-    return later, _outcome(later, out.metrics)
+_TREES = ("params", "buffers", "opt_state")
 
 
-def _outcome(state: TrainState, metrics: Mapping[str, Any]) -> Outcome:
-    trees = {"metrics": metrics, "params": state.params, "buffers": state.buffers, "opt_state": state.opt_state}
-    return {name: dict(leaves(tree, name)) for name, tree in trees.items()} | {"step": {"step": state.step}}
+def _plain_values(state: TrainState) -> dict[str, Any]:
+    """What selects a graph in a state: plain values, and dtypes, shapes and strides of tensors."""
+    return {name: trees.map_tensors(_layout, getattr(state, name)) for name in _TREES}
 
 
-def _machines(compiler: Any) -> list[Any]:
-    return [node for node in _asked(compiler) if not isinstance(node, Question)]
-
-
-def _asked(compiler: Any) -> Iterator[Any]:
-    """Questions to the host that a compiled step has asked, and the graphs selected by the answers."""
-    waiting = [node for first in compiler.table.values() for node in first.values()]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if isinstance(node, Question):
-            waiting += node.answers.values()
-
-
-def _reasons(compiler: Any, machines: list[Any], begin: TrainState, now: TrainState) -> list[str]:
-    """Changes since the first graph: values in Python, the layout of the state, answers of the host."""
-    lines = [f"{name}: a plain value that has changed" for m in machines for name in changed(m.program.held)]
-    for tree in ("params", "buffers", "opt_state"):
-        one, other = (mapped(_layout, dict(leaves(getattr(state, tree), tree))) for state in (begin, now))
-        lines += differences(one, other)
-    questions = [node for node in _asked(compiler) if isinstance(node, Question) and len(node.answers) > 1]
-    return [*lines, *map(_answers, questions)]
-
-
-def _answers(question: Question) -> str:
-    """Answers of a function that was asked for a host value and gave several, with its place in the code."""
-    function = users_own(question.function)
-    code = getattr(function, "__code__", None)
-    line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-    answers = [answer[0] for answer in question.answers]
-    return f"{getattr(function, '__qualname__', function)}{line}: returned {', then '.join(answers[:4])}"
-
-
-def _layout(leaf: Any) -> Any:
-    return f"{kind_of(leaf)}, strides {leaf.stride()}" if isinstance(leaf, Tensor) else leaf
+def _layout(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"

@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from looplib._core.checks import check, few
-from looplib._core.engines import Context
 from looplib.state import copy_state
 from looplib.testing._compare import copied
 from looplib.testing._report import fail
 from looplib.testing._surroundings import streams_kept
-from looplib.types import GradFn, Gradients, Part, TrainState
+from looplib.types import GradFn, TrainState
 
 
 def assert_all_gradients(
@@ -39,10 +38,12 @@ def assert_all_gradients(
 
     Raises:
         AssertionError: a parameter fails. The message has the names and the reason for each.
+        ValueError: from `grad_fn`, as in training. One of `make_grad_fn` names the parameters that the loss does not
+            reach, unless it has `allow_unused=True`.
     """
     __tracebackhide__ = True
     with streams_kept(state):
-        out = _gradients(grad_fn, state, batch)
+        out = grad_fn(copy_state(state), copied(batch))
     kept = {name for name, tensor in state.params.items() if frozen is not None and frozen(name, tensor)}
     check(kept or frozen is None, f"frozen chose none of the parameters, which are {few(state.params)}")
     faults = {name: _fault(tensor, out.grads.get(name), name in kept) for name, tensor in state.params.items()}
@@ -58,14 +59,6 @@ def assert_all_gradients(
     )
 
 
-def _gradients(grad_fn: GradFn, state: TrainState, batch: Any) -> Gradients:
-    try:
-        return grad_fn(copy_state(state), copied(batch))
-    except ValueError:
-        # A parameter that is not reached is an error only for a whole step. Other errors are raised again here.
-        return grad_fn(copy_state(state), copied(batch), Part(context=Context(last=False)))
-
-
 def _fault(param: Tensor, grad: Tensor | None, frozen: bool) -> str:
     """Problem with the gradient of a parameter, or an empty string."""
     if frozen:
@@ -74,10 +67,6 @@ def _fault(param: Tensor, grad: Tensor | None, frozen: bool) -> str:
         return (
             f"has no gradient, {'the loss does not reach it' if param.requires_grad else 'it does not require one'}"
         )
-    return _fault_of_numbers(grad)
-
-
-def _fault_of_numbers(grad: Tensor) -> str:
     if not grad.isfinite().all():
         return f"{int((~grad.isfinite()).sum())} of {grad.numel()} numbers are NaN or infinite"
     return f"all of its {grad.numel()} numbers are zero" if grad.numel() and not grad.any() else ""

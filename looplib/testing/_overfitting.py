@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,13 +54,22 @@ def assert_overfits(
     __tracebackhide__ = True
     check_count("steps", steps, advice="give 1 or more")
     curve: list[float] = []
-    skipped, goal = 0, math.nan
+    skipped = 0
     with streams_kept(state):
-        for current, value in _run(step, copy_state(state), batch, steps, metric):
-            curve.append(value)
+        current = copy_state(state)
+        for _ in range(steps):
+            current, metrics = step(current, copied(batch))
+            check(metric in metrics, f"the step has no metric {metric!r}; it has {', '.join(metrics)}")
+            curve.append(compute({metric: metrics[metric]})[metric])
             skipped += current.skipped
-            goal = _goal(metric, curve[0], fraction, below)
-            if value <= goal:
+            goal = fraction * curve[0] if below is None else below
+            check(
+                below is not None or not curve[0] <= 0,  # a NaN has advice of its own
+                f"the first {metric} is {curve[0]:.4g}, of which there is no fraction: give below=, the value to be reached",
+            )
+            if not math.isfinite(curve[-1]):
+                break
+            if curve[-1] <= goal:
                 return
     shown = sorted({0, *(len(curve) * k // 5 for k in range(1, 5)), len(curve) - 1})
     lines = [f"{metric} {curve[k]:.4g} in step {k + 1}" for k in shown]
@@ -73,29 +81,6 @@ def assert_overfits(
         lines,
         _usual_cause(curve, moved),
     )
-
-
-def _run(
-    step: TrainStep, state: TrainState, batch: Any, steps: int, metric: str
-) -> Iterator[tuple[TrainState, float]]:
-    """After each step, the state and the value of the metric, up to the first that is not finite."""
-    for _ in range(steps):
-        state, metrics = step(state, copied(batch))
-        check(metric in metrics, f"the step has no metric {metric!r}; it has {', '.join(metrics)}")
-        value = compute({metric: metrics[metric]})[metric]
-        yield state, value
-        if not math.isfinite(value):
-            return
-
-
-def _goal(metric: str, first: float, fraction: float, below: float | None) -> float:
-    if below is not None:
-        return below
-    check(
-        not first <= 0,  # a NaN has advice of its own
-        f"the first {metric} is {first:.4g}, of which there is no fraction: give below=, the value to be reached",
-    )
-    return fraction * first
 
 
 def _usual_cause(curve: list[float], moved: bool) -> str:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from looplib.state import copy_state
-from looplib.testing._compare import copied, differences, is_spent, leaves, recorded
+from looplib.testing._compare import copied, differing, is_spent, result_of
 from looplib.testing._report import about_kernels, fail
 from looplib.testing._surroundings import Surroundings, seed_streams, stream_positions, streams_kept
 from looplib.types import TrainState
 
 
-def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch: Any, *, other: Any = None) -> None:
+def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch: Any) -> None:
     """Check that a step is pure: the same inputs always give the same bits, and nothing else changes.
 
     >>> import looplib as ll, torch
@@ -33,62 +33,56 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
         step: a train, eval or predict step.
         state: initial state.
         batch: batch for all three calls.
-        other: a different batch for the second call.
 
     Raises:
         AssertionError: something differs. The message has the names and the differences.
     """
     __tracebackhide__ = True
     with streams_kept(state):
-        before, inputs = dict(leaves(copy_state(state))), dict(leaves(copied(batch), "batch"))
+        before, inputs = copied(state), copied(batch)
         surroundings, positions = Surroundings(step), stream_positions(state)
         mine, rows = copy_state(state), copied(batch)
-        first = recorded(step(mine, rows))
+        first = result_of(step(mine, rows))
         fail(
-            "the step drew from a global random stream",
-            [
-                f"{name} moved on"
-                for name, now in stream_positions(state).items()
-                if differences(now, positions[name])
-            ],
+            "the step drew from a global random stream, and moved it on",
+            differing(positions, stream_positions(state)),
             "So its result depends on what ran before it, and it changes what runs after. Draw from torch within the "
             "loss function, where looplib seeds the stream by the state's seed and step and puts it back, and make "
             "what NumPy or Python draw in the dataset, where the loader seeds them.",
         )
         fail(
             "the step wrote to its batch",
-            differences(inputs, dict(leaves(rows, "batch"))),
+            differing(inputs, rows),
             "Code that reads the batch afterwards (a second step, a metric, the next epoch of a dataset in memory) gets "
             "different values. Usually an operation in place on an input (x += ..., x.clamp_(...), labels[mask] = -100, "
             "batch.pop(...)): make a new tensor, such as x = x + ...",
         )
         fail(
             "the step wrote to the state that it was given",
-            [] if is_spent(mine) else differences(before, dict(leaves(mine))),
+            [] if is_spent(mine) else differing(before, mine),
             "A state that was kept is no longer what it was. Usually an operation in place on model.weight.data, on a "
             "tensor of state.extra, or on one of opt_state in an optimizer of one's own: make a new tensor, or make "
             "the step with donate=True, which tells everyone that the old state is spent.",
         )
         fail(
             "the step changed tensors or modes that belong to neither its state nor its result",
-            surroundings.spoiled() or differences(before, dict(leaves(state))),
+            surroundings.spoiled() or differing(before, state),
             "Usually a loss function that calls model.eval(), model.train() or requires_grad_(...) and does not put it "
             "back, a torch optimizer that steps on the module itself, or a gradient left in .grad. Let the step return "
             "what it changes, as a part of the state.",
         )
         seed_streams(0)
-        step(_perturbed(state), copied(batch if other is None else other))
-        second = recorded(step(copy_state(state), copied(batch)))
-        if differing := differences(first, second):
-            fail(
-                "the step is not a function of its state and its batch: two calls on equal ones differ",
-                differing,
-                "Between them torch's, NumPy's and Python's random streams were seeded otherwise, and the step ran "
-                f"on other weights.{surroundings.hint()} Usually something that remembers between calls (a counter "
-                "or a cached tensor in a module, a closure or an optimizer, a torch.Generator of one's own), or "
-                "the time: put what must be remembered into a buffer or state.extra, and draw from torch's own "
-                "stream." + about_kernels(state),
-            )
+        step(_perturbed(state), copied(batch))
+        second = result_of(step(copy_state(state), copied(batch)))
+        fail(
+            "the step is not a function of its state and its batch: two calls on equal ones differ",
+            differing(first, second),
+            "Between them torch's, NumPy's and Python's random streams were seeded otherwise, and the step ran "
+            f"on other weights.{surroundings.hint()} Usually something that remembers between calls (a counter "
+            "or a cached tensor in a module, a closure or an optimizer, a torch.Generator of one's own), or "
+            "the time: put what must be remembered into a buffer or state.extra, and draw from torch's own "
+            "stream." + about_kernels(state),
+        )
 
 
 def _perturbed(state: TrainState) -> TrainState:

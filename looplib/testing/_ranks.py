@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 from looplib.checkpoint.interop._whole import whole
 from looplib.data._loader import Loader
 from looplib.distributed import _processes as distributed
-from looplib.testing._compare import above, differences, gaps
+from looplib.testing._compare import differing, largest
 from looplib.testing._report import fail
 from looplib.testing._resume import run
 from looplib.testing._surroundings import streams_kept
@@ -36,7 +36,8 @@ def assert_ranks_train_alike(
 ) -> None:
     """Check distributed training: n processes end with the same weights as a run in one process.
 
-    `begin()` does what the script does before its loop. `assert_reduces_alike` is the quick check without processes.
+    `begin()` does what the script does before its loop. `assert_microbatches_equal_batch` is the quick check of the loss,
+    without processes.
     In a file `tests/test_train.py`:
 
         def begin():  # at the top of the file, so that a new process can import it
@@ -77,48 +78,38 @@ def assert_ranks_train_alike(
         ) from error
     step, state, loader = begin()
     with streams_kept(state), tempfile.TemporaryDirectory() as folder:
-        before = {name: tensor.detach().cpu().clone() for name, tensor in state.params.items()}
+        before = _on_cpu(state)
         *_, (_, _, end) = run(step, state, loader, 0, steps)
-        alone = {name: tensor.detach().cpu() for name, tensor in end.params.items()}
+        alone = _on_cpu(end)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         arguments = (begin, ranks, steps, port, folder, timeout)
         spawn(_train_on_rank, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
-        trained = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
-    _check_that_ranks_agree(trained, steps)
-    _check_that_ranks_train_like_one(before, alone, trained[0], ranks, steps, tolerance)
-
-
-def _check_that_ranks_agree(trained: list[Params], steps: int) -> None:
-    __tracebackhide__ = True
-    drifted = [
-        f"rank {rank}: {line}" for rank, params in enumerate(trained) for line in differences(trained[0], params)
-    ]
+        trained = {f"rank {rank}": torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)}
+    together = trained["rank 0"]
     fail(
         f"after {steps} steps the ranks' weights differ from those of rank 0",
-        drifted,
+        differing(dict.fromkeys(trained, together), trained),
         "So each trains a model of its own: usually gradients that nothing reduces (wrap the model in "
         "DistributedDataParallel or fully_shard, or the grad_fn in ll.grads.reduce_gradients, within what clips), "
         "weights that are initialized by another seed on each rank and not broadcast, or parameters that each rank "
         "updates by itself.",
     )
-
-
-def _check_that_ranks_train_like_one(
-    before: Params, alone: Params, together: Params, ranks: int, steps: int, tolerance: float
-) -> None:
-    __tracebackhide__ = True
-    largest = max(gaps(before, alone).values())
-    apart = above(tolerance * largest, gaps(alone, together))
+    change, others = ({name: new[name] - before[name] for name in before} for new in (alone, together))
     fail(
-        f"after {steps} steps {ranks} ranks have other weights than one process",
-        [f"{name}: apart by {gap:.3g}, of changes of {largest:.3g} at most" for name, gap in apart.items()],
+        f"after {steps} steps {ranks} ranks have other weights than one process, by these parts of a largest change of "
+        f"{largest(change):.3g}",
+        differing(change, others, tolerance),
         "Usually a loss or gradient that is divided by the number of ranks once more or once less, a loss that is a "
-        "mean over something else than the samples (return ll.Mean(total, weight); see assert_reduces_alike), BatchNorm, "
-        "batches that are not divided or not the same (a loader of another kind), dropout or another draw, weights "
-        "that depend on the rank or the time, or float32 with Adam: use float64 here.",
+        "mean over something else than the samples (return ll.Mean(total, weight); see assert_microbatches_equal_batch), "
+        "BatchNorm, batches that are not divided or not the same (a loader of another kind), dropout or another draw, "
+        "weights that depend on the rank or the time, or float32 with Adam: use float64 here.",
     )
+
+
+def _on_cpu(state: TrainState) -> Params:
+    return {name: whole(tensor).detach().cpu().clone() for name, tensor in state.params.items()}
 
 
 def _train_on_rank(
@@ -131,5 +122,4 @@ def _train_on_rank(
     with distributed.setup(timeout=timeout):
         step, state, loader = begin()
         *_, (_, _, end) = run(step, state, loader, 0, steps)
-        params = {name: whole(tensor).detach().cpu() for name, tensor in end.params.items()}
-        torch.save(params, Path(folder) / f"{rank}.pt")
+        torch.save(_on_cpu(end), Path(folder) / f"{rank}.pt")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
-
-from torch import Tensor
 
 from looplib._core.checks import few
 from looplib.types import TrainState
@@ -16,12 +13,6 @@ def fail(what: str, found: Collection[str], why: str) -> None:
     __tracebackhide__ = True
     if found:
         raise AssertionError("\n".join([f"{what}:", "  " + few(found, between="\n  "), why]))
-
-
-def kind_of(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"a tensor {tuple(leaf.shape)} of {str(leaf.dtype).removeprefix('torch.')} on {leaf.device}"
-    return f"a {type(leaf).__name__}"
 
 
 def about_kernels(state: TrainState) -> str:

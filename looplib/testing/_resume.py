@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +16,9 @@ from looplib._core.checks import check
 from looplib._core.mappings import fields_of, mapped
 from looplib.checkpoint._io import checkpoint_io
 from looplib.data._loader import Loader
+from looplib.metrics._mean import compute
 from looplib.state import copy_state
-from looplib.testing._compare import copied, differences, recorded
+from looplib.testing._compare import copied, differing
 from looplib.testing._report import about_kernels, fail
 from looplib.testing._surroundings import Surroundings, seed_streams, streams_kept
 from looplib.types import TREES, TrainState, TrainStep
@@ -32,7 +31,6 @@ def assert_resumes(
     *,
     steps: int | None = None,
     restart: Callable[[], tuple[TrainStep, TrainState]] | None = None,
-    directory: str | os.PathLike[str] | None = None,
 ) -> None:
     """Check exact resume: a run that is stopped anywhere, saved and restored ends bitwise like an uninterrupted one.
 
@@ -56,7 +54,6 @@ def assert_resumes(
         steps: number of batches. Defaults to the length of the list, or 6 for a loader.
         restart: function that makes the step and an initial state again, as a new process of the script does. Without
             it the same step continues, so state that it remembers from its very first call goes unnoticed.
-        directory: folder for the checkpoints. Defaults to a temporary one.
 
     Raises:
         AssertionError: a resumed run differs. The message has the batch after which it was stopped, the first batch
@@ -65,71 +62,49 @@ def assert_resumes(
         TypeError, ValueError: from `checkpoint_io`, if a state cannot be saved or restored.
     """
     __tracebackhide__ = True
-    steps = _checked_steps(steps, batches)
-    with streams_kept(state), tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary if directory is None else directory)
+    most = math.inf if isinstance(batches, Loader) else len(batches)
+    steps = int(min(6, most) if isinstance(batches, Loader) else most) if steps is None else steps
+    message = f"steps is {steps}, of {most} batches; a run is stopped between two batches: give 2 or more"
+    check(2 <= steps <= most, message)
+    with streams_kept(state), tempfile.TemporaryDirectory() as folder:
         surroundings = Surroundings(step)
-        uninterrupted, end = _run_and_save(step, copy_state(state), batches, steps, folder)
+        uninterrupted = {}
+        for done, outputs, current in run(step, copy_state(state), batches, 0, steps):
+            uninterrupted[done] = outputs
+            if done < steps:
+                checkpoint_io(f"{folder}/after-{done}").save(current)
+        end = copied(current)
         for stop in range(1, steps):
             again, template = (step, state) if restart is None else restart()
             seed_streams(stop)
-            restored = checkpoint_io(folder / f"after-{stop}").restore(_spoiled(template), quiet=True)
+            restored = checkpoint_io(f"{folder}/after-{stop}").restore(_spoiled(template), quiet=True)
+            resumed = {}
             for done, outputs, current in run(again, restored, batches, stop, steps):  # noqa: B007
-                if differing := differences(uninterrupted[done], outputs):
-                    _fail_to_resume(stop, f"batch {done} of {steps}", differing, surroundings, state)
-            if differing := differences(end, recorded(current, "state")):
-                _fail_to_resume(stop, f"the state after {steps} batches", differing, surroundings, state)
-
-
-def _run_and_save(
-    step: TrainStep, state: TrainState, batches: Sequence[Any] | Loader, steps: int, folder: Path
-) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
-    """Outputs of an uninterrupted run by batch, and its end, with a checkpoint after each batch but the last."""
-    uninterrupted: dict[int, dict[str, Any]] = {}
-    for done, outputs, current in run(step, state, batches, 0, steps):
-        uninterrupted[done] = outputs
-        if done < steps:
-            checkpoint_io(folder / f"after-{done}").save(current)
-    return uninterrupted, recorded(current, "state")
-
-
-def _checked_steps(steps: int | None, batches: Sequence[Any] | Loader) -> int:
-    usual, most, of_list = (
-        (6, math.inf, "")
-        if isinstance(batches, Loader)
-        else (len(batches), len(batches), f" and the list has {len(batches)}")
-    )
-    steps = usual if steps is None else steps
-    check(2 <= steps <= most, f"steps is {steps}{of_list}; a run is stopped between two batches: give 2 or more")
-    return steps
-
-
-def _fail_to_resume(
-    stop: int, where: str, differing: list[str], surroundings: Surroundings, state: TrainState
-) -> None:
-    __tracebackhide__ = True
-    fail(
-        f"a run that was stopped after {stop} batches and restored is not the run that went on: {where} differs",
-        differing,
-        f"So something that the run depends on is not in its checkpoint.{surroundings.hint()} Usually a count, an "
-        "average or a cache that a closure, a module's attribute or an optimizer's wrapper keeps between steps "
-        "(put it into a buffer, opt_state or state.extra, which are saved), a loader or dataset that draws from a "
-        "generator of its own, or a step that is not pure: see assert_pure." + about_kernels(state),
-    )
+                resumed[done] = outputs
+            expected = {done: uninterrupted[done] for done in resumed}  # in order: what differs first is named first
+            fail(
+                f"a run that was stopped after {stop} batches and restored is not the run that went on",
+                differing({"batch": expected, "end": end}, {"batch": resumed, "end": current}),
+                f"So something that the run depends on is not in its checkpoint.{surroundings.hint()} Usually a count, "
+                "an average or a cache that a closure, a module's attribute or an optimizer's wrapper keeps between "
+                "steps (put it into a buffer, opt_state or state.extra, which are saved), a loader or dataset that "
+                "draws from a generator of its own, or a step that is not pure: see assert_pure."
+                + about_kernels(state),
+            )
 
 
 def run(
     step: TrainStep, state: TrainState, batches: Sequence[Any] | Loader, start: int, stop: int
 ) -> Iterator[tuple[int, dict[str, Any], TrainState]]:
-    """A run: after each step, the number of steps so far, the batch and metrics by name, and the state."""
+    """A run: after each step, the number of steps so far, the batch with its metrics, and the state."""
     at = start
     while at < stop:
         before = at
         for batch in batches(state) if isinstance(batches, Loader) else batches[start:stop]:
-            read = recorded(batch, "batch")
+            read = copied(batch)
             state, metrics = step(state, copied(batch))
             at += 1
-            yield at, {**read, **recorded(metrics, "metrics")}, state
+            yield at, {"batch": read, "metrics": compute(metrics)}, state
             if at == stop:
                 return
         check(

@@ -8,23 +8,25 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import check, few
+from looplib._core.checks import check
 from looplib._core.trees import batch_size
-from looplib.testing._compare import beyond_part, leaves
+from looplib.testing._compare import differing
 from looplib.testing._float64 import in_float64
-from looplib.testing._report import fail, kind_of
+from looplib.testing._report import fail
 from looplib.testing._surroundings import streams_kept
 from looplib.types import PredictStep, TrainState
 
 
-def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any, *, tolerance: float = 1e-5) -> None:
+def assert_samples_independent(
+    function: PredictStep, state: TrainState, batch: Any, *, tolerance: float = 1e-5
+) -> None:
     """Check that samples are independent: each row of the output depends only on its own sample.
 
     >>> import looplib as ll, torch
     >>> from looplib import testing
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     >>> predict_step = ll.make_predict_step(model, lambda model, x: model(x))
-    >>> testing.assert_rows_independent(predict_step, ll.init_state(model), torch.randn(6, 2))
+    >>> testing.assert_samples_independent(predict_step, ll.init_state(model), torch.randn(6, 2))
 
     If samples are independent, selecting rows before the function or after it gives the same result. Both are
     compared with half of the rows replaced by copies of one row, and with a single row. The computation is in float64
@@ -49,7 +51,7 @@ def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any
     check(count > 1, f"the batch has {count} row; give 2 or more, which differ, so that one could see another")
     with streams_kept(state):
         wide, rows, out = in_float64(function, state, batch)
-        whole = _outputs_of(out, count)
+        _check_outputs(out, (count,), "tensors with one row for each sample")
         half = count // 2
         ways = {
             "among copies of sample 0": [*range(half), *[0] * (count - half)],
@@ -57,11 +59,10 @@ def assert_rows_independent(function: PredictStep, state: TrainState, batch: Any
             "alone": [0],
         }
         for way, index in ways.items():
-            outputs = dict(leaves(function(wide, trees.take(rows, count, index)), "output"))
-            changed = (_rows_apart(name, t[index], outputs.get(name), index, tolerance) for name, t in whole.items())
+            expected = trees.map_tensors(lambda output: output[index], out)  # noqa: B023
             fail(
                 f"samples of a batch see each other: their outputs change when they stand {way}",
-                [*filter(None, changed)],
+                _changed(expected, function(wide, trees.take(rows, count, index)), tolerance),
                 "Usually BatchNorm in training mode, a mean, softmax or normalization over dimension 0, attention with "
                 "batch and length the wrong way round (batch_first), a reshape or view that mixes samples where a "
                 "transpose is meant, a squeeze() that drops a batch of one, or random draws. Name the dimension that "
@@ -101,28 +102,19 @@ def assert_causal(function: PredictStep, state: TrainState, tokens: Tensor, *, t
     length = tokens.shape[1]
     with streams_kept(state):
         wide, inputs, out = in_float64(function, state, tokens)
-        whole = _outputs_of(out, len(inputs))
-        odd = [f"{name} {tuple(t.shape)}" for name, t in whole.items() if t.shape[1:2] != (length,)]
-        check(not odd, f"outputs must be (batch, length, ...) with length {length}, and there is {', '.join(odd)}")
+        _check_outputs(out, tokens.shape[:2], "tensors (batch, length, ...)")
         for cut in sorted({1, length // 4 or 1, length // 2, length - 1}):
-            outputs = dict(leaves(function(wide, _with_another_future(inputs, cut)), "output"))
-            changed = (_change_before(cut, name, leaf, outputs[name], tolerance) for name, leaf in whole.items())
+            before, after = (
+                trees.map_tensors(lambda output: output[:, :cut], outputs)  # noqa: B023
+                for outputs in (out, function(wide, _with_another_future(inputs, cut)))
+            )
             fail(
-                f"outputs see the future: they change when only the places from {cut} on are others",
-                [*filter(None, changed)],
+                f"outputs see the future: those before position {cut} change with the tokens from there on",
+                _changed(before, after, tolerance),
                 "Usually attention without is_causal or with a mask the wrong way round (True means attend in "
                 "scaled_dot_product_attention, and do not attend in nn.MultiheadAttention), a convolution padded on "
                 "both sides, a recurrent layer that is bidirectional, or a normalization over the length.",
             )
-
-
-def _change_before(cut: int, name: str, expected: Tensor, actual: Tensor, tolerance: float) -> str:
-    """The first position before `cut` whose output has changed, in words, or an empty string."""
-    gap = beyond_part(expected[:, :cut], actual[:, :cut], tolerance)
-    if not gap.any():
-        return ""
-    first = gap.transpose(0, 1).flatten(1).any(1).nonzero()[0].item()
-    return f"{name}: from place {first} on, of those before {cut}"
 
 
 def _with_another_future(inputs: Tensor, cut: int) -> Tensor:
@@ -131,28 +123,22 @@ def _with_another_future(inputs: Tensor, cut: int) -> Tensor:
     for other in (inputs[:, :1].expand_as(future), future.flip(1), future.roll(1, 0)):
         if not torch.equal(other, future):
             return torch.cat([inputs[:, :cut], other], 1)
-    raise ValueError(f"tokens from place {cut} on are all alike; give some that differ from place to place")
+    raise ValueError(f"tokens from position {cut} on are all alike; give some that differ")
 
 
-def _outputs_of(out: Any, count: int) -> dict[str, Tensor]:
-    """Outputs by name, each with one row per sample."""
-    outputs = dict(leaves(out, "output"))
-    for name, leaf in outputs.items():
+def _changed(expected: Any, actual: Any, tolerance: float) -> list[str]:
+    """Outputs that differ by more than a fraction of the largest number in each, in words."""
+    lines: list[str] = []
+    for path, one, other in trees.paired(trees.leaves(expected), trees.leaves(actual)):
+        name = trees.named(path, "output")
+        lines += differing({name: one}, {name: other}, tolerance)
+    return lines
+
+
+def _check_outputs(outputs: Any, shape: tuple[int, ...], wanted: str) -> None:
+    for path, leaf in trees.leaves(outputs):
+        found = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
         check(
-            isinstance(leaf, Tensor) and leaf.shape[:1] == (count,),
-            f"{name} is {kind_of(leaf)}, of a batch of {count} samples; return tensors with one row for each sample",
+            isinstance(leaf, Tensor) and leaf.shape[: len(shape)] == shape,
+            f"{trees.named(path, 'output')} is {found}, where the batch has {tuple(shape)}; return {wanted}",
         )
-    return outputs
-
-
-def _rows_apart(name: str, expected: Tensor, actual: Any, index: list[int], tolerance: float) -> str:
-    """Rows that differ, in words, or an empty string."""
-    if not isinstance(actual, Tensor) or expected.shape != actual.shape:
-        return f"{name}: {kind_of(expected)}, then {kind_of(actual)}"
-    gap = beyond_part(expected, actual, tolerance)
-    if not gap.any():
-        return ""
-    rows = gap.reshape(len(gap), -1).any(1)
-    which = sorted({index[i] for i in rows.nonzero().flatten().tolist()})
-    by = float((expected.double() - actual.double()).abs()[gap].max())
-    return f"{name}: row {few(which)} changed by {by:.3g} at most"

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from looplib._core import trees
 from looplib._core.checks import few
 from looplib._core.closures import Variable, own_attributes, walk
-from looplib._core.modules import _generators, named_modules, slots_in
-from looplib.testing._compare import copied_leaf, differences, recorded, same
+from looplib._core.modules import _generators
+from looplib.debug._differences import differences
+from looplib.testing._compare import copied, copied_leaf, differing
 from looplib.types import TrainState
 
 
@@ -37,8 +38,8 @@ def _streams(state: TrainState) -> dict[str, tuple[Callable[[], Any], Callable[[
     return streams
 
 
-def stream_positions(state: TrainState) -> dict[str, dict[str, Any]]:
-    return {name: recorded(get()) for name, (get, _) in _streams(state).items()}
+def stream_positions(state: TrainState) -> dict[str, Any]:
+    return {name: copied(get()) for name, (get, _) in _streams(state).items()}
 
 
 @contextmanager
@@ -70,12 +71,11 @@ class Surroundings:
 
     def spoiled(self) -> list[str]:
         """Changes that no step may make: to parameters, buffers, gradients and modes of modules."""
-        return differences(self.fixed, self._look()[0])
+        return differing(self.fixed, self._look()[0])
 
     def hint(self) -> str:
         """Other changes, as a sentence about where the step may keep state."""
-        now = self._look()[1]
-        changed = [name for name, value in now.items() if not same(value, self.memory.get(name))]
+        changed = [found.path.removeprefix("/") for found in differences(self.memory, self._look()[1])]
         return f" Besides the state, {few(changed)} changed in these calls." if changed else ""
 
     def _look(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -90,20 +90,15 @@ class Surroundings:
 
 
 def _add_module(model: nn.Module, fixed: dict[str, Any], memory: dict[str, Any]) -> None:
-    for prefix, module in named_modules(model):
-        path = f"{type(model).__name__}.{prefix}".rstrip(".")
-        fixed[f"{path}.training"] = module.training
+    root = type(model).__name__
+    for prefix, module in model.named_modules(prefix=root):
+        fixed[f"{prefix}.training"] = module.training
         for name in own_attributes(module):
-            memory |= _remembered(f"{path}.{name}", vars(module)[name])
-    for *_, path, tensor in slots_in(model):
-        if tensor is not None and not nn.parameter.is_lazy(tensor):
-            _add_tensor(f"{type(model).__name__}.{path}", tensor, fixed)
-
-
-def _add_tensor(path: str, tensor: Tensor, fixed: dict[str, Any]) -> None:
-    fixed[path] = copied_leaf(tensor)
-    fixed[f"{path}.requires_grad"] = tensor.requires_grad
-    fixed[f"{path}.grad"] = copied_leaf(tensor.grad) if tensor.is_leaf else None
+            memory |= _remembered(f"{prefix}.{name}", vars(module)[name])
+    for path, tensor in (*model.named_parameters(root), *model.named_buffers(root)):
+        if not nn.parameter.is_lazy(tensor):
+            about = {"numbers": tensor, "requires_grad": tensor.requires_grad}
+            fixed[path] = copied({**about, "grad": tensor.grad if tensor.is_leaf else None})
 
 
 def _is_searched(value: Any) -> bool:
@@ -122,12 +117,6 @@ def _name_of(variable: Variable) -> str:
     if isinstance(owner, types.FunctionType):
         return f"{owner.__name__}'s {variable.path}"
     return f"{type(owner).__name__}.{variable.key}"
-
-
-def users_own(function: Callable[..., Any]) -> Any:
-    """The first function, starting from this one, that does not belong to looplib; otherwise the function itself."""
-    functions = (variable.value for variable in walk(function) if isinstance(variable.value, types.FunctionType))
-    return next((inner for inner in functions if not inner.__module__.startswith("looplib.")), function)
 
 
 def _remembered(name: str, value: Any) -> dict[str, Any]:

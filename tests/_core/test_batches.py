@@ -179,9 +179,9 @@ def test_checks_of_testing(data, batch):
     grad_fn = ll.make_grad_fn(model, loss_fn)
     state, step = ll.init_state(model, optimizer), ll.make_train_step(grad_fn, optimizer)
     testing.assert_pure(step, state, batch)
-    testing.assert_pieces_equal_whole(grad_fn, state, batch)
+    testing.assert_microbatches_equal_batch(grad_fn, state, batch)
     predict_step = ll.make_predict_step(model, lambda model, batch: model(fields(batch)[0]))
-    testing.assert_rows_independent(predict_step, state, batch)
+    testing.assert_samples_independent(predict_step, state, batch)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

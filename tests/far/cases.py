@@ -489,10 +489,9 @@ def _(device):
 
 
 @case("metrics.Mean", "metrics.merge", "metrics.compute", "metrics.Reading", "metrics.mae", "metrics.mse", "metrics.rmse",
-      "metrics.calibration", "metrics.AUC", "metrics.StreamingAUC", "metrics.R2")  # fmt: skip
+      "metrics.calibration", "metrics.AUC", "metrics.R2")  # fmt: skip
 def _(device):
     def of(score, label, weight):
-        auc = ll.metrics.StreamingAUC.of(score, label, bins=4)
         return {
             "mean": ll.Mean(score.sum(), weight.sum()),
             "mae": ll.metrics.mae(score, label, weight),
@@ -500,8 +499,6 @@ def _(device):
             "rmse": ll.metrics.rmse(score, label, weight),
             "calibration": ll.metrics.calibration(score, label, weight),
             "auc": ll.metrics.AUC.of(score, label, weight),
-            "streaming": auc,
-            "error": ll.metrics.Reading(auc, ll.metrics.StreamingAUC.error),
             "r2": ll.metrics.R2.of(score, label),
         }
 
@@ -753,20 +750,20 @@ def _(device):
 # Checks of steps.
 
 
-@case("testing.assert_all_gradients", "testing.assert_overfits", "testing.assert_pieces_equal_whole", "testing.assert_pure",
-      "testing.assert_resumes", "testing.assert_rows_independent", "testing.assert_causal")  # fmt: skip
+@case("testing.assert_all_gradients", "testing.assert_overfits", "testing.assert_microbatches_equal_batch", "testing.assert_pure",
+      "testing.assert_resumes", "testing.assert_samples_independent", "testing.assert_causal")  # fmt: skip
 def _(device):
     model, state = started(device, make=plain)
     state = ll.copy_state(state)
     grad_fn = ll.make_grad_fn(model, loss_fn)
     step = ll.make_train_step(grad_fn, ADAMW)
     ll.testing.assert_all_gradients(grad_fn, state, data(device))
-    ll.testing.assert_pieces_equal_whole(grad_fn, state, data(device))
+    ll.testing.assert_microbatches_equal_batch(grad_fn, state, data(device))
     ll.testing.assert_pure(step, state, data(device))
     ll.testing.assert_overfits(step, state, data(device, 4), steps=60, fraction=0.5)
     ll.testing.assert_resumes(step, state, batches(device))
     predict_step = ll.make_predict_step(model, lambda model, batch: model(batch[0]))
-    ll.testing.assert_rows_independent(predict_step, state, data(device))
+    ll.testing.assert_samples_independent(predict_step, state, data(device))
     words = language_model(device)
     ll.testing.assert_causal(
         ll.make_predict_step(words, lambda model, x: model(x)), ll.init_state(words), tokens(device)
@@ -803,7 +800,6 @@ EXCEPTIONS = {
     "debug.read_fingerprints": "reads a text file",
     "testing.assert_compiles": _COMPILED,
     "testing.assert_ranks_train_alike": _RANKS,
-    "testing.assert_reduces_alike": _RANKS,
     "transforms.UntraceableError": _COMPILED,
     "transforms.compile_blocks": _COMPILED,
     "transforms.compile_step": _COMPILED,

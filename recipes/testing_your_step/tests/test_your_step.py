@@ -18,7 +18,7 @@ def test_a_stopped_run_continues_to_the_same_bits(run: Run) -> None:
 
 
 def test_samples_do_not_see_each_other(run: Run) -> None:
-    testing.assert_rows_independent(run.predict_step, run.state, run.batch)
+    testing.assert_samples_independent(run.predict_step, run.state, run.batch)
 
 
 def test_one_batch_is_learned_by_heart(run: Run) -> None:
@@ -26,11 +26,7 @@ def test_one_batch_is_learned_by_heart(run: Run) -> None:
 
 
 def test_microbatches_give_the_gradient_of_the_whole(run: Run) -> None:
-    testing.assert_pieces_equal_whole(run.grad_fn, run.state, run.batch)
-
-
-def test_ranks_give_the_gradient_of_the_whole(run: Run) -> None:
-    testing.assert_reduces_alike(run.grad_fn, run.state, run.batch)
+    testing.assert_microbatches_equal_batch(run.grad_fn, run.state, run.batch)
 
 
 def test_every_parameter_is_trained(run: Run) -> None:
