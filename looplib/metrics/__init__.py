@@ -1,6 +1,6 @@
 """Metrics: outputs of batches go in and mergeable records come out."""
 
-from looplib.metrics._auc import AUC, GroupedAUC, StreamingAUC
+from looplib.metrics._auc import AUC, GroupedAUC
 from looplib.metrics._confusion import ConfusionMatrix
 from looplib.metrics._corpus import Corpus
 from looplib.metrics._mean import Mean, compute, merge
@@ -16,7 +16,6 @@ __all__ = [
     "GroupedAUC",
     "Mean",
     "Reading",
-    "StreamingAUC",
     "TorchMetric",
     "Window",
     "accuracy",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from looplib._core.checks import check_argument
+from looplib._core.checks import check, check_argument
 from looplib._core.widening import wide_dtype
-from looplib.metrics._scores import _copy, _fit, _integers, _kept, _wide
+from looplib.metrics._scores import _fit, _integers, _wide
 
 
 class AUC(NamedTuple):
@@ -21,16 +20,15 @@ class AUC(NamedTuple):
     {'auc': 0.75}
 
     The value is exact, because all scores are collected. Memory therefore grows with the dataset: 5 bytes per sample
-    in float32, and 8 more with weights. `StreamingAUC` has bounded memory. Ties count one half, as in scikit-learn.
+    in float32, and 8 more with weights. For bounded memory, use torchmetrics' histogram:
+    `ll.metrics.torchmetric(torchmetrics.AUROC("binary", thresholds=10_000))`. Ties count one half, as in scikit-learn.
     The value is NaN if one of the classes is missing or has no weight, or a score is NaN.
 
     Attributes:
-        scores, labels, weights: those of the batches, on their device.
+        columns: scores, labels and weights of each batch, on their device.
     """
 
-    scores: tuple[Tensor, ...] = ()
-    labels: tuple[Tensor, ...] = ()
-    weights: tuple[Tensor | None, ...] = ()
+    columns: tuple[Columns, ...] = ()
 
     @classmethod
     def empty(cls) -> AUC:
@@ -49,18 +47,16 @@ class AUC(NamedTuple):
         Raises:
             ValueError: the shapes do not match.
         """
-        _fit(scores.shape, labels, weights, "scores")
-        return cls((_kept(scores),), (labels.flatten() > 0,), (None if weights is None else _copy(_wide(weights)),))
+        return cls((_columns(scores, labels, weights),))
 
     def merge(self, other: AUC) -> AUC:
-        return AUC(self.scores + other.scores, self.labels + other.labels, self.weights + other.weights)
+        return AUC(self.columns + other.columns)
 
     def compute(self) -> Tensor | float:
-        if not sum(part.numel() for part in self.scores):
+        if not _count(self.columns):
             return torch.nan
-        scores, weights = torch.cat(self.scores), _all_weights(self.scores, self.weights)
-        won, positive, negative = _pairs(scores, torch.cat(self.labels), weights)
-        return torch.where(scores.isnan().any(), torch.nan, won / (positive * negative)).squeeze(0)
+        won, positive, negative = _pairs(self.columns)
+        return (won / (positive * negative)).squeeze(0)
 
 
 class GroupedAUC(NamedTuple):
@@ -91,17 +87,14 @@ class GroupedAUC(NamedTuple):
     `number_of_groups` counts all groups. The value is NaN if no group is left, or a score is NaN.
 
     Attributes:
-        scores, labels, groups, weights: those of the batches, on their device.
+        columns: scores, labels, weights and groups of each batch, on their device.
         average: "examples" weights each group by its number of samples, or by the sum of their weights; "groups"
             weights all groups equally.
 
     Source: Zhu et al., "Optimized cost per click in Taobao display advertising", 2017, equation 16.
     """
 
-    scores: tuple[Tensor, ...] = ()
-    labels: tuple[Tensor, ...] = ()
-    groups: tuple[Tensor, ...] = ()
-    weights: tuple[Tensor | None, ...] = ()
+    columns: tuple[Columns, ...] = ()
     average: Literal["examples", "groups"] = "examples"
 
     @classmethod
@@ -131,182 +124,71 @@ class GroupedAUC(NamedTuple):
         Raises:
             ValueError: shapes or dtypes do not match, or `average` is unknown.
         """
-        _fit(scores.shape, labels, weights, "scores")
         _fit(groups.shape, labels, None, "groups")
         _integers("groups", groups)
         check_argument(average in ("examples", "groups"), "average", average, 'give "examples" or "groups"')
-        kept = None if weights is None else _copy(_wide(weights))
-        return cls((_kept(scores),), (labels.flatten() > 0,), (_copy(groups.long()),), (kept,), average)
+        return cls(((*_columns(scores, labels, weights), groups.flatten().long().clone()),), average)
 
     def merge(self, other: GroupedAUC) -> GroupedAUC:
-        if self.average != other.average:
-            raise ValueError(f"grouped AUCs to merge are averaged over {self.average!r} and {other.average!r}")
-        return GroupedAUC(
-            self.scores + other.scores,
-            self.labels + other.labels,
-            self.groups + other.groups,
-            self.weights + other.weights,
-            self.average,
-        )
+        averages = f"{self.average!r} and {other.average!r}"
+        check(self.average == other.average, f"grouped AUCs to merge are averaged over {averages}")
+        return GroupedAUC(self.columns + other.columns, self.average)
 
     def compute(self) -> Tensor | float:
-        if not sum(part.numel() for part in self.scores):
+        if not _count(self.columns):
             return torch.nan
-        won, positive, negative = self._by_group()
-        has_both = (positive * negative) > 0
+        won, positive, negative = _pairs(self.columns)
+        has_both = positive * negative != 0  # also where a score is NaN
         auc = torch.where(has_both, won / (positive * negative), 0)
-        share = (
-            torch.where(has_both, positive + negative, 0) if self.average == "examples" else has_both.to(auc.dtype)
-        )
-        invalid = torch.stack([part.isnan().any() for part in self.scores]).any()
-        return torch.where(invalid, torch.nan, (auc * share).sum() / share.sum())
+        share = torch.where(has_both, positive + negative if self.average == "examples" else 1.0, 0)
+        return (auc * share).sum() / share.sum()
 
     def left_out(self) -> Tensor | int:
         """Number of groups with a single class, which are left out."""
-        if not sum(part.numel() for part in self.scores):
+        if not _count(self.columns):
             return 0
-        _, positive, negative = self._by_group()
-        return ((positive * negative) == 0).sum()
+        _, positive, negative = _pairs(self.columns)
+        return (positive * negative == 0).sum()
 
     def number_of_groups(self) -> int:
         """Number of all groups, including those left out."""
-        return len(torch.unique(torch.cat(self.groups))) if self.groups else 0
-
-    def _by_group(self) -> tuple[Tensor, Tensor, Tensor]:
-        weights = _all_weights(self.scores, self.weights)
-        return _pairs(torch.cat(self.scores), torch.cat(self.labels), weights, torch.cat(self.groups))
+        return len(torch.unique(torch.cat([groups for *_, groups in self.columns]))) if self.columns else 0
 
 
-def _pairs(
-    scores: Tensor, labels: Tensor, weights: Tensor, groups: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+Columns = tuple[Tensor, ...]  # scores, labels, weights, and groups if there are any
+
+
+def _columns(scores: Tensor, labels: Tensor, weights: Tensor | None) -> Columns:
+    """Copies, since a slice would keep all of its logits alive, and a batch may be overwritten."""
+    _fit(scores.shape, labels, weights, "scores")
+    kept = scores.detach().flatten()
+    kept = kept.float() if kept.is_floating_point() and kept.dtype.itemsize < 4 else kept.clone()
+    ones = kept.new_ones((), dtype=wide_dtype(kept.device)).expand(len(kept))  # which take no memory
+    return kept, labels.flatten() > 0, ones if weights is None else _wide(weights).clone()
+
+
+def _count(columns: tuple[Columns, ...]) -> int:
+    return sum(len(scores) for scores, *_ in columns)
+
+
+def _pairs(columns: tuple[Columns, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """For each group: weights of its correctly ordered pairs (ties count half), of its positives and its negatives."""
-    keys, order = _as_integers(scores).sort()
-    new_group = keys.new_zeros(len(keys) - 1, dtype=torch.bool)
-    if groups is not None:
-        by_group = groups[order].argsort(stable=True)
-        keys, order = keys[by_group], order[by_group]
-        new_group = groups[order[1:]] != groups[order[:-1]]
-    labels = labels[order]
-    weights = weights[order] if any(weights.stride()) else weights
-    group, tie = _runs(new_group), _runs((keys[1:] != keys[:-1]) | new_group)
-    ties, count = int(tie[-1]) + 1, int(group[-1]) + 1
-    positive, negative = (
-        weights.new_zeros(ties).index_add_(0, tie, torch.where(side, weights, 0)) for side in (labels, ~labels)
-    )
-    group_of = group.new_zeros(ties).scatter_(0, tie, group)
-    positives, negatives = (weights.new_zeros(count).index_add_(0, group_of, sums) for sums in (positive, negative))
+    scores, labels, weights, *rest = map(torch.cat, zip(*columns, strict=True))
+    groups = rest[0] if rest else torch.zeros_like(labels, dtype=torch.int64)
+    weights = torch.where(scores.isnan().any(), torch.nan, weights)
+    order = scores.argsort()
+    order = order[groups[order].argsort(stable=True)]
+    scores, labels, weights, groups = (column[order] for column in (scores, labels, weights, groups))
+    new_group = groups[1:] != groups[:-1]
+    new_score = (scores[1:] != scores[:-1]) | new_group
+    group, tie = (nn.functional.pad(new.cumsum(0), (1, 0)) for new in (new_group, new_score))
+    positive, negative = (_sums(tie, torch.where(side, weights, 0)) for side in (labels, ~labels))
+    group_of = group.new_zeros(len(positive)).scatter_(0, tie, group)  # of each run of equal scores
+    positives, negatives = _sums(group_of, positive), _sums(group_of, negative)
     below = negative.cumsum(0) - negative / 2 - (negatives.cumsum(0) - negatives)[group_of]
-    won = weights.new_zeros(count).index_add_(0, group_of, positive * below)
-    return won, positives, negatives
+    return _sums(group_of, positive * below), positives, negatives
 
 
-def _as_integers(scores: Tensor) -> Tensor:
-    """Integers in the order of the scores, since torch sorts integers by radix on a CPU, four times as fast.
-
-    The bits of a float are in order but for the sign: those of negative numbers are in reverse. Adding 0 makes -0.0
-    equal to 0.0. NaN is first or last.
-    """
-    if not scores.is_floating_point():
-        return scores
-    integer = {4: torch.int32, 8: torch.int64}[scores.dtype.itemsize]
-    bits = (scores + 0).view(integer)
-    return torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits)
-
-
-def _runs(new: Tensor) -> Tensor:
-    """Index of each element's run, given a mask of the elements that start one."""
-    return nn.functional.pad(new.cumsum(0), (1, 0))
-
-
-def _all_weights(scores: tuple[Tensor, ...], weights: tuple[Tensor | None, ...]) -> Tensor:
-    if all(part is None for part in weights):  # ones that take no memory
-        dtype = wide_dtype(scores[0].device)
-        return scores[0].new_ones(1, dtype=dtype).expand(sum(map(len, scores)))
-    parts = zip(scores, weights, strict=True)
-    return torch.cat([_wide(torch.ones_like(s, dtype=torch.float32)) if w is None else w for s, w in parts])
-
-
-class StreamingAUC(NamedTuple):
-    """Streaming AUC from a histogram: bounded memory, with a bound on its error.
-
-    >>> import looplib as ll, torch
-    >>> auc = ll.metrics.StreamingAUC.of(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]), bins=4)
-    >>> ll.compute({"auc": auc, "error": ll.metrics.Reading(auc, ll.metrics.StreamingAUC.error)})
-    {'auc': 0.875, 'error': 0.125}
-
-    Pairs from different bins are counted exactly, and pairs within one bin as ties, one half. The exact AUC is
-    therefore within `error` of the value, half the fraction of pairs that share a bin. Memory is 16 bytes per bin for
-    any number of samples. The value is NaN if one of the classes is missing or has no weight, or a score is NaN.
-
-    Attributes:
-        histogram: (2, bins + 1), counts of negatives and positives; the last column counts NaN scores.
-        low, high: range of the bins. Scores outside it count in the first or last bin, within the same bound.
-    """
-
-    histogram: Tensor
-    low: float = 0.0
-    high: float = 1.0
-
-    @classmethod
-    def empty(cls, *, bins: int = 10_000, low: float = 0.0, high: float = 1.0, device: Any = None) -> StreamingAUC:
-        """Record without samples, on the device of those that it is merged with."""
-        return cls(torch.zeros(2, bins + 1, dtype=torch.int64, device=device), low, high)
-
-    @classmethod
-    def of(
-        cls,
-        scores: Tensor,
-        labels: Tensor,
-        weights: Tensor | None = None,
-        *,
-        bins: int = 10_000,
-        low: float = 0.0,
-        high: float = 1.0,
-    ) -> StreamingAUC:
-        """Record of a batch.
-
-        Args:
-            scores: of any shape; probabilities, or other scores with a suitable range.
-            labels: of the same shape; positive if above 0.
-            weights: of the same shape.
-            bins: number of bins of equal width, at least 1.
-            low, high: range of the bins.
-
-        Raises:
-            ValueError: the shapes do not match, there are no bins, or the range is empty.
-        """
-        from einops import rearrange  # takes 1.5 ms
-
-        _fit(scores.shape, labels, weights, "scores")
-        if bins < 1 or not (low < high and math.isfinite(high - low)):
-            raise ValueError(
-                f"{bins} bins from {low} to {high}: give at least one bin, and a finite low below a high"
-            )
-        values = _wide(scores)
-        column = ((values - low) * (bins / (high - low))).clamp(0, bins - 1).nan_to_num(0).long()
-        column = torch.where(values.isnan(), bins, column)
-        cell = (labels.flatten() > 0) * (bins + 1) + column
-        counts = torch.ones_like(cell) if weights is None else _wide(weights)
-        histogram = counts.new_zeros(2 * (bins + 1)).index_add_(0, cell, counts)
-        return cls(rearrange(histogram, "(side bin) -> side bin", side=2), low, high)
-
-    def merge(self, other: StreamingAUC) -> StreamingAUC:
-        mine, theirs = ((x.histogram.shape[1] - 1, x.low, x.high) for x in (self, other))
-        if mine != theirs:
-            raise ValueError(f"AUCs to merge must have the same (bins, low, high): found {mine} and {theirs}")
-        return StreamingAUC(self.histogram + other.histogram, self.low, self.high)
-
-    def compute(self) -> Tensor:
-        negative, positive = self._sides()
-        return (positive * (negative.cumsum(0) - negative / 2)).sum() / (positive.sum() * negative.sum())
-
-    def error(self) -> Tensor:
-        """Largest possible difference from the exact AUC."""
-        negative, positive = self._sides()
-        return (positive * negative).sum() / 2 / (positive.sum() * negative.sum())
-
-    def _sides(self) -> tuple[Tensor, Tensor]:
-        wide = self.histogram.to(wide_dtype(self.histogram.device))
-        wide = torch.where((wide[:, -1] != 0).any(), torch.nan, wide[:, :-1])
-        return wide[0], wide[1]
+def _sums(index: Tensor, values: Tensor) -> Tensor:
+    """Sum of the values with each index, which counts up from 0."""
+    return values.new_zeros(int(index[-1]) + 1).index_add_(0, index, values)

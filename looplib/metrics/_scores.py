@@ -299,16 +299,6 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten().to(wide_dtype(tensor.device))
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    # A slice would keep all of its logits alive, and a batch may be overwritten.
-    return tensor.detach().flatten().clone(memory_format=torch.contiguous_format)
-
-
-def _kept(scores: Tensor) -> Tensor:
-    narrow = scores.is_floating_point() and scores.dtype.itemsize < 4
-    return _copy(scores.float() if narrow else scores)
-
-
 def _fit(shape: torch.Size, labels: Tensor, weights: Tensor | None, name: str, of: str = "labels") -> None:
     if shape != labels.shape:
         raise ValueError(f"{name} have shape {tuple(shape)} and {of} {tuple(labels.shape)}; give both the same shape")

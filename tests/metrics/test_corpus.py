@@ -55,35 +55,6 @@ def metric_fn(model, batch):
     return {"loss": ll.losses.model_loss(model, batch), "bleu": ll.metrics.Corpus.of(bleu, tokens, batch["labels"])}
 
 
-def test_evaluation_and_prediction_equal_those_of_seq2seq_trainer(tmp_path):
-    model, data = t5(), rows()
-    arguments = Seq2SeqTrainingArguments(
-        tmp_path,
-        per_device_eval_batch_size=4,
-        predict_with_generate=True,
-        generation_max_length=GENERATE["max_length"],
-        generation_num_beams=GENERATE["num_beams"],
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-    )
-
-    def compute_metrics(prediction):
-        return {"bleu": bleu(prediction.predictions.tolist(), prediction.label_ids.tolist())}
-
-    theirs = Seq2SeqTrainer(model, arguments, compute_metrics=compute_metrics).predict(data)
-    loader = ll.make_loader(data, batch_size=4, order=ll.data.in_order())
-    state = ll.init_state(model)
-    scores = ll.evaluate(ll.make_eval_step(model, metric_fn), state, loader)
-    assert scores["bleu"] == pytest.approx(theirs.metrics["test_bleu"], abs=1e-6)
-    assert 0 < scores["bleu"] < 1
-    predict_step = ll.make_predict_step(model, lambda model, batch: model.generate(batch["input_ids"], **GENERATE))
-    ll.predict_to(tmp_path / "answers.jsonl", predict_step, state, loader)
-    answers = ll.evaluation.read_predictions(tmp_path / "answers.jsonl")["output"]
-    padded = [list(answer) + [0] * (theirs.predictions.shape[1] - len(answer)) for answer in answers]
-    np.testing.assert_array_equal(padded, np.where(theirs.predictions == -100, 0, theirs.predictions))
-
-
 @pytest.mark.parametrize("beams", [1, 3])
 def test_strings_of_padded_inputs_equal_those_of_seq2seq_trainer(beams, tmp_path):
     """Inputs and answers of different lengths, greedy and beam search, as strings in memory, on disk and in a metric."""

@@ -1,6 +1,5 @@
 """Merging against exact fractions."""
 
-import gc
 import math
 from fractions import Fraction
 from typing import NamedTuple
@@ -55,27 +54,6 @@ def test_compute_prefixes_and_refuses():
         ll.merge({"a": ll.Mean(1.0)}, {"b": ll.Mean(1.0)})
 
 
-@pytest.mark.parametrize(
-    ("batch", "count"),
-    [
-        (torch.zeros(5, 2), 5),
-        ((torch.zeros(5, 2), torch.zeros(3)), 5),
-        ({"scale": torch.tensor(1.0), "x": torch.zeros(4)}, 4),
-        ({"text": ["a", "b"], "x": {"ids": torch.zeros(2, 7)}}, 2),
-        (["a", "b", "c"], 3),
-        ([("a", torch.zeros(6))], 6),
-    ],
-)
-def test_examples_are_counted(batch, count):
-    assert ll.data.batch_size(batch) == count
-
-
-@given(st.floats(allow_nan=False, allow_infinity=False), st.integers(1, 2**40), st.booleans())
-def test_a_total_that_is_a_number_is_divided_in_float64(total, weight, on_device):
-    record = ll.Mean(total, torch.tensor(weight) if on_device else weight)
-    assert ll.compute({"mean": record})["mean"] == total / weight
-
-
 def test_without_any_weight_a_number_computes_to_nan_or_infinity():
     assert math.isnan(ll.compute({"empty": ll.Mean(0.0, 0)})["empty"])
     assert ll.compute({"empty": ll.Mean(-1, torch.tensor(0))})["empty"] == -math.inf
@@ -108,21 +86,6 @@ def test_what_collects_is_copied_n_log_n_times(n, how):
         found = ll.evaluate(lambda state, batch: batch, ll.init_state(torch.nn.Linear(1, 1)), records)
     assert found == {"rows": sum(range(n)), "loss": pytest.approx((n - 1) / 2)}
     assert Collected.copied[0] <= n * (math.log2(n) + 2)
-
-
-@pytest.mark.slow
-def test_of_n_batches_that_collect_log_n_are_held():
-    held = []
-
-    def records():
-        for i in range(1000):
-            yield {"rows": Collected((i,))}
-            if i % 111 == 110:  # each look walks all objects of the process
-                held.append((i, sum(type(thing) is Collected for thing in gc.get_objects())))
-
-    ll.evaluate(lambda state, batch: batch, ll.init_state(torch.nn.Linear(1, 1)), records())
-    assert len(held) == 9
-    assert all(1 < count <= math.log2(i + 1) + 3 for i, count in held)  # and the two of the batch under way
 
 
 def test_a_mean_is_read_like_a_scalar_tensor():
