@@ -56,7 +56,8 @@ def differences(one: Any, other: Any, *, rtol: float = 0.0, atol: float = 0.0) -
             equals NaN. If both are 0, bits are compared.
     """
     if _is_fingerprint(one) or _is_fingerprint(other):
-        pairs = trees.paired(_fingerprint_of(one).items(), _fingerprint_of(other).items())
+        prints = (tree if _is_fingerprint(tree) else fingerprint(tree) for tree in (one, other))
+        pairs = trees.paired(*(print_.items() for print_ in prints))
     else:
         pairs = trees.paired(leaves_by_path(one), leaves_by_path(other))
     return [*filter(None, (_difference(path, leaf, other_leaf, rtol, atol) for path, leaf, other_leaf in pairs))]
@@ -66,20 +67,12 @@ def _is_fingerprint(tree: Any) -> bool:
     return isinstance(tree, Mapping) and {*map(type, tree.values())} == {str}
 
 
-def _fingerprint_of(tree: Any) -> Mapping[str, str]:
-    return tree if _is_fingerprint(tree) else fingerprint(tree)
-
-
 def _difference(path: str, one: Any, other: Any, rtol: float, atol: float) -> LeafDifference | None:
     if one is trees.MISSING or other is trees.MISSING:
         which = "second" if one is trees.MISSING else "first"
         return LeafDifference(path, math.nan, 0, 0, f"is in the {which} alone")
     if (first := _numbers(one)) is not None and (second := _numbers(other)) is not None:
         return _difference_of_numbers(path, first, second, rtol, atol)
-    return _difference_of_plain(path, one, other)
-
-
-def _difference_of_plain(path: str, one: Any, other: Any) -> LeafDifference | None:
     if type(one) is type(other) and one == other:
         return None
     both = isinstance(one, (int, float)) and isinstance(other, (int, float))
@@ -90,7 +83,7 @@ def _difference_of_plain(path: str, one: Any, other: Any) -> LeafDifference | No
 def _numbers(leaf: Any) -> Tensor | None:
     """Numbers of a tensor, a NumPy array or scalar, or a float, as a tensor."""
     if isinstance(leaf, Tensor):
-        return local(leaf)
+        return local(leaf).detach()
     if type(leaf) is float:
         return torch.tensor(leaf, dtype=torch.float64)
     return torch.as_tensor(leaf) if hasattr(leaf, "__array__") and leaf.dtype.kind in "biufc" else None
@@ -100,42 +93,23 @@ def _difference_of_numbers(path: str, one: Tensor, other: Tensor, rtol: float, a
     by_bits = not (rtol or atol)
     if one.shape != other.shape or (by_bits and one.dtype != other.dtype):
         return LeafDifference(path, math.nan, 0, one.numel(), f"{_described(one)} against {_described(other)}")
-    return None if same_bits(one, other) else _difference_of_values(path, one.cpu(), other.cpu(), rtol, atol)
-
-
-def _difference_of_values(path: str, one: Tensor, other: Tensor, rtol: float, atol: float) -> LeafDifference | None:
-    """The difference of two tensors of one shape, by their bits if there is no tolerance."""
-    gap = _gap(one, other)
-    differs = _numbers_differ(one, other, gap, rtol, atol) if rtol or atol else _bits_differ(one, other)
+    if same_bits(one, other):
+        return None
+    a, b = (x.to("cpu", torch.complex128 if x.is_complex() else torch.float64) for x in (one, other))
+    equal = (a == b) | (a.isnan() & b.isnan())
+    gap = torch.where(equal, 0.0, (a - b).abs()).nan_to_num(math.inf, math.inf)  # infinite if one is not finite
+    if by_bits:  # 0.0 and -0.0, and two NaNs, may differ without a gap
+        rows = torch.stack([bits_of(one.cpu()), bits_of(other.cpu())]).reshape(2, one.numel(), -1)
+        differs = (rows[0] != rows[1]).any(1).reshape(one.shape)
+    elif one.is_floating_point() or one.is_complex():
+        differs = ~equal & ~(gap.isfinite() & (gap <= atol + rtol * b.abs()))
+    else:
+        differs = (one != other).cpu()
     if not (differing := int(differs.sum())):
         return None
     largest = float(gap[differs].max())
     summary = f"{differing} of {one.numel()} numbers, by {largest:.3g} at most"
     return LeafDifference(path, largest, differing, one.numel(), summary)
-
-
-def _gap(one: Tensor, other: Tensor) -> Tensor:
-    """Absolute difference of each pair of numbers: 0 for equal ones, NaN included, and infinity if one is not finite."""
-    a, b = _wide(one), _wide(other)
-    same = (a == b) | (a.isnan() & b.isnan())
-    return torch.where(same, 0.0, (a - b).abs()).nan_to_num(math.inf, math.inf)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _bits_differ(one: Tensor, other: Tensor) -> Tensor:
-    """Mask of numbers whose bytes differ: 0.0 and -0.0, and two NaNs, may differ without a gap."""
-    rows = torch.stack([bits_of(local(one)), bits_of(local(other))]).reshape(2, one.numel(), -1)
-    return (rows[0] != rows[1]).any(1).reshape(one.shape)
-
-
-def _numbers_differ(one: Tensor, other: Tensor, gap: Tensor, rtol: float, atol: float) -> Tensor:
-    """Mask of numbers whose values differ: floats beyond the tolerance, and integers that are not equal."""
-    if not (one.is_floating_point() or one.is_complex()):
-        return one != other
-    return (gap != 0) & ~(gap.isfinite() & (gap <= atol + rtol * _wide(other).abs()))
 
 
 def _described(leaf: Any) -> str:

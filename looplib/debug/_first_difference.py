@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from looplib._core.checks import check, few
 from looplib.debug._differences import LeafDifference, differences
@@ -14,7 +14,7 @@ from looplib.debug._fingerprint import Fingerprint
 from looplib.debug._keep import _Saved
 from looplib.debug._replay import Batches, Replayed, States, _by_step, _indices, _walk
 from looplib.state import copy_state
-from looplib.types import GradFn, Metric, TrainState, TrainStep
+from looplib.types import GradFn, TrainState, TrainStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,9 +146,7 @@ def _difference_of_kept(
     def differ(step: int) -> bool:
         return bool(compare(first[step], second[step]))
 
-    if isinstance(first, _Saved) or isinstance(
-        second, _Saved
-    ):  # read few: all after the first that differs differ too
+    if isinstance(first, _Saved) or isinstance(second, _Saved):  # few are read: those after the first differ too
         index = bisect_left(steps, True, key=differ)
     else:
         index = next((index for index, step in enumerate(steps) if differ(step)), len(steps))
@@ -164,51 +162,38 @@ def _listed(steps: Iterable[int]) -> str:
     return f"steps {ordered[0]} to {ordered[-1]}" if ordered else "none"
 
 
-class _Position(NamedTuple):
-    """A state of a run, its batch, and the metrics of the previous step."""
-
-    state: TrainState
-    batch: Any
-    metrics: dict[str, Metric] | None
-
-
 def _side_by_side(
     runs: tuple[Run, Run], starts: tuple[TrainState, TrainState], stop: int, compare: Compare
 ) -> Difference | None:
     """Continue both runs from equal states until they differ or reach a step."""
     walks = [_walk(run.train_step, copy_state(start), run.loader) for run, start in zip(runs, starts, strict=True)]
-    before: list[_Position] | None = None
+    before: list[tuple[TrainState, Any]] = []
     for pair in zip(*walks, strict=True):
-        now = [_Position(*position) for position in pair]
-        step = max(position.state.step for position in now)
-        if before is not None and compare(now[0].state, now[1].state):
-            replayed = _replayed(runs, before, now)
-            return Difference(before[0].state.step, step, compare(*replayed), replayed)
+        states = [state for state, *_ in pair]
+        step = max(state.step for state in states)
+        if before and compare(*states):
+            replayed = _replayed(runs, before, pair)
+            return Difference(before[0][0].step, step, compare(*replayed), replayed)
         if step >= stop:
             return None
-        before = [
-            position._replace(state=copy_state(position.state)) for position in now
-        ]  # a copy, since the step may donate it
+        before = [(copy_state(state), batch) for state, batch, _ in pair]  # copies, since a step may donate them
     return None
 
 
-def _replayed(
-    runs: tuple[Run, Run], before: Sequence[_Position], after: Sequence[_Position]
-) -> tuple[Replayed, Replayed]:
+def _replayed(runs: tuple[Run, Run], before: Sequence[Any], after: Sequence[Any]) -> tuple[Replayed, Replayed]:
     """The step of both runs between two positions, with indices if both loaders provide them."""
-    indices = [_indices(run.loader, position.state) for run, position in zip(runs, before, strict=True)]
+    indices = [_indices(run.loader, state) for run, (state, _) in zip(runs, before, strict=True)]
     if any(rows is None for rows in indices):
         indices = [None, None]
-    one, other = map(_replayed_step, runs, before, after, indices)
-    return one, other
-
-
-def _replayed_step(run: Run, start: _Position, end: _Position, indices: Any) -> Replayed:
-    return Replayed(
-        state=start.state,
-        indices=indices,
-        batch=start.batch,
-        metrics=end.metrics or {},
-        grads=None if run.grad_fn is None else run.grad_fn(start.state, start.batch).grads,
-        after=end.state,
+    one, other = (
+        Replayed(
+            state=state,
+            indices=rows,
+            batch=batch,
+            metrics=metrics or {},
+            grads=None if run.grad_fn is None else run.grad_fn(state, batch).grads,
+            after=end,
+        )
+        for run, (state, batch), (end, _, metrics), rows in zip(runs, before, after, indices, strict=True)
     )
+    return one, other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from looplib._core.lease import tensors_in
 from looplib._core.mappings import pick
 from looplib.checkpoint._format import local
 from looplib.checkpoint._io import CheckpointIO
-from looplib.debug._fingerprint import leaves_by_path, same_bits
+from looplib.debug._fingerprint import same_bits
 from looplib.state import copy_state
-from looplib.types import TREES, TrainState
+from looplib.types import TrainState
 
 
 def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | None = None) -> dict[int, TrainState]:
@@ -35,8 +36,8 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
     (10, 404, 440)
 
     A tensor with the same bits as in the last kept state is shared with it, such as a frozen parameter or an
-    unchanged buffer. All others are copied, so donated steps do not affect kept states. `nbytes(list(kept.values()))`
-    is the memory of all of them.
+    unchanged buffer, as long as both states have the same structure. All others are copied, so donated steps do not
+    affect kept states. `nbytes(list(kept.values()))` is the memory of all of them.
 
     With `at_most`, the first and the last state are kept. Of the others, the one is dropped whose neighbors are
     closest together relative to its age. Older states are therefore further apart, and the time to replay a step is
@@ -59,36 +60,18 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
         "a run. After a roll-back, take the others along no further: "
         f"kept = {{step: state for step, state in kept.items() if step <= {state.step}}}",
     )
-    shareable = {} if last is None else dict(leaves_by_path(kept[last]))
-    states = {**kept, state.step: _sharing_copy(state, shareable)}
+    new = copy_state(state)
+    if last is not None:
+        with suppress(ValueError):  # another structure, such as a new entry of extra: nothing is shared
+            new = trees.map_leaves(_shared, new, kept[last], state)
+    states = {**kept, state.step: new}
     return pick(states, _thinned(sorted(states), at_most))
 
 
-def _sharing_copy(state: TrainState, shareable: Mapping[str, Any]) -> TrainState:
-    """Copy a state, using the shareable tensors at the same paths if they are interchangeable."""
-    copies: dict[int, Tensor] = {}
-
-    def copy_of(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in copies:
-            copies[id(leaf)] = _shared_or_copied(shareable.get(path), leaf)
-        return copies[id(leaf)]
-
-    def copy_tree(name: str) -> Any:
-        tree = getattr(state, name)
-        paths = (f"/{name}{trees.pointer(path)}" for path, _ in trees.leaves(tree))
-        return trees.map_leaves(lambda leaf: copy_of(next(paths), leaf), tree)
-
-    return state.replace(**{name: copy_tree(name) for name in TREES})
-
-
-def _shared_or_copied(old: Any, leaf: Tensor) -> Tensor:
-    """The kept tensor if it is interchangeable with this one, or else a copy of this one."""
-    plain = leaf.detach().requires_grad_(leaf.requires_grad)
-    if isinstance(old, Tensor) and old is not leaf and _interchangeable(old, plain):
-        return old
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+def _shared(new: Any, old: Any, current: Any) -> Any:
+    """The kept tensor if it has the same bits as this copy, behaves the same, and is not the one that the run goes on with."""
+    tensors = isinstance(new, Tensor) and isinstance(old, Tensor) and old is not current
+    return old if tensors and _layout(old) == _layout(new) and same_bits(old, new) else new
 
 
 def _thinned(steps: list[int], at_most: int | None) -> list[int]:
@@ -98,11 +81,6 @@ def _thinned(steps: list[int], at_most: int | None) -> list[int]:
         gaps = [(after - before) / (steps[-1] - at) for before, at, after in neighbours]
         del steps[1 + gaps.index(min(gaps))]
     return steps
-
-
-def _interchangeable(old: Tensor, new: Tensor) -> bool:
-    """True if two tensors have the same bits and behave the same in every computation."""
-    return _layout(old) == _layout(new) and same_bits(old, new)
 
 
 def _layout(tensor: Tensor) -> Any:
@@ -135,10 +113,8 @@ class _Saved(Mapping[int, TrainState]):
     """Checkpoints by step, each read on demand."""
 
     def __init__(self, ckpt: CheckpointIO, state: TrainState) -> None:
-        self._ckpt, self._like = (
-            ckpt,
-            copy_state(state),
-        )  # a copy, which is not bound to a module that a restore would write to
+        self._ckpt = ckpt
+        self._like = copy_state(state)  # which is not bound to a module that a restore would write to
 
     def __getitem__(self, step: int) -> TrainState:
         if step not in self:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from looplib._core.checks import check, check_type, is_count
 from looplib._core.kinds import checked
-from looplib._core.ranks import is_first
-from looplib.log._progress import progress
 from looplib.metrics._mean import compute
 from looplib.state import copy_state, end_epoch
 from looplib.types import GradFn, Metric, TrainState, TrainStep
@@ -83,8 +80,7 @@ def replay(
     The result is bitwise that of the run if everything that the run does between its steps is in `train_step`. If
     your loop changes `state.extra` for the step to read, or makes two updates per batch, pass a function
     `(state, batch) -> (state, metrics)` that does all of it. The given states can still be used, even if the step
-    donates, and the returned ones share no tensor with them. If a replay takes more than a second, it shows a
-    progress bar in a terminal or notebook.
+    donates, and the returned ones share no tensor with them.
 
     Args:
         train_step: train step of the run.
@@ -106,13 +102,8 @@ def replay(
     check(is_count(step, -math.inf), f"step is {step!r}; give a whole number, as state.step counts them", TypeError)
     start = _nearest(_by_step(state), step)
     start = start if donate else copy_state(start)
-    steps_to_go = TrainState(epoch_length=max(step - start.step, 1))
-    walk = _walk(train_step, start, loader)
-    disable = None if is_first() else True  # None: only in a terminal or a notebook
-    with closing(
-        progress(walk, steps_to_go, desc=f"to step {step}", leave=False, delay=1.0, disable=disable)
-    ) as positions:
-        now, batch, _ = next(position for position in positions if position[0].step >= step)
+    positions = _walk(train_step, start, loader)
+    now, batch, _ = next(position for position in positions if position[0].step >= step)
     check(
         now.step <= step,
         f"no batch begins at step {step}: one begins before it and ends at step {now.step}, as several updates are made "

@@ -10,7 +10,6 @@ from typing import Any
 from looplib._core.checks import check
 from looplib._core.kinds import checked
 from looplib._core.trees import batch_size, split
-from looplib.data._plan import listed
 from looplib.grads._clipping import global_norm
 from looplib.metrics._mean import compute
 from looplib.types import GradFn, TrainState
@@ -68,7 +67,8 @@ def worst_samples(
     """
     grad_fn = checked(grad_fn, "worst_samples", "grad_fn")
     count = batch_size(batch)
-    positions = [None] * count if indices is None else listed(indices)
+    known = indices.tolist() if hasattr(indices, "tolist") else indices
+    positions = [None] * count if known is None else list(known)
     check(len(positions) == count, f"{len(positions)} indices for a batch of {count} samples; give one for each")
     scores = []
     for row, sample in enumerate(split(batch, count, [1] * count, batch_size)):
