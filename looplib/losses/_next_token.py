@@ -8,7 +8,7 @@ before dividing. The logits of a whole vocabulary take most of a step's memory. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +46,9 @@ def next_token_loss(
     autocast too.
 
     With `head`, only one chunk's logits are in memory at a time. Gradients are computed together with the loss,
-    unless none are needed, and `backward` only scales them. This takes the memory of one chunk's logits and of the
-    head's gradient in float32. The result can be differentiated only once, and not with `torch.func`.
+    unless none are needed, and `backward` only scales them. This takes three times the memory of one chunk's logits
+    (they, their softmax and their gradient), and that of the head's gradient in float32. The result can be
+    differentiated only once, and not with `torch.func`.
 
     Args:
         inputs: logits of shape (batch, length, vocabulary), or with `head`, hidden states of shape (batch, length,
@@ -82,22 +83,14 @@ def next_token_loss(
     if shift:  # shift the labels, since shifting the logits would copy them
         labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
     tokens, labels = inputs.flatten(0, 1), labels.flatten()
-    valid = labels != ignore_index
+    terms = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
     if weight is None:
         with torch.autocast(tokens.device.type, enabled=False):
-            total = _of_logits(tokens.to(_wide(tokens)), labels, valid, ignore_index, label_smoothing, z_loss)
+            total = _of_logits(tokens.to(_wide(tokens)), labels, **terms)
     else:
-        total = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            tokens,
-            weight,
-            bias,
-            torch.where(valid, labels, 0),
-            valid,
-            _Terms(label_smoothing, z_loss),
-            chunk_size,
-            torch.is_grad_enabled(),
-        )
-    return Mean(total, valid.sum())
+        differentiate = torch.is_grad_enabled()  # not known within the function
+        total = _ChunkedLoss.apply(tokens, weight, bias, labels, terms, chunk_size, differentiate)  # type: ignore[no-untyped-call]
+    return Mean(total, (labels != ignore_index).sum())
 
 
 def _weight_and_bias(head: Any, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -142,61 +135,14 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _of_logits(
-    logits: Tensor, labels: Tensor, valid: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-) -> Tensor:
+def _of_logits(logits: Tensor, labels: Tensor, *, ignore_index: int, label_smoothing: float, z_loss: float) -> Tensor:
     total = F.cross_entropy(
         logits, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
     )
     if z_loss:
-        total = total + z_loss * logits.logsumexp(-1).square().masked_fill(~valid, 0).sum()
+        squares = logits.logsumexp(-1).square()
+        total = total + z_loss * squares.masked_fill(labels == ignore_index, 0).sum()
     return total
-
-
-class _Terms(NamedTuple):
-    """Optional terms of the loss besides the cross-entropy."""
-
-    label_smoothing: float
-    z_loss: float
-
-
-class _Chunk(NamedTuple):
-    """Logits of some tokens, with their labels.
-
-    Attributes:
-        logits: (token, vocabulary).
-        log_z: (token, 1), the log of the softmax's denominator.
-        labels: (token, 1), each within the vocabulary.
-        valid: (token, 1), False for ignored labels.
-    """
-
-    logits: Tensor
-    log_z: Tensor
-    labels: Tensor
-    valid: Tensor
-
-    def loss(self, label_smoothing: float, z_loss: float) -> Tensor:
-        """Loss summed over the chunk's tokens."""
-        loss = self.log_z - (1 - label_smoothing) * self.logits.gather(-1, self.labels)
-        if label_smoothing:
-            loss -= label_smoothing * self.logits.mean(-1, keepdim=True)
-        if z_loss:
-            loss += z_loss * self.log_z.square()
-        return loss.masked_fill(~self.valid, 0).sum()
-
-    def gradient_(self, label_smoothing: float, z_loss: float) -> Tensor:
-        """Gradient of the loss with respect to the logits, written over them, since two such tensors may not fit."""
-        grad = self.logits.sub_(self.log_z).exp_()  # the softmax
-        if z_loss:
-            grad *= 1 + 2 * z_loss * self.log_z
-        if label_smoothing:
-            grad -= label_smoothing / grad.shape[-1]
-        toward_label = torch.full_like(self.log_z, label_smoothing - 1)
-        return grad.scatter_add_(-1, self.labels, toward_label).masked_fill_(~self.valid, 0)
-
-
-def _chunk_of(logits: Tensor, labels: Tensor, valid: Tensor) -> _Chunk:
-    return _Chunk(logits, logits.logsumexp(-1, keepdim=True), labels[:, None], valid[:, None])
 
 
 def _grads(needs: Sequence[bool], tensors: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
@@ -234,8 +180,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        valid: Tensor,
-        terms: _Terms,
+        terms: dict[str, Any],
         chunk_size: int,
         differentiate: bool,
     ) -> Tensor:
@@ -252,11 +197,13 @@ class _ChunkedLoss(torch.autograd.Function):
             for begin in range(0, len(hidden), chunk_size):
                 rows = slice(begin, begin + chunk_size)
                 x = hidden[rows].to(dtype)
-                chunk = _chunk_of(F.linear(x, weight, bias).to(wide), labels[rows], valid[rows])
-                total += chunk.loss(*terms)
+                logits = F.linear(x, weight, bias).to(wide).requires_grad_(any(needs))
+                with torch.set_grad_enabled(any(needs)):
+                    loss = _of_logits(logits, labels[rows], **terms)
+                total += loss.detach()
                 if any(needs):
-                    _add_gradients(grads, rows, chunk.gradient_(*terms), x, weight)
-                del chunk  # free these logits before computing the next chunk's
+                    _add_gradients(grads, rows, *torch.autograd.grad(loss, logits), x, weight)
+                del logits, loss  # free these logits before computing the next chunk's
         ctx.save_for_backward(*grads)
         return total
 
@@ -267,4 +214,4 @@ class _ChunkedLoss(torch.autograd.Function):
             None if grad is None else (grad * scale).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.integrations.neftune import neftune_post_forward_hook
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 import looplib as ll
 from looplib.contrib import neftune
@@ -124,14 +123,6 @@ def test_it_is_the_loss_of_transformers(by_head):
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_the_value_is_that_of_transformers_to_the_bit():
-    logits, labels = numbers(3, 12, 31, dtype=torch.bfloat16), labels_of(3, 12, 31)
-    ours = next_token_loss(logits, labels)
-    theirs = ForCausalLMLoss(logits, labels, 31, num_items_in_batch=torch.tensor(33))
-    assert torch.equal(ours.compute(), theirs)
-    assert ours.total.dtype == torch.float32
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
 def test_under_autocast_one_chunk_has_the_bits_of_the_logits_path(dtype, hidden_dtype):
@@ -160,27 +151,6 @@ def test_a_bfloat16_weight_adds_its_gradient_up_in_float32():
     assert grad.dtype == torch.bfloat16
     # half of each token, which bfloat16 stops adding at 128
     assert grad.flatten().tolist() == [-2048.0, 2048.0]
-
-
-@pytest.mark.parametrize("by_head", [False, True])
-def test_pieces_with_other_token_counts_give_the_gradient_of_the_whole_batch(by_head):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7)).double()
-    tokens = labels_of(6, 8, 7)
-    labels = tokens.masked_fill(torch.arange(8) >= torch.tensor([[8], [3], [1], [5], [2], [8]]), -100)
-
-    def loss_fn(model, batch):
-        if by_head:
-            return next_token_loss(model[0](batch["tokens"]), batch["labels"], head=model[1], chunk_size=3)
-        return next_token_loss(model(batch["tokens"]), batch["labels"])
-
-    state, batch = ll.init_state(model), {"tokens": tokens, "labels": labels}
-    grad_fn = ll.make_grad_fn(model, loss_fn)
-    true = F.cross_entropy(model(tokens)[:, :-1].mT, labels[:, 1:])
-    theirs = dict(zip(state.params, torch.autograd.grad(true, list(state.params.values())), strict=True))
-    for made in (grad_fn(state, batch), ll.accumulate(grad_fn, size=1)(state, batch)):
-        torch.testing.assert_close(made.grads, theirs, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(made.metrics["loss"].compute(), true.detach(), rtol=1e-12, atol=0)
 
 
 # Memory
@@ -247,9 +217,9 @@ def test_labels_and_heads_of_other_kinds_are_refused():
     inputs, labels = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"dtype torch\.int32"):
         next_token_loss(inputs, labels.int())
-    with pytest.raises(ValueError, match="a bias of its own"):
+    with pytest.raises(ValueError, match="bias"):
         next_token_loss(inputs, labels, head=nn.Linear(4, 5), bias=torch.zeros(5))
-    with pytest.raises(TypeError, match="head is a Embedding"):
+    with pytest.raises(TypeError, match="Embedding"):
         next_token_loss(inputs, labels, head=nn.Embedding(5, 4))
 
 
@@ -312,5 +282,5 @@ def test_the_hook_is_gone_afterwards_and_after_an_error():
 
 
 def test_an_unknown_name_is_told_with_the_embeddings_there_are():
-    with pytest.raises(ValueError, match=r"has no module 'wte'; its embeddings are \['0'\]"):
+    with pytest.raises(ValueError, match=r"'wte'.*'0'"):
         neftune(forward, "wte")(nn.Sequential(nn.Embedding(9, 4)), None)

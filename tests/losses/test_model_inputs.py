@@ -51,16 +51,6 @@ def test_what_is_missing_is_named():
         ll.losses.model_inputs(Net(), (1, 2))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by peft
-def test_wrapped_models_are_looked_through():
-    peft = pytest.importorskip("peft")
-    inputs = ll.losses.model_inputs(
-        peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"])), tokens()
-    )
-    assert set(inputs) == set(tokens())
-    assert set(ll.losses.model_inputs(torch.compile(Net(), backend="eager"), {"x": 1})) == {"x"}
-
-
 def test_a_leftover_column_of_text_is_an_error_that_names_it():
     with pytest.raises(TypeError, match="columns of text: title; tokenize them, remove them"):
         ll.losses.model_loss(llama(), tokens() | {"title": ["a"] * 8})

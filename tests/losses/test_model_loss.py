@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from ranks import launch
 from torch import nn
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -178,24 +177,6 @@ def test_training_in_four_microbatches_equals_the_real_trainer(name, accumulated
         state, _ = step(state, batch)
     for key, parameter in trained.named_parameters():
         torch.testing.assert_close(state.params[key], parameter.detach(), rtol=1e-5, atol=1e-6, msg=key)
-
-
-def on_two_ranks():
-    model, batch = made("causal")
-    wanted = torch.autograd.grad(model(**batch).loss, list(model.parameters()))
-    with ll.distributed.setup():
-        rank = ll.distributed.rank()
-        # The ranks' numbers of tokens differ.
-        rows = {key: column[rank * 4 : rank * 4 + 4] for key, column in batch.items()}
-        grad_fn = ll.accumulate(ll.make_grad_fn(model, ll.losses.model_loss), 2)
-        grads = ll.grads.reduce_gradients(grad_fn)(ll.init_state(model), rows)
-        for (key, _), expected in zip(model.named_parameters(), wanted, strict=True):
-            torch.testing.assert_close(grads.grads[key], expected, rtol=1e-5, atol=1e-7)
-        print("equal")
-
-
-def test_two_ranks_have_the_gradient_of_the_whole_batch():
-    assert launch(2, on_two_ranks).count("equal") == 2
 
 
 def test_regression_and_several_labels_per_sample_count_samples():

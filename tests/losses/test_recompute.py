@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 import looplib as ll
@@ -94,18 +93,6 @@ def test_a_run_has_the_bits_of_one_without(choice, donate, bound, microbatches):
     assert losses[:3] == losses[3:]
 
 
-def test_torchs_own_moves_the_statistics_twice_and_ours_once():
-    x, model = torch.randn(8, 6), nn.Sequential(nn.BatchNorm1d(6))
-    moved = []
-    for loss in (
-        lambda model, x: checkpoint(model[0], x, use_reentrant=False).square().mean(),
-        recompute(loss_fn, nn.BatchNorm1d),
-    ):
-        buffers = ll.make_grad_fn(model, loss)(ll.init_state(model), x).buffers
-        moved.append(buffers["0.num_batches_tracked"].item())
-    assert moved == [2, 1]
-
-
 def test_noise_of_neftune_is_in_the_second_run_too():
     model = nn.Sequential(nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1))
     state, tokens = ll.init_state(model), torch.arange(6).reshape(2, 3)
@@ -123,13 +110,6 @@ def test_under_autocast_the_bits_are_the_same():
     plain = ll.make_grad_fn(model, ll.autocast(loss_fn))(state, x)
     for loss in (ll.autocast(recompute(loss_fn, Block)), recompute(ll.autocast(loss_fn), Block)):
         same(ll.make_grad_fn(model, loss)(state, x).grads, plain.grads)
-
-
-def test_the_graph_can_be_kept_and_run_again():
-    model, x = Stack(), torch.randn(8, 3)
-    loss, params = recompute(loss_fn, Block)(model, x), list(model.parameters())
-    first = torch.autograd.grad(loss, params, retain_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, params), strict=True))
 
 
 # What is left behind
