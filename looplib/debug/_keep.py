@@ -69,7 +69,7 @@ def keep(kept: Mapping[int, TrainState], state: TrainState, *, at_most: int | No
 
 
 def _shared(new: Any, old: Any, current: Any) -> Any:
-    """The kept tensor if it has the same bits as this copy, behaves the same, and is not the one that the run goes on with."""
+    """The kept tensor if it has the same bits as this copy, behaves the same, and is not the run's own tensor."""
     tensors = isinstance(new, Tensor) and isinstance(old, Tensor) and old is not current
     return old if tensors and _layout(old) == _layout(new) and same_bits(old, new) else new
 

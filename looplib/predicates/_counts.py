@@ -59,16 +59,13 @@ class _Every(Predicate):
         return f"{type(self).__name__}({self.n!r}{offset}){window}"
 
 
-def _crossed(before: int, now: int, n: int, offset: int, first: float, last: float) -> bool:
-    """True if one of the points offset + k n in the window lies in (before, now].
-
-    A loop asks at every step and the answer is nearly always no, so callers first compare the distance to the last
-    point, (now - offset) % n, with now - before: if it is not smaller, there is no point in (before, now] at all. This
-    takes a quarter of the time, most of which is the call of this function.
-    """
+def _crossed(now: int, taken: int, n: int, offset: int, first: float, last: float) -> bool:
+    """True if one of the points offset + k n in the window lies in (now - taken, now]."""
+    if (now - offset) % n >= taken:  # a loop asks at every step, and the answer is nearly always no
+        return False
     top = now if now <= last else last  # min() would take longer than the rest
     point = top - (top - offset) % n
-    return before < point >= first and point > 0
+    return now - taken < point >= first and point > 0
 
 
 def _fraction(value: Number) -> Fraction:
@@ -131,10 +128,7 @@ class every_n_steps(_EveryCount):
     """
 
     def fires(self, state: TrainState) -> bool:
-        now, made = state.step, state.batch_steps
-        if (now - self.offset) % self.n >= made:
-            return False
-        return _crossed(now - made, now, self.n, self.offset, self.first, self.last)
+        return _crossed(state.step, state.batch_steps, self.n, self.offset, self.first, self.last)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -159,10 +153,7 @@ class every_n_samples(_EveryCount):
     """
 
     def fires(self, state: TrainState) -> bool:
-        now, taken = state.samples, state.batch_samples
-        if (now - self.offset) % self.n >= taken:
-            return False
-        return _crossed(now - taken, now, self.n, self.offset, self.first, self.last)
+        return _crossed(state.samples, state.batch_samples, self.n, self.offset, self.first, self.last)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -209,12 +200,10 @@ class every_n_epochs(_Every):
     def fires(self, state: TrainState) -> bool:
         n, offset, first, last, per_epoch = self._parts
         if per_epoch == 1:  # only at ends of epochs, so streams work too
-            return not state.batch and _crossed(state.epoch - 1, state.epoch, n, offset, first, last)
+            return not state.batch and _crossed(state.epoch, 1, n, offset, first, last)
         length = _length(self, state, "every_n_steps or every_n_samples")
         now = (state.epoch * length + state.batch) * per_epoch
-        if (now - offset * length) % (n * length) >= per_epoch:
-            return False
-        return _crossed(now - per_epoch, now, n * length, offset * length, first * length, last * length)
+        return _crossed(now, per_epoch, n * length, offset * length, first * length, last * length)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -15,7 +15,7 @@ from looplib.types import DonatedStateError, TrainState
 
 
 def result_of(result: Any) -> dict[str, Any]:
-    """What a step returned, by name, with copies of its tensors, which later calls cannot overwrite."""
+    """Outputs of a step by name, with copies of its tensors, which later calls cannot overwrite."""
     match result:
         case (TrainState() as state, metrics):
             return {"metrics": compute(metrics), "state": copied(state)}

@@ -115,7 +115,7 @@ def _compiled_or_refused(compiled: Any, state: TrainState, batch: Any) -> tuple[
 
 
 def _differing(one: TrainState, metrics: Any, other: TrainState, other_metrics: Any, tolerance: float) -> list[str]:
-    """What differs between two states and metrics, by more than a fraction of the largest number in each tree."""
+    """Differences between two states and metrics, of more than a fraction of the largest number in each tree."""
     pairs = {"metrics": (compute(metrics), compute(other_metrics)), "step": (one.step, other.step)}
     pairs |= {name: (getattr(one, name), getattr(other, name)) for name in _TREES}
     lines = (differing({name: first}, {name: second}, tolerance) for name, (first, second) in pairs.items())
@@ -126,7 +126,7 @@ _TREES = ("params", "buffers", "opt_state")
 
 
 def _plain_values(state: TrainState) -> dict[str, Any]:
-    """What selects a graph in a state: plain values, and dtypes, shapes and strides of tensors."""
+    """The part of a state that selects a graph: plain values, and dtypes, shapes and strides of tensors."""
     return {name: trees.map_tensors(_layout, getattr(state, name)) for name in _TREES}
 
 

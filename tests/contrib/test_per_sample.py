@@ -361,19 +361,6 @@ def test_noise_scale_is_that_of_the_paper_and_the_gradient_the_mean(kind):
     torch.testing.assert_close(scale.weight, squared, rtol=1e-11, atol=1e-14)
 
 
-def test_one_example_has_no_noise_scale():
-    model, loss_fn, (x, y) = a_model_and_batch("perceptron")
-    grad_fn, state = (
-        ll.contrib.gradient_noise_scale(ll.contrib.make_per_sample_grad_fn(model, loss_fn)),
-        ll.init_state(model),
-    )
-    alone = grad_fn(state, (x[:1], y[:1])).metrics
-    assert math.isnan(ll.compute(alone)["gradient_noise_scale"])
-    rest = grad_fn(state, (x[1:], y[1:])).metrics
-    name = "gradient_noise_scale"
-    assert ll.compute(ll.merge(alone, rest))[name] == pytest.approx(ll.compute(rest)[name], rel=1e-12)
-
-
 @pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
 def test_dp_sgd_that_is_traced_once_has_the_same_bits(donate):
     model, loss_fn, batch = a_model_and_batch("perceptron")

@@ -118,33 +118,6 @@ def test_every_step_again_from_any_kept_state_is_the_runs_own(donate, bound, str
         assert nbytes([kept, found.state, found.after]) == sum(sizes)
 
 
-@both_steps
-def test_the_gradients_are_those_that_made_the_update(donate):
-    case = Case(donate=donate, optimizer=ll.optimizer(torch.optim.SGD, lr=0.25, foreach=False, fused=False))
-    found = replay(case.step, case.state, case.loader, 8, grad_fn=case.grad_fn)
-    assert (found.state.step, found.state.epoch, found.state.batch, found.after.step) == (8, 1, 3, 9)
-    for name, before in found.state.params.items():
-        assert torch.equal(found.after.params[name], before.detach().add(found.grads[name], alpha=-0.25))
-    assert repr(found) == f"Replayed(step=8, epoch=1, batch=3, loss={ll.compute(found.metrics)['loss']:.6g})"
-    assert replay(case.step, case.state, case.loader, 8).grads is None
-
-
-def test_a_bound_state_and_its_module_stay_as_they_are_and_the_run_continues():
-    case = Case(donate=True, bound=True)
-    end = bits(Case(donate=True, bound=True).train(9))
-    state = case.state
-    for batch in case.loader(state):
-        state, _ = case.step(state, batch)
-    weights = bits(dict(case.model.state_dict()))
-    found = replay(case.step, state, case.loader, 9)
-    assert bits(dict(case.model.state_dict())) == weights
-    assert bits(found.state) == end
-    assert state.params["0.weight"] is case.model[0].weight
-    case.state = state
-    assert bits(case.train(9)) == end
-    assert bits(found.state) == end  # which the run has not spent
-
-
 def test_the_nearest_of_the_kept_states_is_where_it_begins(tmp_path):
     case = Case(donate=True, bound=True)
     ckpt, kept, seen = ll.checkpoint_io(tmp_path), {}, []

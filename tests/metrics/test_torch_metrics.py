@@ -264,37 +264,6 @@ def test_a_collection_of_sums_holds_sums():
     assert held == 2 * 4 * 4  # true and false, positives and negatives, of each class
 
 
-def test_in_an_evaluation():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 4)
-    f1 = ll.metrics.torchmetric(classification.MulticlassF1Score(4))
-    both = ll.metrics.torchmetric(
-        torchmetrics.MetricCollection([classification.MulticlassAUROC(4), classification.MulticlassAccuracy(4)])
-    )
-    drawn = ll.metrics.torchmetric(wrappers.BootStrapper(classification.MulticlassAccuracy(4), num_bootstraps=3))
-
-    def metric_fn(model, batch):
-        x, y = batch
-        logits = model(x)
-        record = both.of(logits.softmax(1), y)
-        return {
-            "f1": f1.of(logits, y),
-            "auroc": ll.metrics.Reading(record, lambda record: record.value()["MulticlassAUROC"]),
-            "accuracy": ll.metrics.Reading(record, lambda record: record.value()["MulticlassAccuracy"]),
-            "spread": ll.metrics.Reading(drawn.of(logits, y), lambda record: record.value()["std"]),
-        }
-
-    x, y = torch.randn(50, 3), torch.randint(0, 4, (50,))
-    step, state = ll.make_eval_step(model, metric_fn), ll.init_state(model)
-    stream = torch.get_rng_state()
-    found = ll.evaluate(step, state, list(zip(x.split(7), y.split(7), strict=True)), prefix="eval/")
-    assert torch.equal(torch.get_rng_state(), stream)
-    logits = model(x).detach()
-    assert found["eval/f1"] == pytest.approx(classification.MulticlassF1Score(4)(logits, y).item())
-    assert found["eval/auroc"] == pytest.approx(classification.MulticlassAUROC(4)(logits.softmax(1), y).item())
-    assert found["eval/accuracy"] == pytest.approx(classification.MulticlassAccuracy(4)(logits, y).item())
-
-
 def test_errors_say_what_to_give_and_leave_the_metric_whole():
     metric = ll.metrics.torchmetric(classification.MulticlassAccuracy(3, average=None))
     record = metric.of(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))

@@ -1,7 +1,6 @@
 """Signals as predicates: real signals in real processes, and a plain model of who is told what."""
 
 import gc
-import os
 import re
 import signal
 import subprocess
@@ -81,13 +80,6 @@ def test_it_is_true_from_the_signal_on_and_does_nothing_else(heard):
     assert stop_now(STATE)  # closing does not forget
 
 
-def test_its_repr_reads_as_its_code():
-    text = "after_signal(signal.SIGTERM, signal.SIGUSR1)"
-    with eval(text) as stop_now:
-        assert repr(stop_now) == text
-        assert repr(ll.after_epochs(3) | ~stop_now) == f"(after_epochs(3) | ~{text})"
-
-
 @pytest.mark.parametrize("end", ["close", "with", "garbage", "cycle", "error"])
 @pytest.mark.parametrize("previous", [signal.SIG_DFL, signal.SIG_IGN, print], ids=str)
 def test_the_handler_of_before_comes_back(end, previous):
@@ -112,13 +104,6 @@ def test_the_handler_of_before_comes_back(end, previous):
             raise RuntimeError
     assert signal.getsignal(signal.SIGUSR2) == previous
     signal.signal(signal.SIGUSR2, before)
-
-
-def test_a_predicate_within_another_one_keeps_listening():
-    done = ll.after_steps(5) | after_signal(signal.SIGUSR2)
-    gc.collect()
-    signal.raise_signal(signal.SIGUSR2)
-    assert done(STATE)
 
 
 steps = st.one_of(
@@ -164,15 +149,6 @@ def test_any_number_of_them_in_any_order_are_told_and_the_rest_is_passed_on(step
     assert signal.signal(signal.SIGUSR1, before) is previous
 
 
-def test_each_kind_of_signal_has_its_own_first_time(heard, clock):
-    with after_signal(signal.SIGUSR1, signal.SIGUSR2) as stop_now:
-        signal.raise_signal(signal.SIGUSR2)
-        clock.seconds += 100
-        signal.raise_signal(signal.SIGUSR1)  # as Slurm: first a warning, then the end
-        assert heard == []
-        assert stop_now(STATE)
-
-
 def test_one_signal_sent_twice_is_one_and_a_later_one_raises_what_it_did_before(clock):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with after_signal(signal.SIGINT) as stop_now:
@@ -184,51 +160,6 @@ def test_one_signal_sent_twice_is_one_and_a_later_one_raises_what_it_did_before(
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize(
-    ("number", "previous"), [(signal.SIGUSR2, signal.SIG_IGN), (signal.SIGWINCH, signal.SIG_DFL)], ids=str
-)
-def test_it_continues_listening_after_a_second_signal_that_does_nothing(clock, number, previous):
-    before = signal.signal(number, previous)
-    with after_signal(number):
-        ours = signal.getsignal(number)
-        for _ in range(3):
-            signal.raise_signal(number)
-            clock.seconds += 5
-        assert signal.getsignal(number) is ours
-    assert signal.signal(number, before) == previous
-
-
-def test_a_handler_put_up_later_stays(heard):
-    before = signal.getsignal(signal.SIGUSR1)
-    with after_signal(signal.SIGUSR1):
-        signal.signal(signal.SIGUSR1, print)
-    assert signal.signal(signal.SIGUSR1, before) is print
-
-
-def test_a_handler_put_up_later_may_lead_back_to_ours(heard, clock):
-    first = after_signal(signal.SIGUSR1)
-    ours = signal.getsignal(signal.SIGUSR1)
-    theirs = []
-
-    def later(number, frame):
-        theirs.append(number)
-        ours(number, frame)
-
-    signal.signal(signal.SIGUSR1, later)
-    second = after_signal(signal.SIGUSR1)
-    signal.raise_signal(signal.SIGUSR1)
-    assert [first(STATE), second(STATE), theirs, heard] == [True, True, [], []]
-    clock.seconds += 5
-    signal.raise_signal(signal.SIGUSR1)
-    assert [theirs, heard] == [[signal.SIGUSR1]] * 2
-    first.close()
-    second.close()
-    assert signal.getsignal(signal.SIGUSR1) is later
-    signal.raise_signal(signal.SIGUSR1)
-    assert [theirs, heard] == [[signal.SIGUSR1] * 2] * 2
-    signal.signal(signal.SIGUSR1, ours.previous)
 
 
 # Threads and processes
@@ -251,16 +182,6 @@ def test_it_is_made_in_the_main_thread_and_asked_in_any():
     with after_signal(signal.SIGUSR1) as stop_now:
         signal.raise_signal(signal.SIGUSR1)
         assert in_a_thread(lambda: stop_now(STATE))
-
-
-def test_closed_in_another_thread_it_passes_all_on(heard):
-    stop_now = after_signal(signal.SIGUSR1)
-    in_a_thread(stop_now.close)
-    signal.raise_signal(signal.SIGUSR1)
-    assert heard == [signal.SIGUSR1]
-    with after_signal(signal.SIGUSR1) as again:
-        signal.raise_signal(signal.SIGUSR1)
-    assert [stop_now(STATE), again(STATE), heard] == [False, True, [signal.SIGUSR1]]
 
 
 def test_forked_processes_end_as_they_did_before():
@@ -374,18 +295,6 @@ def test_loops_and_donated_steps_pass_signals_on(parts, monkeypatch, made, close
     gc.collect()
     stop_now.close()
     assert signal.signal(signal.SIGUSR2, before) == previous
-
-
-def test_a_signal_between_two_steps_is_known_after_the_next_one(parts):
-    state = parts.state
-    with after_signal(signal.SIGTERM, signal.SIGUSR1) as stop_now:
-        for batch in parts.loader(state):
-            if state.step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-            state, _ = parts.train_step(state, batch)
-            if stop_now(state):
-                break
-    assert state.step == 4
 
 
 def test_ctrl_c_can_be_one_more_wish_to_stop(parts, capfd):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
+from transformers import EarlyStoppingCallback, TrainerState
 from transformers.trainer import Trainer
 
 import looplib as ll
@@ -39,27 +39,6 @@ def run(state, values, patience=None):
 
 
 # Against others
-
-
-@quick
-@given(some_values, modes, st.integers(1, 5))
-def test_it_stops_where_transformers_does_with_the_same_best(values, mode, patience):
-    args = SimpleNamespace(metric_for_best_model="eval_loss", greater_is_better=mode == "max", save_strategy="steps")
-    theirs, control, callback = TrainerState(), TrainerControl(), EarlyStoppingCallback(patience)
-    stopped = []
-    state, stop = begin(BestSoFar("score", mode=mode)), early_stopping(patience)
-    for value in values:
-        theirs.global_step += 10
-        callback.on_evaluate(args, theirs, control, metrics={"eval_loss": value})
-        Trainer._determine_best_metric(SimpleNamespace(args=args, state=theirs), {"eval_loss": value}, None)
-        state = run(state, [value])
-        stopped.append((control.should_training_stop, stop(state)))
-        record = state.extra["best"]
-        assert (record.best, record.best_step) == (theirs.best_metric, theirs.best_global_step)
-        assert record.waited == callback.early_stopping_patience_counter
-        if control.should_training_stop:
-            break
-    assert all(a == b for a, b in stopped)
 
 
 @quick
@@ -103,18 +82,6 @@ def test_it_waits_as_torchs_plateau_does(values, mode, delta):
 
 
 @quick
-@given(some_values, some_deltas, st.integers(1, 5))
-def test_it_improves_by_more_than_transformers_threshold(values, delta, patience):
-    # Their counter compares with whatever best it is told; ours is the value at the last improvement.
-    args, callback = SimpleNamespace(greater_is_better=False), EarlyStoppingCallback(patience, delta)
-    record = BestSoFar("eval_loss", min_delta=delta)
-    for step, value in enumerate(values):
-        callback.check_metric_value(args, SimpleNamespace(best_metric=record.reference), None, value)
-        record = record.update(value, step)
-        assert record.waited == callback.early_stopping_patience_counter
-
-
-@quick
 @given(some_values, modes, some_deltas, st.integers(1, 5))
 def test_compared_with_the_best_it_waits_as_transformers_callback_does(values, mode, delta, patience):
     args, callback = SimpleNamespace(greater_is_better=mode == "max"), EarlyStoppingCallback(patience, delta)
@@ -150,25 +117,6 @@ def test_the_best_is_the_first_of_the_best_whatever_the_delta(values, mode, delt
     record = run(begin(BestSoFar("score", mode=mode, min_delta=delta)), values).extra["best"]
     assert record.best == best
     assert record.best_step == 10 * (values.index(best) + 1)
-
-
-@quick
-@given(some_values, some_deltas)
-def test_max_is_min_of_the_negative(values, delta):
-    low = run(begin(BestSoFar("score", mode="min", min_delta=delta)), values).extra["best"]
-    high = run(begin(BestSoFar("score", mode="max", min_delta=delta)), [-value for value in values]).extra["best"]
-    assert (low.best_step, low.waited) == (high.best_step, high.waited)
-    assert not values or (low.best, low.reference) == (-high.best, -high.reference)
-
-
-def test_small_improvements_add_up():
-    record = BestSoFar("eval_loss", min_delta=0.25)
-    waited = []
-    for step, value in enumerate([1.0, 0.875, 0.75, 0.625, 0.5, 0.375]):
-        record = record.update(value, step)
-        waited.append(record.waited)
-    assert waited == [0, 1, 2, 0, 1, 2]  # 0.75 is 0.25 below 1.0, and not more
-    assert (record.best, record.best_step) == (0.375, 5)
 
 
 # Survival
@@ -226,40 +174,7 @@ def test_a_checkpoint_holds_what_was_counted_and_the_settings_are_the_new_ones(t
             ckpt.restore(fresh(other))
 
 
-def test_a_larger_patience_lets_a_stopped_run_continue():
-    state = run(begin(BestSoFar("eval_loss")), [1, 2, 3, 4])
-    assert early_stopping(3)(state)
-    assert not early_stopping(4)(state)
-
-
-def test_a_donated_step_and_the_record_leave_each_other_alone():
-    model = torch.nn.Linear(2, 1)
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1)
-    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
-    train_step = ll.make_train_step(grad_fn, optimizer, donate=True)
-    state = ll.init_state(model, optimizer, extra={"best": BestSoFar("loss", min_delta=0.5), "mine": torch.ones(1)})
-    done = ll.after_steps(50) | early_stopping(3)
-    losses = []
-    while not done(state):
-        state, metrics = train_step(state, torch.ones(4, 2))
-        losses.append(ll.compute(metrics)["loss"])
-        state = update_best(state, {"loss": losses[-1]})
-    assert state.step == len(losses) < 50
-    assert state.extra["best"].waited == 3
-    assert state.extra["best"].best == min(losses)
-    assert torch.equal(state.extra["mine"], torch.ones(1))
-
-
 # Records
-
-
-def test_records_do_not_change_and_states_keep_their_own():
-    before = begin(BestSoFar("eval_loss"))
-    after = update_best(before, {"eval_loss": 1.0})
-    assert before.extra["best"].best is None
-    assert after.extra["best"].best == 1.0
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        after.extra["best"].best = 2.0
 
 
 def test_several_records_stand_side_by_side():
@@ -272,11 +187,6 @@ def test_several_records_stand_side_by_side():
     either = early_stopping(1, key="loss") | early_stopping(1, key="accuracy")
     assert either(state)
     assert not early_stopping(1, key="accuracy")(state)
-
-
-def test_values_may_be_tensors_and_are_kept_as_numbers():
-    record = BestSoFar("loss").update(torch.tensor(0.5), 3)
-    assert type(record.best) is type(record.reference) is float
 
 
 @pytest.mark.parametrize(
@@ -300,41 +210,24 @@ def test_records_read_as_the_code_that_made_them(text):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "named"),
     [
-        (lambda: BestSoFar("loss", mode="low"), r"""mode is 'low'; give "min".* or "max"$"""),
-        (lambda: BestSoFar("fitness"), "mode is None; 'fitness' may be .*give mode="),
-        (lambda: BestSoFar("loss", min_delta=-0.1), r"min_delta is -0.1; give a finite number of at least 0"),
-        (lambda: BestSoFar("loss", min_delta=MinDelta(-1.0)), r"min_delta is MinDelta\(value=-1.0.*; give a finite"),
-        (lambda: BestSoFar("loss", min_delta=math.inf), r"min_delta is inf; give a finite number"),
-        (lambda: BestSoFar("loss", min_delta=math.nan), r"min_delta is nan; give a finite number"),
-        (lambda: early_stopping(0), r"early_stopping\(patience=0\): patience must be an int of at least 1"),
-        (lambda: early_stopping(2.5), r"early_stopping\(patience=2.5\): patience must be an int of at least 1"),
-        (lambda: early_stopping(True), r"early_stopping\(patience=True\): patience must be an int of at least 1"),
-        (
-            lambda: update_best(begin(BestSoFar("eval/loss")), {"loss": 0.5, "accuracy": 1.0}),
-            r"'eval/loss', the metric of state.extra\['best'\], is not among the scores, which have 'loss', 'acc",
-        ),
-        (lambda: update_best(begin(BestSoFar("eval/loss")), {}), r"is not among the scores, which have nothing$"),
-        (
-            lambda: early_stopping(1)(ll.TrainState()),
-            r"no BestSoFar in state.extra\['best'\]: state.extra is None; begin",
-        ),
-        (lambda: early_stopping(1)(ll.TrainState(extra=[1])), r"state.extra is a list; begin with"),
-        (lambda: at_best()(ll.TrainState(extra={})), r"state.extra has nothing; begin with"),
-        (
-            lambda: early_stopping(1, key="x")(begin(BestSoFar("loss"))),
-            r"in state.extra\['x'\]: state.extra has 'best'; begin",
-        ),
-        (lambda: early_stopping(1)(ll.TrainState(extra={})), r"state.extra has nothing; begin with"),
-        (
-            lambda: update_best(begin(0.5), {}),
-            r"state.extra\['best'\] is a float; begin with ll.init_state\(\.\.\., extra=",
-        ),
+        (lambda: BestSoFar("loss", mode="low"), "mode is 'low'"),
+        (lambda: BestSoFar("fitness"), "'fitness' .* mode="),
+        (lambda: BestSoFar("loss", min_delta=-0.1), "min_delta is -0.1"),
+        (lambda: BestSoFar("loss", min_delta=MinDelta(-1.0)), r"min_delta is MinDelta\(value=-1.0"),
+        (lambda: BestSoFar("loss", min_delta=math.nan), "min_delta is nan"),
+        (lambda: early_stopping(0), r"early_stopping\(patience=0\)"),
+        (lambda: early_stopping(True), r"early_stopping\(patience=True\)"),
+        (lambda: update_best(begin(BestSoFar("eval/loss")), {"loss": 0.5}), r"'eval/loss'.*'best'.* 'loss'"),
+        (lambda: early_stopping(1)(ll.TrainState()), r"state.extra\['best'\].* None"),
+        (lambda: at_best()(ll.TrainState(extra={})), r"state.extra\['best'\].* nothing"),
+        (lambda: early_stopping(1, key="x")(begin(BestSoFar("loss"))), r"state.extra\['x'\].* 'best'"),
+        (lambda: update_best(begin(0.5), {}), r"state.extra\['best'\] is a float"),
     ],
 )
-def test_errors_name_what_was_found(make, message):
-    with pytest.raises(ValueError, match=message):
+def test_errors_name_what_was_found(make, named):
+    with pytest.raises(ValueError, match=named):
         make()
 
 
