@@ -95,16 +95,17 @@ def _difference_of_numbers(path: str, one: Tensor, other: Tensor, rtol: float, a
         return LeafDifference(path, math.nan, 0, one.numel(), f"{_described(one)} against {_described(other)}")
     if same_bits(one, other):
         return None
-    a, b = (x.to("cpu", torch.complex128 if x.is_complex() else torch.float64) for x in (one, other))
+    one, other = one.cpu(), other.cpu()
+    a, b = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (one, other))
     equal = (a == b) | (a.isnan() & b.isnan())
     gap = torch.where(equal, 0.0, (a - b).abs()).nan_to_num(math.inf, math.inf)  # infinite if one is not finite
     if by_bits:  # 0.0 and -0.0, and two NaNs, may differ without a gap
-        rows = torch.stack([bits_of(one.cpu()), bits_of(other.cpu())]).reshape(2, one.numel(), -1)
+        rows = torch.stack([bits_of(one), bits_of(other)]).reshape(2, one.numel(), -1)
         differs = (rows[0] != rows[1]).any(1).reshape(one.shape)
     elif one.is_floating_point() or one.is_complex():
         differs = ~equal & ~(gap.isfinite() & (gap <= atol + rtol * b.abs()))
     else:
-        differs = (one != other).cpu()
+        differs = one != other
     if not (differing := int(differs.sum())):
         return None
     largest = float(gap[differs].max())

@@ -83,7 +83,7 @@ def next_token_loss(
     if shift:  # shift the labels, since shifting the logits would copy them
         labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
     tokens, labels = inputs.flatten(0, 1), labels.flatten()
-    terms = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    terms: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
     if weight is None:
         with torch.autocast(tokens.device.type, enabled=False):
             total = _of_logits(tokens.to(_wide(tokens)), labels, **terms)
@@ -202,7 +202,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     loss = _of_logits(logits, labels[rows], **terms)
                 total += loss.detach()
                 if any(needs):
-                    _add_gradients(grads, rows, *torch.autograd.grad(loss, logits), x, weight)
+                    _add_gradients(grads, rows, torch.autograd.grad(loss, logits)[0], x, weight)
                 del logits, loss  # free these logits before computing the next chunk's
         ctx.save_for_backward(*grads)
         return total
