@@ -174,19 +174,35 @@ def _count(columns: tuple[Columns, ...]) -> int:
 def _pairs(columns: tuple[Columns, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """For each group: weights of its correctly ordered pairs (ties count half), of its positives and its negatives."""
     scores, labels, weights, *rest = map(torch.cat, zip(*columns, strict=True))
-    groups = rest[0] if rest else torch.zeros_like(labels, dtype=torch.int64)
     weights = torch.where(scores.isnan().any(), torch.nan, weights)
-    order = scores.argsort()
-    order = order[groups[order].argsort(stable=True)]
-    scores, labels, weights, groups = (column[order] for column in (scores, labels, weights, groups))
-    new_group = groups[1:] != groups[:-1]
-    new_score = (scores[1:] != scores[:-1]) | new_group
-    group, tie = (nn.functional.pad(new.cumsum(0), (1, 0)) for new in (new_group, new_score))
+    keys, order = _as_integers(scores).sort()
+    new_group = keys.new_zeros(len(keys) - 1, dtype=torch.bool)
+    if rest:
+        [groups] = rest
+        by_group = groups[order].argsort(stable=True)
+        keys, order = keys[by_group], order[by_group]
+        new_group = groups[order[1:]] != groups[order[:-1]]
+    labels, weights = labels[order], weights[order]
+    new_key = (keys[1:] != keys[:-1]) | new_group
+    group, tie = (nn.functional.pad(new.cumsum(0), (1, 0)) for new in (new_group, new_key))
     positive, negative = (_sums(tie, torch.where(side, weights, 0)) for side in (labels, ~labels))
     group_of = group.new_zeros(len(positive)).scatter_(0, tie, group)  # of each run of equal scores
     positives, negatives = _sums(group_of, positive), _sums(group_of, negative)
     below = negative.cumsum(0) - negative / 2 - (negatives.cumsum(0) - negatives)[group_of]
     return _sums(group_of, positive * below), positives, negatives
+
+
+def _as_integers(scores: Tensor) -> Tensor:
+    """Integers in the order of the scores, since torch sorts integers by radix on a CPU, four times as fast.
+
+    The bits of a float are in order but for the sign: those of negative numbers are in reverse. Adding 0 makes -0.0
+    equal to 0.0. NaN is first or last.
+    """
+    if not scores.is_floating_point():
+        return scores
+    integer = {4: torch.int32, 8: torch.int64}[scores.dtype.itemsize]
+    bits = (scores + 0).view(integer)
+    return torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits)
 
 
 def _sums(index: Tensor, values: Tensor) -> Tensor:

@@ -210,12 +210,12 @@ with ll.distributed.setup(required=False, output_dir=folder + "/ranks"):
         scores = model(x).squeeze(1)
         by_user = ll.metrics.GroupedAUC.of(scores, y, user)
         return {
-            "count": ll.metrics.Reading(by_user, lambda record: sum(map(len, record.scores))),
+            "count": ll.metrics.Reading(by_user, lambda record: sum(len(scores) for scores, *_ in record.columns)),
             "loss": nn.functional.binary_cross_entropy_with_logits(scores, y.double()),
             "auc": ll.metrics.AUC.of(scores, y),
             "user_auc": by_user,
             "left_out": ll.metrics.Reading(by_user, lambda record: record.left_out() + 0.0),
-            "first": ll.metrics.Reading(ll.metrics.AUC.of(scores, y), lambda record: record.scores[0][0]),
+            "first": ll.metrics.Reading(ll.metrics.AUC.of(scores, y), lambda record: record.columns[0][0][0]),
         }
 
     eval_step = ll.make_eval_step(model, metric_fn)

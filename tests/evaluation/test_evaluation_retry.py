@@ -138,7 +138,7 @@ def test_what_is_collected_keeps_the_order_of_the_batch():
         ll.make_eval_step(tight, lambda model, x: {"auc": ll.metrics.AUC.of(model(x)[:, 0] * 0 + x[:, 0], x[:, 1])})
     )
     record = quiet(step, ll.init_state(tight), rows(10))["auc"]
-    assert torch.equal(torch.cat(record.scores), rows(10)[:, 0])
+    assert torch.equal(torch.cat([scores for scores, *_ in record.columns]), rows(10)[:, 0])
 
 
 def test_the_size_of_the_training_is_its_own():

@@ -352,3 +352,13 @@ def test_r2_far_from_zero_and_of_constant_targets():
 def test_what_does_not_fit_is_named(call, named):
     with pytest.raises(ValueError, match=named):
         call(torch.rand(4), torch.tensor([0, 1, 1, 0]))
+
+
+def test_auc_of_negative_zero_infinities_and_both_widths():
+    scores = [0.0, -0.0, -1.5, float("inf"), -float("inf"), 1e-40, -1e-40, 2.5, 0.0, -2.5]
+    labels = [1, 0, 0, 1, 0, 1, 1, 0, 0, 1]
+    ordered = sorted(set(scores))  # the order of Python's floats, where -0.0 equals 0.0
+    expected = reference.roc_auc_score(labels, [ordered.index(score) for score in scores])
+    for dtype in (torch.float32, torch.float64):
+        record = ll.metrics.AUC.of(torch.tensor(scores, dtype=dtype), torch.tensor(labels))
+        assert ll.compute({"auc": record})["auc"] == pytest.approx(expected, abs=1e-15)
