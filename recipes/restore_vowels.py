@@ -100,9 +100,7 @@ def main(
     answers, scores = {}, {}
     for name, count in (("greedy", 1), ("beam", beams)):
         predict_step = ll.make_predict_step(model, partial(answer, beams=count))
-        path = (
-            folder / f"answers-step-{state.step}-beams-{count}.jsonl"
-        )  # after Ctrl-C, it continues with what is missing
+        path = folder / f"answers-step-{state.step}-beams-{count}"  # after Ctrl-C, it continues with what is missing
         columns = ll.evaluation.read_predictions(
             ll.predict_to(path, predict_step, state, test_batches, progress=True)
         )

@@ -1,6 +1,5 @@
-"""Distributed training: start processes, number them, and combine their results."""
+"""Distributed training: join the processes that torchrun started, and combine their results."""
 
-from looplib.distributed._launch import launch
 from looplib.distributed._processes import (
     barrier,
     is_rank_zero,
@@ -19,7 +18,6 @@ __all__ = [
     "barrier",
     "check_replicas",
     "is_rank_zero",
-    "launch",
     "launched",
     "rank",
     "rank_zero_only",

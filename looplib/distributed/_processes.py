@@ -64,6 +64,11 @@ def setup(
     AMD, XCCL for those of Intel), CPU tensors with gloo. Several processes on a Mac get the CPU, since they would share
     its one GPU.
 
+    In a notebook, put the block into a function and start it with accelerate's `notebook_launcher`, which sets what
+    torchrun sets:
+
+        accelerate.notebook_launcher(main, num_processes=8)
+
     An error inside the block is written to torchrun's error file, so torchrun shows the traceback of the rank that
     failed first. The process then exits at once, which ends the others too, so no rank waits for a timeout.
 

@@ -3,7 +3,6 @@
 from looplib.evaluation._evaluate import evaluate, measure
 from looplib.evaluation._oom import split_on_oom
 from looplib.evaluation._predict import predict
-from looplib.evaluation._predict_to import predict_to
-from looplib.evaluation._read_predictions import read_predictions
+from looplib.evaluation._predict_to import predict_to, read_predictions
 
 __all__ = ["evaluate", "measure", "predict", "predict_to", "read_predictions", "split_on_oom"]

@@ -31,9 +31,8 @@ class Reading(NamedTuple):
         title: text before the bar, or None for no bar.
         divide: True if the ranks divide the batches; otherwise each rank has its own.
         start: index of the first batch.
-        check: called for each batch before `start` that is read anyway, with its index, the index of the last of
-            them, and the batch. On several ranks that divide each batch it gets this rank's part, or None if there is
-            none; `NO_BATCH` if the batches end earlier.
+        skipped: called for each batch before `start` that is read anyway, with its index and the batch, or `NO_BATCH`
+            if the batches end earlier. A looplib loader that is not a stream does not read them.
     """
 
     batches: Any
@@ -41,7 +40,7 @@ class Reading(NamedTuple):
     title: str | None = None
     divide: bool = True
     start: int = 0
-    check: Callable[[int, Any], None] | None = None
+    skipped: Callable[[int, Any], None] | None = None
 
 
 def ranks_of(reading: Reading, state: TrainState) -> Callable[[], AbstractContextManager[None]]:
@@ -59,31 +58,21 @@ def _needs_all(state: TrainState) -> bool:
 
 def read(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
     """This rank's batches, each with True if it counts. All ranks get the same number of batches."""
-    batches, limit, title, divide, *_ = reading
-    _check_several(batches)
-    check_optional_count("limit", limit, advice="give how many batches, at least 1, or None for all")
-    left = _count(reading)
-    if left == 0 and reading.check is None and not is_estimate(batches):
-        reading = reading._replace(batches=(), start=0)  # a loader treats reading past its end as a mistake
-    if divide and not divides_rows(reading):
-        left = math.ceil(left / world_size()) if left < math.inf else left
-    return _shown(_shares(reading, state), title, left)
-
-
-def _count(reading: Reading) -> float:
-    """Number of batches to read; infinite if it is unknown."""
+    _check_several(reading.batches)
+    check_optional_count("limit", reading.limit, advice="give how many batches, at least 1, or None for all")
     length = length_of(reading.batches)
     left = math.inf if length is None else max(0, length - reading.start)
-    return left if reading.limit is None else min(left, reading.limit)
-
-
-def _shown(shares: Iterator[tuple[Any, bool]], title: str | None, count: float) -> Iterator[tuple[Any, bool]]:
-    """The batches behind a progress bar, on the first rank and if there is a title."""
-    if title is None or not is_first():
+    if left == 0 and reading.skipped is None and not is_estimate(reading.batches):
+        return iter(())  # a loader treats reading past its end as a mistake
+    shares = _shares(reading, state)
+    if reading.title is None or not is_first():
         return shares
     from tqdm.auto import tqdm
 
-    bar: Iterator[tuple[Any, bool]] = iter(tqdm(shares, desc=title, total=count, leave=False))
+    count = left if reading.limit is None else min(left, reading.limit)
+    if reading.divide and not divides_rows(reading) and count < math.inf:
+        count = math.ceil(count / world_size())
+    bar: Iterator[tuple[Any, bool]] = iter(tqdm(shares, desc=reading.title, total=count, leave=False))
     return bar
 
 
@@ -118,60 +107,41 @@ def is_estimate(batches: Any) -> bool:
     return isinstance(getattr(batches, "dataset", None), IterableDataset)
 
 
+def is_loader(batches: Any) -> bool:
+    """True for a looplib loader."""
+    return hasattr(batches, "parts") and hasattr(batches, "divide")
+
+
 def divides_rows(reading: Reading) -> bool:
     """True if the loader divides each batch among the ranks."""
     return reading.divide and getattr(reading.batches, "divide", False)
 
 
 def _shares(reading: Reading, state: TrainState) -> Iterator[tuple[Any, bool]]:
-    batches, first = reading.batches, _first_read(reading)
+    batches = reading.batches
+    # Other iterables have to be read from their beginning, and so do streams.
+    first = reading.start if is_loader(batches) and batches.order is not None else 0
     start = state.replace(epoch=0, batch=first, epoch_length=None)
     if divides_rows(reading):
-        return islice(_after(batches.parts(start), first, reading, _batch_of_share), reading.limit)
+        return islice(_after(batches.parts(start), first, reading), reading.limit)
     with nullcontext() if reading.divide else alone():  # a loader divides its batches among the ranks it finds here
-        every = _undivided(batches, start)
+        if is_loader(batches):
+            every = (batch for batch, _ in batches.parts(start))
+        else:
+            every = iter(batches(start) if callable(batches) else batches)
     rest = islice(_after(every, first, reading), reading.limit)
     if reading.divide:
         return _in_turn(rest, rank(), world_size())
     return _together(rest) if _needs_all(state) else ((batch, True) for batch in rest)
 
 
-def _undivided(batches: Any, start: TrainState) -> Iterator[Any]:
-    if hasattr(batches, "parts") and hasattr(batches, "divide"):
-        return (batch for batch, _ in batches.parts(start))
-    return iter(batches(start) if callable(batches) else batches)
-
-
-def _batch_of_share(share: tuple[Any, bool]) -> Any:
-    batch, counts = share
-    return batch if counts else None
-
-
-def _first_read(reading: Reading) -> int:
-    """Index of the batch at which reading starts.
-
-    A looplib loader need not read the earlier batches if there is nothing to check in them. A stream reads them in
-    any case, and would treat its own end as a mistake.
-    """
-    batches, start = reading.batches, reading.start
-    if not callable(batches) or getattr(batches, "order", "unknown") is None:
-        return 0
-    if reading.check is None or start == 0:
-        return start
-    return start - 1 if isinstance(getattr(batches, "batch_size", None), int) else 0
-
-
-def _after(
-    batches: Iterator[T], first: int, reading: Reading, batch_of: Callable[[T], Any] = lambda batch: batch
-) -> Iterator[T]:
+def _after(batches: Iterator[T], first: int, reading: Reading) -> Iterator[T]:
     """Batches from `start` on, from an iterator that begins at batch `first`."""
-    number = first
-    for number, batch in enumerate(islice(batches, reading.start - first), first + 1):
-        if reading.check is not None:
-            reading.check(number - 1, batch_of(batch))
+    for number in range(first, reading.start):
+        batch: Any = next(batches, NO_BATCH)
+        if reading.skipped is not None:
+            reading.skipped(number, batch)
         del batch
-    if reading.check is not None and number < reading.start:
-        reading.check(number, NO_BATCH)
     yield from batches
 
 

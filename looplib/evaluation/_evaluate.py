@@ -20,7 +20,7 @@ from looplib._core.torch_private import pytree
 from looplib._core.trees import batch_size
 from looplib.distributed._reduce import merged
 from looplib.evaluation._batches import Reading, ranks_of, read
-from looplib.metrics._mean import Mean, compute, merge
+from looplib.metrics._mean import compute, merge
 from looplib.types import Metric, Metrics, TrainState
 
 EvalFn = Callable[[TrainState, Any], Metrics]
@@ -89,61 +89,57 @@ def evaluate(
         TypeError: a state is passed in place of the step.
     """
     check_order("evaluate", eval_step, state)
-    _check_steps(eval_step)
     if isinstance(batches, Mapping):
-        options = {"limit": limit, "progress": progress, "rates": rates, "tokens": tokens, "divide": divide}
-        return _evaluate_sets(eval_step, state, batches, prefix, options)
+        options: dict[str, Any] = {
+            "limit": limit,
+            "progress": progress,
+            "rates": rates,
+            "tokens": tokens,
+            "divide": divide,
+        }
+        steps = _steps_of_sets(eval_step, batches)
+        values: dict[str, float] = {}
+        for name, of_set in batches.items():
+            values |= evaluate(steps[name], state, of_set, f"{prefix}{name}/", **options)
+        return values
     if isinstance(eval_step, Mapping):
         raise ValueError(f"eval_step has {', '.join(eval_step)}, and the batches no names: give a dict of sets too")
 
-    counter = _Counter(tokens, divide) if rates or tokens else None
+    counts = {"samples": 0, "steps": 0} | ({} if tokens is None else {"tokens": 0})
+
+    def count(batch: Any) -> None:
+        counts["samples"] += batch_size(batch)
+        counts["steps"] += 1
+        if tokens is not None:
+            counts["tokens"] += tokens(batch)
+
+    rates = rates or tokens is not None
     title = f"{prefix.strip('/') or 'evaluation'}" if progress else None
+    began = time.perf_counter()
     with restored(torch.default_generator):
-        records = _measured("evaluate", eval_step, state, Reading(batches, limit, title, divide), counter)
-        values = compute(records, prefix)  # waits for the device
-    return values | counter.rates(prefix) if counter else values
+        reading = Reading(batches, limit, title, divide)
+        records = _measured("evaluate", eval_step, state, reading, count if rates else None)
+        metrics = compute(records, prefix)  # waits for the device
+    return metrics | _rates(counts, time.perf_counter() - began, prefix, divide) if rates else metrics
 
 
-def _evaluate_sets(
-    eval_step: EvalFn | Mapping[str, EvalFn],
-    state: TrainState,
-    sets: Mapping[str, Any],
-    prefix: str,
-    options: dict[str, Any],
-) -> dict[str, float]:
-    """The metrics of several sets, each under its name."""
+def _rates(counts: dict[str, int], seconds: float, prefix: str, divide: bool) -> dict[str, float]:
+    """Rates of all ranks that divide the batches: their total counts over the longest time."""
+    ranks = gather((counts, seconds)) if divide else [(counts, seconds)]
+    longest = max(taken for _, taken in ranks)
+    totals = {name: sum(own[name] for own, _ in ranks) for name in counts}
+    values = {f"{prefix}{name}_per_second": total / longest for name, total in totals.items()}
+    return values | {f"{prefix}seconds": longest}
+
+
+def _steps_of_sets(eval_step: EvalFn | Mapping[str, EvalFn], sets: Mapping[str, Any]) -> Mapping[str, EvalFn]:
+    """The step of each set, by name."""
     _check_sets(sets)
-    values: dict[str, float] = {}
     steps = eval_step if isinstance(eval_step, Mapping) else dict.fromkeys(sets, eval_step)
-    for name, batches in sets.items():
+    for name in sets:
         check(name in steps, f"no eval_step for the set {name!r}: there are those of {', '.join(steps)}")
-        values |= evaluate(steps[name], state, batches, f"{prefix}{name}/", **options)
-    return values
-
-
-class _Counter:
-    """Counter of batches, samples, tokens, and seconds since its creation."""
-
-    def __init__(self, tokens: Callable[[Any], int] | None, divide: bool) -> None:
-        self._divide = divide
-        self._began = time.perf_counter()
-        self._tokens = tokens
-        self._counts = {"samples": 0, "steps": 0} | ({"tokens": 0} if tokens else {})
-
-    def add(self, batch: Any) -> None:
-        self._counts["steps"] += 1
-        self._counts["samples"] += batch_size(batch)
-        if self._tokens is not None:
-            self._counts["tokens"] += self._tokens(batch)
-
-    def rates(self, prefix: str) -> dict[str, float]:
-        """Rates of all ranks that divide the batches: their total counts over the longest time."""
-        own = time.perf_counter() - self._began, self._counts
-        ranks = gather(own) if self._divide else [own]
-        seconds = max(taken for taken, _ in ranks)
-        totals = {name: sum(counts[name] for _, counts in ranks) for name in self._counts}
-        values = {f"{prefix}{name}_per_second": total / seconds for name, total in totals.items()}
-        return values | {f"{prefix}seconds": seconds}
+        check_kind(steps[name], "evaluate", "eval_step")
+    return steps
 
 
 def measure(
@@ -179,10 +175,9 @@ def measure(
     It behaves like `evaluate` on several ranks, and raises the same errors.
     """
     check_order("measure", eval_step, state)
-    for name, value in {"batches": batches, "eval_step": eval_step}.items():
-        if isinstance(value, Mapping):
-            _check_sets(value)
-            raise ValueError(f"measure takes one set, and {name} has {', '.join(value)}: call it for each of them")
+    if isinstance(batches, Mapping):
+        _check_sets(batches)
+        raise ValueError(f"measure takes one set, and batches has {', '.join(batches)}: call it for each of them")
     with restored(torch.default_generator):
         title = "evaluation" if progress else None
         return _measured("measure", eval_step, state, Reading(batches, limit, title, divide))
@@ -193,9 +188,9 @@ def _measured(
     eval_step: EvalFn,
     state: TrainState,
     reading: Reading,
-    counter: _Counter | None = None,
+    count: Callable[[Any], None] | None = None,
 ) -> dict[str, Metric]:
-    """Metrics of all batches and ranks together. Each batch that counts is passed to the counter."""
+    """Metrics of all batches and ranks together. `count` is called with each batch that counts."""
     eval_step = checked(eval_step, function, "eval_step")
     metrics: Metrics | None = None
     held: list[tuple[int, Metrics]] = []
@@ -204,8 +199,8 @@ def _measured(
             metrics = eval_step(state, batch)
             if counts:
                 _hold(held, metrics)
-                if counter is not None:
-                    counter.add(batch)
+                if count is not None:
+                    count(batch)
     own = merge(*[part for _, part in held]) if held else None
     records = merged(own, metrics) if reading.divide else own
     empty = "the iterable is empty, or a generator that was used up; give a list, a DataLoader or a loader"
@@ -222,11 +217,6 @@ def check_order(function: str, step: Any, state: Any, before: str = "") -> None:
     )
 
 
-def _check_steps(eval_step: EvalFn | Mapping[str, EvalFn]) -> None:
-    for one in eval_step.values() if isinstance(eval_step, Mapping) else (eval_step,):
-        check_kind(one, "evaluate", "eval_step")
-
-
 def _check_sets(sets: Mapping[str, Any]) -> None:
     tensors = [name for name, value in sets.items() if isinstance(value, torch.Tensor)]
     check(
@@ -236,26 +226,19 @@ def _check_sets(sets: Mapping[str, Any]) -> None:
     )
 
 
+_MOST = 5  # merging many at once costs little more than merging two
+
+
 def _hold(held: list[tuple[int, Metrics]], metrics: Metrics) -> None:
-    """Add the metrics of a batch to those held, each with the number of its tensors."""
-    if all(isinstance(metric, Mean) for metric in metrics.values()):
-        held.append((1, metrics))
-        if len(held) == 5:  # merge a few at a time, at the cost of merging two
-            held[:] = [(1, merge(*[metrics for _, metrics in held]))]
-        return
-    held.append((_tensors(metrics), metrics))
-    _carry(held)
+    """Add the metrics of a batch to those held, each with the number of its tensors, and merge some of them.
 
-
-def _carry(held: list[tuple[int, Metrics]]) -> None:
-    """Merge the last records with those before them that are no larger.
-
-    Records of fixed size, which may be large, are merged at once, so one is held. Records that grow are merged with
-    those of the same size, like carries in a binary counter: log n are held, and each is copied log n times.
+    Of records of fixed size a few are held, and merged at once. Records that grow are merged with those of the same
+    size, like carries in a counter: about log n are held, and each is copied log n times.
     """
-    while len(held) > 1 and held[-2][0] <= held[-1][0]:
-        both = merge(held[-2][1], held[-1][1])
-        held[-2:] = [(_tensors(both), both)]
+    held.append((_tensors(metrics), metrics))
+    while len(held) >= _MOST and held[-_MOST][0] <= held[-1][0]:
+        both = merge(*[metrics for _, metrics in held[-_MOST:]])
+        held[-_MOST:] = [(_tensors(both), both)]
 
 
 def _tensors(metrics: Metrics) -> int:

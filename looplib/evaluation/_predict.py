@@ -16,7 +16,7 @@ from looplib._core.ranks import gather, several
 from looplib._core.trees import batch_size
 from looplib.evaluation._batches import Reading, divides_rows, ranks_of, read
 from looplib.evaluation._evaluate import check_order
-from looplib.evaluation._oom import end_to_end
+from looplib.evaluation._outputs import end_to_end
 from looplib.types import TrainState
 
 T = TypeVar("T")
@@ -74,8 +74,7 @@ def predicted(
     device: torch.device | str | None,
 ) -> Iterator[tuple[int | None, Any]]:
     """For each batch, its number of samples (if known) and its outputs."""
-    check_order("predict", predict_step, state)
-    _check_unshuffled(reading.batches)
+    check_unshuffled(reading.batches)
 
     by_rows = divides_rows(reading)
     size_of = batch_size if by_rows else samples_of
@@ -109,7 +108,7 @@ def _in_own_stream(read: Callable[[], Iterator[T]]) -> Iterator[T]:
         yield batch  # type: ignore[misc]
 
 
-def _check_unshuffled(batches: Any) -> None:
+def check_unshuffled(batches: Any) -> None:
     sampler = getattr(batches, "sampler", None)
     check(
         not (getattr(batches, "shuffles", False) or isinstance(sampler, torch.utils.data.RandomSampler)),

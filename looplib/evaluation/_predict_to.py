@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from looplib._core.checksums import checksum
+import torch
+from torch import Tensor
+
+from looplib._core.checks import check
 from looplib._core.collective import together
 from looplib._core.kinds import checked
 from looplib._core.ranks import is_first
-from looplib.checkpoint.interop._whole import whole
-from looplib.evaluation._batches import Reading
+from looplib.evaluation._batches import Reading, is_loader
 from looplib.evaluation._evaluate import check_order
-from looplib.evaluation._predict import predicted
-from looplib.evaluation._prediction_files import Writer, check_of_skipped, resume, size_of
+from looplib.evaluation._predict import check_unshuffled, predicted, samples_of
+from looplib.evaluation._prediction_files import (
+    ABOUT,
+    batch_of,
+    description,
+    files_of,
+    read_batch,
+    resume,
+    write_batch,
+)
 from looplib.types import TrainState
 
 
@@ -29,7 +38,7 @@ def predict_to(
     *,
     progress: bool = False,
 ) -> Path:
-    """Write predictions to disk batch by batch. Calling it again resumes an interrupted run.
+    """Write predictions to a folder batch by batch. Calling it again resumes an interrupted run.
 
     >>> import looplib as ll, tempfile, torch
     >>> model = torch.nn.Linear(1, 3)
@@ -42,58 +51,96 @@ def predict_to(
     ...     {name: tuple(tensor.shape) for name, tensor in outputs.items()}
     {'logits': (7, 3), 'class': (7,)}
 
-    Each tensor of the output, with samples along the first dimension, is written to its own file. `read_predictions`
-    maps these files into memory, so neither function holds more than one batch. A list of strings, one per sample, is
-    a column too. If the path ends in `.jsonl`, each sample becomes one line of JSON, `{name: value}`, with null for
-    non-finite numbers and `[real, imaginary]` for complex ones. A column's name is the leaf's path in the output,
-    such as `class` or `deep/x/0`, or `output` if the output is a single leaf.
-
-    Rows may differ in width, as for generated text: from batch to batch, or from sample to sample in a nested tensor
+    Outputs are tensors with samples along the first dimension, or lists of strings, one per sample. A column's name is
+    the leaf's path in the output, such as `class` or `deep/x/0`, or `output` if the output is a single leaf. Rows may
+    differ in width, as for generated text: from batch to batch, or from sample to sample in a nested tensor
     (`torch.nested`). Such a column is read as a list of tensors.
 
-    An index (in the directory, or next to the lines) records the complete batches, and a fingerprint of all weights
-    and buffers. At the next start the data are read once and compared with the checksums in the index. Batches that
-    were half written, or lost or damaged in a power failure, are removed and predicted again. If all batches are
-    there, nothing else is done. On several ranks the first one writes, and any number of ranks may resume.
+    Each batch is one file, `batch-00000000.pt` and so on, written under another name and then renamed, so a process
+    that is killed leaves no incomplete batch. The next call counts these files and continues after them; if all are
+    there, it does nothing else. `predictions.json` describes the batches and has a fingerprint of all weights and
+    buffers, and a call with others is refused. It does not describe the contents of the dataset or the code of
+    `predict_fn`: delete the folder if these change. On several ranks the first one writes, and any number of ranks may
+    resume.
+
+    `read_predictions` reads all files into memory. For sets that are larger, read the files one at a time:
+
+        for file in sorted(path.glob("batch-*.pt")):
+            columns = torch.load(file)["columns"]
 
     Args:
-        path: a directory, or a file whose name ends in `.jsonl`.
-        predict_step, state, batches: as for `predict`. The batches must be the same at each start.
+        path: a new or empty folder, or that of an interrupted run.
+        predict_step, state, batches: as for `predict`. The batches must be the same at each call.
         progress: if True, show a progress bar, removed when done.
 
     Raises:
-        ValueError: the path holds predictions of a different state, of batches of a different size, a file without an
-            index, an index that `predict_to` did not write, or a link in place of a file; an output's columns differ
-            in length, or change from batch to batch in name, dtype or number of dimensions; two leaves have the same
-            name, such as those of the keys 1 and "1"; or the loader shuffles.
+        ValueError: the folder holds something else, or predictions of a different state or of batches of different
+            sizes; an output's columns differ in length, or change from batch to batch in name, dtype or number of
+            dimensions; two leaves have the same name, such as those of the keys 1 and "1"; or the loader shuffles.
         TypeError: an output contains something other than tensors and lists of strings.
     """
     check_order("predict_to", predict_step, state, "path, ")
     predict_step = checked(predict_step, "predict_to", "predict_step")
-    target = Path(path)
-    run = _fingerprint(state)
-    index = together().on_first(lambda: resume(target, run, batches))
-    check = check_of_skipped(index, batches)
-    title = "prediction" if progress else None
-    reading = Reading(batches, title=title, start=len(index.batches), check=check)
-    with Writer(index, run, size_of(batches)) if is_first() else nullcontext() as writer:
-        for samples, output in predicted(predict_step, state, reading, "cpu"):
-            if writer is not None:
-                writer.add(samples, output)
+    check_unshuffled(batches)
+    folder, described = Path(path), description(state, batches)
+    done = together().on_first(lambda: resume(folder, described))
+
+    def check_skipped(number: int, batch: Any) -> None:
+        expected, samples = done[number].samples, samples_of(batch)
+        check(
+            None in (expected, samples) or samples == expected,
+            f"{folder} holds {expected} samples of batch {number}, which now has {samples}: give the same batches, or "
+            "delete it to start over",
+        )
+
+    reading = Reading(
+        batches,
+        title="prediction" if progress else None,
+        start=len(done),
+        skipped=None if is_loader(batches) else check_skipped,  # a loader's description says how it divides the data
+    )
+    kinds = done[0].kinds if done else None
+    for number, (samples, output) in enumerate(predicted(predict_step, state, reading, "cpu"), len(done)):
+        batch = batch_of(samples, output)
+        kinds = kinds or batch.kinds
+        check(
+            batch.kinds == kinds,
+            f"the outputs of batch {number} are {batch.kinds}, before it {kinds}: give all the same names, dtypes and "
+            "numbers of dimensions",
+        )
+        if is_first():
+            write_batch(folder, number, batch)
     together().meet()  # all ranks return when everything is written
-    return target
+    return folder
 
 
-def _fingerprint(state: TrainState) -> dict[str, Any]:
-    """Fingerprint of a state: its step, its seed, and a checksum of the bits of its weights and buffers.
+def read_predictions(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the columns that `predict_to` wrote, by name, with the batches concatenated in order.
 
-    `weights` is a checksum of only the first 16 numbers of each weight, which earlier versions wrote.
+    >>> import looplib as ll, tempfile, torch
+    >>> predict_step = ll.make_predict_step(model := torch.nn.Linear(1, 3), lambda model, x: model(x))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = ll.predict_to(folder, predict_step, ll.init_state(model), torch.zeros(7, 1).split(3))
+    ...     ll.evaluation.read_predictions(path)["output"].shape
+    torch.Size([7, 3])
+
+    A column whose rows share one shape is returned as a tensor on the CPU, one whose rows differ in shape as a list of
+    tensors, and strings as a list. Of an interrupted run, these are the batches before the interruption.
+
+    Args:
+        path: the folder passed to `predict_to`.
+
+    Raises:
+        FileNotFoundError: there are no predictions in this folder.
+        ValueError: a file is damaged.
     """
-    bits = weights = 0
-    for name, tensor in {**state.params, **state.buffers}.items():
-        full = whole(tensor).detach()  # one at a time, since a sharded model may not fit as a whole
-        facts = name, str(full.dtype), tuple(full.shape), int(checksum(full))
-        bits = zlib.crc32(repr(facts).encode(), bits)
-        if name in state.params:
-            weights = zlib.crc32(repr((name, full.flatten()[:16].float().tolist())).encode(), weights)
-    return {"step": state.step, "seed": state.seed, "weights": weights, "bits": bits}
+    folder = Path(path)
+    parts = [read_batch(file).columns for file in files_of(folder)] if (folder / ABOUT).exists() else []
+    check(bool(parts), f"{folder} holds no predictions: give the path that ll.predict_to returned", FileNotFoundError)
+    return {name: _concatenated([columns.pop(name) for columns in parts]) for name in [*parts[0]]}
+
+
+def _concatenated(parts: Sequence[Any]) -> Any:
+    if all(isinstance(part, Tensor) for part in parts) and len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(list(parts))
+    return [*chain.from_iterable(parts)]  # rows of different shapes, or strings

@@ -44,7 +44,7 @@ def loader_over(shards, **options):
 
 def numbers(loader, state, rank=0, ranks=1):
     with as_rank(rank, ranks), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", str(rank))  # as torchrun and looplib's launch do: workers know no process group
+        patch.setenv("RANK", str(rank))  # as torchrun does: workers know no process group
         patch.setenv("WORLD_SIZE", str(ranks))
         return [batch[0].tolist() for batch in loader(state)]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torchmetrics.functional.text import char_error_rate
+from torchmetrics.functional.text import bleu_score, char_error_rate
 from transformers import (
     ByT5Tokenizer,
     DataCollatorForSeq2Seq,
@@ -14,6 +14,73 @@ from transformers import (
 )
 
 import looplib as ll
+
+GENERATE = {"max_length": 9, "num_beams": 2, "do_sample": False}
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=12, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, **sizes)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # so that answers differ, and some end early
+    return model.eval()
+
+
+def rows(count=10):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "input_ids": torch.randint(2, 12, (6,), generator=generator),
+            "labels": torch.randint(2, 12, (5,), generator=generator),
+        }
+        for _ in range(count)
+    ]
+
+
+def bleu(predictions, references):
+    return float(bleu_score([text(ids) for ids in predictions], [[text(ids)] for ids in references], n_gram=1))
+
+
+def text(ids):
+    return " ".join(str(token) for token in ids if token > 1)
+
+
+def metric_fn(model, batch):
+    tokens = model.generate(input_ids=batch["input_ids"], **GENERATE)
+    return {"loss": ll.losses.model_loss(model, batch), "bleu": ll.metrics.Corpus.of(bleu, tokens, batch["labels"])}
+
+
+def test_evaluation_and_prediction_equal_those_of_seq2seq_trainer(tmp_path):
+    model, data = t5(), rows()
+    arguments = Seq2SeqTrainingArguments(
+        tmp_path,
+        per_device_eval_batch_size=4,
+        predict_with_generate=True,
+        generation_max_length=GENERATE["max_length"],
+        generation_num_beams=GENERATE["num_beams"],
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+    def compute_metrics(prediction):
+        return {"bleu": bleu(prediction.predictions.tolist(), prediction.label_ids.tolist())}
+
+    theirs = Seq2SeqTrainer(model, arguments, compute_metrics=compute_metrics).predict(data)
+    loader = ll.make_loader(data, batch_size=4, order=ll.data.in_order())
+    state = ll.init_state(model)
+    scores = ll.evaluate(ll.make_eval_step(model, metric_fn), state, loader)
+    assert scores["bleu"] == pytest.approx(theirs.metrics["test_bleu"], abs=1e-6)
+    assert 0 < scores["bleu"] < 1
+    predict_step = ll.make_predict_step(model, lambda model, batch: model.generate(batch["input_ids"], **GENERATE))
+    ll.predict_to(tmp_path / "answers", predict_step, state, loader)
+    answers = ll.evaluation.read_predictions(tmp_path / "answers")["output"]
+    padded = [list(answer) + [0] * (theirs.predictions.shape[1] - len(answer)) for answer in answers]
+    np.testing.assert_array_equal(padded, np.where(theirs.predictions == -100, 0, theirs.predictions))
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -56,7 +123,7 @@ def test_strings_of_padded_inputs_equal_those_of_seq2seq_trainer(beams, tmp_path
     )
     predict_step = ll.make_predict_step(model, answer)
     assert [text for output in ll.predict(predict_step, state, loader) for text in output["text"]] == expected
-    path = ll.predict_to(tmp_path / "answers.jsonl", predict_step, state, loader)
+    path = ll.predict_to(tmp_path / "answers", predict_step, state, loader)
     assert list(ll.evaluation.read_predictions(path)["text"]) == expected
 
     def metric_fn(model, batch):

@@ -35,7 +35,7 @@ def test_answers_are_those_of_generate_and_scores_those_of_the_libraries(tmp_pat
     phrases = [recipe.TOKENIZER.decode(row["labels"][:-1]) for row in test_set]
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     for name, beams in (("greedy", 1), ("beam", 2)):
-        columns = ll.evaluation.read_predictions(tmp_path / f"answers-step-6-beams-{beams}.jsonl")
+        columns = ll.evaluation.read_predictions(tmp_path / f"answers-step-6-beams-{beams}")
         assert list(columns["phrase"]) == phrases
         with torch.no_grad():
             ids = models[0].eval().generate(**inputs, num_beams=beams, do_sample=False, max_new_tokens=64)
@@ -87,7 +87,9 @@ def test_it_ends_the_same_when_it_was_interrupted_in_a_step_and_in_the_search(tm
         patched.setattr(recipe, "answer", interrupting(answer, 3))
         with pytest.raises(KeyboardInterrupt):
             small(tmp_path / "parts", held_out=70)
-    assert len((tmp_path / "parts/answers-step-6-beams-1.jsonl").read_text().splitlines()) == 64
+    answers = "answers-step-6-beams-1"
+    assert len(ll.evaluation.read_predictions(tmp_path / "parts" / answers)["answer"]) == 64
     assert small(tmp_path / "parts", held_out=70) == expected
-    for name in ("log.jsonl", "answers-step-6-beams-1.jsonl", "answers-step-6-beams-2.jsonl"):
-        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert (tmp_path / "parts/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
+    found, whole = (ll.evaluation.read_predictions(tmp_path / name / answers) for name in ("parts", "whole"))
+    assert found == whole
