@@ -56,12 +56,13 @@ def predict_to(
     differ in width, as for generated text: from batch to batch, or from sample to sample in a nested tensor
     (`torch.nested`). Such a column is read as a list of tensors.
 
-    Each batch is one file, `batch-00000000.pt` and so on, written under another name and then renamed, so a process
-    that is killed leaves no incomplete batch. The next call counts these files and continues after them; if all are
-    there, it does nothing else. `predictions.json` describes the batches and has a fingerprint of all weights and
-    buffers, and a call with others is refused. It does not describe the contents of the dataset or the code of
-    `predict_fn`: delete the folder if these change. On several ranks the first one writes, and any number of ranks may
-    resume.
+    Each batch is one file, `batch-00000000.pt` and so on. It is written under another name and then renamed, so a
+    process that is killed leaves no incomplete batch. The next call counts these files and continues after them, or does
+    nothing if all are there. On several ranks the first one writes, and any number of ranks may resume.
+
+    `predictions.json` describes the batches and has a fingerprint of all weights and buffers. A call with a different
+    state or different batches is refused. The contents of the dataset and the code of `predict_fn` are not described:
+    delete the folder if these change.
 
     `read_predictions` reads all files into memory. For sets that are larger, read the files one at a time:
 

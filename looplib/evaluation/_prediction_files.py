@@ -63,13 +63,12 @@ def resume(folder: Path, described: Mapping[str, Any]) -> list[Batch]:
 
     Raises ValueError if the folder holds something else.
     """
-    check(folder.is_dir() or not folder.exists(), f"{folder} is no folder: give the path of one, or of a new one")
+    check(folder.is_dir() or not folder.exists(), f"{folder} is not a folder: give the path of one, or a new path")
     folder.mkdir(parents=True, exist_ok=True)
     for partial in folder.glob(f"*{_PARTIAL}"):  # of a process that was killed
         partial.unlink()
     found = _described(folder)
-    files = [*files_of(folder)]
-    if not files:
+    if not any(folder.glob("batch-*.pt")):
         _write(folder / ABOUT, lambda file: file.write(orjson.dumps(described)))
         return []
     for part, other in (("state", "another state"), ("batches", "other batches")):
@@ -78,7 +77,7 @@ def resume(folder: Path, described: Mapping[str, Any]) -> list[Batch]:
             f"{folder} holds predictions of {other}, {found[part]}, and these are {described[part]}: give the same, or "
             "another path, or delete it to start over",
         )
-    return [read_batch(path, mmap=True)._replace(columns={}) for path in files]
+    return [read_batch(path, mmap=True)._replace(columns={}) for path in files_of(folder)]
 
 
 def _described(folder: Path) -> Mapping[str, Any]:
@@ -126,7 +125,7 @@ def _write(path: Path, save: Callable[[BinaryIO], Any]) -> None:
 def read_batch(path: Path, *, mmap: bool = False) -> Batch:
     """Read a batch's file. With `mmap=True`, the numbers in its tensors are read when they are used."""
     try:
-        return Batch(**torch.load(path, mmap=mmap, weights_only=True))
+        return Batch(**torch.load(path, map_location="cpu", mmap=mmap, weights_only=True))
     except (RuntimeError, pickle.UnpicklingError, EOFError, TypeError) as error:
         raise ValueError(
             f"{path} is damaged: delete it and call ll.predict_to as before, which predicts it again"

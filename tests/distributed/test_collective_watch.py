@@ -15,6 +15,7 @@ from ranks import launch
 from torch.nn.parallel import DistributedDataParallel
 
 import looplib as ll
+from looplib._core.torch_private import timeout_of
 
 
 def parts(model):
@@ -156,24 +157,10 @@ def raised(call, kind):
     return str(error.value)
 
 
-def with_a_timedelta():
-    init, passed = torch.distributed.init_process_group, []
-    torch.distributed.init_process_group = lambda *args, timeout, **settings: (
-        passed.append(timeout),
-        init(*args, timeout=timeout, **settings),
-    )
-    with ll.distributed.setup(timeout=timedelta(minutes=3)):
-        ll.distributed.barrier()
-    assert passed == [timedelta(minutes=3)]
-
-
-def test_setup_takes_a_timedelta_as_torch_does():
-    launch(1, with_a_timedelta)
-
-
 def in_different_functions(folder):
     ll.distributed.watch(seconds=60)
-    with ll.distributed.setup(timeout=60):
+    with ll.distributed.setup(timeout=timedelta(minutes=1)):
+        assert timeout_of(torch.distributed.group.WORLD) == 60
         rank = ll.distributed.rank()
         step, eval_step, _, state = parts(DistributedDataParallel(torch.nn.Linear(2, 2)))
         ckpt, stop, late = ll.checkpoint_io(folder), ll.after_signal(signal.SIGUSR1), ll.predicates.every_seconds(100)
@@ -212,7 +199,7 @@ def test_ranks_in_different_functions_raise_at_once_on_all_ranks(tmp_path):
 
 
 def first_rank_alone(folder):
-    ll.distributed.watch(seconds=0.2)
+    ll.distributed.watch(seconds=5)
     with warnings.catch_warnings(), ll.distributed.setup(timeout=20):
         warnings.simplefilter("error")  # nothing waits
         rank = ll.distributed.rank()

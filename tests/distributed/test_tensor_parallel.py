@@ -58,19 +58,25 @@ def with_total(model, tokens):
     return loss, {"total": ll.Mean(loss * tokens.numel(), tokens.numel())}
 
 
-def by_hand(clip):
+def by_hand(clip, cls, options):
     """Weights, their moving average and metrics after a raw loop in one process."""
     model = made()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = cls(model.parameters(), **options)
     average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     log = []
     for tokens in batches():
-        optimizer.zero_grad()
-        loss = loss_fn(model, tokens)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-        log.append({"loss": loss.item(), "total": loss.item(), "grad_norm": norm.item()})
-        optimizer.step()
+        values = []
+
+        def closure(tokens=tokens, values=values):
+            optimizer.zero_grad()
+            loss = loss_fn(model, tokens)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            values.append({"loss": loss.item(), "total": loss.item(), "grad_norm": norm.item()})
+            return loss
+
+        optimizer.step(closure)
+        log.append(values[0])
         for name, parameter in model.named_parameters():
             average[name].lerp_(parameter.detach(), 0.1)
     return dict(model.named_parameters()), average, log
@@ -105,39 +111,47 @@ def whole(tree):
     return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tree.items()}
 
 
-def trained(kind, donate, ways):
+ADAMW = torch.optim.AdamW, {"lr": 1e-2}
+
+
+def train(kind, donate, ways, cls, options, close=1e-12):
     clip = 0.5 if "clip" in ways else 1e9
-    expected, average, log = by_hand(clip)
-    with ll.distributed.setup():
-        model = parallel(made(), kind)
-        grad_fn = ll.make_grad_fn(model, with_total)
-        optimizer = ll.optimizer(torch.optim.AdamW, lr=1e-2)
-        if "accumulate" in ways:
-            grad_fn = ll.accumulate(grad_fn, microbatches=2)
-        if kind == "replicas":
-            grad_fn = ll.grads.reduce_gradients(grad_fn)
-        if "clip" in ways:
-            grad_fn = ll.clip_by_global_norm(grad_fn, clip)
-        if "ema" in ways:
-            optimizer = ll.ema(ll.optim.apply_if_finite(optimizer, 5), 0.9)
-        train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
-        state = ll.init_state(model, optimizer)
-        rank, data = ll.distributed.rank(), ll.distributed.world_size()
-        for tokens, values in zip(batches(), log, strict=True):
-            with loss_parallel() if kind == "loss" else torch.enable_grad():
-                state, metrics = train_step(state, tokens.tensor_split(data)[rank])
-            found = ll.compute(ll.distributed.reduce(metrics))
-            assert found == pytest.approx({name: values[name] for name in found}, rel=1e-12)
-        close = {"rtol": 1e-12, "atol": 1e-12}
-        torch.testing.assert_close(whole(state.params), {k: v.detach() for k, v in expected.items()}, **close)
-        eval_step = ll.make_eval_step(model, lambda model, tokens: with_total(model, tokens)[1])
+    expected, average, log = by_hand(clip, cls, options)
+    model = parallel(made(), kind)
+    grad_fn = ll.make_grad_fn(model, with_total)
+    optimizer = ll.optimizer(cls, **options)
+    if "accumulate" in ways:
+        grad_fn = ll.accumulate(grad_fn, microbatches=2)
+    if kind == "replicas":
+        grad_fn = ll.grads.reduce_gradients(grad_fn)
+    if "clip" in ways:
+        grad_fn = ll.clip_by_global_norm(grad_fn, clip)
+    if "ema" in ways:
+        optimizer = ll.ema(ll.optim.apply_if_finite(optimizer, 5), 0.9)
+    train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
+    state = ll.init_state(model, optimizer)
+    rank, data = ll.distributed.rank(), ll.distributed.world_size()
+    for tokens, values in zip(batches(), log, strict=True):
         with loss_parallel() if kind == "loss" else torch.enable_grad():
-            total = ll.evaluate(eval_step, state, batches())["total"]
-        reference = made()
-        reference.load_state_dict(whole(state.params))
-        assert total == pytest.approx(sum(loss_fn(reference, tokens).item() for tokens in batches()) / STEPS)
-        if "ema" in ways:
-            torch.testing.assert_close(whole(ll.eval_state(optimizer, state).params), average, **close)
+            state, metrics = train_step(state, tokens.tensor_split(data)[rank])
+        found = ll.compute(ll.distributed.reduce(metrics))
+        assert found == pytest.approx({name: values[name] for name in found}, rel=close)
+    parameters = {name: parameter.detach() for name, parameter in expected.items()}
+    torch.testing.assert_close(whole(state.params), parameters, rtol=close, atol=close)
+    eval_step = ll.make_eval_step(model, lambda model, tokens: with_total(model, tokens)[1])
+    with loss_parallel() if kind == "loss" else torch.enable_grad():
+        total = ll.evaluate(eval_step, state, batches())["total"]
+    reference = made()
+    reference.load_state_dict(whole(state.params))
+    assert total == pytest.approx(sum(loss_fn(reference, tokens).item() for tokens in batches()) / STEPS)
+    if "ema" in ways:
+        averaged = whole(ll.eval_state(optimizer, state).params)
+        torch.testing.assert_close(averaged, average, rtol=close, atol=close)
+
+
+def trained(kind, donate, ways):
+    with ll.distributed.setup():
+        train(kind, donate, ways, *ADAMW)
 
 
 @pytest.mark.parametrize(("kind", "ranks"), MODELS)
@@ -183,32 +197,11 @@ CLASSES = {
 }
 
 
-def of_class(cls, options):
-    model = made()
-    raw = cls(model.parameters(), **options)
-    for tokens in batches():
-
-        def closure(tokens=tokens):
-            raw.zero_grad()
-            loss = loss_fn(model, tokens)
-            loss.backward()
-            return loss
-
-        raw.step(closure)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
 def classes(chosen):
     with ll.distributed.setup():
         for cls in chosen:
-            expected, optimizer = of_class(cls, CLASSES[cls]), ll.optimizer(cls, **CLASSES[cls])
             for donate in True, False:
-                model = parallel(made(), "sequence")
-                train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
-                state = ll.init_state(model, optimizer)
-                for tokens in batches():
-                    state, _ = train_step(state, tokens)
-                torch.testing.assert_close(whole(state.params), expected, rtol=1e-9, atol=1e-11, msg=str(cls))
+                train("sequence", donate, "alone", cls, CLASSES[cls], close=1e-9)
 
 
 @pytest.mark.slow
