@@ -194,7 +194,7 @@ def not_a_step(model, batch):
         (lambda: ll.make_train_step(lambda m, b: None, THINGS["optimizer"]), r"\(m, b\); give a grad_fn"),
         (lambda: ll.accumulate(loss_fn, 2), r"accumulate got loss_fn\(model, batch\)"),
         (lambda: ll.evaluate(THINGS["model"], THINGS["state"], []), "evaluate got a Linear; give an eval step"),
-        (lambda: ll.evaluate({"a": THINGS["model"]}, THINGS["state"], []), "evaluate got a Linear"),
+        (lambda: ll.evaluate({"a": THINGS["model"]}, THINGS["state"], {"a": []}), "evaluate got a Linear"),
         (lambda: ll.evaluate(not_a_step, THINGS["state"], []), "evaluate got not_a_step"),
         (
             lambda: ll.make_grad_fn(THINGS["model"], nn.MSELoss()),

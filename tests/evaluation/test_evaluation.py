@@ -206,7 +206,8 @@ def test_a_stream_without_a_length_is_evaluated_and_predicted_as_a_list_is(capfd
     predict_step = ll.make_predict_step(model, lambda model, x: model(x))
     expected = torch.cat([predict_step(state, batch) for batch in x.split(4)])
     assert torch.equal(torch.cat(list(ll.predict(predict_step, state, stream, start=1))), expected[4:])
-    assert list(ll.predict(predict_step, state, stream, start=9)) == []
+    for one in stream, ll.make_loader(Stream(x), batch_size=4):
+        assert list(ll.predict(predict_step, state, one, start=9)) == []
 
 
 def test_a_length_that_is_an_estimate_ends_nothing():
