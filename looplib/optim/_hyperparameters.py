@@ -11,9 +11,9 @@ from torch import Tensor
 
 from looplib._core.checks import check
 from looplib._core.kinds import check_kind
-from looplib._core.optimizer_states import in_words, name_of
 from looplib._core.trees import map_leaves
 from looplib.optim._recipe import Recipe, value_at
+from looplib.optim._wrong_state import contents, name_of
 from looplib.types import Optimizer, TrainState
 
 
@@ -99,11 +99,9 @@ def hyperparameters(optimizer: Optimizer, state: TrainState, prefix: str = "") -
 
 def of_another(optimizer: Optimizer, state: TrainState, error: Exception) -> ValueError:
     """Error for a state that an optimizer cannot read."""
-    opt_state = state.opt_state
-    kind = "None" if opt_state is None else in_words(opt_state)
     return ValueError(
-        f"state.opt_state is {kind}, and not that of {name_of(optimizer.description)} ({error!r}): give the optimizer "
-        "that made it, with its wrappers"
+        f"state.opt_state holds {contents(state.opt_state)}, and is not that of {name_of(optimizer.description)} "
+        f"({error!r}): give the optimizer that made it, with its wrappers"
     )
 
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,18 +30,19 @@ _OF_SHARDS = {torch.optim.Adam, torch.optim.AdamW}
 _WRONG = {(torch.optim.SGD, "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)}
 
 
-def chosen_by_user(recipe: Recipe) -> list[bool]:
-    """For each group, True if the user chose the kernel."""
-    return [bool(KERNEL_OPTIONS & {**recipe.defaults, **values}.keys()) for values in recipe.overrides]
+def has_fused(recipe: Recipe) -> bool:
+    """True for torch's classes with a fused kernel."""
+    return recipe.ours and "fused" in inspect.signature(recipe.cls).parameters
 
 
 def fused_groups(recipe: Recipe, params: Params, members: Sequence[Sequence[str]]) -> list[bool]:
     """For each group, True if looplib uses the fused kernel without having been asked to."""
-    if not recipe.ours or "fused" not in inspect.signature(recipe.cls).parameters:
-        return [False] * len(members)
     return [
-        not chosen and bool(names) and _all_supported(recipe, [params[name] for name in names])
-        for chosen, names in zip(chosen_by_user(recipe), members, strict=True)
+        has_fused(recipe)
+        and KERNEL_OPTIONS.isdisjoint(values)  # otherwise the user has chosen the kernel
+        and bool(names)
+        and _all_supported(recipe, [params[name] for name in names])
+        for values, names in zip(recipe.values, members, strict=True)
     ]
 
 
@@ -124,54 +125,45 @@ def realigned(name: str, grad: Tensor, param: Tensor, state: dict[str, Any]) -> 
     return torch.empty_like(param).copy_(grad)
 
 
-def told(recipe: Recipe, plans: Sequence[Any]) -> str:
+def kernel_name(recipe: Recipe, plans: Sequence[Any]) -> str:
     """Name of the kernel that updates use, for `repr`: by the user's choice, and for the parameters seen so far."""
-    options = {key: recipe.group_values(key) for key in sorted(KERNEL_OPTIONS)}
-    chosen = [f"{key}={values[-1]}" for key, values in options.items() if key in recipe.defaults]
+    chosen = [f"{key}={recipe.defaults[key]}" for key in sorted(KERNEL_OPTIONS & recipe.defaults.keys())]
     if chosen:
         return ", ".join(chosen)
-    if not recipe.ours or "fused" not in inspect.signature(recipe.cls).parameters:
+    if not has_fused(recipe):
         return "torch's default" if recipe.ours else "the class's own"
     if not plans:
         return "fused where torch has one for the parameters and strides permit, else torch's default"
-    taken = {fused for plan in plans for names, fused in zip(plan.members, plan.fused, strict=True) if names}
-    taken |= {False for plan in plans if plan.fell_back}
+    taken = set().union(*(plan.taken for plan in plans))
     return " and ".join(["fused"] * (True in taken) + ["torch's default"] * (False in taken))
 
 
 # Calls of fused kernels, whose own functions first sort the lists again by device and dtype
 
-Kernel = Callable[[Mapping[str, Any], Sequence[Tensor], Sequence[Tensor], Mapping[str, Sequence[Tensor]]], None]
+Values = Mapping[str, Any]
+Tensors = Sequence[Tensor]
+Entries = Mapping[str, Tensors]
+Kernel = Callable[[Values, Tensors, Tensors, Entries], None]
 
 
-class Columns(NamedTuple):
-    """Tensors of one group, one for each of its parameters; `entries` holds those of the state by key."""
-
-    number: int
-    params: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    entries: dict[str, Sequence[Tensor]]
-
-
-def direct_kernels(plan: Any, params: Params) -> list[Kernel | None]:
-    """For each group, the fused kernel that updates it, or None for the class's own step."""
-    kernel = FUSED.get(plan.recipe.cls)
-    alike = all(len({(params[name].device, params[name].dtype) for name in names}) < 2 for names in plan.members)
-    if kernel is None or not alike or any(values.get("capturable") for values in plan.values):
-        return [None] * len(plan.members)
-    return [kernel if ours or asked else None for ours, asked in zip(plan.fused, plan.asked, strict=True)]
+def direct_kernels(
+    recipe: Recipe, params: Params, members: Sequence[Sequence[str]], fused: Sequence[bool]
+) -> list[Kernel | None]:
+    """For each group, the kernel to call if its tensors permit; None for the class's own step."""
+    alike = all(len({(params[name].device, params[name].dtype) for name in names}) < 2 for names in members)
+    kernel = FUSED.get(recipe.cls) if alike else None
+    return [kernel if taken else None for taken in fused]
 
 
 def columns_of(
-    number: int,
-    names: Sequence[str],
-    params: Params,
-    grads: Mapping[str, Tensor],
-    states: Mapping[str, Mapping[str, Any]],
-) -> Columns | None:
-    """The tensors of these parameters for a fused kernel, on this rank; None if it would pair their elements wrongly."""
+    names: Sequence[str], params: Params, grads: Params, states: Mapping[str, Mapping[str, Any]]
+) -> tuple[Tensors, Tensors, dict[str, Any]] | None:
+    """This rank's parameters, gradients and entries of the state, each as a list, as fused kernels take them.
+
+    None if a kernel would pair their elements wrongly.
+    """
     rows = [*map(states.__getitem__, names)]
-    keys = [*rows[0]]
+    keys = rows[0].keys()
     if {*map(len, rows)} != {len(keys)}:
         return None
     try:
@@ -179,34 +171,26 @@ def columns_of(
     except KeyError:
         return None
     own, given = [*map(params.__getitem__, names)], [*map(grads.__getitem__, names)]
-    if not PLAIN.issuperset(map(type, own)):  # it is elementwise, so each rank updates its shards
+    if not PLAIN.issuperset(map(type, own)):  # kernels are elementwise, so each rank updates its shards
         own, given = shards(own), shards(given)
         entries = {key: column if key == "step" else shards(column) for key, column in entries.items()}
     if not aligned([own, given, *(column for key, column in entries.items() if key != "step")]):
         return None
-    return Columns(number, own, given, entries)
+    return own, given, entries
 
 
-def launch(kernel: Kernel, values: Mapping[str, Any], columns: Columns) -> None:
-    """Count the update and call the kernel."""
-    if "step" in columns.entries:
-        counts = columns.entries["step"]
-        if counts[0].is_cpu:  # adding a tensor takes half the time of adding a number; other backends may read it
-            torch_private.foreach_add_(counts, _ONE, alpha=1)
-        else:
-            torch_private.foreach_add_(counts, 1)
-    kernel(values, columns.params, columns.grads, columns.entries)
+def count_update(counts: Tensors) -> None:
+    """Add 1 to the counts of a group's parameters."""
+    if counts[0].is_cpu:  # adding a tensor takes half the time of adding a number; other backends may read it
+        torch_private.foreach_add_(counts, _ONE, alpha=1)
+    else:
+        torch_private.foreach_add_(counts, 1)
 
 
 _ONE = torch.ones(())
 
 
-def _adam(
-    values: Mapping[str, Any],
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    entries: Mapping[str, Sequence[Tensor]],
-) -> None:
+def _adam(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> None:
     kernel: Any = torch_private.fused_adamw_ if values["decoupled_weight_decay"] else torch_private.fused_adam_
     kernel(
         params,
@@ -215,56 +199,32 @@ def _adam(
         entries["exp_avg_sq"],
         entries["max_exp_avg_sq"] if values["amsgrad"] else [],
         entries["step"],
-        lr=values["lr"],
         beta1=values["betas"][0],
         beta2=values["betas"][1],
-        weight_decay=values["weight_decay"],
-        eps=values["eps"],
-        amsgrad=values["amsgrad"],
-        maximize=values["maximize"],
+        **{key: values[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")},
     )
 
 
-def _adagrad(
-    values: Mapping[str, Any],
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    entries: Mapping[str, Sequence[Tensor]],
-) -> None:
+def _adagrad(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> None:
     torch_private.fused_adagrad_(
         params,
         grads,
         entries["sum"],
         entries["step"],
-        lr=values["lr"],
-        lr_decay=values["lr_decay"],
-        weight_decay=values["weight_decay"],
-        eps=values["eps"],
-        maximize=values["maximize"],
+        **{key: values[key] for key in ("lr", "lr_decay", "weight_decay", "eps", "maximize")},
     )
 
 
-def _sgd(
-    values: Mapping[str, Any],
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    entries: Mapping[str, Sequence[Tensor]],
-) -> None:
+def _sgd(values: Values, params: Tensors, grads: Tensors, entries: Entries) -> None:
     torch_private.fused_sgd_(
         params,
         grads,
         entries["momentum_buffer"] if values["momentum"] else [],
-        weight_decay=values["weight_decay"],
-        momentum=values["momentum"],
-        lr=values["lr"],
-        dampening=values["dampening"],
-        nesterov=values["nesterov"],
-        maximize=values["maximize"],
         is_first_step=False,
+        **{key: values[key] for key in ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize")},
     )
 
 
-# Classes whose fused kernel is called directly: their functions first sort the lists again by device and dtype.
 FUSED: dict[type, Kernel] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,

@@ -6,26 +6,24 @@ in and taken out at each update. An instance of the class, empty between updates
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from looplib._core.advice import explain_arguments
 from looplib._core.calls import remember
-from looplib._core.mappings import detached_copies, pick
+from looplib._core.descriptions import described
 from looplib._core.tracing import entered, tracing
-from looplib._core.updates import copied
 from looplib.optim._arguments import NotGiven, check_class, check_groups, check_lr
-from looplib.optim._closure import check_lbfgs, lbfgs_update
-from looplib.optim._comparison import check_against_raw_loop
-from looplib.optim._description import description_of
 from looplib.optim._first_state import first_state
 from looplib.optim._hyperparameters import numbers_of
-from looplib.optim._kernels import check_fused, told
-from looplib.optim._lbfgs_state import is_lbfgs
+from looplib.optim._kernels import check_fused, kernel_name
+from looplib.optim._lbfgs import check_lbfgs, is_lbfgs, lbfgs_update
 from looplib.optim._recipe import Groups, Recipe
+from looplib.optim._third_party import check_against_raw_loop, evaluated
 from looplib.optim._traced_update import traced_update
-from looplib.optim._update import Plan, check_state, check_update, eager_update, not_started
+from looplib.optim._update import Plan, check_update, eager_update
 from looplib.types import Grads, Metrics, Optimizer, Params
 
 
@@ -99,14 +97,12 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
         opt_state = first_state(recipe, params)
         check_fused(recipe, params, recipe.members(params))
         if not recipe.ours:
-            check_against_raw_loop(recipe, params)
+            check_against_raw_loop(recipe, params, made.update)
         return opt_state
 
     def decide(grads: Grads, opt_state: Any, metrics: Metrics, params: Params, **info: Any) -> tuple[bool, Any]:
-        if entered and tracing():
-            check_state(recipe, opt_state, grads)
-        elif lbfgs:
-            check_lbfgs(recipe, opt_state, grads)
+        if lbfgs:
+            check_lbfgs(opt_state)
         else:
             check_update(plans, recipe, grads, opt_state, params)
         return True, opt_state
@@ -134,27 +130,9 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
     def hyperparameters_at(opt_state: Any, step: int) -> dict[str, float]:
         return numbers_of(recipe, opt_state, step)
 
-    def kernel() -> str:
-        return told(recipe, plans)
-
-    description = description_of(cls, recipe.defaults, groups)
+    description = {"class": described(cls), **described(recipe.defaults)}
+    for number, (predicate, values) in enumerate(groups):
+        description[f"group {number}"] = {"members": described(predicate), **described(values)}
+    kernel = partial(kernel_name, recipe, plans)
     made = Optimizer(init, update_, decide, evaluation, hyperparameters_at, description, kernel)
     return remember(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)
-
-
-def evaluated(recipe: Recipe, params: Params, opt_state: Any) -> Params:
-    """Weights to evaluate with.
-
-    Schedule-free optimizers train at one point and evaluate at another, which their `eval` computes.
-    """
-    if recipe.ours or not callable(getattr(recipe.cls, "eval", None)):
-        return params
-    states = opt_state["state"]
-    copies = detached_copies(pick(params, states))
-    made = recipe.build(copies, recipe.members(copies))
-    started = states.keys() - not_started(recipe, opt_state, 1)
-    made.state.update(zip(pick(copies, started).values(), copied([*pick(states, started).values()]), strict=True))
-    for group, values in zip(made.param_groups, opt_state.get("groups", ()), strict=False):
-        group.update({key: copied(value) for key, value in values.items() if value is not None})
-    made.eval()
-    return {**params, **copies}

@@ -12,11 +12,11 @@ from torch import Tensor
 from looplib._core.calls import remember
 from looplib._core.checks import check
 from looplib._core.mappings import mapped, pick
-from looplib._core.optimizer_states import name_of, wrong_state
 from looplib._core.tracing import on_host
 from looplib._core.updates import Decision, any_of, flags_of, leaves_of, update_where, updated
 from looplib.optim._recipe import chosen_by_kind
 from looplib.optim._wrap import Updated, update_within, wrap
+from looplib.optim._wrong_state import name_of, wrong_state
 from looplib.types import Grads, Metrics, Optimizer, Params
 
 _shape_of = operator.attrgetter("shape")
@@ -69,7 +69,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
     ) -> tuple[Any, Any]:
         if type(opt_state) is not dict or [*opt_state] != ["inner_states"] or not _same_keys(optimizers, opt_state):
             raise wrong_state(
-                opt_state, name_of(description, "partition"), f", which keeps inner_states of {', '.join(optimizers)}"
+                opt_state, name_of(description, "partition"), ["inner_states of " + ", ".join(optimizers)]
             )
         states, flags = dict(opt_state["inner_states"]), {}
         checks: list[Any] = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -197,3 +198,14 @@ def moves(value: Any) -> bool:
 def drop_grads(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         tensor.grad = None
+
+
+@contextmanager
+def restored_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Put the tensors' own `.grad`s back at the end of the block."""
+    before = [(tensor, tensor.grad) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, grad in before:
+            tensor.grad = grad

@@ -23,9 +23,9 @@ from looplib._core import tracing as _tracing
 from looplib._core.checks import check
 from looplib._core.mappings import pick, subset
 from looplib._core.tracing import UntraceableError, on_host
-from looplib.optim._first_state import makes_state_late
+from looplib.optim._first_state import makes_state_late, not_started
 from looplib.optim._recipe import Recipe, drop_grads
-from looplib.optim._update import LR_IN_STATE, not_started
+from looplib.optim._update import LR_IN_STATE
 from looplib.types import Grads, Params
 
 # Their plain forms need the value of a count, or of a parameter without dimensions (Rprop), which torch.compile does

@@ -11,9 +11,9 @@ from looplib._core.calls import remember
 from looplib._core.checks import check_type
 from looplib._core.descriptions import described
 from looplib._core.mappings import mapped
-from looplib._core.optimizer_states import kept_in, name_of, wrong_state
 from looplib._core.tracing import on_host
 from looplib._core.updates import updated
+from looplib.optim._wrong_state import name_of, wrong_state
 from looplib.types import Evaluation, Grads, Init, Metrics, Optimizer, Params
 
 Flag = bool | Tensor
@@ -42,14 +42,13 @@ def wrap(
     """
     advice = "give ll.optimizer(torch.optim.AdamW, lr=...), or that wrapped"
     check_type("this wraps what ll.optimizer returns, and got", optimizer, Optimizer, advice)
-    expected = {"inner_state", *keeps}
+    expected = dict.fromkeys(("inner_state", *keeps))
 
     def decide_both(
         grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
     ) -> tuple[Any, Any]:
-        if type(opt_state) is not dict or opt_state.keys() != expected:
-            more = f", which keeps {', '.join(kept_in(opt_state) or ['no inner_state'])}" if opt_state else ""
-            raise wrong_state(opt_state, name_of(description, name), more)
+        if type(opt_state) is not dict or opt_state.keys() != expected.keys():
+            raise wrong_state(opt_state, name_of(description, name), expected)
         seen, of = (grads, params) if within is None else within(grads, params, opt_state)
         flag, inner = optimizer.decide(seen, opt_state["inner_state"], metrics, params=of, step=step)
         if inner is not opt_state["inner_state"]:

@@ -389,8 +389,14 @@ def test_the_state_of_another_optimizer_is_refused(name, donate):
     with pytest.raises(ValueError, match=f"the state was made without an optimizer, {who}"):
         step(ll.init_state(model), batches(1)[0])
     who += ", which keeps .*inner_state"
-    refused(own, ValueError, f"opt_state is that of Adam or AdamW.*, {who}", other=adamw, donate=donate)
-    refused(own, ValueError, "of SGD or Muon.*AdamW is to update it", other=AROUND[name](sgd), donate=donate)
+    refused(own, ValueError, f"opt_state holds step, exp_avg, exp_avg_sq .*, {who}", other=adamw, donate=donate)
+    refused(
+        own,
+        ValueError,
+        "momentum_buffer for a parameter.*AdamW is to update it",
+        other=AROUND[name](sgd),
+        donate=donate,
+    )
     for other in AROUND.keys() - {name, *({"ema", "swa"} if name in ("ema", "swa") else ())}:
         refused(own, ValueError, who, other=AROUND[other](adamw), donate=donate)
 

@@ -337,8 +337,9 @@ def test_a_state_of_another_optimizer_is_refused():
     plain = ll.optimizer(torch.optim.SGD, lr=0.1)
     state = ll.init_state(model(), plain)
     with pytest.raises(
-        ValueError, match=r"opt_state is that of SGD, and not that of \w+ around SGD .*: give the optimizer that made"
+        ValueError,
+        match=r"opt_state holds nothing for a parameter, and is not that of \w+ around SGD .*: give the optimizer that made",
     ):
         ll.optim.hyperparameters(ll.ema(plain), state)
-    with pytest.raises(ValueError, match=r"opt_state is None, and not that of \w+ around SGD"):
+    with pytest.raises(ValueError, match=r"opt_state holds nothing, and is not that of \w+ around SGD"):
         ll.optim.hyperparameters(ll.ema(plain), ll.init_state(model()))

@@ -1,0 +1,125 @@
+"""Optimizers that evaluate the loss at different parameters: LBFGS, and third-party classes that require a closure.
+
+For this, `update` is given `evaluate(params) -> (loss, grads)`, as `optax.lbfgs` is given `value_fn`. LBFGS's state is
+kept in tensors of fixed shapes, although torch's history grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looplib._core.checks import check
+from looplib._core.mappings import mapped, pick
+from looplib._objective import loss_over_ranks
+from looplib.optim._recipe import Recipe, drop_grads, restored_grads
+from looplib.optim._wrong_state import wrong_state
+from looplib.types import Grads, Params
+
+Evaluate = Callable[[Params], tuple[Any, Grads]]
+
+_NUMBERS = ("func_evals", "n_iter")
+_FLAT = ("d", "prev_flat_grad", "H_diag")  # tensors; the history is in tensors of `history_size` rows
+_ROWS = ("old_dirs", "old_stps", "ro")
+
+
+def closure_over(evaluate: Any, cls: type, tensors: Params, known: list[Any]) -> Callable[[], Any]:
+    """Make the `closure()` that a step calls: it returns the loss at the current tensors and sets their `.grad`.
+
+    `known` holds losses and gradients that need not be computed, with the next one last.
+    """
+    check(
+        evaluate,
+        f"{cls.__name__} evaluates the loss at other parameters, so its update needs evaluate=: a function "
+        "from params to (loss, grads). A train step gives one; a wrapper hands it on with **extra",
+        TypeError,
+    )
+
+    def closure() -> Any:
+        drop_grads(tensors.values())
+        with torch.enable_grad():
+            loss, grads = known.pop() if known else evaluate(dict(tensors))
+        for name, tensor in tensors.items():
+            tensor.grad = grads.get(name)
+        return loss
+
+    return closure
+
+
+def is_lbfgs(recipe: Recipe) -> bool:
+    """True for torch's LBFGS, whose history grows from update to update."""
+    return recipe.cls is torch.optim.LBFGS
+
+
+def first_state_of_lbfgs(recipe: Recipe, made: Any, params: Params) -> dict[str, dict[str, Any]]:
+    """LBFGS state before the first update, in tensors that hold a full history, stored with the first parameter."""
+    size = int(made.param_groups[0]["history_size"])
+    flat = torch.cat([torch.view_as_real(t).flatten() if t.is_complex() else t.flatten() for t in params.values()])
+    zeros, count = flat.new_zeros, flat.numel()
+    state = {
+        **{"func_evals": 0, "n_iter": 0, "history": 0, "t": 0.0, "prev_loss": 0.0},
+        **{"d": zeros(count), "prev_flat_grad": zeros(count), "H_diag": zeros(())},
+        **{"old_dirs": zeros(size, count), "old_stps": zeros(size, count), "ro": zeros(size)},
+    }
+    return {**{name: {} for name in params}, next(iter(params)): state}
+
+
+def check_lbfgs(opt_state: Any) -> None:
+    """Raise for the state of another optimizer."""
+    match opt_state:
+        case {"state": dict(states)} if states and "old_dirs" in next(iter(states.values())):
+            return
+    raise wrong_state(opt_state, "LBFGS", _ROWS)
+
+
+def lbfgs_update(
+    recipe: Recipe,
+    grads: Grads,
+    opt_state: Any,
+    params: Params,
+    step: int,
+    metrics: Mapping[str, Any] | None,
+    evaluate: Any,
+) -> tuple[Params, Any]:
+    """LBFGS update by torch's own step, in place. `metrics` are those of `grads`, if they are known."""
+    states = opt_state["state"]
+    tensors = pick(params, states)
+    first = next(iter(states))
+    instance = recipe.build(tensors, recipe.members(tensors))
+    recipe.move(instance, step)
+    instance.param_groups[0].update(mapped(Tensor.item, opt_state.get("hyperparameters", [{}])[0]))
+    instance.state[tensors[first]] = _unpacked(states[first])
+    # The first evaluation is at the parameters where the gradients were taken.
+    known = [(loss_over_ranks(metrics), grads)] if metrics else []
+    with restored_grads(tensors.values()):
+        instance.step(closure_over(evaluate, recipe.cls, tensors, known))
+    states[first] = _packed_into(states[first], instance.state[tensors[first]])
+    return params, opt_state
+
+
+def _unpacked(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The state as LBFGS expects it, with the history in lists.
+
+    The tensors are copies, since BLAS may round a dot product differently if a vector is not aligned in memory.
+    """
+    if not kept["n_iter"]:
+        return pick(kept, _NUMBERS)
+    rows = {key: [*map(Tensor.clone, kept[key][: kept["history"]])] for key in _ROWS}
+    return {**pick(kept, (*_NUMBERS, "t", "prev_loss")), **rows, **mapped(Tensor.clone, pick(kept, _FLAT))}
+
+
+def _packed_into(kept: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state in its existing tensors of fixed shapes, which are overwritten."""
+    packed = {**kept, **pick(state, _NUMBERS)}
+    if "d" not in state:
+        return packed  # it started at an optimum and has no direction
+    with torch.no_grad():
+        for key in _FLAT:
+            packed[key].copy_(torch.as_tensor(state[key]))
+        for key in _ROWS:
+            for into, row in zip(packed[key], state[key], strict=False):
+                into.copy_(row)
+    return {**packed, "history": len(state["old_dirs"]), **mapped(float, pick(state, ("t", "prev_loss")))}
