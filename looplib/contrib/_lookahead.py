@@ -12,7 +12,7 @@ from looplib._core.checks import check, is_count
 from looplib._core.mappings import detached_copies, pick
 from looplib._core.ranks import shards
 from looplib.optim._averaging import Tensors
-from looplib.optim._wrap import act_after_updates, kept_by_wrappers
+from looplib.optim._wrap import act_after_updates
 from looplib.types import Grads, Optimizer, Params
 
 
@@ -42,14 +42,14 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
         "above 0 and at most 1",
     )
 
-    def init(params: Params, **extra: Any) -> dict[str, Any]:
-        inner = optimizer.init(params, **extra)
-        check(
-            kept_by_wrappers(inner, "master") is None,  # they would not notice that the weights were moved
-            "lookahead around master_weights would move the rounded weights, and the next update overwrites "
-            "those: put it inside, master_weights(lookahead(optimizer))",
-        )
-        return {"inner_state": inner, "slow": detached_copies(params), "updates": torch.tensor(0)}
+    check(
+        "master_weights" not in optimizer.description,  # which would not notice that the weights were moved
+        "lookahead around master_weights would move the rounded weights, and the next update overwrites "
+        "those: put it inside, master_weights(lookahead(optimizer))",
+    )
+
+    def first_weights(params: Params, **extra: Any) -> Params:
+        return detached_copies(params)
 
     def moment(before: Tensor) -> tuple[dict[str, Tensor], bool | None]:
         updates = int(before) + 1
@@ -64,7 +64,7 @@ def lookahead(optimizer: Optimizer, sync_period: int = 6, slow_step_size: float 
         return params, opt_state
 
     settings = {"sync_period": sync_period, "slow_step_size": slow_step_size}
-    return act_after_updates(optimizer, lookahead, settings, init, moment, act, _slow_weights, ("slow",))
+    return act_after_updates(optimizer, lookahead, settings, {"slow": first_weights}, moment, act, _slow_weights)
 
 
 def _slow_weights(params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:

@@ -11,8 +11,7 @@ from looplib._core.calls import remember
 from looplib._objective import multiply
 from looplib._wrapping import check_scalable, of_whole_step
 from looplib.metrics._mean import Mean
-from looplib.optim._loss_scale import _scale_of
-from looplib.optim._skipping import _finite
+from looplib.optim._skipping import _finite, _scale_of
 from looplib.types import WHOLE, GradFn, Gradients, Part, TrainState
 
 

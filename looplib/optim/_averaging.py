@@ -17,11 +17,11 @@ from torch import Tensor
 from looplib._core import torch_private
 from looplib._core.checks import check, check_argument, is_count
 from looplib._core.kinds import check_kind
-from looplib._core.mappings import in_dtypes_of, mapped, pick
+from looplib._core.mappings import in_dtypes_of, pick
 from looplib._core.ranks import shards
 from looplib._core.trees import map_leaves
 from looplib.optim._hyperparameters import of_another
-from looplib.optim._wrap import act_after_updates
+from looplib.optim._wrap import First, act_after_updates
 from looplib.types import Grads, Optimizer, Params, TrainState
 
 Tensors = dict[str, Tensor]
@@ -71,7 +71,7 @@ def ema(
         return 1 - (decay(count) if callable(decay) else decay)
 
     settings = {"decay": decay, "start": start, "every": every, "buffers": buffers}
-    return _averaging(optimizer, ema, settings, weight, start, every, buffers)
+    return _averaging(optimizer, ema, settings, weight)
 
 
 def ema_warmup(decay: float) -> Callable[[int], float]:
@@ -115,7 +115,7 @@ def swa(optimizer: Optimizer, *, start: int, every: int = 1, buffers: bool = Fal
     where torch rounds each contribution to float32.
     """
     settings = {"start": start, "every": every, "buffers": buffers}
-    return _averaging(optimizer, swa, settings, lambda count: 1 / (count + 1), start, every, buffers)
+    return _averaging(optimizer, swa, settings, lambda count: 1 / (count + 1))
 
 
 def _averaging(
@@ -123,10 +123,8 @@ def _averaging(
     factory: Callable[..., Optimizer],
     settings: Mapping[str, Any],
     weight: Callable[[int], float],
-    start: int,
-    every: int,
-    with_buffers: bool,
 ) -> Optimizer:
+    start, every = settings["start"], settings["every"]
     check(
         is_count(start, 0) and is_count(every),
         f"start is {start} and every {every}; give a step of at least 0 and a count of at least 1",
@@ -154,27 +152,26 @@ def _averaging(
         counted = {"updates": torch.tensor(updates), "n_averaged": torch.tensor(count + 1)}
         return counted, (count == 0, float(weight(count)) if count else 1.0)
 
-    init = partial(_first_average, optimizer, start, with_buffers)
-    evaluation = partial(_evaluated, optimizer)
-    return act_after_updates(optimizer, factory, settings, init, moment, act, evaluation, ("average", "n_averaged"))
+    def first_average(params: Params, buffers: Tensors | None = None, **extra: Any) -> dict[str, Tensors]:
+        averaged = {"params": {name: _wide(tensor).clone() for name, tensor in params.items()}}
+        if settings["buffers"]:
+            floats = {name: tensor for name, tensor in (buffers or {}).items() if tensor.is_floating_point()}
+            averaged["buffers"] = {name: _wide(tensor).clone() for name, tensor in floats.items()}
+        return averaged
 
-
-def _first_average(
-    optimizer: Optimizer, start: int, with_buffers: bool, params: Params, **extra: Any
-) -> dict[str, Any]:
-    averaged = {"params": mapped(_wide_copy, params)}
-    if with_buffers:
-        floats = filter(lambda item: item[1].is_floating_point(), extra.get("buffers", {}).items())
-        averaged["buffers"] = mapped(_wide_copy, dict(floats))
-    inner, count = optimizer.init(params, **extra), torch.tensor(int(start == 0))
-    return {"inner_state": inner, "average": averaged, "n_averaged": count, "updates": torch.tensor(0)}
+    keeps: dict[str, First] = {
+        "average": first_average,
+        "n_averaged": lambda params, **extra: torch.tensor(int(start == 0)),
+    }
+    return act_after_updates(optimizer, factory, settings, keeps, moment, act, partial(_evaluated, optimizer))
 
 
 def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state: Any) -> tuple[Params, Tensors]:
     """The averages, or before the first average, the weights that the optimizer itself evaluates with."""
     begun, average = opt_state["n_averaged"] > 0, opt_state["average"]
+    without = optimizer.evaluation(params, buffers, opt_state["inner_state"])
     if not begun.any():
-        return optimizer.evaluation(params, buffers, opt_state["inner_state"])
+        return without
     statistics = in_dtypes_of(average.get("buffers", {}), buffers)
     averaged = {**params, **in_dtypes_of(average["params"], params)}, {**buffers, **statistics}
     if begun.all():
@@ -184,12 +181,7 @@ def _evaluated(optimizer: Optimizer, params: Params, buffers: Tensors, opt_state
         return torch.where(begun.to(one.device).reshape(-1, *[1] * (one.dim() - 1)), one.detach(), other.detach())
 
     # Only some members of a stack have an average so far.
-    without = optimizer.evaluation(params, buffers, opt_state["inner_state"])
     return map_leaves(of_member, averaged, without)  # type: ignore[no-any-return]
-
-
-def _wide_copy(tensor: Tensor) -> Tensor:
-    return _wide(tensor).clone()
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -56,12 +56,12 @@ def master_weights(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> 
         opt_state.update(inner_state=inner, master=pick(new, master))
         return {**new, **pick(params, master)}, opt_state, more
 
-    init, evaluation = partial(_first_state, optimizer, dtype), partial(_evaluated, optimizer)
-    own: dict[str, Any] = {"keeps": ("master",), "update_": update_, "evaluation": evaluation, "within": within}
-    return wrap(optimizer, master_weights, {"dtype": dtype}, init, **own)
+    keeps, evaluation = {"master": partial(_first_masters, dtype)}, partial(_evaluated, optimizer)
+    own: dict[str, Any] = {"update_": update_, "evaluation": evaluation, "within": within}
+    return wrap(optimizer, master_weights, {"dtype": dtype}, keeps, **own)
 
 
-def _first_state(optimizer: Optimizer, dtype: torch.dtype, params: Params, **extra: Any) -> dict[str, Any]:
+def _first_masters(dtype: torch.dtype, params: Params, **extra: Any) -> Params:
     master = {
         name: tensor.detach().to(dtype)
         for name, tensor in params.items()
@@ -73,7 +73,7 @@ def _first_state(optimizer: Optimizer, dtype: torch.dtype, params: Params, **ext
         f"master_weights has nothing to keep: the parameters are {dtypes}. Make the model of half precision "
         "(model.bfloat16()), or leave this wrapper out",
     )
-    return {"inner_state": optimizer.init({**params, **master}, **extra), "master": master}
+    return master
 
 
 def _evaluated(

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from looplib._core.calls import remember
-from looplib._core.checks import check
+from looplib._core.checks import check, check_type
 from looplib._core.mappings import mapped, pick
 from looplib._core.tracing import on_host
 from looplib._core.updates import Decision, any_of, flags_of, leaves_of, update_where, updated
@@ -18,9 +18,6 @@ from looplib.optim._recipe import chosen_by_kind
 from looplib.optim._wrap import Updated, update_within, wrap
 from looplib.optim._wrong_state import name_of, wrong_state
 from looplib.types import Grads, Metrics, Optimizer, Params
-
-_shape_of = operator.attrgetter("shape")
-_dtype_of = operator.attrgetter("dtype")
 
 
 def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str]) -> Optimizer:
@@ -53,33 +50,35 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     Source: `optax.partition`.
     """
-    _check_optimizers(optimizers)
-    labels = _remembered(label)
+    for key, member in optimizers.items():
+        check_type(f"{key!r} in a partition is", member, Optimizer, "give what ll.optimizer returns")
 
-    def parts(grads: Grads, params: Params) -> dict[str, tuple[Grads, Params]]:
-        """The gradients and parameters of each optimizer that has a gradient."""
-        label_of = labels(params)
-        _check_labels(optimizers, grads, label_of)
-        members = _divided(optimizers, params, label_of)
-        own = {key: {name: grads[name] for name in subset if name in grads} for key, subset in members.items()}
-        return {key: (mine, members[key]) for key, mine in own.items() if mine}
+    parts, numbers = partial(_parts, optimizers, label), partial(_hyperparameters, optimizers)
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        chosen_by_kind(label, params, "label")
+        members = parts(params, params)
+        empty = [key for key in optimizers if key not in members]
+        check(not empty, f"no parameter has the label {', '.join(map(repr, empty))}: leave that optimizer out")
+        return {"inner_states": {key: one.init(members[key][1], **extra) for key, one in optimizers.items()}}
 
     def decide(
         grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
     ) -> tuple[Any, Any]:
-        if type(opt_state) is not dict or [*opt_state] != ["inner_states"] or not _same_keys(optimizers, opt_state):
-            raise wrong_state(
-                opt_state, name_of(description, "partition"), ["inner_states of " + ", ".join(optimizers)]
-            )
-        states, flags = dict(opt_state["inner_states"]), {}
+        match opt_state:
+            case {"inner_states": dict(before), **more} if before.keys() == optimizers.keys() and not more:
+                states, flags = dict(before), {}
+            case _:
+                own = ["inner_states of " + ", ".join(optimizers)]
+                raise wrong_state(opt_state, name_of(description, "partition"), own)
         checks: list[Any] = []
         for key, (mine, subset) in parts(grads, params).items():
             decision, states[key] = optimizers[key].decide(mine, states[key], metrics, params=subset, step=step)
             flags[key] = flags_of(decision)
             checks += decision.checks if isinstance(decision, Decision) else ()
-        if all(flag is True for flag in flags.values()):
-            return True, opt_state if _unchanged(states, opt_state) else {"inner_states": states}
-        return Decision(flags, checks), {"inner_states": states}
+        if any(states[key] is not before[key] for key in states):
+            opt_state = {"inner_states": states}
+        return all(flag is True for flag in flags.values()) or Decision(flags, checks), opt_state
 
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, applied: Any = True, **info: Any) -> Updated:
         states, metrics = opt_state["inner_states"], {}
@@ -90,20 +89,17 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
             metrics.update({_name_within(key, name): value for name, value in more.items()})
         return params, opt_state, metrics
 
-    init, numbers = partial(_first_states, optimizers, label), partial(_hyperparameters, optimizers)
-    evaluation = partial(_evaluated, optimizers, labels)
+    def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
+        chosen = params
+        for key, state in opt_state["inner_states"].items():
+            subset = {name: tensor for name, tensor in params.items() if label(name, tensor) == key}
+            mine, buffers = optimizers[key].evaluation(subset, buffers, state)
+            chosen = chosen if mine is subset else {**chosen, **mine}
+        return chosen, buffers
+
     description = mapped(operator.attrgetter("description"), optimizers)
     made = Optimizer(init, update_, decide, evaluation, numbers, description)
     return remember(made, partition, optimizers, label)
-
-
-def _same_keys(optimizers: Mapping[str, Optimizer], opt_state: Any) -> bool:
-    states = opt_state["inner_states"]
-    return isinstance(states, dict) and states.keys() == optimizers.keys()
-
-
-def _unchanged(states: Mapping[str, Any], opt_state: Any) -> bool:
-    return all(map(operator.is_, states.values(), opt_state["inner_states"].values()))
 
 
 def _update_part(
@@ -117,19 +113,23 @@ def _update_part(
     return updated(optimizer, grads, opt_state, params, step, {**info, "applied": flag})
 
 
-def _evaluated(
-    optimizers: Mapping[str, Optimizer],
-    labels: Callable[[Params], dict[str, str]],
-    params: Params,
-    buffers: dict[str, Tensor],
-    opt_state: Any,
-) -> tuple[Params, dict[str, Tensor]]:
-    chosen = dict(params)
-    for key, subset in _divided(optimizers, params, labels(params)).items():
-        mine, buffers = optimizers[key].evaluation(subset, buffers, opt_state["inner_states"][key])
-        chosen.update(mine)
-    same = all(map(operator.is_, chosen.values(), params.values()))
-    return (params if same else chosen), buffers
+def _parts(
+    optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str], grads: Grads, params: Params
+) -> dict[str, tuple[Grads, Params]]:
+    """The gradients and parameters of each optimizer that has a gradient."""
+    members: dict[str, Params] = {}
+    for name, tensor in params.items():
+        members.setdefault(label(name, tensor), {})[name] = tensor
+    parts = {}
+    for key, subset in members.items():
+        mine = {name: grads[name] for name in subset if name in grads}
+        if mine and key not in optimizers:
+            raise ValueError(
+                f"{next(iter(mine))} has the label {key!r}, and there are optimizers for {', '.join(optimizers)}"
+            )
+        if mine:  # a parameter that is not trained needs no optimizer
+            parts[key] = mine, subset
+    return parts
 
 
 def _hyperparameters(optimizers: Mapping[str, Optimizer], opt_state: Any, step: int) -> dict[str, float]:
@@ -145,55 +145,6 @@ def _name_within(key: str, name: str) -> str:
     """Name of a hyperparameter or a metric with the label of its optimizer: `lr/0` of `rest` is `lr/rest/0`."""
     first, slash, rest = name.partition("/")
     return f"{first}/{key}{slash}{rest}"
-
-
-def _remembered(label: Callable[[str, Tensor], str]) -> Callable[[Params], dict[str, str]]:
-    """Cache each parameter's label, so that the function is called once for the same names, shapes and dtypes."""
-    known: list[tuple[Any, dict[str, str]]] = []  # names, shapes and dtypes, and their labels
-
-    def labels(params: Params) -> dict[str, str]:
-        key = [*params], [*map(_shape_of, params.values())], [*map(_dtype_of, params.values())]
-        for seen, label_of in known:
-            if seen == key:
-                return label_of
-        label_of = {name: label(name, tensor) for name, tensor in params.items()}
-        known.insert(0, (key, label_of))
-        del known[8:]
-        return label_of
-
-    return labels
-
-
-def _first_states(
-    optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str], params: Params, **extra: Any
-) -> dict[str, Any]:
-    label_of = chosen_by_kind(label, params, "label")
-    _check_labels(optimizers, params, label_of)
-    members = _divided(optimizers, params, label_of)
-    empty = ", ".join(repr(key) for key, subset in members.items() if not subset)
-    check(not empty, f"no parameter has the label {empty}: leave that optimizer out")
-    return {"inner_states": {key: optimizers[key].init(subset, **extra) for key, subset in members.items()}}
-
-
-def _divided(optimizers: Mapping[str, Optimizer], params: Params, label_of: Mapping[str, str]) -> dict[str, Params]:
-    members: dict[str, Params] = {key: {} for key in optimizers}
-    for name, tensor in params.items():
-        members.get(label_of[name], {})[name] = tensor  # a parameter that is not trained needs no optimizer
-    return members
-
-
-def _check_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
-    for name, member in optimizers.items():
-        message = f"partition got a {type(member).__name__} for {name!r}; give what ll.optimizer returns"
-        check(isinstance(member, Optimizer), message, TypeError)
-
-
-def _check_labels(optimizers: Mapping[str, Optimizer], names: Params, label_of: Mapping[str, str]) -> None:
-    for name in names:
-        if label_of[name] not in optimizers:
-            raise ValueError(
-                f"{name} has the label {label_of[name]!r}, and there are optimizers for {', '.join(optimizers)}"
-            )
 
 
 def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimizer:
@@ -215,14 +166,11 @@ def freeze(optimizer: Optimizer, frozen: Callable[[str, int], bool]) -> Optimize
         frozen: `(name, step) -> bool`, where `step` is the number of updates completed.
     """
 
-    def init(params: Params, **extra: Any) -> dict[str, Any]:
-        return {"inner_state": optimizer.init(params, **extra)}
-
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> tuple[Any, ...]:
         names = tuple(grads)
         chosen = on_host(lambda step: [name for name in names if not frozen(name, step)], step)
         if not chosen:
             return params, opt_state
-        return update_within(optimizer, pick(grads, chosen), opt_state, params, step, info)
+        return update_within(optimizer, pick(grads, chosen), opt_state, params, step, **info)
 
-    return wrap(optimizer, freeze, {"frozen": frozen}, init, update_=update_)
+    return wrap(optimizer, freeze, {"frozen": frozen}, {}, update_=update_)

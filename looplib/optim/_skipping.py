@@ -1,4 +1,4 @@
-"""Skipped updates: non-finite gradients and loss spikes.
+"""Skipped updates: non-finite gradients, loss spikes, and the overflows of dynamic loss scaling.
 
 An `Optimizer` around another one looks at the gradients or the metrics of the step and decides whether the inner
 optimizer updates. A skipped update is reported as not applied, so the step does not count it. Wrappers keep their
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from looplib._core import torch_private
-from looplib._core.checks import check_argument, check_count, few
+from looplib._core.checks import check, check_argument, check_count, few
 from looplib._core.ranks import all_ranks, shards
 from looplib._core.tracing import tracing
 from looplib._core.updates import Decision
 from looplib._core.widening import stacked
 from looplib._objective import value_over_ranks
-from looplib.optim._wrap import wrap
+from looplib.optim._wrap import kept_by_wrappers, wrap, zero_count
 from looplib.types import Grads, Metrics, Optimizer, Params
 
 
@@ -68,11 +68,6 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
     """
     check_count("max_consecutive", max_consecutive, 0, "give how many skips in a row to accept, 0 or more")
 
-    def init(params: Params, **extra: Any) -> dict[str, Any]:
-        zero = torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
-        inner = optimizer.init(params, **extra)
-        return {"inner_state": inner, "notfinite_count": zero, "total_notfinite": zero.clone()}
-
     def decide(flag: Any, opt_state: Any, grads: Grads, metrics: Metrics, step: int) -> tuple[Any, dict[str, Any]]:
         finite = all_finite(grads)
         count = torch.where(finite, 0, opt_state["notfinite_count"] + 1)
@@ -80,8 +75,8 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive: int) -> Optimizer:
         check = partial(_check_row, max_consecutive), (count, step, {} if tracing() else grads)
         return Decision(finite, [check]) & flag, {**opt_state, **counts}
 
-    settings, keeps = {"max_consecutive": max_consecutive}, ("notfinite_count", "total_notfinite")
-    return wrap(optimizer, apply_if_finite, settings, init, keeps=keeps, decide=decide)
+    keeps = {"notfinite_count": zero_count, "total_notfinite": zero_count}
+    return wrap(optimizer, apply_if_finite, {"max_consecutive": max_consecutive}, keeps, decide=decide)
 
 
 def _check_row(max_consecutive: int, count: Tensor, step: int, grads: Grads) -> None:
@@ -152,17 +147,13 @@ def skip_spikes(
     check_argument(sigmas > 0, "sigmas", sigmas, advice)
     check_count("max_consecutive", max_consecutive, 0, advice)
 
-    def init(params: Params, **extra: Any) -> dict[str, Any]:
+    def no_losses(params: Params, **extra: Any) -> Tensor:
         device = next(iter(params.values())).device  # on the loss's device, so that nothing waits for it
         device = torch.device("cpu") if device.type == "mps" else device  # which does not support float64
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        return {
-            "inner_state": optimizer.init(params, **extra),
-            "recent": torch.full((window,), torch.nan, dtype=torch.float64, device=device),
-            "seen": zero,
-            "spikes_in_a_row": zero.clone(),
-            "total_spikes": zero.clone(),
-        }
+        return torch.full((window,), torch.nan, dtype=torch.float64, device=device)
+
+    def no_spikes(params: Params, **extra: Any) -> Tensor:
+        return zero_count(params).to(no_losses(params).device)
 
     def decide(flag: Any, opt_state: Any, grads: Grads, metrics: Metrics, step: int) -> tuple[Any, dict[str, Any]]:
         recent, seen = opt_state["recent"], opt_state["seen"]
@@ -184,8 +175,8 @@ def skip_spikes(
         return Decision(~spike, [check]) & flag, {**opt_state, **record}
 
     settings = {"window": window, "sigmas": sigmas, "monitor": monitor, "max_consecutive": max_consecutive}
-    keeps = ("recent", "seen", "spikes_in_a_row", "total_spikes")
-    return wrap(optimizer, skip_spikes, settings, init, keeps=keeps, decide=decide)
+    counts = dict.fromkeys(("seen", "spikes_in_a_row", "total_spikes"), no_spikes)
+    return wrap(optimizer, skip_spikes, settings, {"recent": no_losses, **counts}, decide=decide)
 
 
 def _check_spikes(monitor: str, max_consecutive: int, finite: Tensor, row: Tensor, value: Tensor, step: int) -> None:
@@ -205,3 +196,82 @@ def _value(metrics: Any, name: str) -> Tensor:
             f"{few(metrics)}. Name one that is, and call the optimizer through a train step"
         )
     return value_over_ranks(metrics[name])
+
+
+def _scale_of(opt_state: Any) -> Tensor:
+    scale: Tensor | None = kept_by_wrappers(opt_state, "loss_scale")
+    if scale is None:
+        raise ValueError(
+            "scale_loss found no loss scale in the state: wrap the optimizer as well, "
+            "ll.optim.dynamic_loss_scale(ll.optimizer(...)), and make the state with it"
+        )
+    return scale
+
+
+def dynamic_loss_scale(
+    optimizer: Optimizer,
+    init_scale: float = 2.0**16,
+    *,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = 1e-4,
+) -> Optimizer:
+    """Dynamic loss scaling for float16: adapt the scale that `scale_loss` uses, and skip updates that overflow.
+
+    >>> import looplib as ll, torch
+    >>> optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
+    >>> params = {"w": torch.ones(1)}
+    >>> opt_state = optimizer.init(params)
+    >>> params, opt_state, applied = optimizer.update({"w": torch.tensor([torch.inf])}, opt_state, params, 0)
+    >>> applied, opt_state["loss_scale"].item()
+    (False, 32768.0)
+
+    The scale changes as in `torch.amp.GradScaler`. A skipped step changes nothing else: parameters, buffers, averaged
+    weights and `state.step` stay, so schedules do not advance, and `state.skipped` is True. All ranks decide alike.
+    Each step waits for its gradients, because the host must know whether to skip.
+
+    Args:
+        optimizer: the optimizer that makes the updates when all gradients are finite.
+        init_scale: initial scale.
+        growth_factor: factor for the scale after `growth_interval` updates in a row.
+        backoff_factor: factor for the scale after an overflow.
+        growth_interval: number of updates in a row without overflow before the scale grows.
+        min_scale: smallest scale. An overflow below it does not come from the scale, so it is an error.
+
+    Raises:
+        NonFiniteGradientsError: from the step, if the scale would fall below `min_scale`.
+        ValueError: an argument is out of range.
+    """
+    check(
+        all((growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1, 0 < min_scale <= init_scale)),
+        f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
+        f"growth_interval={growth_interval}, min_scale={min_scale}: growth is above 1, backoff between 0 and 1, "
+        "the interval at least 1, and the scale at least min_scale, above 0",
+    )
+
+    def decide(flag: Any, opt_state: Any, grads: Grads, metrics: Metrics, step: int) -> tuple[Any, dict[str, Any]]:
+        finite = all_finite(grads)
+        scale, tracker = opt_state["loss_scale"].clone(), opt_state["growth_tracker"].clone()
+        torch_private.amp_update_scale_(
+            scale, tracker, (~finite).to(scale), growth_factor, backoff_factor, growth_interval
+        )
+        check = partial(_check_scale, min_scale), (~finite, scale, opt_state["loss_scale"], step)
+        return Decision(finite, [check]) & flag, {**opt_state, "loss_scale": scale, "growth_tracker": tracker}
+
+    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
+    settings = {"init_scale": init_scale, **factors, "min_scale": min_scale}
+    keeps = {
+        "loss_scale": lambda params, **extra: zero_count(params).float() + init_scale,
+        "growth_tracker": lambda params, **extra: zero_count(params).int(),
+    }
+    return wrap(optimizer, dynamic_loss_scale, settings, keeps, decide=decide)
+
+
+def _check_scale(min_scale: float, overflowed: Tensor, scale: Tensor, before: Tensor, step: int) -> None:
+    if overflowed and scale < min_scale:
+        raise NonFiniteGradientsError(
+            f"gradients are not finite at step {step} though the loss scale is down to "
+            f"{before.item()} (min_scale={min_scale}), so the scale is not the cause: "
+            "lower the learning rate, clip the gradients, or look at the batch"
+        )

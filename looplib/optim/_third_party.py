@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -34,25 +34,11 @@ def update_of_others(
     evaluate: Evaluate | None,
 ) -> tuple[Params, dict[str, Any]]:
     """Run the step of a third-party class on these tensors, and return a new record of what it keeps."""
-    recipe, states, makers = plan.recipe, opt_state["state"], plan.probe.makers
+    recipe, makers = plan.recipe, plan.probe.makers
     tensors, late = pick(params, grads), not_started(recipe, opt_state, step)
     first = late & grads.keys()
-    if first or recipe.needs_closure:  # its constructor may make state, or keep the parameters that it is given
-        made = recipe.build(params, plan.members)
-        lent = made, own_attributes(made)
-    else:
-        lent = plan.take(params)
+    lent = _lent(plan, values, opt_state, params, tensors, late, first)
     instance = lent[0]
-    for flag in plan.probe.flags:
-        setattr(instance, flag, len(late) < len(states))
-    for group, names, numbers in zip(instance.param_groups, plan.members, values, strict=True):
-        group.update({k: deepcopy(v) if isinstance(v, (list, dict, set)) else v for k, v in numbers.items()})
-        group["params"] = [tensors[name] for name in names if name in tensors]
-    of_constructor, instance.state = instance.state, defaultdict(dict)
-    for name, tensor in tensors.items():
-        kept = of_constructor[tensor] if name in first else states[name]
-        instance.state[tensor] = unpacked(kept, makers.get(name, {}))
-    instance.state.update({key: value for key, value in opt_state.get("shared", {}).items() if value is not None})
     run = partial(plan.step, instance)
     if recipe.needs_closure:
         run = partial(run, closure=closure_over(evaluate, recipe.cls, tensors, []))
@@ -73,6 +59,36 @@ def update_of_others(
         new["shared"] = {key: instance.state.get(key) for key in opt_state["shared"]}
     plan.give_back(lent)
     return params, new
+
+
+def _lent(
+    plan: Any,
+    values: Sequence[Mapping[str, Any]],
+    opt_state: Mapping[str, Any],
+    params: Params,
+    tensors: Params,
+    late: Set[str],
+    first: Set[str],
+) -> tuple[Any, dict[str, Any]]:
+    """An instance over these tensors, with their state, or for a first update with what its constructor keeps."""
+    states = opt_state["state"]
+    if first or plan.recipe.needs_closure:  # its constructor may make state, or keep the parameters that it is given
+        made = plan.recipe.build(params, plan.members)
+        lent = made, own_attributes(made)
+    else:
+        lent = plan.take(params)
+    instance = lent[0]
+    for flag in plan.probe.flags:
+        setattr(instance, flag, len(late) < len(states))
+    for group, names, numbers in zip(instance.param_groups, plan.members, values, strict=True):
+        group.update({k: deepcopy(v) if isinstance(v, (list, dict, set)) else v for k, v in numbers.items()})
+        group["params"] = [tensors[name] for name in names if name in tensors]
+    of_constructor, instance.state = instance.state, defaultdict(dict)
+    for name, tensor in tensors.items():
+        kept = of_constructor[tensor] if name in first else states[name]
+        instance.state[tensor] = unpacked(kept, plan.probe.makers.get(name, {}))
+    instance.state.update({key: value for key, value in opt_state.get("shared", {}).items() if value is not None})
+    return lent
 
 
 def evaluated(recipe: Recipe, params: Params, opt_state: Any) -> Params:

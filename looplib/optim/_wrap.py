@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from looplib._core.calls import remember
@@ -14,10 +16,11 @@ from looplib._core.mappings import mapped
 from looplib._core.tracing import on_host
 from looplib._core.updates import updated
 from looplib.optim._wrong_state import name_of, wrong_state
-from looplib.types import Evaluation, Grads, Init, Metrics, Optimizer, Params
+from looplib.types import Evaluation, Grads, Metrics, Optimizer, Params
 
 Flag = bool | Tensor
 Updated = tuple[Params, Any, Mapping[str, Any]]
+First = Callable[..., Any]
 Moment = Callable[[Tensor], tuple[dict[str, Tensor], Any]]
 
 
@@ -25,15 +28,16 @@ def wrap(
     optimizer: Optimizer,
     factory: Callable[..., Optimizer],
     settings: Mapping[str, Any],
-    init: Init,
+    keeps: Mapping[str, First],
     *,
-    keeps: Sequence[str] = (),
     update_: Callable[..., Any] | None = None,
     decide: Callable[..., Any] | None = None,
     evaluation: Evaluation | None = None,
     within: Callable[[Grads, Params, Any], tuple[Grads, Params]] | None = None,
 ) -> Optimizer:
     """Wrap an optimizer, whose state becomes `inner_state` of the wrapper's state, beside the entries that it `keeps`.
+
+    `keeps` has a function for each entry that returns its first value, from the arguments of `init`.
 
     `factory(optimizer, **settings)` is the call that makes it, from which its repr and its description are made.
     `decide(flag, opt_state, grads, metrics, step)` is given what the inner optimizer has decided, and returns the same
@@ -43,6 +47,11 @@ def wrap(
     advice = "give ll.optimizer(torch.optim.AdamW, lr=...), or that wrapped"
     check_type("this wraps what ll.optimizer returns, and got", optimizer, Optimizer, advice)
     expected = dict.fromkeys(("inner_state", *keeps))
+
+    def init(params: Params, **extra: Any) -> dict[str, Any]:
+        kept = {key: first(params, **extra) for key, first in keeps.items()}
+        seen = params if within is None else within({}, params, kept)[1]
+        return {"inner_state": optimizer.init(seen, **extra), **kept}
 
     def decide_both(
         grads: Grads, opt_state: Any, metrics: Metrics, params: Params, step: int, **info: Any
@@ -55,25 +64,14 @@ def wrap(
             opt_state = {**opt_state, "inner_state": inner}
         return (flag, opt_state) if decide is None else decide(flag, opt_state, grads, metrics, step)
 
-    def update_inner(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
-        return update_within(optimizer, grads, opt_state, params, step, info)
-
-    def evaluation_of_inner(
-        params: Params, buffers: dict[str, Tensor], opt_state: Any
-    ) -> tuple[Params, dict[str, Tensor]]:
-        return optimizer.evaluation(params, buffers, opt_state["inner_state"])
-
-    def numbers(opt_state: Any, step: int) -> dict[str, float]:
-        return optimizer.hyperparameters(opt_state["inner_state"], step)
-
     name = factory.__name__
     description = {**optimizer.description, name: {"wraps": True, **mapped(described, settings)}}
     made = Optimizer(
         init,
-        update_ or update_inner,
+        update_ or partial(update_within, optimizer),
         decide_both,
-        evaluation or evaluation_of_inner,
-        numbers,
+        evaluation or (lambda params, buffers, own: optimizer.evaluation(params, buffers, own["inner_state"])),
+        lambda own, step: optimizer.hyperparameters(own["inner_state"], step),
         description,
         optimizer.kernel,
     )
@@ -81,7 +79,7 @@ def wrap(
 
 
 def update_within(
-    optimizer: Optimizer, grads: Grads, opt_state: Any, params: Params, step: int, info: dict[str, Any]
+    optimizer: Optimizer, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any
 ) -> Updated:
     """Update by the inner optimizer, whose new state takes its place in the wrapper's. Its metrics are passed on."""
     new, opt_state["inner_state"], more = updated(optimizer, grads, opt_state["inner_state"], params, step, info)
@@ -92,11 +90,10 @@ def act_after_updates(
     optimizer: Optimizer,
     factory: Callable[..., Optimizer],
     settings: Mapping[str, Any],
-    init: Init,
+    keeps: Mapping[str, First],
     moment: Moment,
     act: Callable[..., Any],
     evaluation: Evaluation,
-    keeps: Sequence[str],
 ) -> Optimizer:
     """Wrap an optimizer so that it acts on the weights after some of its updates, for example to average them.
 
@@ -106,15 +103,20 @@ def act_after_updates(
     """
 
     def update_(grads: Grads, opt_state: Any, params: Params, step: int, **info: Any) -> Updated:
-        params, opt_state, more = update_within(optimizer, grads, opt_state, params, step, info)
+        params, opt_state, more = update_within(optimizer, grads, opt_state, params, step, **info)
         counters, plan = on_host(moment, opt_state["updates"])
         opt_state.update(counters)
         if plan is not None:
             params, opt_state = act(plan, params, opt_state, grads, **info)
         return params, opt_state, more
 
-    own = ("updates", *keeps)
-    return wrap(optimizer, factory, settings, init, keeps=own, update_=update_, evaluation=evaluation)
+    counted = {**keeps, "updates": lambda params, **extra: torch.tensor(0)}
+    return wrap(optimizer, factory, settings, counted, update_=update_, evaluation=evaluation)
+
+
+def zero_count(params: Params, **extra: Any) -> Tensor:
+    """A count from 0 on, on the device of the parameters, so that nothing waits for it."""
+    return torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
 
 
 def kept_by_wrappers(opt_state: Any, name: str) -> Any:

@@ -7,6 +7,7 @@ from collections import deque
 
 import pytest
 import torch
+from per_parameter import PerParameter
 from shared import update
 from torch import nn
 
@@ -181,38 +182,6 @@ def test_a_fused_kernel_that_was_asked_for_is_refused_where_it_would_be_wrong():
         optimizer.update({"w": torch.ones(4, 6)}, opt_state, params, 0)
 
 
-@both
-def test_gradients_by_sample_of_a_transposed_weight(donate):
-    """The whole step: `clip_per_sample` gives gradients with strides of their own."""
-
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(numbers(w=(3, 5))["w"].t())
-
-        def forward(self, x):
-            return x @ self.weight
-
-    def loss_fn(model, x):
-        return model(x).square().mean()
-
-    data = [numbers(x=(4, 5))["x"] * (1 + step) for step in range(10)]
-    model = Tied()
-    raw = copy.deepcopy(model)
-    assert raw.weight.stride() == model.weight.stride() == (1, 5)
-    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.05)
-    grad_fn = ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, loss_fn), 1e9)
-    step = ll.make_train_step(grad_fn, optimizer, donate=donate)
-    state = ll.init_state(model, optimizer)
-    torch_optimizer = torch.optim.AdamW(raw.parameters(), lr=0.05)
-    for x in data:
-        state, _ = step(state, x)
-        torch_optimizer.zero_grad()
-        loss_fn(raw, x).backward()
-        torch_optimizer.step()
-    torch.testing.assert_close(state.params["weight"], raw.weight, rtol=1e-4, atol=1e-5)
-
-
 def test_repr_says_which_kernel_is_taken():
     def told(dtype=torch.float32, shape=(4, 6), cut=None, **options):
         optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1, **options)
@@ -227,58 +196,6 @@ def test_repr_says_which_kernel_is_taken():
     assert "kernel: torch's default" in told(cut=3)
     assert "kernel: foreach=True" in told(foreach=True)
     assert "kernel: torch's default" in repr(ll.optimizer(torch.optim.Adamax, lr=0.1))
-
-
-@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    ("cls", "options"),
-    [
-        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
-        (torch.optim.RMSprop, {"foreach": True}),
-        (torch.optim.SGD, {"foreach": True, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-        (torch.optim.SGD, {"foreach": False}),
-        (torch.optim.Adam, {"foreach": True, "amsgrad": True, "weight_decay": 0.1}),
-        (torch.optim.AdamW, {"foreach": True, "betas": (0.7, 0.9)}),
-        (torch.optim.AdamW, {"foreach": False}),
-        (torch.optim.Adadelta, {"rho": 0.8, "weight_decay": 0.1}),
-        (torch.optim.Adamax, {"betas": (0.7, 0.9), "weight_decay": 0.1}),
-        (torch.optim.NAdam, {"betas": (0.7, 0.9), "weight_decay": 0.1}),
-        (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
-        (torch.optim.RAdam, {"betas": (0.7, 0.9), "weight_decay": 0.1, "foreach": False}),
-        (torch.optim.RAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
-        (torch.optim.ASGD, {"t0": 5, "lambd": 0.1, "weight_decay": 0.1}),
-        (torch.optim.Rprop, {"etas": (0.4, 1.3), "step_sizes": (1e-3, 0.1)}),
-        (torch.optim.Rprop, {"foreach": True}),
-        (torch.optim.Adafactor, {"eps": (1e-6, 1e-2), "d": 1.1, "beta2_decay": -0.6, "weight_decay": 0.1}),
-        (torch.optim.Adafactor, {"foreach": True}),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_small_tensors_have_the_bits_of_the_class(cls, options, dtype, donate):
-    """One parameter gets no gradient in some steps, so from then on the counts of updates differ."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"matrix": (40, 33), "vector": (33,), "number": ()}
-    options = {"lr": 0.02, "maximize": True, **options}
-    params = {name: torch.randn(shape, dtype=dtype, generator=generator) for name, shape in shapes.items()}
-    raw = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in params.items()}
-    loop, optimizer = cls(raw.values(), **{"foreach": False, **options}), ll.optimizer(cls, **options)
-    opt_state = optimizer.init(params)
-    for step in range(30):
-        grads = {name: torch.randn(one.shape, dtype=dtype, generator=generator) for name, one in raw.items()}
-        if step == 20 or (step > 10 and cls is torch.optim.NAdam):
-            grads.pop("vector")
-        for name, tensor in raw.items():
-            tensor.grad = grads.get(name)
-        loop.step()
-        params, opt_state = update(optimizer, grads, opt_state, params, step, donate)
-    for name, tensor in raw.items():
-        assert torch.equal(params[name], tensor), name
-        assert opt_state["state"][name].keys() == loop.state[tensor].keys()
-        for key, value in loop.state[tensor].items():
-            assert torch.equal(opt_state["state"][name][key], value), (name, key)
-    chosen = f"foreach={options['foreach']}" if "foreach" in options else "torch's default"
-    assert f"kernel: {chosen}" in repr(optimizer)
 
 
 # A.3: one optimizer for two models
@@ -299,22 +216,6 @@ def test_groups_for_two_models_with_the_same_names(donate):
             assert [name for name in params if torch.equal(new[name], before[name])] == [still]
 
 
-@both
-def test_partition_for_two_models_with_the_same_names(donate):
-    def label(name, tensor):
-        return "still" if tensor.ndim == 2 else "moving"
-
-    optimizer = ll.optim.partition(
-        {"still": ll.optimizer(torch.optim.SGD, lr=0.0), "moving": ll.optimizer(torch.optim.SGD, lr=0.1)}, label
-    )
-    models = numbers(a=(2, 2), b=(2,)), numbers(a=(2,), b=(2, 2))
-    states = [optimizer.init(params) for params in models]
-    for params, opt_state, still in zip(models, states, ("a", "b"), strict=True):
-        before = {name: tensor.clone() for name, tensor in params.items()}
-        new, _ = update(optimizer, gradients(params, 0), opt_state, params, 0, donate)
-        assert [name for name in params if torch.equal(new[name], before[name])] == [still]
-
-
 def test_a_predicate_of_which_tensor_it_is_is_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     head = set(model[1].parameters())
@@ -326,26 +227,18 @@ def test_a_predicate_of_which_tensor_it_is_is_refused():
 # A.4: parameters that begin late
 
 
-class Phantom(torch.optim.Optimizer):
+class Phantom(PerParameter):
     """As Adan, Yogi, AdaBelief and NAdamW: a first update of its own kind, and counts of Python."""
 
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, previous=p.grad.clone(), average=torch.full_like(p, 1e-3))
-                state["step"] += 1
-                change = p.grad - state["previous"]
-                state["previous"].copy_(p.grad)
-                state["average"].lerp_(p.grad + change, 0.1)
-                p.sub_(state["average"] / (1 - 0.9 ** state["step"]), alpha=group["lr"])
+    def update(self, group, p):
+        state = self.state[p]
+        if not state:
+            state.update(step=0, previous=p.grad.clone(), average=torch.full_like(p, 1e-3))
+        state["step"] += 1
+        change = p.grad - state["previous"]
+        state["previous"].copy_(p.grad)
+        state["average"].lerp_(p.grad + change, 0.1)
+        p.sub_(state["average"] / (1 - 0.9 ** state["step"]), alpha=group["lr"])
 
 
 LATE = {
@@ -442,31 +335,19 @@ class Shared(torch.optim.Optimizer):
                     p.sub_(p.grad, alpha=group["lr"] / (self.state["k"].item() + self.state["total"]))
 
 
-class Noisy(torch.optim.Optimizer):
+class Noisy(PerParameter):
     """As SGLD: noise in each update."""
 
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad + torch.randn_like(p), alpha=group["lr"])
+    def update(self, group, p):
+        p.sub_(p.grad + torch.randn_like(p), alpha=group["lr"])
 
 
-class Queue(torch.optim.Optimizer):
+class Queue(PerParameter):
     """As AdaShift: the last gradients in a deque."""
 
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p].setdefault("last", deque(maxlen=3)).append(p.grad.clone())
-                p.sub_(self.state[p]["last"][0], alpha=group["lr"])
+    def update(self, group, p):
+        self.state[p].setdefault("last", deque(maxlen=3)).append(p.grad.clone())
+        p.sub_(self.state[p]["last"][0], alpha=group["lr"])
 
 
 class Dividing(torch.optim.Optimizer):
@@ -585,30 +466,6 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_start(cls, message):
 # A.6: complex parameters
 
 
-@both
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "RMSprop"])
-def test_complex_parameters(name, donate):
-    cls = getattr(torch.optim, name)
-    params = {"w": torch.complex(numbers(a=(3, 2))["a"], numbers(a=(3, 2), b=(2,))["a"]), "b": numbers(b=(3,))["b"]}
-    options = {"momentum": 0.9} if name == "SGD" else {}
-    found, _ = looped(ll.optimizer(cls, lr=0.05, **options), params, gradients, 5, donate)
-    assert_bits(found, raw_loop(cls, params, gradients, 5, lr=0.05, **options))
-
-
-@both
-@pytest.mark.parametrize("name", ["RMSprop", "Adadelta", "Adam"])
-def test_a_complex_parameter_whose_first_gradient_comes_late(name, donate):
-    cls = getattr(torch.optim, name)
-    params = {"w": torch.complex(numbers(a=(3, 2))["a"], numbers(b=(3, 2))["b"]), "b": numbers(b=(3,))["b"]}
-    expected = raw_loop(cls, params, without_w_at_first, 4, lr=0.05, foreach=True)
-    optimizer = ll.optimizer(cls, lr=0.05, foreach=True)
-    assert_bits(looped(optimizer, params, without_w_at_first, 4, donate)[0], expected)
-
-
-def without_w_at_first(params, step):
-    return gradients(params, step, None if step else {"b"})
-
-
 # A.7: the state of another optimizer
 
 
@@ -703,15 +560,6 @@ def test_updates_leave_nothing_that_grows():
             )
         gc.collect()
         assert sum(type(thing) is cls for thing in gc.get_objects()) <= 4
-
-
-def test_an_optimizer_class_of_nobody_is_named_by_what_it_keeps():
-    params = numbers(a=(3, 2))
-    wrapped = ll.optim.apply_if_finite(ll.optimizer(torch.optim.SGD, lr=0.1), 3)
-    with pytest.raises(
-        ValueError, match=r"holds step, previous, average for a parameter, and apply_if_finite around SGD"
-    ):
-        wrapped.update(gradients(params, 0), ll.optimizer(Phantom, lr=0.1).init(params), params, 0)
 
 
 def test_a_partition_names_the_labels_that_are_not_its_own():

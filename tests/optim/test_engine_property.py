@@ -177,64 +177,6 @@ def test_every_class_of_torch(cls, donate, data):
     check(lambda tensors: cls(tensors, lr=0.05, **options, **kernel), optimizer, params, grads, late, donate)
 
 
-FOREACH = {"weight_decay": [0.0, 0.1], "maximize": [False, True], "decoupled_weight_decay": [False, True]}
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("donate", [False, True], ids=["pure", "donated"])
-@pytest.mark.parametrize(
-    "cls", [cls for cls in CLASSES if "foreach" in optim_arguments(cls)], ids=lambda cls: cls.__name__
-)
-@settings(max_examples=15, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_foreach_given_by_the_user_has_the_bits_of_torchs_class(cls, donate, data):
-    """And refuses the gradients that the class refuses, with the same error or with a ValueError that says more."""
-    choices = {key: values for key, values in FOREACH.items() if key in optim_arguments(cls)}
-    choices |= {key: [*{*choices.get(key, []), *values}] for key, values in OPTIONS.get(cls.__name__, {}).items()}
-    options = {key: data.draw(st.sampled_from(values), key) for key, values in choices.items()}
-    dtype, sparse = data.draw(DTYPES, "dtype"), data.draw(st.sampled_from([False, False, True]), "sparse")
-    late = {} if dtype is torch.bfloat16 else data.draw(LATE, "late")  # of SGD's momentum: see below
-    rate = data.draw(st.sampled_from([lambda step: 0.05, lambda step: 0.1 / (1 + step)]), "rate")
-    params = start("contiguous", dtype)
-    raw = {name: tensor.clone().requires_grad_() for name, tensor in params.items()}
-    optimizer = ll.optimizer(cls, lr=rate, foreach=True, **options)
-    loop = cls(raw.values(), lr=rate(0), foreach=True, **options)
-
-    def grads_of(step):
-        grads = grads_at(params, step, "contiguous", late)
-        return {
-            name: (grad * grad.real.gt(0)[:, :1]).to_sparse(1) if sparse else grad for name, grad in grads.items()
-        }
-
-    def run_raw():
-        for step in range(8):  # RAdam takes its other branch from the sixth on
-            grads = grads_of(step)
-            for name, tensor in raw.items():
-                tensor.grad = grads.get(name)
-            loop.param_groups[0]["lr"] = rate(step)
-            loop.step()
-
-    def run_looplib():
-        found, opt_state = {name: tensor.clone() for name, tensor in params.items()}, optimizer.init(params)
-        for step in range(8):
-            found, opt_state = update(optimizer, grads_of(step), opt_state, found, step, donate)
-        return found, opt_state
-
-    try:
-        run_raw()
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-        with pytest.raises((type(error), ValueError)):
-            run_looplib()
-        return
-    found, opt_state = run_looplib()
-    for name, tensor in raw.items():
-        assert alike(found[name], tensor), name
-        if tensor in loop.state:
-            for key, value in loop.state[tensor].items():
-                ours = opt_state["state"][name][key]
-                assert ours is value or alike(ours.to_dense(), value.to_dense()), (name, key)
-
-
 def test_foreach_kernels_round_a_number_to_half_precision_first():
     """Why SGD with foreach=True in half precision may differ from torch in an update in which a parameter starts.
 

@@ -57,41 +57,12 @@ def test_an_injected_number_is_the_number(cls, options):
     assert found.opt_state["hyperparameters"] == [{"lr": 0.03, "weight_decay": 0.1}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["pure", "donated", "compiled"])
-def test_training_may_change_it(options):
-    def halved(step, opt_state):
-        return {**opt_state, "hyperparameters": [{"lr": torch.tensor(0.1 * 0.5**step, dtype=torch.float64)}]}
-
-    found = train(ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(9.0)), change=halved, **options)
-    expected = train(ll.optimizer(torch.optim.SGD, lr=lambda step: 0.1 * 0.5**step), **options)
-    assert same(found, expected)
-
-
-def test_groups_have_their_own():
-    groups = [(is_vector, {"lr": ll.optim.injected(0.2), "weight_decay": 0.0})]
-    optimizer = ll.optimizer(torch.optim.SGD, lr=0.1, weight_decay=ll.optim.injected(0.3), groups=groups)
-    plain_groups = [(is_vector, {"lr": 0.2, "weight_decay": 0.0})]
-    plain = ll.optimizer(torch.optim.SGD, lr=0.1, weight_decay=0.3, groups=plain_groups)
-    found = train(optimizer)
-    assert [sorted(numbers) for numbers in found.opt_state["hyperparameters"]] == [["lr"], ["weight_decay"]]
-    assert same(found, train(plain))
-
-
 def test_it_stands_beside_schedules_and_within_wrappers():
     schedule = ll.warmup_cosine(0.1, warmup=2, total=9)
     options = {"lr": schedule, "betas": (0.8, 0.9)}
     found = train(ll.ema(ll.optimizer(torch.optim.Adam, eps=ll.optim.injected(1e-3), **options), 0.9))
     assert same(found, train(ll.ema(ll.optimizer(torch.optim.Adam, eps=1e-3, **options), 0.9)))
     assert found.opt_state["inner_state"]["hyperparameters"] == [{"eps": 1e-3}]
-
-
-def test_checkpoints_keep_it(tmp_path):
-    optimizer = ll.optimizer(torch.optim.SGD, lr=ll.optim.injected(0.1))
-    state = ll.init_state(model(), optimizer)
-    changed = {**state.opt_state, "hyperparameters": [{"lr": torch.tensor(0.7).double()}]}
-    ll.checkpoint_io(tmp_path).save(state.replace(opt_state=changed))
-    restored = ll.checkpoint_io(tmp_path).restore(ll.init_state(model(), optimizer))
-    assert restored.opt_state["hyperparameters"] == [{"lr": torch.tensor(0.7).double()}]
 
 
 def test_without_it_the_state_has_no_place_for_it():

@@ -115,63 +115,6 @@ def test_200_steps_with_overflows_have_the_bits_of_grad_scaler(name, donate):
 
 
 @WAYS
-def test_a_skipped_step_moves_nothing_but_the_scale(donate):
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    wrapped = [lambda o: ll.ema(o, 0.9, buffers=True), lambda o: o]
-    for inner, outer in (wrapped, wrapped[::-1]):
-        optimizer = outer(
-            ll.optim.dynamic_loss_scale(inner(ll.optimizer(torch.optim.AdamW, lr=0.1)), growth_interval=2)
-        )
-        grad_fn = ll.grads.scale_loss(ll.make_grad_fn(copied := copy.deepcopy(model), loss_fn))
-        train_step = ll.make_train_step(grad_fn, optimizer, donate=donate)
-        state = ll.init_state(copied, optimizer)
-        for x, y in batches(3):
-            state, _ = train_step(state, (x, y))
-        before = ll.copy_state(state)
-        x, y = batches(1)[0]
-        state, _ = train_step(state, (torch.full_like(x, torch.inf), y))
-        assert (state.skipped, state.step, state.batch) == (True, 3, 4)
-        assert same_tensors((state.params, state.buffers), (before.params, before.buffers))
-        after, was = state.opt_state, before.opt_state
-        if "average" in after:
-            assert same_tensors([after["average"], after["n_averaged"]], [was["average"], was["n_averaged"]])
-            after, was = after["inner_state"], was["inner_state"]
-        assert same_tensors(after["inner_state"], was["inner_state"])
-        assert after["loss_scale"] == was["loss_scale"] / 2
-        assert after["growth_tracker"] == 0
-        state, _ = train_step(state, (x, y))
-        assert (state.skipped, state.step) == (False, 4)
-        assert not same_tensors(state.params, before.params)
-
-
-def test_a_pure_step_that_is_skipped_can_be_repeated():
-    train_step, state = scaled_step("AdamW", donate=False)
-    batch = batches(23)[22]
-    kept = copy.deepcopy(state.opt_state)
-    one, two = train_step(state, batch)[0], train_step(state, batch)[0]
-    assert one.skipped
-    assert one.params is two.params is state.params
-    assert same_tensors(one.opt_state, two.opt_state)
-    assert same_tensors(state.opt_state, kept)
-
-
-@WAYS
-def test_accumulation_within_scale_loss_is_the_raw_loop_with_a_scaler(donate):
-    # Pieces of equal size, so that the raw loop's mean of means is the batch's mean.
-    data = batches(200, size=32)
-    model, log = raw_loop("AdamW", data, pieces=4)
-    train_step, state = scaled_step("AdamW", donate, pieces=4)
-    ours = []
-    for batch in data:
-        state, _ = train_step(state, batch)
-        scale, tracker = scale_and_tracker(state)
-        ours.append((scale, tracker, state.skipped))
-    assert ours == log
-    assert sum(skipped for *_, skipped in log) >= 15
-    assert same_tensors(state.params, dict(model.named_parameters()))
-
-
-@WAYS
 @pytest.mark.parametrize("pieces", [[20, 7, 5], [1] * 32])
 def test_accumulation_of_ragged_pieces_within_scale_loss_is_the_whole_batchs_gradient(pieces, donate):
     model, (batch,) = net(), batches(1, size=32)
@@ -245,27 +188,6 @@ def test_scale_loss_in_a_wrong_place_is_refused():
         ll.accumulate(ll.grads.scale_loss(grad_fn), 4)
     with pytest.raises(ValueError, match=r"put it around, clip_by_global_norm\(accumulate"):
         ll.accumulate(ll.clip_by_global_norm(ll.grads.scale_loss(grad_fn), 1.0), 4)(scaled, batch)
-
-
-@WAYS
-def test_a_run_restored_from_a_checkpoint_continues_to_the_bit(tmp_path, donate):
-    data = batches(60)
-    train_step, state = scaled_step("AdamW", donate)
-    io = ll.checkpoint_io(tmp_path)
-    for index, batch in enumerate(data):
-        if index == 30:  # within an interval of growth, after skips
-            assert state.opt_state["growth_tracker"] > 0
-            assert state.step < 30
-            io.save(state)
-            io.wait()
-        state, _ = train_step(state, batch)
-    again, first = scaled_step("AdamW", donate)
-    restored = ll.checkpoint_io(tmp_path).restore(first)
-    assert restored.batch == 30
-    for batch in data[30:]:
-        restored, _ = again(restored, batch)
-    assert restored.step == state.step
-    assert same_tensors((restored.params, restored.opt_state), (state.params, state.opt_state))
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -529,53 +451,6 @@ def test_master_weights_without_half_precision_are_refused():
         ll.init_state(model, optimizer)
 
 
-def test_a_donated_state_with_masters_is_spent_and_a_pure_one_is_not():
-    optimizer = ll.optim.master_weights(ll.optimizer(torch.optim.AdamW, lr=0.1))
-    for donate in (False, True):
-        model = mixed_net()
-        train_step = ll.make_train_step(ll.make_grad_fn(model, mixed_loss), optimizer, donate=donate)
-        state = ll.init_state(model, optimizer)
-        fork, kept = state.replace(extra={"fork": True}), ll.copy_state(state)
-        new, _ = train_step(state, batches(1)[0])
-        if donate:
-            for spent in (state, fork):
-                for tree in ("params", "opt_state"):
-                    with pytest.raises(ll.DonatedStateError, match=f"{tree} of the state at step 0"):
-                        getattr(spent, tree)
-            master = new.opt_state["master"]["0.weight"]
-            newer, _ = train_step(new, batches(1)[0])
-            assert newer.opt_state["master"]["0.weight"] is master
-        else:
-            assert same_tensors((state.params, state.opt_state), (kept.params, kept.opt_state))
-        assert same_tensors(
-            (kept.params, kept.opt_state["master"]),
-            (dict(mixed_net().named_parameters()), {n: kept.params[n].float() for n in kept.opt_state["master"]}),
-        )
-
-
-@WAYS
-def test_averages_around_and_within_master_weights(donate):
-    # Without decay the average is the last weights: the rounded ones, or the masters.
-    for wrapper in (
-        lambda o: ll.ema(ll.optim.master_weights(o), 0.0),
-        lambda o: ll.optim.master_weights(ll.ema(o, 0.0)),
-    ):
-        optimizer = wrapper(ll.optimizer(torch.optim.AdamW, lr=1e-3))
-        train_step = ll.make_train_step(ll.make_grad_fn(model := mixed_net(), mixed_loss), optimizer, donate=donate)
-        state = ll.init_state(model, optimizer)
-        for batch in batches(5):
-            state, _ = train_step(state, batch)
-        averaged = ll.eval_state(optimizer, state)
-        assert same_tensors(averaged.params, state.params)
-        assert all(averaged.params[name].dtype is tensor.dtype for name, tensor in state.params.items())
-        outer = state.opt_state
-        if "master" in outer:
-            average = outer["inner_state"]["average"]["params"]
-            assert same_tensors({name: average[name] for name in outer["master"]}, outer["master"])
-        else:
-            assert same_tensors(outer["average"]["params"], {n: p.float() for n, p in state.params.items()})
-
-
 @WAYS
 def test_an_optimizer_that_evaluates_elsewhere_does_so_from_the_masters(donate):
     cls, hyperparameters = schedulefree.AdamWScheduleFree, {"lr": 0.01, "warmup_steps": 3, "foreach": False}
@@ -632,21 +507,6 @@ def test_masters_and_a_loss_scale_together(outermost, donate):
     assert all(torch.equal(record["master"][name], masters[name]) for name in record["master"])
 
 
-def test_adding_up_in_float32_is_nearer_to_the_true_gradient():
-    x, y = batches(1, size=64)[0]
-    exact = net().bfloat16().double()
-    mixed_loss(exact, (x.bfloat16().double(), y)).backward()
-    model = net().bfloat16()
-    state = ll.init_state(model)
-    errors = {}
-    for dtype in (None, torch.float32):
-        grads = ll.accumulate(ll.make_grad_fn(model, mixed_loss), 16, dtype=dtype)(state, (x, y)).grads
-        assert all(grad.dtype is (dtype or torch.bfloat16) for grad in grads.values())
-        off = [(grads[name].double() - p.grad).square().sum() for name, p in exact.named_parameters()]
-        errors[dtype] = sum(off).sqrt().item()
-    assert errors[torch.float32] < 0.7 * errors[None], errors
-
-
 @WAYS
 def test_gradients_added_up_in_float32_go_to_the_masters(donate):
     data = [(x.clamp(-9, 9), y) for x, y in batches(10, size=16)]
@@ -694,15 +554,6 @@ def test_no_clipping_hides_an_overflow(clip):
     state, _ = ll.make_train_step(clip(grad_fn, 0.5), optimizer)(ll.init_state(model, optimizer), (x, y))
     assert state.skipped
     assert state.opt_state["loss_scale"] == 2.0**9
-
-
-def test_one_infinite_gradient_is_not_clipped_to_a_finite_one():
-    model = nn.Linear(2, 1, bias=False)
-    optimizer = ll.optim.dynamic_loss_scale(ll.optimizer(torch.optim.SGD, lr=0.1))
-    grad_fn = ll.grads.scale_loss(ll.make_grad_fn(model, lambda model, x: model(x).sum()))
-    train_step = ll.make_train_step(ll.grads.clip_by_value(grad_fn, 0.5), optimizer)
-    state, _ = train_step(ll.init_state(model, optimizer), torch.tensor([[1e38, 1.0]]))
-    assert state.skipped
 
 
 def test_gradients_in_float16_are_not_divided_there():

@@ -159,19 +159,6 @@ def test_a_loss_that_has_changed_for_good_is_accepted_in_the_end():
     assert skipped == list(range(20, 20 + len(skipped)))
 
 
-@given(st.floats(-1e3, 1e3, width=32), st.integers(2, 20))
-@settings(max_examples=30, deadline=None)
-def test_a_loss_that_stays_is_no_spike(loss, window):
-    optimizer = ll.optim.skip_spikes(ll.optimizer(torch.optim.SGD, lr=1.0), window=window)
-    params = {"w": torch.zeros(1)}
-    opt_state = optimizer.init(params)
-    for step in range(25):
-        params, opt_state, _ = optimizer.update(
-            {"w": torch.ones(1)}, opt_state, params, step, metrics={"loss": ll.Mean(torch.tensor(loss))}
-        )
-    assert opt_state["total_spikes"] == 0
-
-
 def test_the_messages_of_skip_spikes():
     for wrong in ({"window": 1}, {"sigmas": 0.0}, {"sigmas": math.nan}, {"max_consecutive": -1}):
         with pytest.raises(ValueError, match=r"give a window of 2 or more batches, sigmas above 0 and a count of at"):
