@@ -9,8 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from looplib._core.advice import explain_arguments
 from looplib._core.calls import remember
 from looplib._core.descriptions import described
@@ -124,15 +122,16 @@ def optimizer(cls: type, *, lr: Any = NotGiven.LR, groups: Groups = (), **hyperp
             return lbfgs_update(recipe, grads, opt_state, params, step, metrics, evaluate)
         return eager_update(plans, recipe, grads, opt_state, params, step, seed, evaluate)
 
-    def evaluation(params: Params, buffers: dict[str, Tensor], opt_state: Any) -> tuple[Params, dict[str, Tensor]]:
-        return evaluated(recipe, params, opt_state), buffers
-
-    def hyperparameters_at(opt_state: Any, step: int) -> dict[str, float]:
-        return numbers_of(recipe, opt_state, step)
-
     description = {"class": described(cls), **described(recipe.defaults)}
     for number, (predicate, values) in enumerate(groups):
         description[f"group {number}"] = {"members": described(predicate), **described(values)}
-    kernel = partial(kernel_name, recipe, plans)
-    made = Optimizer(init, update_, decide, evaluation, hyperparameters_at, description, kernel)
+    made = Optimizer(
+        init,
+        update_,
+        decide,
+        lambda params, buffers, opt_state: (evaluated(recipe, params, opt_state), buffers),
+        partial(numbers_of, recipe),
+        description,
+        partial(kernel_name, recipe, plans),
+    )
     return remember(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)

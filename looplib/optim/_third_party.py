@@ -86,7 +86,8 @@ def _lent(
     of_constructor, instance.state = instance.state, defaultdict(dict)
     for name, tensor in tensors.items():
         kept = of_constructor[tensor] if name in first else states[name]
-        instance.state[tensor] = unpacked(kept, plan.probe.makers.get(name, {}))
+        makers = plan.probe.makers.get(name)
+        instance.state[tensor] = unpacked(kept, makers) if makers else dict(kept)
     instance.state.update({key: value for key, value in opt_state.get("shared", {}).items() if value is not None})
     return lent
 

@@ -76,7 +76,7 @@ class Plan:
         fused = [not no_kernel and (ours or asked) for ours, asked in zip(self.fused, self.asked, strict=True)]
         self.kernels = direct_kernels(recipe, params, self.members, fused)
         self.step = inspect.unwrap(recipe.cls.step) if recipe.ours else recipe.cls.step
-        nested = {name for name, state in states.items() if any(isinstance(value, dict) for value in state.values())}
+        nested = [name for name, state in states.items() if any(isinstance(value, dict) for value in state.values())]
         first = [names[0] for names in self.members if names]
         self.probe = Probe()
         if recipe.ours:

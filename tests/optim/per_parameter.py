@@ -4,8 +4,8 @@ import torch
 
 
 class PerParameter(torch.optim.Optimizer):
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params, lr=1e-2, **defaults):
+        super().__init__(params, {"lr": lr, **defaults})
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import schedulefree
 import torch
+from problem import batches, begin, loss_fn, run
 from shared import bits, equal
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
@@ -25,30 +26,8 @@ def smooth():
     return net(torch.float64, nn.LayerNorm)
 
 
-def batches(count, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 6, generator=generator).to(dtype) for _ in range(count)]
-
-
-def loss_fn(model, x):
-    return (model(x) - 1).square().mean()
-
-
 def adamw(**changes):
     return ll.optimizer(torch.optim.AdamW, lr=1e-2, **changes)
-
-
-def begin(model, optimizer, bound, **arguments):
-    state = ll.init_state(model, optimizer, **arguments)
-    return state if bound else ll.copy_state(state)
-
-
-def run(model, optimizer, data, donate=False, bound=True):
-    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer, donate=donate)
-    state = begin(model, optimizer, bound)
-    for batch in data:
-        state, _ = step(state, batch)
-    return state
 
 
 def raw_loop(model, optimizer, data, after=lambda step: None):

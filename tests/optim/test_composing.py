@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from problem import batches, begin, loss_fn, run
 from shared import bits, equal, mix
 from torch import nn
 
@@ -17,15 +18,6 @@ def net(dtype=torch.float32, dropout=0.0):
     return nn.Sequential(*parts).to(dtype)
 
 
-def batches(count, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 6, generator=generator).to(dtype) for _ in range(count)]
-
-
-def loss_fn(model, x):
-    return (model(x) - 1).square().mean()
-
-
 def sgd(lr=0.1, **changes):
     return ll.optimizer(torch.optim.SGD, lr=lr, momentum=0.9, **changes)
 
@@ -36,19 +28,6 @@ def adamw(lr=1e-2, **changes):
 
 def by_rank(name, tensor):
     return "matrices" if tensor.ndim == 2 else "rest"
-
-
-def begin(model, optimizer, bound=True, **arguments):
-    state = ll.init_state(model, optimizer, **arguments)
-    return state if bound else ll.copy_state(state)
-
-
-def run(model, optimizer, data, donate=False, bound=True, wrap=lambda grad_fn: grad_fn):
-    step = ll.make_train_step(wrap(ll.make_grad_fn(model, loss_fn)), optimizer, donate=donate)
-    state = begin(model, optimizer, bound)
-    for batch in data:
-        state, _ = step(state, batch)
-    return state
 
 
 # partition
@@ -431,54 +410,6 @@ def test_sam_refuses_a_module_in_ddp(tmp_path):
             step(ll.init_state(wrapped, sgd()), batches(1)[0])
     finally:
         torch.distributed.destroy_process_group()
-
-
-# Optimizers that look at the loss several times, out of pure steps
-
-
-def test_a_backtracking_line_search_is_five_lines_of_pure_steps():
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-
-    x = batches(1, torch.float64)[0]
-
-    # Armijo's rule by hand.
-    raw, losses = model(), []
-    for _ in range(10):
-        raw.zero_grad()
-        loss = loss_fn(raw, x)
-        loss.backward()
-        slope, weights, lr = (
-            sum(p.grad.square().sum() for p in raw.parameters()),
-            [p.clone() for p in raw.parameters()],
-            8.0,
-        )
-        with torch.no_grad():
-            while True:
-                for p, w in zip(raw.parameters(), weights, strict=True):
-                    p.copy_(w - lr * p.grad)
-                if loss_fn(raw, x) <= loss - 0.5 * lr * slope:
-                    break
-                lr /= 2
-        losses.append(loss.item())
-
-    own = model()
-    optimizer = ll.optimizer(torch.optim.SGD, lr=1.0)  # the step is along -gradient, `lr` of the way
-    grad_fn = ll.make_grad_fn(own, loss_fn)
-    eval_step = ll.make_eval_step(own, lambda model, x: {"loss": loss_fn(model, x)})
-    steps = [ll.make_train_step(grad_fn, ll.optimizer(torch.optim.SGD, lr=8.0 * 0.5**k)) for k in range(20)]
-    state, found = ll.init_state(own, optimizer), []
-    for _ in range(10):
-        loss = ll.compute(grad_fn(state, x).metrics)["loss"]
-        slope = ll.grads.global_norm(grad_fn(state, x).grads.values()) ** 2
-        tries = ((step(state, x)[0], 8.0 * 0.5**k) for k, step in enumerate(steps))
-        state = next(new for new, lr in tries if ll.evaluate(eval_step, new, [x])["loss"] <= loss - 0.5 * lr * slope)
-        found.append(loss)
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-12, atol=0)
-    torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()), rtol=1e-9, atol=1e-12)
-    assert found == sorted(found, reverse=True)
-    assert state.step == 10
 
 
 @both_steps

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from per_parameter import PerParameter
+from problem import batches, loss_fn
 from shared import make_train_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,15 +21,6 @@ import looplib as ll
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def batches(count):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 6, generator=generator) for _ in range(count)]
-
-
-def loss_fn(model, x):
-    return (model(x) - 1).square().mean()
 
 
 def train(pure, count, donate=False, model=None):
@@ -289,7 +281,7 @@ class LowRank(PerParameter):
     """As GaLore and APOLLO: keys of a group that the class does not take, and numbers from its constructor."""
 
     def __init__(self, params, lr=1e-3, weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(params, lr, weight_decay=weight_decay)
         for group in self.param_groups:
             for number, p in enumerate(group["params"]):
                 self.state[p]["number"] = number + 1
@@ -359,7 +351,7 @@ class Keyed(PerParameter):
     """Needs a key in each group, as the Muon of pytorch_optimizer does."""
 
     def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
         for group in self.param_groups:
             if "use_muon" not in group:
                 raise ValueError("`use_muon` must be set.")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from problem import batches
 from shared import bits
 from torch import nn
 
@@ -22,11 +23,6 @@ both_states = pytest.mark.parametrize("bound", [True, False], ids=["bound", "unb
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-
-
-def batches(count):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 6, generator=generator) for _ in range(count)]
 
 
 def loss_fn(model, batch):
