@@ -448,19 +448,26 @@ class Captured(torch.optim.Optimizer):
             p.sub_(p.grad)
 
 
-@pytest.mark.parametrize(
-    ("cls", "message"),
-    [
+class Growing(PerParameter):
+    """Keeps more after its second update than after its first."""
+
+    def update(self, group, p):
+        state = self.state[p]
+        state["late" if state else "first"] = torch.zeros(())
+        p.sub_(p.grad, alpha=group["lr"])
+
+
+def test_what_cannot_be_kept_is_refused_by_name_at_the_start():
+    for cls, message in [
         (Queue, r"Queue keeps for a, under 'last', a deque"),
         (Drawing, r"Drawing draws from the random streams of Python or NumPy"),
         (Counting, r"Counting keeps 'history' on the optimizer itself"),
         (OnItsClass, r"OnItsClass keeps something out of reach"),
         (Captured, r"Captured keeps something out of reach"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused_by_name_at_the_start(cls, message):
-    with pytest.raises(TypeError, match=message):
-        ll.optimizer(cls, lr=1e-2).init(numbers(a=(3, 2), b=(4,)))
+        (Growing, r"Growing keeps something out of reach .* keeps more after some updates than after one"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            ll.optimizer(cls, lr=1e-2).init(numbers(a=(3, 2), b=(4,)))
 
 
 # A.6: complex parameters
