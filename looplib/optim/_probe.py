@@ -35,7 +35,7 @@ _PLAIN = (Tensor, int, float, complex, str, torch.dtype, type(None))
 
 @dataclass
 class Probe:
-    """What a class keeps after a step.
+    """State that a class keeps after a step.
 
     Attributes:
         state: name -> state of a parameter, as `packed` stores it.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def contents(opt_state: Any) -> str:
-    """What an `opt_state` holds, for messages: the keys of a parameter's state, and the entries of wrappers.
+    """Contents of an `opt_state`, for messages: the keys of a parameter's state, and the entries of wrappers.
 
     >>> contents({"inner_state": {"state": {"weight": {"step": 0, "sum": 0}}}, "updates": 0})
     'updates around (step, sum for a parameter)'
