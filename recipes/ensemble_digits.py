@@ -79,7 +79,7 @@ def main(
         print(f"already finished at step {stack.step}; delete {directory} to start again")
     else:
         print(f"step {stack.step} of {steps}, {members} members" + ", compiling for about 10 seconds" * compile)
-    bar = ll.progress(loader, epochs=epochs, step=train_step)
+    bar = ll.progress(loader, epochs=epochs)
     try:
         while not done(stack):
             for batch in bar(stack):

@@ -111,9 +111,10 @@ def fit(model: nn.Module, loader: ll.data.Loader, lr: float, steps: int, seed: i
     done = ll.after_steps(steps)
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     print(f"{folder.name}: step {state.step} of {steps}")
+    bar = ll.progress(loader, leave=False, disable=None)
     try:
         while not done(state):
-            for batch in (bar := ll.progress(loader(state), state, leave=False, disable=None)):
+            for batch in bar(state):
                 state, metrics = train_step(state, batch)
                 bar.show(metrics)
                 if done(state):

@@ -80,8 +80,9 @@ def main(
         state, window = ckpt.restore(first), ll.Window()
         finished = f"already finished at step {state.step}; delete {save_path} to start again"
         print(finished if ended(state) else f"step {state.step} of {steps}")
+        bar = ll.progress(loader, leave=False, disable=None if use_tqdm else True)
         while not done(state):
-            for batch in ll.progress(loader(state), state, leave=False, disable=None if use_tqdm else True):
+            for batch in bar(state):
                 state, metrics = train_step(state, batch)
                 window = window.add(metrics)
                 if log_now(state):

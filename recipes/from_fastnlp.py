@@ -79,8 +79,9 @@ def main(
         print(finished if ended(state) else f"step {state.step} of {steps}")
 
         ll.evaluate(eval_step, state, test_batches, limit=2)  # num_eval_sanity_batch=2
+        bar = ll.progress(loader, leave=False, disable=None)
         while not done(state):
-            for batch in ll.progress(loader(state), state, leave=False, disable=None):
+            for batch in bar(state):
                 state, metrics = train_step(state, batch)
                 if eval_now(state):
                     scores = ll.evaluate(eval_step, state, test_batches, prefix="eval/")

@@ -70,7 +70,7 @@ def main(
         eval_now = ll.every_n_steps(eval_steps) | last
         log_now, ended = ll.every_n_steps(logging_steps) | eval_now, last | ll.early_stopping(early_stopping_patience)
         done = ended | (log_now & ll.after_signal(signal.SIGINT, signal.SIGTERM))
-        board = ll.log.tensorboard(f"{output_dir}/tensorboard")
+        board = ll.log.tracker("tensorboard", f"{output_dir}/tensorboard")
         log = ll.tee(board, ll.jsonl(f"{output_dir}/log.jsonl"), ll.console())
         settings, folder = {"loader": loader}, f"{output_dir}/checkpoints"
         ckpt = ll.checkpoint_io(folder, keep_last=save_total_limit, monitor="eval/loss", describe=settings)
@@ -79,8 +79,9 @@ def main(
         state, window = ckpt.restore(first), ll.Window()
         finished = f"already finished at step {state.step}; delete {output_dir} to start again"
         print(finished if ended(state) else f"step {state.step} of {steps}")
+        bar = ll.progress(loader, leave=False, disable=None)
         while not done(state):
-            for batch in ll.progress(loader(state), state, leave=False, disable=None):
+            for batch in bar(state):
                 state, metrics = train_step(state, batch)
                 window = window.add(metrics)
                 if log_now(state):

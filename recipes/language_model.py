@@ -81,11 +81,10 @@ def main(
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
 
-    began, first = time.perf_counter(), state.samples
+    began, first, bar = time.perf_counter(), state.samples, ll.progress(loader, leave=False)
     try:
         while not done(state):
-            bar = ll.progress(loader(state), state, leave=False)
-            for batch in bar:
+            for batch in bar(state):
                 state, metrics = train_step(state, batch)
                 bar.show(metrics)
                 if log_now(state):

@@ -112,8 +112,9 @@ def main(
             print(f"already finished at step {state.step}; delete {directory} to start again")
 
         began, first, window = time.perf_counter(), state.samples, ll.Window()
+        bar = ll.progress(loader, leave=False)
         while not done(state):
-            for batch in (bar := ll.progress(loader(state), state, leave=False)):
+            for batch in bar(state):
                 state, metrics = train_step(state, batch)
                 bar.show(metrics)
                 window = window.add(metrics)

@@ -83,10 +83,10 @@ def main(
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(train_set):,} phrases to train on")
     if done(state):
         print(f"already finished at step {state.step}; delete {directory} to start again")
+    bar = ll.progress(loader, leave=False)
     try:
         while not done(state):
-            bar = ll.progress(loader(state), state, leave=False)
-            for batch in bar:
+            for batch in bar(state):
                 state, metrics = train_step(state, batch)
                 bar.show(metrics)
                 if eval_now(state):

@@ -1,11 +1,15 @@
 """Each block of the cookbook runs after the lines at its top, and does what its heading says."""
 
 import re
+import sys
 import warnings
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from public import ROOT
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import looplib as ll
 
@@ -47,10 +51,38 @@ def moved(names):
 
 @pytest.fixture
 def task(request):
-    """A task, with a stand-in for the Hub if it needs one."""
+    """A task, with a stand-in for the Hub or for Comet if it needs one."""
     if "Hub" in request.param:
         request.getfixturevalue("server")
+    if request.param == "Log to any other tracker 2":
+        comet = mock.MagicMock()
+        comet.start.return_value.get_key.return_value = "a-key"
+        request.getfixturevalue("monkeypatch").setitem(sys.modules, "comet_ml", comet)
     return request.param
+
+
+def comet_calls():
+    experiment = mock.call.start()
+    return [
+        experiment.log_metrics({"train/loss": 0.5}, step=100),
+        experiment.log_text("note: warm", step=100),
+        experiment.end(),
+    ]
+
+
+GRADIENTS = [f"gradients/{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
+
+
+def histograms():
+    """Steps of each histogram that TensorBoard reads."""
+    events = EventAccumulator("runs/digits/gradients").Reload()
+    return {name: [event.step for event in events.Histograms(name)] for name in events.Tags()["histograms"]}
+
+
+def operations(model, samples):
+    """Multiply-adds count as two; no gradient goes back to the data."""
+    numbers = [layer.weight.numel() for layer in model if hasattr(layer, "weight")]
+    return 6 * samples * sum(numbers) - 2 * samples * numbers[0]
 
 
 def counts(names, *networks):
@@ -87,7 +119,11 @@ def test_the_block_runs(task, tmp_path, monkeypatch):
         ("Stop early 1", lambda n: n["state"].epoch < 50),
         ("Save the model 1", lambda n: torch.equal(torch.load("model.pt")["0.bias"], n["state"].params["0.bias"])),
         ("Save the model 2", lambda n: torch.equal(torch.load("model.pt")["0.bias"], n["state"].params["0.bias"])),
-        ("Log to your tracker 2", lambda n: n["mine"] == [{"step": 100, "train/loss": 0.5}]),
+        ("Log to any other tracker 1", lambda n: n["mine"] == [{"step": 100, "train/loss": 0.5}]),
+        ("Log to any other tracker 2", lambda n: n["comet_ml"].mock_calls[-3:] == comet_calls()),
+        ("Log histograms of the gradients 1", lambda n: histograms() == {name: [4] for name in GRADIENTS}),
+        ("Profile a step 1", lambda n: len(list(Path("runs/profile").glob("*.pt.trace.json"))) == 1),
+        ("Count parameters and operations 1", lambda n: n["counter"].get_total_flops() == operations(n["model"], 32)),
         ("Make predictions 1", lambda n: n["probabilities"].shape == (64, 3)),
         ("Debug a NaN 1", lambda n: n["worst"].index == 17),
         ("Cross-validate (k-fold) 1", lambda n: len(n["accuracies"]) == 4),

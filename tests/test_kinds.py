@@ -44,10 +44,7 @@ PARAMETERS = {
 }
 STEPS = {"train_step", "eval_step", "predict_step"}
 SPECIAL = {
-    ("log.gradient_histograms", "when"): {"predicate"},
     ("log.windowed", "when"): {"predicate"},
-    ("log.profiled", "train_step"): STEPS,
-    ("log.profiled", "when"): {"predicate"},
     ("predicates.stop_when", "step"): STEPS,
     ("evaluation.split_on_oom", "step"): {"eval_step", "predict_step"},
     ("transforms.vmap_step", "step"): STEPS,
@@ -282,8 +279,3 @@ def test_a_wrapper_that_keeps_the_part_to_itself_does_not_lose_the_loss_scale():
         ll.grads.scale_loss(deaf)(state, batch)
     heard = ll.grads.scale_loss(lambda *call: THINGS["grad_fn"](*call))(state, batch).grads
     torch.testing.assert_close(heard, THINGS["grad_fn"](state, batch).grads)
-
-
-def test_an_eval_step_is_profiled_too(tmp_path):
-    step = ll.log.profiled(THINGS["eval_step"], ll.after_steps(0) & ~ll.after_steps(1), tmp_path)
-    assert ll.evaluate(step, THINGS["state"], [torch.ones(4, 3)]).keys() == {"loss"}

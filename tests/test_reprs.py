@@ -76,7 +76,6 @@ STEPS = [
     f"ll.compile_step({STEP}, backend='eager')",
     f"ll.vmap_step({STEP}, own_batches=True)",
     f"ll.transforms.differentiable({STEP})",
-    f"ll.log.profiled({STEP}, ll.at_step(10), 'runs')",
     "ll.make_eval_step(Linear, metric_fn)",
     "ll.evaluation.split_on_oom(ll.make_predict_step(Linear, loss_fn), size=4)",
 ]

@@ -324,7 +324,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 _COUNTS = ("seed", "step", "epoch", "batch", "epoch_length", "samples")
 
-_FREE = {"retry_on_oom", "gradient_histograms"}  # may differ between ranks, since they do not change the gradient
+_FREE = {"retry_on_oom"}  # may differ between ranks, since it does not change the gradient
 
 
 def compare(state: Any, batches: Sequence[Any], program: Callable[[], Mapping[str, Any]] | None) -> None:

@@ -157,11 +157,6 @@ def argument_names(operation: Any) -> set[str]:
     return {argument.name for argument in operation._schema.arguments}
 
 
-# CPU attention kernels, for which torch's FLOP counter has no formula.
-cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
 def mps_generator() -> torch.Generator:
     """Random number generator of an Apple GPU."""
     return torch.mps._get_default_mps_generator()

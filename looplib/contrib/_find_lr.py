@@ -14,7 +14,7 @@ import torch
 from looplib._core.checks import check, check_argument, check_count
 from looplib._core.kinds import checked
 from looplib._core.random import restored
-from looplib.log._plots import dress, figure_of, plain_number, save, smoothed
+from looplib.log._plots import dress, figure_of, save, smoothed
 from looplib.metrics._mean import compute
 from looplib.state import copy_state
 from looplib.steps import make_train_step
@@ -61,16 +61,16 @@ class LRCurve:
         axes.plot(self.lrs, self.losses, color="C0", alpha=0.25, linewidth=1, label="loss")
         axes.plot(self.lrs, self.smoothed, color="C0", linewidth=1.6, label="loss, smoothed")
         if self.suggestion is not None:
-            label = f"suggestion: {plain_number(self.suggestion, digits=2)}"
+            label = f"suggestion: {self.suggestion:.2g}"
             axes.axvline(self.suggestion, color="C1", linestyle="--", linewidth=1.6, label=label)
         dress(axes, "", "learning rate", [])
         axes.set_xscale("log")
-        axes.set_ylabel("loss", color=axes.xaxis.label.get_color())
+        axes.set_ylabel("loss")
         # Diverging losses would flatten the rest of the curve.
         kept = self.losses[: self.smoothed.index(min(self.smoothed)) + 1]
         room = 0.1 * (max(kept) - min(self.losses)) or 1.0
         axes.set_ylim(min(self.losses) - room, max(kept) + room)
-        axes.legend(frameon=False, labelcolor=axes.xaxis.label.get_color())
+        axes.legend(frameon=False)
         if path is not None:
             save(figure, path)
         return figure

@@ -1,18 +1,13 @@
 """Logging: a state and its metrics go in and log files, tables, progress bars and plots come out."""
 
-from looplib.log._boards import tensorboard
+from looplib.log._clients import TrackerClient
 from looplib.log._configuration import configuration
-from looplib.log._flops import flops, utilization
-from looplib.log._gradient_histograms import gradient_histograms
 from looplib.log._live_plot import live_plot
 from looplib.log._memory import memory
 from looplib.log._plots import plot
-from looplib.log._profiler import profiled
 from looplib.log._progress import progress
 from looplib.log._sinks import console, jsonl, read_jsonl, tee
-from looplib.log._stage_memory import stage_memory
 from looplib.log._step_timer import meter
-from looplib.log._summary import summary
 from looplib.log._tables import csv_file, read_columns, record
 from looplib.log._trackers import Tracker, tracker
 from looplib.log._windowed import windowed
@@ -20,12 +15,11 @@ from looplib.log._wrappers import every_rank, in_background, only, rename, safel
 
 __all__ = [
     "Tracker",
+    "TrackerClient",
     "configuration",
     "console",
     "csv_file",
     "every_rank",
-    "flops",
-    "gradient_histograms",
     "in_background",
     "jsonl",
     "live_plot",
@@ -33,18 +27,13 @@ __all__ = [
     "meter",
     "only",
     "plot",
-    "profiled",
     "progress",
     "read_columns",
     "read_jsonl",
     "record",
     "rename",
     "safely",
-    "stage_memory",
-    "summary",
     "tee",
-    "tensorboard",
     "tracker",
-    "utilization",
     "windowed",
 ]

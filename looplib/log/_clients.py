@@ -1,7 +1,4 @@
-"""Clients of experiment trackers: what each needs to start or continue a run and to take settings, values and files.
-
-A client's package is imported when a run is started. Without `online`, nothing is sent to a service.
-"""
+"""Clients of experiment trackers: what each needs to start or continue a run and to take its values and files."""
 
 from __future__ import annotations
 
@@ -11,123 +8,127 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor
-
-from looplib.log._boards import Histogram, by_kind, tensorboard
-from looplib.types import TrainState
-
-Options = dict[str, Any]
+from looplib._core.checks import check_argument
 
 
-class Client:
-    """Client of one tracker. A new instance starts a run, or continues that of an earlier `id`.
+@runtime_checkable
+class TrackerClient(Protocol):
+    """Client of an experiment tracker, for `ll.log.tracker`. Write these four methods for a tracker of your own.
 
-    Attributes:
-        package: module to import.
-        install: what to install, for the error.
-        replaces: True if values of a step that a resumed run logs again take the place of the earlier ones.
-        server: how to choose a server, if `online` does not.
-        ends_itself: True if the client ends the run when the process exits.
-        run: the client's own object of the run.
-        id: what the client needs to find the run again.
+    >>> import looplib as ll, tempfile
+    >>> class Printing:  # `run`, if it has one, is the client's own object of the run
+    ...     def start(self, folder, run_id, config):
+    ...         print("start", run_id, config["seed"])
+    ...         return run_id or "run-1"
+    ...     def log(self, step, values):
+    ...         print(step, values)
+    ...     def artifact(self, path, name):
+    ...         print("keep", path.name, "as", name)
+    ...     def close(self):
+    ...         print("end")
+    >>> log = ll.log.tracker(Printing(), tempfile.mkdtemp())
+    >>> log(ll.TrainState(step=3), {"train/loss": 0.5})
+    start None 0
+    3 {'train/loss': 0.5}
+    >>> log.close()
+    end
+
+    They are called on the first rank only, in this order. What they raise, the sink raises.
     """
 
-    package: ClassVar[str]
-    install: ClassVar[str]
-    replaces: ClassVar[bool] = False
-    server: ClassVar[str | None] = None
-    ends_itself: ClassVar[bool] = True
-    run: Any = None
-    id: str | None = None
+    def start(self, folder: Path, run_id: str | None, config: dict[str, Any]) -> str | None:
+        """Start a run, or continue that of an earlier process.
 
-    def settings(self, settings: Mapping[str, Any]) -> None:
-        """Store the settings of the run, in nested dicts of plain values."""
-        raise NotImplementedError
+        Args:
+            folder: the run's directory, which exists. Its name is that of the run.
+            run_id: what `start` returned in the earlier process, or None for a new run.
+            config: settings of the run to store, in nested dicts of plain values.
 
-    def log(self, state: TrainState, values: Mapping[str, Any]) -> None:
-        scalars, histograms, pictures = by_kind(values)
-        for method, kind, given in ((Client.histogram, "histograms", histograms), (Client.image, "images", pictures)):
-            if given and getattr(type(self), method.__name__) is method:
-                raise TypeError(
-                    f"{self.package} takes no {kind}, and {next(iter(given))!r} is one; leave it out, by "
-                    "ll.log.only(sink, names), or log numbers of it, such as its mean"
-                )
-        if scalars:
-            self.scalars(state.step, scalars)
-        for name, histogram in histograms.items():
-            self.histogram(state.step, name, histogram)
-        for name, picture in pictures.items():
-            self.image(state.step, name, _pixels(picture))
+        Returns:
+            The tracker's name of the run, if it needs one to continue it.
+        """
 
-    def scalars(self, step: int, values: Options) -> None:
-        """Log numbers, bools and strs."""
-        raise NotImplementedError
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        """Log values of a step by name.
 
-    def histogram(self, step: int, name: str, histogram: Histogram) -> None:
-        raise NotImplementedError
-
-    def image(self, step: int, name: str, pixels: Any) -> None:
-        """Log an image, an array of bytes of shape (height, width, channels), or (height, width)."""
-        raise NotImplementedError
+        A value is a number, bool or str; an array of one dimension, for a histogram; or an image, an array of bytes of
+        shape (height, width, channels), or (height, width). Raise TypeError for kinds that the tracker does not take.
+        """
 
     def artifact(self, path: Path, name: str) -> None:
         """Store a file or a folder with the run."""
-        raise TypeError(f"{self.package} stores no files of a run; keep {path} where it is, or use another tracker")
 
     def close(self) -> None:
-        """End the run."""
+        """End the run. It is called when the process exits, too."""
 
 
-class TensorBoard(Client):
-    package, install, replaces = "tensorboard", "tensorboard pillow", True
-    server = "leave it out"
+class TensorBoard:
+    """Options are those of `torch.utils.tensorboard.SummaryWriter`, which is `run`."""
 
-    def __init__(self, folder: Path, id: str | None, online: bool, options: Options) -> None:
-        self._folder, self._options = folder, options
-        self._write: Any = None
+    def __init__(self, library: Any, **options: Any) -> None:
+        self._library, self._options = library, options
+        self.run: Any = None
 
-    def settings(self, settings: Mapping[str, Any]) -> None:
-        self._write = tensorboard(self._folder, hyperparameters=flat(settings), **self._options)
+    def start(self, folder: Path, run_id: str | None, config: dict[str, Any]) -> None:
+        self._options["log_dir"] = folder
+        self.run = self._library.SummaryWriter(**self._options)
+        # An experiment record, as of `add_hparams`, would fix the columns of the table of runs.
+        _, session, _ = self._library.summary.hparams(flat(config), {})
+        self.run.file_writer.add_summary(session)
 
-    def log(self, state: TrainState, values: Mapping[str, Any]) -> None:
-        self._write(state, values)
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        try:
+            for name, value in values.items():
+                self._add(name, value, step)
+            self.run.flush()
+        except OSError:
+            # The writer's thread has ended and would raise this at every later call.
+            self.run = self._library.SummaryWriter(**self._options)
+            raise
 
-
-class WandB(Client):
-    package, install = "wandb", "wandb pillow"
-
-    def __init__(self, folder: Path, id: str | None, online: bool, options: Options) -> None:
-        self._library = load(self)
-        start = {"dir": str(folder), "name": folder.name, "id": id or uuid.uuid4().hex[:8]}
-        start |= {"mode": "online", "resume": "allow"} if online else {"mode": "offline"}
-        self.run = self._library.init(**start | options)
-        self.id = self.run.id
-        self._step, self._row = -1, self.run.step - 1
-        # W&B drops values of a step below its latest. With a step metric of our own it draws them where they belong.
-        self.run.define_metric("*", step_metric="step")
-
-    def settings(self, settings: Mapping[str, Any]) -> None:
-        self.run.config.update(dict(settings), allow_val_change=True)
-
-    def _log(self, step: int, values: Options) -> None:
-        if step != self._step:  # a row of W&B holds the values of one step, and rows only rise
-            self._step, self._row = step, max(step, self._row + 1)
-        self.run.log({**values, "step": step}, step=self._row)
-
-    def scalars(self, step: int, values: Options) -> None:
-        self._log(step, values)
-
-    def histogram(self, step: int, name: str, histogram: Histogram) -> None:
-        self._log(step, {name: self._library.Histogram(np_histogram=(histogram.counts, histogram.edges))})
-
-    def image(self, step: int, name: str, pixels: Any) -> None:
-        self._log(step, {name: self._library.Image(pixels)})
+    def _add(self, name: str, value: Any, step: int) -> None:
+        match value:
+            case str():
+                self.run.add_text(name, value, step)
+            case bool() | int() | float():
+                self.run.add_scalar(name, value, step)
+            case _ if value.ndim == 1:
+                self.run.add_histogram(name, value, step)
+            case _:
+                self.run.add_image(name, value, step, dataformats="HWC" if value.ndim == 3 else "HW")
 
     def artifact(self, path: Path, name: str) -> None:
-        artifact = self._library.Artifact(f"{name}-{self.id}", type=name)
+        raise TypeError(f"tensorboard stores no files of a run; keep {path} where it is, or use another tracker")
+
+    def close(self) -> None:
+        self.run.close()
+
+
+class WandB:
+    """Options are those of `wandb.init`. `mode` is "offline" unless given, so nothing is sent to the service."""
+
+    def __init__(self, library: Any, **options: Any) -> None:
+        self._library, self._options = library, options
+        self.run: Any = None
+
+    def start(self, folder: Path, run_id: str | None, config: dict[str, Any]) -> str:
+        options = {"dir": str(folder), "name": folder.name, "id": run_id or uuid.uuid4().hex[:8], "mode": "offline"}
+        options |= self._options
+        if options["mode"] == "online":
+            options.setdefault("resume", "allow")
+        self.run = self._library.init(**options)
+        self.run.config.update(config, allow_val_change=True)
+        # W&B drops values of a step below its latest. With a step metric of our own it draws them where they belong.
+        self.run.define_metric("*", step_metric="step")
+        return str(self.run.id)
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        self.run.log({**media_of(self._library, values), "step": step})
+
+    def artifact(self, path: Path, name: str) -> None:
+        artifact = self._library.Artifact(f"{name}-{self.run.id}", type=name)
         (artifact.add_dir if path.is_dir() else artifact.add_file)(str(path))
         self.run.log_artifact(artifact, aliases=["latest", path.name])
 
@@ -135,286 +136,125 @@ class WandB(Client):
         self.run.finish()
 
 
-class MLflow(Client):
-    package, install, server = "mlflow", "mlflow", "give tracking_uri= or set MLFLOW_TRACKING_URI"
-    ends_itself = False
+class Trackio:
+    """Options are those of `trackio.init`. The project is the name of the run's parent folder unless given."""
 
-    def __init__(self, folder: Path, id: str | None, online: bool, options: Options) -> None:
-        self._library = load(self)
-        self._begin(folder, id, **options)
+    def __init__(self, library: Any, **options: Any) -> None:
+        self._library, self._options = library, options
+        self.run: Any = None
+        self._name = ""
 
-    def _begin(
+    def start(self, folder: Path, run_id: str | None, config: dict[str, Any]) -> str:
+        self._name = run_id or self._options.get("name") or f"{folder.name}-{uuid.uuid4().hex[:8]}"
+        options = {"project": folder.parent.name, "resume": "must" if run_id else "never"}
+        self.run = self._library.init(**options | self._options | {"name": self._name})
+        self.run.config.update(config)
+        return self._name
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        self.run.log(media_of(self._library, values), step=step)
+
+    def artifact(self, path: Path, name: str) -> None:
+        self.run.log_artifact(path, name=f"{name}-{self._name}", type=name, aliases=["latest", path.name])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MLflow:
+    """The experiment is the name of the run's parent folder unless given. It takes no histograms."""
+
+    def __init__(
         self,
-        folder: Path,
-        id: str | None,
+        library: Any,
         *,
         tracking_uri: str | None = None,
         experiment_name: str | None = None,
         run_name: str | None = None,
-        run_id: str | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        self._client = client = self._library.MlflowClient(tracking_uri)
-        self.id = id or run_id
-        if self.id is not None:
-            client.update_run(self.id, status="RUNNING")
-        else:
-            experiment_name = experiment_name or folder.parent.name
-            experiment = client.get_experiment_by_name(experiment_name)
-            experiment_id = experiment.experiment_id if experiment else client.create_experiment(experiment_name)
-            self.id = client.create_run(experiment_id, run_name=run_name or folder.name, tags=tags).info.run_id
-        self.run = client.get_run(self.id)
+        self._library, self._client = library, library.MlflowClient(tracking_uri)
+        self._experiment, self._name, self._tags = experiment_name, run_name, tags
+        self.run: Any = None
 
-    def settings(self, settings: Mapping[str, Any]) -> None:
-        # A parameter of MLflow never changes, so a resumed run keeps its first ones.
-        params = [
-            self._library.entities.Param(_name_of(name), str(value)[:6000])
-            for name, value in flat(settings).items()
-            if _name_of(name) not in self.run.data.params
-        ]
-        for start in range(0, len(params), 100):
-            self._client.log_batch(self.id, params=params[start : start + 100])
+    def start(self, folder: Path, run_id: str | None, config: dict[str, Any]) -> str:
+        if run_id is not None:
+            self._client.update_run(run_id, status="RUNNING")
+            self.run = self._client.get_run(run_id)
+            self._id = run_id
+            return run_id  # a parameter of MLflow never changes, so the run keeps its first ones
+        name = self._experiment or folder.parent.name
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        self.run = self._client.create_run(experiment_id, run_name=self._name or folder.name, tags=self._tags)
+        self._id = str(self.run.info.run_id)
+        for name, value in flat(config).items():
+            allowed = "".join(letter if letter.isalnum() or letter in "_-. :/" else "_" for letter in name)
+            self._client.log_param(self._id, allowed, str(value)[:6000])
+        return self._id
 
-    def scalars(self, step: int, values: Options) -> None:
+    def log(self, step: int, values: dict[str, Any]) -> None:
         now, entities = int(time.time() * 1000), self._library.entities
         metrics, tags = [], []
         for name, value in values.items():
-            if isinstance(value, str):
-                tags.append(entities.RunTag(name, value))
-            else:
-                metrics.append(entities.Metric(name, float(value), now, step))
-        self._client.log_batch(self.id, metrics=metrics, tags=tags)
-
-    def image(self, step: int, name: str, pixels: Any) -> None:
-        self._client.log_image(self.id, pixels, key=name, step=step)
+            match value:
+                case str():
+                    tags.append(entities.RunTag(name, value))
+                case bool() | int() | float():
+                    metrics.append(entities.Metric(name, float(value), now, step))
+                case _ if value.ndim == 1:
+                    raise TypeError(
+                        f"mlflow takes no histograms, and {name!r} is one; leave it out, by ll.log.only(sink, names), or "
+                        "log numbers of it, such as its mean"
+                    )
+                case _:
+                    self._client.log_image(self._id, value, key=name, step=step)
+        self._client.log_batch(self._id, metrics=metrics, tags=tags)
 
     def artifact(self, path: Path, name: str) -> None:
         if path.is_dir():
-            self._client.log_artifacts(self.id, str(path), f"{name}/{path.name}")
+            self._client.log_artifacts(self._id, str(path), f"{name}/{path.name}")
         else:
-            self._client.log_artifact(self.id, str(path), name)
+            self._client.log_artifact(self._id, str(path), name)
 
     def close(self) -> None:
         failed = getattr(sys, "last_value", None) is not None  # the process ends with an error
-        self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-class Trackio(Client):
-    package, install, server = "trackio", "trackio", "give space_id= or server_url="
-
-    def __init__(self, folder: Path, id: str | None, online: bool, options: Options) -> None:
-        self._library = load(self)
-        self.id = id or options.get("name") or f"{folder.name}-{uuid.uuid4().hex[:8]}"
-        start = {"project": folder.parent.name, "resume": "must" if id else "never"}
-        self.run = self._library.init(**start | options | {"name": self.id})
-
-    def settings(self, settings: Mapping[str, Any]) -> None:
-        self.run.config.update(settings)
-
-    def scalars(self, step: int, values: Options) -> None:
-        self.run.log(values, step=step)
-
-    def histogram(self, step: int, name: str, histogram: Histogram) -> None:
-        drawn = self._library.Histogram(np_histogram=(histogram.counts, histogram.edges))
-        self.run.log({name: drawn}, step=step)
-
-    def image(self, step: int, name: str, pixels: Any) -> None:
-        self.run.log({name: self._library.Image(pixels)}, step=step)
-
-    def artifact(self, path: Path, name: str) -> None:
-        self.run.log_artifact(path, name=f"{name}-{self.id}", type=name, aliases=["latest", path.name])
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-class Aim(Client):
-    package, install, server = "aim", "aim", "give repo=, the address of its server"
-    ends_itself = False
-
-    def __init__(self, folder: Path, id: str | None, online: bool, options: Options) -> None:
-        self._library = load(self)
-        self.run = self._library.Run(**{"run_hash": id, "experiment": folder.parent.name} | options)
-        self.id = self.run.hash
-        self.run.name = folder.name
-        if self.run.artifacts_uri is None:
-            self.run.set_artifacts_uri((folder / "aim-artifacts").as_uri())
-
-    def settings(self, settings: Mapping[str, Any]) -> None:
-        self.run["hparams"] = dict(settings)
-
-    def scalars(self, step: int, values: Options) -> None:
-        for name, value in values.items():
-            self.run.track(self._library.Text(value) if isinstance(value, str) else value, name=name, step=step)
-
-    def histogram(self, step: int, name: str, histogram: Histogram) -> None:
-        ends = histogram.edges[0], histogram.edges[-1]
-        self.run.track(self._library.Distribution(hist=histogram.counts, bin_range=ends), name=name, step=step)
-
-    def image(self, step: int, name: str, pixels: Any) -> None:
-        self.run.track(self._library.Image(pixels), name=name, step=step)
-
-    def artifact(self, path: Path, name: str) -> None:
-        if path.is_dir():
-            self.run.log_artifacts(str(path), name=f"{name}-{path.name}")
-        else:
-            self.run.log_artifact(str(path), name=f"{name}-{path.name}")
-
-    def close(self) -> None:
-        self.run.close()
-
-
-class Comet(Client):
-    package, install = "comet_ml", "comet_ml"
-
-    def __init__(self, folder: Path, id: str | None, online: bool, options: Options) -> None:
-        self._library = library = load(self)
-        config = library.ExperimentConfig(name=folder.name, offline_directory=str(folder))
-        start = {"online": online, "experiment_key": id, "mode": "get_or_create" if id else "create"}
-        self.run = library.start(**start | {"experiment_config": config} | options)
-        self.id = self.run.get_key()
-
-    def settings(self, settings: Mapping[str, Any]) -> None:
-        self.run.log_parameters(flat(settings))
-
-    def scalars(self, step: int, values: Options) -> None:
-        for name, value in values.items():
-            if isinstance(value, str):
-                self.run.log_other(name, value)
-            else:
-                self.run.log_metric(name, value, step=step)
-
-    def histogram(self, step: int, name: str, histogram: Histogram) -> None:
-        drawn = importlib.import_module("comet_ml.data_structure").Histogram()
-        centers = [(low + high) / 2 for low, high in zip(histogram.edges, histogram.edges[1:], strict=False)]
-        drawn.add(centers, counts=histogram.counts)
-        self.run.log_histogram_3d(drawn, name=name, step=step)
-
-    def image(self, step: int, name: str, pixels: Any) -> None:
-        self.run.log_image(pixels, name=name, step=step)
-
-    def artifact(self, path: Path, name: str) -> None:
-        self.run.log_model(f"{name}-{path.name}", str(path))
-
-    def close(self) -> None:
-        self.run.end()
-
-
-class ClearML(Client):
-    package, install = "clearml", "clearml"
-
-    def __init__(self, folder: Path, id: str | None, online: bool, options: Options) -> None:
-        task = load(self).Task
-        task.set_offline(not online)
-        start = {"project_name": folder.parent.name, "task_name": folder.name, "reuse_last_task_id": False}
-        again = {"reuse_last_task_id": id, "continue_last_task": 0}  # 0: do not add the task's last step to each
-        self.run = task.init(**start | options | (again if id else {}))
-        self.id = self.run.id
-        self._logger = self.run.get_logger()
-
-    def settings(self, settings: Mapping[str, Any]) -> None:
-        self.run.connect(flat(settings), name="looplib")
-
-    def scalars(self, step: int, values: Options) -> None:
-        for name, value in values.items():
-            if isinstance(value, str):
-                self._logger.report_text(f"step {step}: {name} {value}")
-            else:
-                self._logger.report_scalar(*_title(name), value=float(value), iteration=step)
-
-    def histogram(self, step: int, name: str, histogram: Histogram) -> None:
-        labels = [f"{edge:.3g}" for edge in histogram.edges[:-1]]
-        self._logger.report_histogram(*_title(name), values=histogram.counts, iteration=step, xlabels=labels)
-
-    def image(self, step: int, name: str, pixels: Any) -> None:
-        self._logger.report_image(*_title(name), iteration=step, image=pixels)
-
-    def artifact(self, path: Path, name: str) -> None:
-        self.run.upload_artifact(f"{name}-{path.name}", str(path), wait_on_upload=True)
-
-    def close(self) -> None:
-        self.run.close()
-
-
-class Neptune(Client):
-    package, install = "neptune", "neptune"
-
-    def __init__(self, folder: Path, id: str | None, online: bool, options: Options) -> None:
-        self._library = load(self)
-        self.id = id or options.get("custom_run_id") or uuid.uuid4().hex
-        start = {"mode": "async" if online else "offline", "name": folder.name}
-        self.run = self._library.init_run(**start | options | {"custom_run_id": self.id})
-
-    def settings(self, settings: Mapping[str, Any]) -> None:
-        self.run["parameters"] = self._library.utils.stringify_unsupported(dict(settings))
-
-    def scalars(self, step: int, values: Options) -> None:
-        for name, value in values.items():
-            self.run[name].append(value if isinstance(value, str) else float(value), step=step)
-
-    def image(self, step: int, name: str, pixels: Any) -> None:
-        self.run[name].append(self._library.types.File.as_image(pixels / 255), step=step)
-
-    def artifact(self, path: Path, name: str) -> None:
-        files = sorted(path.rglob("*")) if path.is_dir() else [path]
-        for file in files:
-            if file.is_file():
-                self.run[f"{name}/{path.name}/{file.name}"].upload(str(file))
-
-    def close(self) -> None:
-        self.run.stop()
-
-
-class SwanLab(Client):
-    package, install = "swanlab", "swanlab"
-
-    def __init__(self, folder: Path, id: str | None, online: bool, options: Options) -> None:
-        self._library = load(self)
-        self.id = id or options.get("id") or uuid.uuid4().hex[:21]
-        start = {"mode": "online" if online else "offline", "log_dir": str(folder / "swanlog"), "name": folder.name}
-        self.run = self._library.init(**start | {"resume": "allow"} | options | {"id": self.id})
-
-    def settings(self, settings: Mapping[str, Any]) -> None:
-        self._library.config.update(flat(settings))
-
-    def scalars(self, step: int, values: Options) -> None:
-        drawn = {name: self._library.Text(v) if isinstance(v, str) else float(v) for name, v in values.items()}
-        self.run.log(drawn, step=step)
-
-    def image(self, step: int, name: str, pixels: Any) -> None:
-        self.run.log({name: self._library.Image(pixels)}, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-CLIENTS: dict[str, type[Any]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "mlflow": MLflow,
-    "trackio": Trackio,
-    "aim": Aim,
-    "comet": Comet,
-    "clearml": ClearML,
-    "neptune": Neptune,
-    "swanlab": SwanLab,
+CLIENTS: dict[str, tuple[str, Any]] = {  # name -> module to import, client
+    "tensorboard": ("torch.utils.tensorboard", TensorBoard),
+    "wandb": ("wandb", WandB),
+    "mlflow": ("mlflow", MLflow),
+    "trackio": ("trackio", Trackio),
 }
 
 
-def load(client: Client | type[Client]) -> Any:
-    """Import a client's package."""
+def client_of(name: str, options: Mapping[str, Any]) -> TrackerClient:
+    """Client of a tracker that looplib knows."""
+    advice = f"the trackers are {', '.join(CLIENTS)}; for a different one, give an object like ll.log.TrackerClient"
+    check_argument(name in CLIENTS, "client", name, advice)
+    module, make = CLIENTS[name]
     try:
-        return importlib.import_module(client.package)
+        library = importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"the tracker {client.package} needs its package ({error}): pip install {client.install}"
-        ) from error
+        raise ImportError(f"the tracker {name} needs its package ({error}): pip install {name} pillow") from error
+    client: TrackerClient = make(library, **options)
+    return client
 
 
-def check_online(client: type[Client], online: bool) -> None:
-    """Raise ValueError for `online` with a tracker that has no service, or whose server is chosen by an option."""
-    if online and client.server is not None:
-        raise ValueError(f"{client.package} has no service that online=True would choose: {client.server}")
+def media_of(library: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with histograms and images as W&B and Trackio take them."""
+    media: dict[str, Any] = {}
+    for name, value in values.items():
+        match value:
+            case bool() | int() | float() | str():
+                media[name] = value
+            case _ if value.ndim == 1:
+                media[name] = library.Histogram(value)
+            case _:
+                media[name] = library.Image(value)
+    return media
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
@@ -430,21 +270,3 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int 
         else:
             entries[f"{prefix}{name}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
     return entries
-
-
-def _name_of(name: str) -> str:
-    """A name with the characters that MLflow allows."""
-    return "".join(letter if letter.isalnum() or letter in "_-. :/" else "_" for letter in name)
-
-
-def _title(name: str) -> tuple[str, str]:
-    """ClearML's title of a plot and name of its curve: "train/loss" is the curve "train" in the plot "loss"."""
-    series, slash, title = name.partition("/")
-    return (title, series) if slash else (name, name)
-
-
-def _pixels(picture: Tensor) -> Any:
-    """Bytes, of shape (height, width, channels), or (height, width) for one channel."""
-    # Trackers may rescale floats by their range; uint8 values are used unchanged.
-    bits = picture if picture.dtype == torch.uint8 else (picture.clamp(0, 1) * 255).to(torch.uint8)
-    return bits.permute(1, 2, 0).squeeze(-1).numpy()

@@ -8,17 +8,14 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from looplib._core.checks import check
 from looplib._core.mappings import fields_of
 from looplib._core.ranks import is_first
-from looplib.log._plots import Row, _draw, _lines, _panels, _panels_of, figure_class, save
+from looplib.log._plots import Row, curves_of, draw, figure_class, matches, save
 from looplib.log._sinks import COUNTS, CodedSink, plain_values, read_jsonl
 from looplib.types import Sink, TrainState
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def live_plot(
@@ -37,8 +34,8 @@ def live_plot(
     >>> log(ll.TrainState(step=1), {"train/loss": 0.5})
 
     The first call draws. After that, a call draws if at least `every` seconds have passed and drawing has used less
-    than a tenth of the time (not counting the first drawing, which is slower). The final plot is drawn when the cell
-    finishes; for a file, when the sink is deleted or the program exits. A call that does not draw takes microseconds.
+    than a tenth of the time. The final plot is drawn when the cell finishes; for a file, when the sink is deleted or
+    the program exits. A call that does not draw takes microseconds.
 
     Args:
         names, x, smooth: as for `plot`. A name may appear later than the first call.
@@ -52,9 +49,11 @@ def live_plot(
 
     Raises:
         RuntimeError: `path` is None and there is no notebook (or IPython shell) to draw in.
-        ImportError: matplotlib, or for a notebook IPython, is not installed.
+        ImportError: matplotlib is not installed.
     """
-    figure_class()
+    figure_class()  # so that a missing package is named now
+    names = [names] if isinstance(names, str) else names
+    shell = _shell() if path is None else None
     canvas = _Canvas(names, x, smooth, every, None if path is None else Path(path).absolute())
     if history is not None and Path(history).exists() and is_first():
         canvas.rows += read_jsonl(history)
@@ -65,55 +64,47 @@ def live_plot(
     sink = CodedSink(
         write, "live_plot()" if path is None else f"live_plot(path={os.fspath(path)!r})", first_rank=True
     )
-    weakref.finalize(sink, canvas.finish)
+    if shell is None:
+        weakref.finalize(sink, canvas.finish)
+    else:
+        shell.events.register("post_execute", canvas.finish)
+        weakref.finalize(sink, shell.events.unregister, "post_execute", canvas.finish)
     return sink
 
 
 class _Canvas:
-    """The rows so far, and the times and the target of drawing."""
+    """The rows so far, and when and where to draw them."""
 
-    def __init__(
-        self, names: str | Sequence[str] | None, x: str, smooth: float, every: float, path: Path | None
-    ) -> None:
-        self.names = [names] if isinstance(names, str) else names
-        self.x = x
-        self.smooth = smooth
-        self.every = every
-        self.path = path
-        self.shell: Any = _shell() if path is None else None
+    def __init__(self, names: Sequence[str] | None, x: str, smooth: float, every: float, path: Path | None) -> None:
+        self.names, self.x, self.smooth, self.every, self.path = names, x, smooth, every, path
         self.rows: list[Row] = []
         self.stale = False
         self.due = -math.inf
-        self.handle: Any = None
-        self.waiting = False  # called at the end of the cell
+        self.handle: Any = None  # of the display in the cell
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
         self.stale = True
-        if self.shell is not None and not self.waiting:
-            self.waiting = True
-            self.shell.events.register("post_execute", self.finish)
         if time.monotonic() >= self.due:
             self.draw()
 
     def draw(self) -> None:
-        began, first = time.monotonic(), self.due == -math.inf
-        lines = {"": _lines(self.rows, self.x)}
-        curves = lines[""]
-        names = None if self.names is None else [name for name in self.names if _panels_of(name, curves)]
-        if curves and names != []:
-            self._show(_draw(lines, _panels(lines, names, self.x), self.x, self.smooth))
+        began = time.monotonic()
         self.stale = False
+        curves = curves_of(self.rows, self.x)
+        names = None if self.names is None else [name for name in self.names if matches(name, curves)]
+        if curves and names != []:
+            self.show(draw({"": curves}, names, self.x, self.smooth))
         ended = time.monotonic()
-        self.due = ended + max(
-            self.every, 0 if first else 9 * (ended - began)
-        )  # the first drawing also loads matplotlib's fonts
+        self.due = ended + max(self.every, 9 * (ended - began))
 
-    def _show(self, figure: Figure) -> None:
+    def show(self, figure: Any) -> None:
         if self.path is not None:
             save(figure, self.path)
         elif self.handle is None:
-            self.handle = _display(figure)
+            from IPython.display import display
+
+            self.handle = display(figure, display_id=True)  # type: ignore[no-untyped-call, unused-ignore]
         else:
             self.handle.update(figure)
 
@@ -122,19 +113,15 @@ class _Canvas:
         if self.stale:
             self.draw()
         self.handle, self.due = None, -math.inf
-        if self.waiting:
-            self.waiting = False
-            self.shell.events.unregister("post_execute", self.finish)
 
 
 def _shell() -> Any:
     try:
         from IPython.core.getipython import get_ipython
-    except ImportError as error:
-        raise ImportError(
-            "live_plot without a path draws in a notebook: pip install ipykernel ipywidgets, or give path='loss.png'"
-        ) from error
-    shell = get_ipython()  # type: ignore[no-untyped-call, unused-ignore]
+    except ImportError:
+        shell = None
+    else:
+        shell = get_ipython()  # type: ignore[no-untyped-call, unused-ignore]
     check(
         shell is not None,
         "live_plot found no notebook to draw in: give it a file, ll.log.live_plot(path='loss.png'), or draw the log of a "
@@ -142,9 +129,3 @@ def _shell() -> Any:
         RuntimeError,
     )
     return shell
-
-
-def _display(figure: Figure) -> Any:
-    from IPython.display import display
-
-    return display(figure, display_id=True)  # type: ignore[no-untyped-call, unused-ignore]

@@ -25,41 +25,26 @@ def memory(*, reset: bool = False, prefix: str = "") -> dict[str, float]:
             started.
         prefix: string put before each name.
     """
-    peak = host_peak()
+    peak = _host_peak()
     peaks = {} if peak is None else {"host_peak_bytes": peak}
     if torch.accelerator.is_available():
         peaks["device_peak_bytes"] = float(torch.accelerator.memory.max_memory_allocated())
         if reset:
             torch.accelerator.memory.reset_peak_memory_stats()
     if reset:
-        forget_host_peak()
+        with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
     return {prefix + name: peak for name, peak in peaks.items()}
 
 
-def host_peak() -> float | None:
-    """Peak of the resident memory, in bytes, since the start of the process or since it was last forgotten."""
-    if (peak := proc_status("VmHWM")) is not None:
-        return peak
+def _host_peak() -> float | None:
+    with suppress(OSError), open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return float(line.split()[1]) * 1024
     try:
         import resource
     except ImportError:
         return None
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-def forget_host_peak() -> bool:
-    """Reset the peak to the present memory. False on a different system, or in a container without permission."""
-    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-        file.flush()
-        return True
-    return False
-
-
-def proc_status(field: str) -> float | None:
-    """A size in bytes that Linux reports for this process."""
-    with suppress(OSError), open("/proc/self/status") as file:
-        for line in filter(lambda line: line.startswith(f"{field}:"), file):
-            return float(line.split()[1]) * 1024
-    return None

@@ -30,7 +30,7 @@ _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # the name
 _READ = {name: float(number) for number, name in _NOT_FINITE.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(repr=False, eq=False)
 class CodedSink:
     """A sink whose repr is the code that made it."""
 
@@ -72,32 +72,23 @@ def jsonl(path: str | os.PathLike[str]) -> Sink:
         path: the file. A relative path refers to the working directory at the time of this call.
 
     The sink raises: TypeError: a value is not a number, bool or str (a tensor or array without dimensions is
-    accepted). The message names the value. ValueError: a value has the name of one of the state's counts, or is an
-    integer of more than 64 bits. OSError: the file cannot be written.
+    accepted), and the message names it; or an integer has more than 64 bits. ValueError: a value has the name of one
+    of the state's counts. OSError: the file cannot be written.
     """
     file_path = Path(path).absolute()
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        row = row_of(state, values)
-        for name, value in row.items():
-            if isinstance(value, int) and not -(2**63) <= value < 2**64:
-                raise ValueError(
-                    f"{name!r} is {value}, beyond the 64 bits that readers of JSON hold; give it as a float or a str"
-                )
-            row[name] = _written(value)
-        _append_line(file_path, orjson.dumps(row) + b"\n")
+        row = {name: _written(value) for name, value in row_of(state, values).items()}
+        line = orjson.dumps(row) + b"\n"
+        file_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(file_path, "a+b") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # half a line, from a killed process or a full disk
+                    line = b"\n" + line
+            file.write(line)
 
     return CodedSink(write, f"jsonl({os.fspath(path)!r})", first_rank=True)
-
-
-def _append_line(path: Path, line: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":  # half a line, from a killed process or a full disk
-                line = b"\n" + line
-        file.write(line)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -197,26 +188,20 @@ def tee(*sinks: Sink) -> Sink:
         check_kind(sink, "tee", "sink")
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        failed: list[tuple[Sink, Exception]] = []
+        first: Exception | None = None
         for sink in sinks:
             try:
                 sink(state, values)
             except Exception as error:
-                failed.append((sink, error))
-        if failed:
-            raise _explained(failed, len(sinks))
+                error.add_note(f"raised by the sink {sink!r}")
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"the sink {sink!r} failed too: {error!r}")
+        if first is not None:
+            raise first
 
     return CodedSink(write, f"tee({', '.join(map(repr, sinks))})")
-
-
-def _explained(failed: list[tuple[Sink, Exception]], count: int) -> Exception:
-    """The first error, with notes on the sink that raised it and on the others that failed."""
-    (sink, first), *later = failed
-    notes = [f"raised by the sink {sink!r}; {count - len(failed)} of {count} sinks wrote"]
-    notes += [f"the sink {sink!r} failed too: {error!r}" for sink, error in later]
-    for note in notes:
-        first.add_note(note)
-    return first
 
 
 def row_of(state: TrainState, values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
@@ -253,13 +238,8 @@ def _refused(name: str, value: Any) -> str:
     if hasattr(value, "shape"):
         description += f" of shape {tuple(value.shape)}"
         advice = "reduce it to one, by .mean() or .item(), or log its elements under names of their own"
-    elif isinstance(value, Mapping):
-        advice = f"log its items under names of their own, such as '{name}/{next(iter(value), 'item')}'"
-    elif isinstance(value, (list, tuple)):
-        description += f" of {len(value)}"
-        advice = f"log its items under names of their own, such as '{name}/0'"
     else:
-        advice = "convert it, by float() or str(), or leave it out"
+        advice = f"convert it, by float() or str(), leave it out, or log its items as '{name}/0', '{name}/1'"
     return f"{description}; a sink takes one number, bool or str for a name: {advice}"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -76,7 +75,7 @@ class meter:
     def _clear(self) -> None:
         self._seconds = dict.fromkeys(_PARTS, 0.0)
         self._calls = dict.fromkeys(_PARTS, 0)
-        self._waiting: deque[tuple[str, Any, Any]] = deque()
+        self._events: list[tuple[str, Any, Any]] = []  # of an accelerator, until they are read
         self._samples = 0
         self._tokens: Any = 0
 
@@ -97,7 +96,7 @@ class meter:
         return self._data(batches)
 
     def _data(self, batches: Iterable[T]) -> Iterator[T]:
-        iterator = self._time("data", iter, batches)
+        iterator = iter(batches)
         while (batch := self._time("data", next, iterator, _END)) is not _END:
             yield batch
 
@@ -108,22 +107,17 @@ class meter:
         the time of the outer functions is in the rest. Raises TypeError if `grad_fn` is not a function.
         """
         grad_fn = check_grad_fn(grad_fn, "meter.grad_fn")
-        metered = functools.wraps(grad_fn)(functools.partial(self._gradients, grad_fn, _one))
-        record = made(grad_fn) or Made("grad_fn", "meter.grad_fn")
-        many = record.microbatches
-        if many is not None:  # accumulate calls this once for all microbatches
-            many = functools.partial(self._gradients, many, _several)
-        return mark(metered, record._replace(microbatches=many))
 
-    def _gradients(
-        self, function: Any, parts_of: Any, state: TrainState, batch: Any, *part: Any, **named: Any
-    ) -> Any:
-        out = self._time("gradients", function, state, batch, *part, **named)
-        for piece, gradients in parts_of(batch, out):
-            self._samples += gradients.samples
+        @functools.wraps(grad_fn)
+        def metered(state: TrainState, batch: Any, *part: Any, **named: Any) -> Any:
+            out = self._time("gradients", grad_fn, state, batch, *part, **named)
+            self._samples += out.samples
             if self._count_tokens is not None:
-                self._tokens = self._tokens + self._count_tokens(piece)
-        return out
+                self._tokens = self._tokens + self._count_tokens(batch)
+            return out
+
+        record = made(grad_fn) or Made("grad_fn", "meter.grad_fn")
+        return mark(metered, record._replace(microbatches=None))  # accumulate calls it for each
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Time an optimizer's update. The structure of its state does not change.
@@ -150,7 +144,8 @@ class meter:
         """
         if self._device is not None:
             torch.accelerator.synchronize(self._device)
-        self._fold()
+        for part, start, end in self._events:
+            self._seconds[part] += start.elapsed_time(end) / 1000
         now = time.perf_counter()
         steps = self._calls["update"] or self._calls["gradients"] or self._calls["data"]
         costs: dict[str, float] = {}
@@ -169,20 +164,19 @@ class meter:
         return costs
 
     def _time(self, part: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        start = self._mark()
         if self._began is None:
-            self._began = time.perf_counter() if self._device is not None else start
+            self._began = time.perf_counter()
+        start = self._mark()
         try:
             out = function(*args, **named)
-            self._calls[part] += not (out is _END or function is iter)
+            self._calls[part] += out is not _END
             return out
         finally:
             end = self._mark()
             if self._device is None:
                 self._seconds[part] += end - start
             else:
-                self._waiting.append((part, start, end))
-                self._fold()
+                self._events.append((part, start, end))
 
     def _mark(self) -> Any:
         if self._device is None:
@@ -190,17 +184,3 @@ class meter:
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
-
-    def _fold(self) -> None:
-        """Add up the times that the device has passed, so that no event is held longer than necessary."""
-        while self._waiting and self._waiting[0][2].query():
-            part, start, end = self._waiting.popleft()
-            self._seconds[part] += start.elapsed_time(end) / 1000
-
-
-def _one(batch: Any, out: Any) -> Iterable[tuple[Any, Any]]:
-    return ((batch, out),)
-
-
-def _several(pieces: Any, outs: Any) -> Iterable[tuple[Any, Any]]:
-    return zip(pieces, outs, strict=True)

@@ -9,14 +9,12 @@ import csv
 import io
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from looplib._core.checks import check
-from looplib._core.mappings import mapped
 from looplib.log._sinks import COUNTS, CodedSink, read_jsonl, row_of
 from looplib.types import Sink, TrainState
 
@@ -35,56 +33,82 @@ def csv_file(path: str | os.PathLike[str]) -> Sink:
     9,0,9,576,,0.75
 
     A new name becomes a new column: the table is rewritten to a temporary file, which then replaces the old one
-    atomically. All other rows are appended. If the process is killed, at most the row being written is lost; the next
-    row removes its beginning, and likewise for a row cut off by a full disk. Nothing else is ever removed: if a run
-    went back to a checkpoint, the repeated steps appear twice, as with `jsonl`, and `read_columns` merges them.
+    atomically. All other rows are appended. If the process is killed or the disk is full, at most the row being written
+    is lost; the next row removes its beginning. Nothing else is ever removed: if a run went back to a checkpoint, the
+    repeated steps appear twice, as with `jsonl`, and `read_columns` merges them. Each row is one line: line breaks in
+    texts become spaces.
 
     Args:
-        path: the file, written by a single process. A relative path refers to the working directory at the time of
+        path: the file, written by a single sink. A relative path refers to the working directory at the time of
             this call.
 
     The sink raises: TypeError: a value is not a number, bool or str. The message names it. ValueError: a value has
     the name of one of the state's counts, or the file is not a table of this sink. OSError: the file cannot be
-    written. It is left unchanged.
+    written.
     """
     file_path = Path(path).absolute()
-    columns: list[str] = []
-    size = -1  # of the file as this sink left it; a changed file is read first
+    columns: list[str] = []  # as this sink left them; empty before its first row and after one that failed
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        nonlocal columns, size
-        row = mapped(_cell, row_of(state, values))
-        file_path.parent.mkdir(parents=True, exist_ok=True)
-        size_now = file_path.stat().st_size if file_path.exists() else 0
-        if size_now != size:
-            columns = _repaired(file_path, size_now)
-        new = [name for name in row if name not in columns]
-        if new and columns:
-            columns = _widen(file_path, columns + new, row)
+        nonlocal columns
+        row = {_one_line(name): _one_line(str(value)) for name, value in row_of(state, values).items()}
+        known, columns = columns or _repaired_columns(file_path), []
+        if new := [name for name in row if name not in known]:
+            old = _table(file_path)[1:] if known else []
+            rows = [cells + [""] * len(new) for cells in old]
+            replace_file(file_path, _lines([known + new, *rows, [row.get(name, "") for name in known + new]]))
         else:
-            header = _line(new) if new else b""
-            columns = columns or new
-            size = -1
-            append(file_path, header + _line([row.get(name, "") for name in columns]))
-        size = file_path.stat().st_size
+            with open(file_path, "r+b") as file:  # an error if the file has been removed since
+                file.seek(0, os.SEEK_END)
+                file.write(_lines([[row.get(name, "") for name in known]]))
+        columns = known + new
 
     return CodedSink(write, f"csv_file({os.fspath(path)!r})", first_rank=True)
 
 
-def _repaired(file_path: Path, size: int) -> list[str]:
-    """Cut off a row that is incomplete. Returns the columns."""
-    columns, _, end = _table(file_path, size)
-    if end < size:
-        os.truncate(file_path, end)
-    return columns
+def _repaired_columns(path: Path) -> list[str]:
+    """Columns of a table, whose last row is cut off if it is incomplete. Empty if there is no table yet."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return []
+    rows = _table(path)
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    return rows[0] if rows else []
 
 
-def _widen(file_path: Path, columns: list[str], row: Mapping[str, Any]) -> list[str]:
-    """Rewrite the table with more columns, and the row at its end. Returns the columns."""
-    _, rows, _ = _table(file_path, file_path.stat().st_size)
-    lines = [old + [""] * (len(columns) - len(old)) for old in rows]
-    _put(file_path, b"".join(map(_line, [columns, *lines, [row.get(name, "") for name in columns]])))
-    return columns
+def _one_line(text: str) -> str:
+    return re.sub("[\r\n]+", " ", text)
+
+
+def _lines(rows: Iterable[list[str]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
+
+
+def _table(path: Path) -> list[list[str]]:
+    """Header and complete rows of a CSV log."""
+    data, header = path.read_bytes(), ",".join(COUNTS)
+    check(
+        header.encode().startswith(data[: len(header)]),
+        f"{path} is no log of csv_file: it begins with {data[:40]!r}, not with {header!r}; give another path, or move "
+        "that file away",
+    )
+    complete = data[: data.rfind(b"\n") + 1]
+    return list(csv.reader(io.StringIO(complete.decode(), newline="")))
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a whole file atomically."""
+    target = path.resolve()  # the target of a link, so that the link is kept
+    beside = target.with_name(f".{target.name}.writing")
+    beside.unlink(missing_ok=True)  # what a killed process has left, or a link to elsewhere
+    try:
+        beside.write_bytes(data)
+        beside.replace(target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def record(into: list[dict[str, Any]] | MutableMapping[str, list[Any]]) -> Sink:
@@ -153,12 +177,14 @@ def read_columns(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
     """
     file_path = Path(path)
     with open(file_path, "rb") as file:
-        first = file.read(1)
-    if first in (b"{", b"\n"):  # a newline after a line whose end was lost
-        rows = read_jsonl(file_path)
+        is_json = file.read(1) in (b"{", b"\n")  # a newline after a line whose end was lost
+    if is_json:
+        rows: Iterable[dict[str, Any]] = read_jsonl(file_path)
     else:
-        header, lines, _ = _table(file_path, file_path.stat().st_size)
-        rows = [_row_of_cells(header, line) for line in lines]
+        table = _table(file_path)
+        rows = [
+            {name: _value(cell) for name, cell in zip(table[0], cells, strict=True) if cell} for cells in table[1:]
+        ]
     joined = _joined(rows)
     names = dict.fromkeys(name for row in joined for name in row)
     return {name: [row.get(name) for row in joined] for name in names}
@@ -168,99 +194,25 @@ def _joined(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each step, dropping earlier rows that a run repeated after going back."""
     joined: list[dict[str, Any]] = []
     for row in rows:
-        _drop_repeated(joined, _place_of(row))
-        if joined and _place_of(joined[-1]) == _place_of(row):
+        if joined and _position(row) < _position(joined[-1]):
+            while joined and joined[-1]["step"] >= row["step"] and _position(joined[-1]) != _position(row):
+                joined.pop()
+        if joined and _position(joined[-1]) == _position(row):
             joined[-1].update(row)
         else:
             joined.append(dict(row))
     return joined
 
 
-def _drop_repeated(rows: list[dict[str, Any]], place: tuple[int, int]) -> None:
-    """Drop the last rows if the next one goes back to before them: from the first step that it repeats on."""
-    if rows and place < _place_of(rows[-1]):
-        while rows and rows[-1]["step"] >= place[0] and _place_of(rows[-1]) != place:
-            rows.pop()
-
-
-def _place_of(row: Mapping[str, Any]) -> tuple[int, int]:
+def _position(row: Mapping[str, Any]) -> tuple[int, int]:
     return row["step"], row["samples"]
 
 
-def _row_of_cells(header: list[str], cells: list[str]) -> dict[str, Any]:
-    return {name: value for name, cell in zip(header, cells, strict=True) if (value := _value(cell)) is not None}
-
-
-def append(path: Path, data: bytes) -> None:
-    """Append all data, or nothing if the disk is full or an interrupt arrives."""
-    with open(path, "ab", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        except BaseException:
-            with suppress(OSError):  # a device, which cannot be truncated
-                file.truncate(size)
-            raise
-
-
-def _put(path: Path, data: bytes) -> None:
-    """Replace the whole file atomically."""
-    target = path.resolve()  # the target of a link, so that the link is kept
-    beside = target.with_name(f".{target.name}.writing")
-    try:
-        beside.unlink(missing_ok=True)  # what a killed process has left, or a link to elsewhere
-        with open(beside, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.copymode(target, beside)
-        beside.replace(target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-
-
-def _table(path: Path, size: int) -> tuple[list[str], list[list[str]], int]:
-    """Header and rows of a CSV log, and its length up to the end of the last complete row."""
-    if not size:  # a device has no table, and may have no end
-        return [], [], 0
-    end = position = 0
-    quoted = False
-    data = path.read_bytes()
-    for line in io.BytesIO(data):
-        position += len(line)
-        quoted ^= line.count(b'"') % 2 == 1
-        if not quoted and line.endswith(b"\n"):
-            end = position
-    lines = list(csv.reader(io.StringIO(data[:end].decode(), newline="")))
-    header = next(iter(lines), [])
-    check(
-        header[:4] == list(COUNTS) if end else b"step,epoch,batch,samples".startswith(data[:24]),
-        f"{path} is no log of csv_file: it begins with {data[:40]!r}, not with {','.join(COUNTS)!r}; give another path, "
-        "or move that file away",
-    )
-    return header, lines[1:], end
-
-
-def _line(cells: list[str]) -> bytes:
-    quoted = ['"' + cell.replace('"', '""') + '"' if re.search('[",\r\n]', cell) else cell for cell in cells]
-    return (",".join(quoted) + "\n").encode()
-
-
-def _cell(value: bool | int | float | str) -> str:
-    if isinstance(value, (bool, str)):
-        return str(value)
-    return int.__repr__(value) if isinstance(value, int) else float.__repr__(value)
-
-
-_FLOAT = re.compile(r"-?([0-9]+\.[0-9]+|[0-9]+(\.[0-9]+)?e[+-][0-9]+|inf|nan)")
-_INT = re.compile("-?[0-9]+")
-_WORDS = {"True": True, "False": False, "": None}
-
-
-def _value(cell: str) -> bool | int | float | str | None:
-    if _INT.fullmatch(cell):
-        return int(cell)
-    return float(cell) if _FLOAT.fullmatch(cell) else _WORDS.get(cell, cell)
+def _value(cell: str) -> bool | int | float | str:
+    if cell in ("True", "False"):
+        return cell == "True"
+    for number in (int, float):
+        with suppress(ValueError):
+            if str(number(cell)) == cell:
+                return number(cell)
+    return cell

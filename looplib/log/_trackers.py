@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from looplib._core.checks import check_argument, check_type
-from looplib._core.descriptions import differences
-from looplib._core.notices import warn
+from looplib._core.checks import check, check_type
 from looplib._core.ranks import is_first
-from looplib.log._clients import CLIENTS, Client, check_online, load
+from looplib.log._clients import TrackerClient, client_of
 from looplib.log._configuration import configuration
 from looplib.log._sinks import CodedSink
+from looplib.log._tables import replace_file
+from looplib.log._values import tracked_values
 from looplib.types import TrainState
 
 
 def tracker(
-    name: str,
+    client: str | TrackerClient,
     directory: str | os.PathLike[str],
     *,
     config: Mapping[str, Any] | None = None,
-    online: bool = False,
     **options: Any,
 ) -> Tracker:
-    """Experiment tracker as a sink: TensorBoard, W&B, MLflow, Trackio, Aim, Comet, ClearML, Neptune or SwanLab.
+    """Experiment tracker as a sink: TensorBoard, W&B, MLflow, Trackio, or a client of your own.
 
     >>> import looplib as ll, tempfile
     >>> log = ll.log.tracker("tensorboard", tempfile.mkdtemp() + "/digits", config={"args": {"warmup": 100}})
@@ -40,67 +37,69 @@ def tracker(
     The first call starts the run, on the first rank only, and stores its configuration: that of `ll.log.configuration`
     (optimizer, loaders, model, seed, versions, git commit) and `config`.
 
-    Numbers, bools and strs are logged at `state.step`, a tensor or array with one dimension as a histogram, and one
-    with three, (channels, height, width), as an image. MLflow, Neptune and SwanLab take no histograms.
+    Numbers, bools and strs are logged at `state.step`, a tensor or array with one dimension as the histogram of its
+    finite elements, and one with three, (channels, height, width) with 1, 3 or 4 channels, as an image: floats from 0 to
+    1 or uint8 from 0 to 255. MLflow takes no histograms.
 
     A run that is resumed with the same directory continues the tracker's run. The directory keeps the id of the run
-    and the last step of each name in the file `NAME.json`. What an earlier process logged is not logged twice:
-
-    - TensorBoard starts a new file, which hides what the earlier ones hold from its first step on.
-    - For the others, the values that were logged before stay as they are, and those of the same name up to the same
-      step are left out. Values under W&B are drawn over the metric `step`, so that none is dropped as too late.
-    - If the configuration differs from that of the earlier process, a warning names the differences. MLflow keeps the
-      first parameters; the others store the new ones.
+    and the last step of each name in the file `NAME.json`. What an earlier process logged stays as it is: values of the
+    same name up to the same step are left out. The new configuration is stored, except in MLflow, which keeps the first
+    parameters. Values under W&B are drawn over the metric `step`, so that none is dropped as too late.
 
     Only values that a client had not yet written when its process was killed are lost; `ll.jsonl` loses none. To start
     a new run, use another directory or delete this one.
 
     `log.artifact(path)` stores a file or folder such as a checkpoint, `log.run` is the client's own object for all
-    else, and `log.close()` ends the run, which the end of the process does as well. For histograms of the gradients,
-    see `ll.log.gradient_histograms`.
+    else, and `log.close()` ends the run, which the end of the process does as well. For a tracker that is not listed,
+    see `ll.log.TrackerClient`.
 
     Args:
-        name: "tensorboard", "wandb", "mlflow", "trackio", "aim", "comet", "clearml", "neptune" or "swanlab".
+        client: "tensorboard", "wandb", "mlflow", "trackio", or an object with the methods of `ll.log.TrackerClient`.
         directory: folder of this run, created if missing. Its name is that of the run, and its parent's name that of
-            the project or experiment where a client needs one. W&B, Comet, SwanLab and TensorBoard write their files
-            to it; MLflow, Trackio, Aim, ClearML and Neptune have a place of their own for all runs.
+            the experiment in MLflow and the project in Trackio. TensorBoard and W&B write their files to it; MLflow and
+            Trackio have a place of their own for all runs.
         config: further settings by name, such as `vars(args)`.
-        online: if True, send to the service of W&B, Comet, ClearML, Neptune or SwanLab. If False, these write files
-            that their own commands upload later. The others take the address of a server as an option.
-        **options: arguments of `wandb.init`, `trackio.init`, `aim.Run`, `comet_ml.start`, `clearml.Task.init`,
-            `neptune.init_run` or `swanlab.init`; for MLflow, tracking_uri, experiment_name, run_name, run_id and tags.
+        **options: arguments of `SummaryWriter`, `wandb.init` (`mode="online"` sends to its service, and the default
+            "offline" writes files for `wandb sync`) or `trackio.init`; for MLflow, tracking_uri, experiment_name,
+            run_name and tags.
 
     Raises:
-        ValueError: there is no tracker of this name, or it has no service for `online`.
+        ValueError: there is no tracker of this name.
+        TypeError: `client` lacks a method, options are given to a client of your own, or `config` is not a mapping.
         ImportError: its package is not installed. The message says what to install.
 
     The sink raises TypeError for a value of a kind that the tracker does not take, naming it, and the client's errors.
     """
-    check_argument(name in CLIENTS, "name", name, f"the trackers are {', '.join(CLIENTS)}")
     check_type("config is", config, (Mapping, type(None)), "give a mapping, such as vars(args)")
-    load(CLIENTS[name])
-    check_online(CLIENTS[name], online)
-    run = _Run(name, Path(directory).absolute(), config or {}, online, options)
-    arguments = {"config": config, "online": online or None, **options}
-    given = "".join(f", {key}={value!r}" for key, value in arguments.items() if value is not None)
-    return Tracker(run.log, f"tracker({name!r}, {os.fspath(directory)!r}{given})", True, run)
+    arguments = {"config": config, **options} if config is not None else options
+    code = "".join(f", {key}={value!r}" for key, value in arguments.items())
+    name = client if isinstance(client, str) else type(client).__name__
+    made = client_of(client, options) if isinstance(client, str) else client
+    methods = "an object with the methods start, log, artifact and close of ll.log.TrackerClient"
+    check_type("client is", made, TrackerClient, f"give a name such as 'wandb', or {methods}")
+    check(made is not client or not options, f"give the options {[*options]} to your own client", TypeError)
+    return Tracker(made, name, Path(directory), config or {}, f"tracker({client!r}, {os.fspath(directory)!r}{code})")
 
 
-@dataclass(frozen=True, repr=False)
 class Tracker(CodedSink):
-    """Sink of a tracker, as `ll.log.tracker` makes it."""
+    """Sink of a tracker, as `ll.log.tracker` makes it.
 
-    _run: Any = field(default=None)
+    Its file in the directory holds {"id": ..., "steps": {name: step}}.
+    """
+
+    def __init__(self, client: TrackerClient, name: str, folder: Path, config: Mapping[str, Any], code: str) -> None:
+        super().__init__(self._log, code, first_rank=True)
+        self._client, self._name, self._config = client, name, config
+        self._path = folder.absolute() / f"{name}.json"
+        self._started = False
+        self._id: str | None = None
+        self._before: dict[str, int] = {}  # name -> last step that an earlier process logged
+        self._steps: dict[str, int] = {}
 
     @property
     def run(self) -> Any:
-        """The client's own object of the run. None on other ranks than the first.
-
-        Raises RuntimeError before the first call of the sink, which starts the run.
-        """
-        if not is_first():
-            return None
-        return self._run.started("run").run
+        """The client's own object of the run. None before the first call, and on ranks other than the first."""
+        return getattr(self._client, "run", None)
 
     def artifact(self, path: str | os.PathLike[str], name: str = "checkpoint") -> None:
         """Store a file or a folder with the run, such as a checkpoint, on the first rank only.
@@ -114,104 +113,48 @@ class Tracker(CodedSink):
 
         Raises:
             FileNotFoundError: there is nothing at this path.
-            TypeError: the tracker stores no files (TensorBoard, SwanLab).
+            TypeError: the tracker stores no files (TensorBoard).
             RuntimeError: the sink has not been called yet.
         """
         if is_first():
-            self._run.artifact(Path(path), name)
+            path = Path(path).absolute()
+            missing = f"there is nothing at {path} to store; a checkpoint saved in the background needs ckpt.wait()"
+            check(path.exists(), missing, FileNotFoundError)
+            early = f"the {self._name} run has not been started: the first call of the sink does, log(state, values)"
+            check(self._started, early, RuntimeError)
+            self._client.artifact(path, name)
 
     def close(self) -> None:
         """End the run, on the first rank. Another call of the sink continues it."""
-        if is_first():
-            self._run.close()
-
-
-class _Run:
-    """Run of a tracker and its file in the directory: {"id": ..., "steps": {name: step}, "config": {...}}."""
-
-    def __init__(
-        self, name: str, folder: Path, config: Mapping[str, Any], online: bool, options: dict[str, Any]
-    ) -> None:
-        self._name, self._folder, self._config = name, folder, config
-        self._online, self._options = online, options
-        self._path = folder / f"{name}.json"
-        self._client: Client | None = None
-        self._id: str | None = None
-        self._before: dict[str, int] = {}  # name -> last step that an earlier process logged
-        self._steps: dict[str, int] = {}
-        self._settings: dict[str, Any] = {}
-
-    def log(self, state: TrainState, values: Mapping[str, Any]) -> None:
-        client = self._client or self._open(state)
-        new = {name: value for name, value in values.items() if state.step > self._before.get(name, -1)}
-        if new:
-            client.log(state, new)
-        if not client.replaces:
-            self._steps |= {name: max(state.step, self._steps.get(name, 0)) for name in new}
-            self._write()
-
-    def started(self, what: str) -> Client:
-        if self._client is None:
-            raise RuntimeError(
-                f"the {self._name} run has not been started, so it has no {what} yet: the first call of the sink "
-                "starts it, log(state, values)"
-            )
-        return self._client
-
-    def artifact(self, path: Path, name: str) -> None:
-        if not path.exists():
-            raise FileNotFoundError(
-                f"there is nothing at {path} to store; a checkpoint saved in the background is complete after ckpt.wait()"
-            )
-        self.started("artifacts").artifact(path.absolute(), name)
-
-    def close(self) -> None:
-        if self._client is not None:
-            client, self._client = self._client, None
+        if self._started:
+            self._started = False
             atexit.unregister(self.close)
-            client.close()
+            self._client.close()
 
-    def _open(self, state: TrainState) -> Client:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._read()
-        settings = configuration(state, **self._config)
-        client: Client = CLIENTS[self._name](self._folder, self._id, self._online, dict(self._options))
-        before, self._settings = self._settings, settings
-        self._id, self._client = client.id, client
-        if not client.ends_itself:
-            atexit.register(self.close)
-        self._write()  # before anything can fail, so that a second try does not start a second run
-        client.settings(settings)
-        if before and (changed := differences(_compared(before), _compared(settings))):
-            warn(
-                f"the run of {self._name} in {self._folder} continues with other settings: {'; '.join(changed)}. "
-                "Values that it logged before stay as they are; for a new run, give another directory"
-            )
-        return client
+    def _log(self, state: TrainState, values: Mapping[str, Any]) -> None:
+        if not self._started:
+            self._start(state)
+        new = {name: value for name, value in values.items() if state.step > self._before.get(name, -1)}
+        if tracked := tracked_values(new):
+            self._client.log(state.step, tracked)
+        self._steps |= {name: max(state.step, self._steps.get(name, 0)) for name in new}
+        self._write()
 
-    def _read(self) -> None:
-        try:
-            record = orjson.loads(self._path.read_bytes())
-        except FileNotFoundError:
-            return
-        except orjson.JSONDecodeError as error:
-            raise ValueError(
-                f"{self._path} does not hold the record of a run ({error}); delete it for a new run"
-            ) from error
-        self._id, self._settings, self._steps = record["id"], record["config"], record["steps"]
-        self._before = dict(self._steps)
+    def _start(self, state: TrainState) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            try:
+                record = orjson.loads(self._path.read_bytes())
+            except orjson.JSONDecodeError as error:
+                message = f"{self._path} does not hold the record of a run ({error}); delete it for a new run"
+                raise ValueError(message) from error
+            self._id, self._steps = record["id"], record["steps"]
+            self._before = dict(self._steps)
+        self._id = self._client.start(self._path.parent, self._id, configuration(state, **self._config))
+        self._started = True
+        atexit.register(self.close)
+        self._write()
 
     def _write(self) -> None:
-        """Replace the file at once, so that a killed process leaves a whole one."""
-        data = orjson.dumps(
-            {"id": self._id, "steps": self._steps, "config": self._settings}, option=orjson.OPT_INDENT_2
-        )
-        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}-{threading.get_ident()}")
-        beside.unlink(missing_ok=True)  # a link would be followed
-        beside.write_bytes(data)
-        beside.replace(self._path)
-
-
-def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without those that say nothing of the results."""
-    return {name: value for name, value in settings.items() if name not in ("command", "device")}
+        record = {"id": self._id, "steps": self._steps}
+        replace_file(self._path, orjson.dumps(record, option=orjson.OPT_INDENT_2))

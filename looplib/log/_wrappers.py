@@ -7,7 +7,6 @@ report and count failures; without them, failures are raised.
 from __future__ import annotations
 
 import copy
-import os
 import queue
 import threading
 import warnings
@@ -47,13 +46,8 @@ def rename(sink: Sink, names: Mapping[str, str] | Callable[[str], str]) -> Sink:
     new_name = names if callable(names) else lambda name: names.get(name, name)
 
     def write(state: TrainState, values: Mapping[str, Any]) -> None:
-        renamed: dict[str, Any] = {}
-        came_from: dict[str, str] = {}
-        for old, value in values.items():
-            new = new_name(old)
-            former = came_from.setdefault(new, old)
-            check(former == old, f"{former!r} and {old!r} would both be named {new!r}; give one another name")
-            renamed[new] = value
+        renamed = {new_name(old): value for old, value in values.items()}
+        check(len(renamed) == len(values), f"two of {[*values]} would have one name, as only {[*renamed]} are left")
         sink(state, renamed)
 
     return CodedSink(write, f"rename({sink!r}, {names!r})")
@@ -107,8 +101,8 @@ def every_rank(sink: Sink) -> Sink:
     check_kind(sink, "every_rank", "sink")
     if not (isinstance(sink, CodedSink) and sink.first_rank):
         raise TypeError(
-            f"{sink!r} writes in each process as it is: every_rank is for jsonl, csv_file, console, tensorboard, tracker "
-            "and live_plot themselves, inside of what wraps them"
+            f"{sink!r} writes in each process as it is: every_rank is for jsonl, csv_file, console, tracker and "
+            "live_plot themselves, inside of what wraps them"
         )
     return CodedSink(sink.write, f"every_rank({sink!r})")
 
@@ -142,12 +136,16 @@ def safely(sink: Sink) -> Sink:
         except Exception as error:
             if not warned:
                 warned = True
-                warnings.warn(_failed(sink, state.step, error), RuntimeWarning, stacklevel=3)
+                message = (
+                    f"{sink!r} failed at step {state.step}: {error!r}; training continues, each later call is tried "
+                    "again, and what cannot be written is lost"
+                )
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     return CodedSink(write, f"safely({sink!r})")
 
 
-def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 10.0) -> Background:
+def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 60.0) -> Background:
     """Background sink: pass each call to a thread, so that a slow disk or a dead server never delays the loop.
 
     >>> import looplib as ll, tempfile
@@ -165,13 +163,14 @@ def in_background(sink: Sink, max_pending: int = 1000, *, patience: float = 10.0
     `flush()` and `close()` warn about how many were lost. Calls made while `max_pending` are waiting are lost too.
 
     `flush()` waits for all calls so far. `close()` also ends the thread, which the next call starts again. You need
-    not close it, because the end of the process does. If the inner sink completes no call within `patience` seconds,
-    neither waits any longer. A forked process, such as a DataLoader worker, does not inherit waiting calls.
+    not close it, because the end of the process does. A forked process, such as a DataLoader worker, does not inherit
+    waiting calls.
 
     Args:
         sink: the sink to call, in one thread. Use `tee` for several.
         max_pending: number of calls that may wait.
-        patience: in seconds.
+        patience: seconds that `flush` and `close` wait at most. A warning says how many calls wait then; they are
+            written if the process lives on.
 
     Raises:
         ValueError: `max_pending` is not positive.
@@ -186,56 +185,39 @@ class Background:
 
     def __init__(self, sink: Sink, max_pending: int, patience: float) -> None:
         self._sink, self._max_pending, self._patience = sink, max_pending, patience
-        self._renew()
+        self._thread = threading.Thread()
         # Runs before atexit, which closes what the sink works with (a W&B run), like concurrent.futures.
         threading._register_atexit(self.close)  # type: ignore[attr-defined]  # noqa: SLF001
 
-    def _renew(self) -> None:
-        self._pid = os.getpid()
-        # SimpleQueue has no Python lock, which a signal or a fork could leave locked.
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread()
-        self._given = 0
-        self._dropped = 0
-        self._finished = 0
-        self._failures = 0
-        self._lost_told = 0
-        self._error: tuple[int, BaseException] | None = None
-        self._told = False
+    def _start(self) -> None:
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # has no lock that a signal could leave locked
+        self._given = self._dropped = self._failed = self._told = 0
+        self._reason = ""  # of the first loss
+        self._thread = threading.Thread(target=self._work, args=(self._calls,), name=repr(self), daemon=True)
+        self._thread.start()
 
     def __call__(self, state: TrainState, values: Mapping[str, Any]) -> None:
-        held = {name: _copied(value) for name, value in values.items()}
-        if self._pid != os.getpid():
-            self._renew()
-        if self._error is not None and not self._told:
-            self._told = True
-            warnings.warn(_failed(self._sink, *self._error), RuntimeWarning, stacklevel=2)
+        copied = {name: _copied(value) for name, value in values.items()}
+        if not self._thread.is_alive():  # the first call, one after `close`, or one in a forked process
+            self._start()
         self._given += 1
-        if self._queue.qsize() >= self._max_pending:
+        if self._calls.qsize() < self._max_pending:
+            self._calls.put((_counts(state), copied))
+        else:
             self._dropped += 1
-            if self._dropped == 1:
-                message = (
-                    f"{self._sink!r} is behind by {self._max_pending} calls; the one at step {state.step} is lost, "
-                    "as are others while so many wait"
-                )
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-            return
-        self._queue.put((_counts(state), held))
-        if not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, args=(self._queue,), name=repr(self), daemon=True)
-            self._thread.start()
+            self._reason = self._reason or f"at step {state.step}, {self._max_pending} calls were waiting"
+        if not self._told:
+            self._tell_losses()
 
     def flush(self) -> None:
         """Wait until all calls so far are written, and warn about those that are lost."""
         self._wait()
-        self._tell()
 
     def close(self) -> None:
         """Flush and end the thread."""
         if self._wait():
-            self._queue.put(None)
+            self._calls.put(None)
             self._thread.join()
-        self._tell()
 
     def __repr__(self) -> str:
         return f"in_background({self._sink!r}, max_pending={self._max_pending})"
@@ -249,39 +231,32 @@ class Background:
             try:
                 self._sink(state, values)
             except BaseException as error:  # interrupts are only raised in the main thread
-                self._failures += 1
-                self._error = self._error or (state.step, error.with_traceback(None))
-            self._finished += 1
+                self._reason = self._reason or f"at step {state.step} it failed with {error!r}"
+                self._failed += 1
             del call, state, values
 
     def _wait(self) -> bool:
         """Wait for the thread; return True if it has finished everything so far."""
-        if self._pid != os.getpid() or not self._thread.is_alive():
+        if not self._thread.is_alive():
             return False
         reached = threading.Event()
-        self._queue.put(reached)
-        finished = -1
-        while not reached.wait(self._patience):
-            if finished == self._finished:
-                return False
-            finished = self._finished
-        return True
+        self._calls.put(reached)
+        finished = reached.wait(self._patience)
+        if not finished:
+            waiting = self._calls.qsize()  # without the call that the thread is busy with, and with `reached`
+            message = (
+                f"{self._sink!r} has not written {waiting} of {self._given} calls after {self._patience} seconds"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        self._tell_losses()
+        return finished
 
-    def _tell(self) -> None:
-        if self._pid != os.getpid():
-            return
-        waiting = self._given - self._dropped - self._finished
-        lost = self._dropped + self._failures + waiting
-        if lost > self._lost_told:
-            self._lost_told, self._told = lost, True
-            step, error = self._error or (0, None)
-            causes = {
-                f"{self._failures} failed, the first at step {step}: {error!r}": self._failures,
-                f"{self._dropped} came while {self._max_pending} waited": self._dropped,
-                f"{waiting} wait still, and none was finished in {self._patience} seconds": waiting,
-            }
-            parts = [f"{self._sink!r} lost {lost} of {self._given} calls", *filter(causes.get, causes)]
-            warnings.warn("; ".join(parts), RuntimeWarning, stacklevel=3)
+    def _tell_losses(self) -> None:
+        lost = self._dropped + self._failed
+        if lost > self._told:
+            self._told = lost
+            message = f"{self._sink!r} lost {lost} of {self._given} calls; {self._reason}; training continues"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _counts(state: TrainState) -> TrainState:
@@ -300,10 +275,3 @@ def _counts(state: TrainState) -> TrainState:
 
 def _copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.copy(value)
-
-
-def _failed(sink: Sink, step: int, error: BaseException) -> str:
-    return (
-        f"{sink!r} failed at step {step}: {error!r}; training continues, each later call is tried again, and what "
-        "cannot be written is lost"
-    )

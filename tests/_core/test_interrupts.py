@@ -611,7 +611,7 @@ AROUND = {
     "map": lambda batches, state: map(tuple, batches),
     "islice": lambda batches, state: itertools.islice(batches, 5),
     "generators": lambda batches, state: through_generator(through_generator(batches)),
-    "progress": lambda batches, state: ll.progress(batches, state),
+    "progress": lambda batches, state: ll.progress(lambda state: batches)(state),
 }
 
 

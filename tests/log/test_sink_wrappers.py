@@ -26,7 +26,7 @@ from looplib.log import (
     rename,
     safely,
     tee,
-    tensorboard,
+    tracker,
 )
 from looplib.state import init_state
 
@@ -58,7 +58,7 @@ def test_rename_and_only_hand_on_what_they_say():
 
 
 def test_two_values_of_one_name_and_a_single_name_are_refused():
-    with pytest.raises(ValueError, match="'a/x' and 'b/x' would both be named 'x'"):
+    with pytest.raises(ValueError, match=r"'a/x', 'b/x'.*one name.*'x'"):
         rename(console(), lambda name: name[-1])(STATE, {"a/x": 1, "b/x": 2})
     with pytest.raises(TypeError, match=r"found the str 'loss'; write \['loss'\]"):
         only(console(), "loss")
@@ -66,7 +66,7 @@ def test_two_values_of_one_name_and_a_single_name_are_refused():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_alone_writes_unless_each_is_to(tmp_path, rank):
-    makes = [jsonl, csv_file, lambda path: tensorboard(path.parent / path.name)]
+    makes = [jsonl, csv_file, lambda path: tracker("tensorboard", path.parent / path.name)]
     quiet = [make(tmp_path / f"quiet{place}") for place, make in enumerate(makes)]
     loud = [every_rank(make(tmp_path / f"loud{place}")) for place, make in enumerate(makes)]
     distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
@@ -98,14 +98,6 @@ def test_safely_tells_the_first_error_at_the_line_of_the_call_and_tries_again(tm
     assert read_jsonl(tmp_path / "log") == [{**COUNTS, "x": 2}]
 
 
-def test_an_interrupt_passes_safely():
-    def interrupted(state, values):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        safely(interrupted)(STATE, {})
-
-
 def test_calls_reach_the_inner_sink_in_order_and_by_another_thread():
     got = []
     log = in_background(lambda state, values: got.append((state.step, values, threading.get_ident())))
@@ -131,16 +123,16 @@ def test_a_slow_sink_holds_nothing_up_and_what_does_not_fit_is_counted():
 
     log = in_background(slow, max_pending=3)
     log(at(0), {})
-    while log._queue.qsize():
+    while log._calls.qsize():
         time.sleep(0.001)
     for step in range(1, 4):
         log(at(step), {})
-    with pytest.warns(RuntimeWarning, match=r"slow .* is behind by 3 calls; the one at step 4 is lost"):
+    with pytest.warns(RuntimeWarning, match=r"slow .* lost 1 of 5 calls; at step 4, 3 calls were waiting"):
         log(at(4), {})
     for step in range(5, 9):
         log(at(step), {})
     gate.set()
-    with pytest.warns(RuntimeWarning, match=r"lost 5 of 9 calls; 5 came while 3 waited"):
+    with pytest.warns(RuntimeWarning, match=r"lost 5 of 9 calls"):
         log.flush()
     assert got == [0, 1, 2, 3]
     log(at(9), {})
@@ -152,13 +144,13 @@ def test_an_error_is_told_once_and_counted_and_later_calls_are_tried(tmp_path):
     log = in_background(jsonl(tmp_path / "log"))
     (tmp_path / "log").mkdir()
     log(at(1), {"x": 1})
-    while not log._finished:
+    while not log._failed:
         time.sleep(0.001)
-    with pytest.warns(RuntimeWarning, match="failed at step 1: IsADirectoryError.*continues") as told:
+    with pytest.warns(RuntimeWarning, match="lost 1 of 2 calls; at step 1 .*IsADirectoryError.*continues") as told:
         log(at(2), {"x": 2})
     log(at(3), {"x": 3})
     assert [os.path.basename(warning.filename) for warning in told] == [os.path.basename(__file__)]
-    with pytest.warns(RuntimeWarning, match="lost 3 of 3 calls; 3 failed, the first at step 1: IsADirectoryError"):
+    with pytest.warns(RuntimeWarning, match="lost 3 of 3 calls; at step 1 .*IsADirectoryError"):
         log.flush()
     (tmp_path / "log").rmdir()
     log(at(4), {"x": 4})
@@ -191,19 +183,20 @@ def test_the_values_of_the_call_are_written_and_no_parameter_is_kept():
 
 
 def test_a_hung_sink_does_not_hold_flush_beyond_its_patience():
-    gate = threading.Event()
-    log = in_background(lambda state, values: gate.wait(), patience=0.05)
+    gate, got = threading.Event(), []
+
+    def hung(state, values):
+        gate.wait()
+        got.append(state.step)
+
+    log = in_background(hung, patience=0.05)
     log(at(1), {})
     log(at(2), {})
-    with pytest.warns(RuntimeWarning, match=r"lost 2 of 2 calls; 2 wait still, and none was finished in 0.05 sec"):
+    with pytest.warns(RuntimeWarning, match=r"not written 2 of 2 calls after 0\.05 seconds"):
         log.close()
     gate.set()
     log.close()
-
-
-def test_max_pending_must_be_positive():
-    with pytest.raises(ValueError, match="max_pending is 0; at least one call"):
-        in_background(console(), 0)
+    assert got == [1, 2]
 
 
 PROGRAM = """
@@ -223,7 +216,7 @@ def slow(state, values):
     done(state, values)
 
 if how == "disk":
-    log = in_background(csv_file("/dev/full"))
+    log = in_background(jsonl("/dev/full"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
     limited, guarded = in_background(csv_file(path)), safely(csv_file(path + ".safely"))
     for step in range(1000):
@@ -274,14 +267,14 @@ def test_a_full_disk_and_a_hung_server_stop_no_training_nor_its_end_and_are_told
     result = python(PROGRAM, path, "disk")
     assert (result.returncode, result.stdout) == (0, "trained\n"), result.stderr
     told = [line for line in result.stderr.splitlines() if "RuntimeWarning" in line]
-    assert sum("csv_file('/dev/full') lost 1000 of 1000 calls; 1000 failed" in line for line in told) == 1
-    assert sum("No space left on device" in line and "continues" in line for line in told) <= 1
+    assert sum("jsonl('/dev/full') lost 1000 of 1000 calls" in line for line in told) == 1
+    assert any("No space left on device" in line and "continues" in line for line in told)
     assert sum(".safely') failed at step" in line and "File too large" in line for line in told) == 1
     steps = read_columns(path)["step"]
     assert 0 < len(steps) < 1000
     assert steps == read_columns(f"{path}.safely")["step"] == list(range(len(steps)))
     assert sum(f"lost {1000 - len(steps)} of 1000 calls" in line for line in told) == 1
-    assert sum("lost 1 of 1 calls; 1 wait still" in line for line in told) == 1
+    assert sum("not written 1 of 1 calls" in line for line in told) == 1
 
 
 def test_reprs_read_as_the_code_that_made_them(tmp_path):

@@ -158,9 +158,9 @@ TABLE = Table(
 
     state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader)))  # run(resume_from=...)
     ll.evaluate(eval_step, state, test_batches, limit=2)                        # num_eval_sanity_batch=2
+    bar = ll.progress(loader)
     while not done(state):
-        bar = ll.progress(loader(state), state)
-        for batch in bar:
+        for batch in bar(state):
             state, metrics = train_step(state, batch)
             bar.show(metrics)
             if eval_now(state):
@@ -1491,8 +1491,8 @@ TABLE.section("Progress, times, logs")
     "say how often it is drawn, and `disable=None` hides it where there is no terminal.",
 )
 def _(state, loader, train_step):
-    bar = ll.progress(loader(state), state, miniters=10, disable=None)
-    for batch in bar:
+    bar = ll.progress(loader, miniters=10, disable=None)
+    for batch in bar(state):
         state, metrics = train_step(state, batch)
         bar.show(metrics)
     # shows
@@ -1550,7 +1550,7 @@ def _(state, log, rows):
 @here(
     "FitlogCallback.log_loss_every",
     text="A sink is any function of the state and a dict of values. looplib's own (`ll.jsonl`, `ll.log.csv_file`, "
-    "`ll.log.tensorboard`, `ll.log.tracker`) write on the first rank alone; a function of yours is called on each, so it asks.",
+    "`ll.log.tracker`) write on the first rank alone; a function of yours is called on each, so it asks.",
 )
 def _(state, train_step, batch):
     sent = []
@@ -2221,7 +2221,7 @@ def _(eval_step, state, test_set, test_batches):
 
 @here("DistTrainer.use_tqdm", text="`disable=True` for no bar. On several ranks the first alone has one.")
 def _(state, loader, train_step):
-    for batch in ll.progress(loader(state), state, disable=True):
+    for batch in ll.progress(loader, disable=True)(state):
         state, _ = train_step(state, batch)
     # shows
     assert state.epoch == 1

@@ -1099,18 +1099,18 @@ nothing(
 
 @here(
     "TrainingArguments.disable_tqdm",
-    text="The bar is a function around the batches: leave it out, or `disable=None` for none unless in a terminal.",
+    text="The bar is a function around the loader: leave it out, or `disable=None` for none unless in a terminal.",
 )
 def _(loader, state, train_step, terminal):
-    bar = ll.progress(loader(state), state, disable=None)
-    for batch in bar:
+    bar = ll.progress(loader, disable=None)
+    for batch in bar(state):
         state, metrics = train_step(state, batch)
         bar.show(metrics)
     # shows
     assert state.epoch == 1
-    assert len(list(ll.progress(loader(state), state, disable=None, file=terminal))) == 5
+    assert len(list(ll.progress(loader, disable=None, file=terminal)(state))) == 5
     assert terminal.getvalue() == ""
-    assert len(list(ll.progress(loader(state), state, file=terminal))) == 5
+    assert len(list(ll.progress(loader, file=terminal)(state))) == 5
     assert "epoch 2: 100%" in terminal.getvalue()
 
 
@@ -1118,9 +1118,10 @@ def _(loader, state, train_step, terminal):
     "TrainingArguments.report_to",
     "TrainingArguments.run_name",
     "TrainingArguments.project",
-    text="A sink for each of TensorBoard, W&B, MLflow, Trackio, Aim, Comet, ClearML, Neptune and SwanLab. The run "
-    "has the name of its folder, and a resumed run continues it. The settings of the optimizer, the loaders and the "
-    "model are stored without being listed.",
+    text="A sink for each of TensorBoard, W&B, MLflow and Trackio. The run has the name of its folder, and a resumed "
+    "run continues it. The settings of the optimizer, the loaders and the model are stored without being listed. For "
+    "Comet, ClearML, Aim, Neptune or SwanLab, give an object with four methods, as in "
+    "[COOKBOOK.md](COOKBOOK.md#log-to-any-other-tracker), or write a function.",
 )
 def _(state):
     wandb = ll.log.tracker("wandb", "runs/small", project="huggingface", mode="disabled")
@@ -1691,15 +1692,20 @@ def _(model, batch):
 
 @here(
     "TrainingArguments.skip_memory_metrics",
-    text="Memory by stage, under the Trainer's names; `ll.log.memory()` has the peaks so far.",
+    text="The peaks of a stage, on the CPU and on the accelerator; psutil has the memory in use before and after.",
 )
 def _(log, rows, state, batch, train_step):
-    memory = ll.log.stage_memory()
-    with memory("train"):
-        state, metrics = train_step(state, batch)
-    log(state, memory.read())
+    import psutil
+
+    process = psutil.Process()
+    before = process.memory_info().rss
+    ll.log.memory(reset=True)  # a stage begins
+    state, metrics = train_step(state, batch)
+    kept = process.memory_info().rss - before
+    log(state, {"train/host_kept_bytes": kept, **ll.log.memory(reset=True, prefix="train/")})
     # shows
-    assert rows[0].keys() >= {"before_train_mem_cpu", "train_mem_cpu_alloc_delta", "train_mem_cpu_peaked_delta"}
+    assert rows[0]["train/host_peak_bytes"] > 1e6
+    assert rows[0]["train/host_kept_bytes"] == kept
 
 
 nothing(
@@ -1726,7 +1732,7 @@ def _(state):
 
 @here("TrainingArguments before 5.logging_dir", text="Each sink is told where.")
 def _(state):
-    log = ll.log.tensorboard("runs/small/tensorboard")
+    log = ll.log.tracker("tensorboard", "runs/small/tensorboard")
     # shows
     log(state, {"train/loss": 0.5})
     assert list(Path("runs/small/tensorboard").glob("events.*"))

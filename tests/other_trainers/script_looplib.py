@@ -43,7 +43,7 @@ log = ll.tee(ll.log.tracker("tensorboard", "runs/loop"), ll.jsonl("runs/loop/log
 log_metrics = ll.log.windowed(log, ll.every_n_steps(10), prefix="train/")
 ckpt = ll.checkpoint_io("runs/loop/checkpoints", keep_last=2, monitor="eval/accuracy", mode="max")
 
-ll.log.summary(model, loader, epochs=12, microbatches=2)
+print(f"{12 * len(loader)} steps, {sum(p.numel() for p in model.parameters()):,} parameters")
 state = ckpt.restore(ll.init_state(model, optimizer, epoch_length=len(loader), extra={"best": best}))
 while not done(state):
     for batch in loader(state):

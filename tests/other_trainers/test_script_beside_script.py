@@ -80,7 +80,6 @@ def test_both_scripts_train_alike(default_dtype, tmp_path, monkeypatch, capsys):
 
 # Forgetting one of these lines changes nothing that the others compute.
 NOT_NEEDED = (
-    "ll.log.summary(",
     "log_metrics(state, metrics)",
     "ll.checkpoint.save_pretrained(",
     "tokenizer.save_pretrained(",

@@ -752,8 +752,8 @@ def test_the_bar_shows_the_mean_loss_of_the_members_that_are_finite(capsys):
         linear,
         loss_fn=squares,
     )
-    bar = ll.progress(batches(8), stack, mininterval=0)
-    for batch in bar:
+    bar = ll.progress(lambda state: batches(8), mininterval=0)
+    for batch in bar(stack):
         stack, metrics = step(stack, batch)
         bar.show(metrics)
     first, broken, last = (scores["loss"] for scores in ll.transforms.compute_members(metrics))
