@@ -96,7 +96,7 @@ def notebook(path: Path) -> Page:
 
 
 def _is_opaque(png: bytes) -> bool:
-    """True if a figure hides the page behind it, as those of matplotlib do, and those of `ll.plot` do not."""
+    """True if a figure hides the page behind it, as those of matplotlib do unless they are saved as transparent."""
     at, packed = 8, b""
     while at < len(png):
         size, kind = struct.unpack(">I4s", png[at : at + 8])

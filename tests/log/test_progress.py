@@ -119,6 +119,11 @@ def test_metrics_are_brought_to_the_host_only_to_be_drawn_and_let_go_at_the_end(
     first, last = drawings(stream)
     assert "0/100" in first
     assert "loss=0.5, step=99]" in last
+    bar = bar_of(range(5), io.StringIO(), mininterval=0)
+    for i in bar(at()):
+        if i == 0:
+            bar.show({"loss": loss})
+    assert len(loss.threads) == 2  # once for this bar, however often it is drawn
     held = weakref.ref(loss)
     del loss
     assert held() is None
