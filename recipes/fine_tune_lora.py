@@ -108,10 +108,9 @@ def fit(model: nn.Module, loader: ll.data.Loader, lr: float, steps: int, seed: i
     train_step = ll.make_train_step(ll.clip_by_global_norm(grad_fn, 1.0), optimizer, donate=True)
     # Checkpoints hold what is trained, and a digest of the base model.
     ckpt = ll.checkpoint_io(folder, keep_last=1, select=lambda name, tensor: tensor.requires_grad)
-    done = ll.after_steps(steps)
+    done, bar = ll.after_steps(steps), ll.progress(loader, leave=False, disable=None)
     state = ckpt.restore(ll.init_state(model, optimizer, seed=seed, epoch_length=len(loader)))
     print(f"{folder.name}: step {state.step} of {steps}")
-    bar = ll.progress(loader, leave=False, disable=None)
     try:
         while not done(state):
             for batch in bar(state):

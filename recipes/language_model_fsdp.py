@@ -111,8 +111,7 @@ def main(
         if ended(state):
             print(f"already finished at step {state.step}; delete {directory} to start again")
 
-        began, first, window = time.perf_counter(), state.samples, ll.Window()
-        bar = ll.progress(loader, leave=False)
+        began, first, window, bar = time.perf_counter(), state.samples, ll.Window(), ll.progress(loader, leave=False)
         while not done(state):
             for batch in bar(state):
                 state, metrics = train_step(state, batch)
